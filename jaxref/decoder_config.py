@@ -1,0 +1,124 @@
+"""What a decoder is: the numbers of a Hugging Face `config.json` that this reference implements, and a refusal of the rest.
+
+Llama 2/3, Mistral, Qwen 1.5/2 (`qwen2`: biases on q, k, v) and Qwen 3 (RMSNorm on every head of q and k) are one decoder
+with three switches. Absent fields take the defaults that transformers' configuration classes give them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxref.rope import RopeSpec
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """One decoder. Hashable, so that a compiled block can be keyed by it.
+
+    `qkv_bias`: q, k and v projections carry a bias. `o_bias`: so does the output projection.
+    `qk_norm`: q and k are RMS-normalised per head before the rotation.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    rope: RopeSpec
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+        """Read a `config.json` as a dict. Every field that would change a number and is not implemented is refused.
+
+        Raises ValueError, one line naming the field, its value and what is known.
+        """
+        model_type = config.get("model_type")
+        if model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type: {model_type!r} is not implemented; known are {', '.join(MODEL_TYPES)}")
+        _refuse_what_is_not_implemented(config)
+
+        heads = _size(config, "num_attention_heads")
+        hidden = _size(config, "hidden_size")
+        # An absent field is 8 or 32 in transformers for Mistral and Qwen, whatever the heads: there it has to be written.
+        same_as_heads = model_type == "llama" or "num_key_value_heads" in config
+        kv_heads = _size(config, "num_key_value_heads", heads if same_as_heads else None)
+        if heads % kv_heads:
+            raise ValueError(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+        if config.get("head_dim") is None and hidden % heads and model_type != "qwen3":
+            raise ValueError(f"hidden_size: {hidden} is no multiple of num_attention_heads {heads}; give head_dim")
+        head_dim = _size(config, "head_dim", 128 if model_type == "qwen3" else hidden // heads)
+        if head_dim % 2:
+            raise ValueError(f"head_dim: {head_dim} is odd, and RoPE rotates pairs")
+        eps = config.get("rms_norm_eps", 1e-6)
+        if not isinstance(eps, int | float) or not 0 < eps < math.inf:
+            raise ValueError(f"rms_norm_eps: {eps!r} is not a positive number")
+        bias = model_type in ("llama", "qwen3") and _flag(config, "attention_bias")
+        return cls(
+            model_type=model_type,
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_size(config, "intermediate_size"),
+            num_hidden_layers=_size(config, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=_size(config, "max_position_embeddings"),
+            rms_norm_eps=float(eps),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            qkv_bias=bias or model_type == "qwen2",
+            o_bias=bias,
+            qk_norm=model_type == "qwen3",
+            rope=RopeSpec.from_hf(dict(config)),
+        )
+
+
+def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:
+    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
+    if config["model_type"].startswith("qwen") and not config.get("use_sliding_window"):
+        window = None
+    longest = config.get("max_position_embeddings")
+    if window is not None and (longest is None or window < longest):
+        raise ValueError(
+            f"sliding_window: {window} is shorter than max_position_embeddings {longest}, and sliding windows are not "
+            "implemented; set it to null if every row is to be attended to in full"
+        )
+    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
+    if other_layers:
+        raise ValueError(f"layer_types: {sorted(other_layers)} not implemented; known is full_attention")
+    for field, implemented in (
+        ("hidden_act", "silu"),
+        ("mlp_bias", False),
+        ("attention_dropout", 0),
+        ("quantization_config", None),
+    ):
+        if config.get(field, implemented) != implemented:
+            raise ValueError(f"{field}: {config[field]!r} is not implemented; known is {implemented!r}")
+
+
+def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    value = config.get(field)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"{field}: missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{field}: {value!r} is not a positive whole number")
+    return value
+
+
+def _flag(config: Mapping[str, Any], field: str) -> bool:
+    value = config.get(field, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{field}: {value!r} is not true or false")
+    return value

@@ -1,0 +1,119 @@
+"""The next-token loss: one number per token, then sums. Logits only ever exist for a chunk of tokens.
+
+Legend: B batch · T tokens of a row · M model width · V vocabulary · N the tokens of all rows · S domains.
+
+A batch is a dict of int arrays [B, T]: `input_ids`, `position_ids`, `document_ids`, `shift_labels` (and `domain_ids`).
+A mean is a sum over counted tokens divided by the counted tokens of the WHOLE batch, over all rows and ranks: a mean of
+means weighs a short row's tokens more.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxref.model import Decoder, head_logits
+from jaxref.rounding import Rounding
+from jaxref.weights import to_arrays
+
+IGNORED = -100  # the label of a token that predicts nothing; torch's `ignore_index`
+
+
+def token_nll(logits: jax.Array, shift_labels: Any) -> jax.Array:
+    """-log softmax(logits)[label]: [..., V] and int [...] -> [...] in the logits' dtype; exactly 0 where the label is -100.
+
+    The log-sum-exp is taken after subtracting the maximum. A label is the token that follows: already shifted.
+    """
+    labels = jnp.asarray(shift_labels)
+    counted = labels != IGNORED
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, labels, 0))
+    return jnp.where(counted, nll, 0)
+
+
+def batch_nll(
+    decoder: Decoder,
+    batch: Mapping[str, Any],
+    rounding: Rounding,
+    block: int | None = None,
+    chunk: int = 1024,
+) -> jax.Array:
+    """The loss of every token of a batch: [B, T] in the carrier, 0 where ignored. `chunk`: tokens whose logits exist at a time.
+
+    Raises ValueError as `Decoder.hidden` does, and for a label that is neither -100 nor in the vocabulary.
+    """
+    labels_BT, vocabulary = np.asarray(batch["shift_labels"]), decoder.config.vocab_size
+    if labels_BT.shape != np.shape(batch["input_ids"]):
+        raise ValueError(
+            f"shift_labels: shape {labels_BT.shape} is not that of input_ids {np.shape(batch['input_ids'])}"
+        )
+    wrong_BT = (labels_BT != IGNORED) & ((labels_BT < 0) | (labels_BT >= vocabulary))
+    if wrong_BT.any():
+        raise ValueError(
+            f"shift_labels: {labels_BT[wrong_BT][0]} is neither -100 nor in the vocabulary 0..{vocabulary - 1}"
+        )
+    hidden_BTM = decoder.hidden(batch["input_ids"], batch["position_ids"], batch["document_ids"], rounding, block)
+    hidden_NM, labels_N = hidden_BTM.reshape(-1, hidden_BTM.shape[-1]), labels_BT.reshape(-1)
+    nll_N = [
+        _chunk_nll(decoder.head, hidden_NM[start : start + chunk], labels_N[start : start + chunk], rounding)
+        for start in range(0, labels_N.size, chunk)
+    ]
+    return jnp.concatenate(nll_N).reshape(labels_BT.shape)
+
+
+def totals(nll_BT: jax.Array, shift_labels_BT: Any) -> tuple[jax.Array, int]:
+    """(sum of the losses, number of counted tokens). Their quotient is the mean."""
+    return nll_BT.sum(), int((np.asarray(shift_labels_BT) != IGNORED).sum())
+
+
+def domain_totals(
+    nll_BT: jax.Array, shift_labels_BT: Any, domain_ids_BT: Any, domains: int
+) -> tuple[jax.Array, np.ndarray]:
+    """(sums [S], counted tokens [S]) of the domains 0..S-1. Raises ValueError for a counted token without a domain."""
+    counted_BT, domain_ids_BT = np.asarray(shift_labels_BT) != IGNORED, np.asarray(domain_ids_BT)
+    homeless_BT = counted_BT & ((domain_ids_BT < 0) | (domain_ids_BT >= domains))
+    if homeless_BT.any():
+        raise ValueError(
+            f"domain_ids: {domain_ids_BT[homeless_BT][0]} on a token with a label; known are 0..{domains - 1}"
+        )
+    member_SBT = counted_BT & (domain_ids_BT == np.arange(domains)[:, None, None])
+    return jnp.where(member_SBT, nll_BT, 0).sum((1, 2)), member_SBT.sum((1, 2))
+
+
+def mean_and_gradients(
+    decoder: Decoder,
+    batch: Mapping[str, Any],
+    rounding: Rounding,
+    block: int | None = None,
+    chunk: int = 1024,
+    count: int | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(sum of the losses / `count`, its gradient by parameter name, each in the dtype its parameter is stored in).
+
+    `count`: the counted tokens of the global batch, where this batch is one share of it (None: this batch is all). The
+    sum is divided before it is differentiated, as a trainer does it.
+    Raises ValueError as `batch_nll` does, and for a batch in which no token is counted.
+    """
+    counted = int((np.asarray(batch["shift_labels"]) != IGNORED).sum()) if count is None else count
+    if counted < 1:
+        raise ValueError("shift_labels: every label is -100, so the batch has no loss")
+
+    def mean(decoder: Decoder) -> jax.Array:
+        return batch_nll(decoder, batch, rounding, block, chunk).sum() / counted
+
+    value, gradients = jax.value_and_grad(mean)(decoder)
+    return value, to_arrays(gradients)
+
+
+@partial(jax.jit, static_argnames="rounding")
+def _chunk_nll(head: nnx.Param, hidden_NM: jax.Array, labels_N: jax.Array, rounding: Rounding) -> jax.Array:
+    # Recomputed in the backward pass, so that a chunk's logits are never kept.
+    @jax.checkpoint
+    def run(head: nnx.Param, hidden_NM: jax.Array) -> jax.Array:
+        return token_nll(head_logits(head, hidden_NM, rounding), labels_N)
+
+    return run(head, hidden_NM)

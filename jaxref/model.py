@@ -1,0 +1,294 @@
+"""The decoder: Llama, Mistral, Qwen 1.5/2 and Qwen 3 in Flax NNX, slow and obvious, every rounding by name.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · C = D/2 rotated pairs · M model
+width · F MLP width · V vocabulary · N inputs and O outputs of a projection.
+
+The order of operations and of roundings is that of transformers 5 (`models/llama/modeling_llama.py` and its siblings):
+where its bfloat16 model writes a bfloat16 tensor, a site of `Rounding` stands here. Attributes carry Hugging Face's
+names, so a parameter's path is its name in a checkpoint.
+
+Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used. A decoder is a JAX
+pytree: `jax.grad` of a function of a decoder returns a decoder of gradients. One block is compiled once and called
+for every layer from Python, so neither 2 nor 80 layers make a large XLA program; do not wrap the decoder in another `jit`.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.lax import Precision
+
+from jaxref.attention import attention
+from jaxref.decoder_config import DecoderConfig
+from jaxref.rope import cos_sin, inverse_frequencies, rotate
+from jaxref.rounding import Rounding
+
+__all__ = ["Decoder", "DecoderConfig"]
+
+INITIALIZER_RANGE = 0.02  # transformers' default standard deviation of a fresh matrix
+
+Taps = dict[str, jax.Array]
+
+
+class Embedding(nnx.Module):
+    """A table [V, M]; `__call__` takes ids [B, T] to rows [B, T, M]."""
+
+    def __init__(self, size: int, width: int, rngs: nnx.Rngs):
+        self.weight = _normal(rngs, (size, width))
+
+    def __call__(self, ids: jax.Array, rounding: Rounding) -> jax.Array:
+        """Rows of the table: [B, T] -> [B, T, M]."""
+        return rounding.round("embed", _carried(self.weight[ids], rounding))
+
+
+class Linear(nnx.Module):
+    """y = x W^T (+ b), W stored [O, N] as torch stores it. The bias joins the sum before its one rounding, as in torch's addmm."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, rngs: nnx.Rngs):
+        self.weight = _normal(rngs, (outputs, inputs))
+        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32)) if bias else None
+
+    def __call__(self, x: jax.Array, rounding: Rounding, site: str) -> jax.Array:
+        """[..., N] -> [..., O], rounded at `site`."""
+        y = _matmul(x, _carried(self.weight[...], rounding))
+        if self.bias is not None:
+            y = y + _carried(self.bias[...], rounding)
+        return rounding.round(site, y)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis. The quotient is rounded before the weight and again after."""
+
+    def __init__(self, width: int, eps: float):
+        self.weight = nnx.Param(jnp.ones(width, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array, rounding: Rounding) -> jax.Array:
+        """[..., width] -> the same shape. Statistics stay in the carrier (float32 in transformers)."""
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        normalised = rounding.round("norm", x * jax.lax.rsqrt(mean_square + self.eps))
+        return rounding.round("norm", _carried(self.weight[...], rounding) * normalised)
+
+
+class Attention(nnx.Module):
+    """Projections, the norms of Qwen 3, rotation, attention, output projection."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        width, head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = head_dim
+        self.q_proj = Linear(width, heads * head_dim, config.qkv_bias, rngs)
+        self.k_proj = Linear(width, kv_heads * head_dim, config.qkv_bias, rngs)
+        self.v_proj = Linear(width, kv_heads * head_dim, config.qkv_bias, rngs)
+        self.o_proj = Linear(heads * head_dim, width, config.o_bias, rngs)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def __call__(
+        self,
+        x_BTM: jax.Array,
+        cos_BTC: jax.Array,
+        sin_BTC: jax.Array,
+        document_ids_BT: jax.Array,
+        rounding: Rounding,
+        block: int | None,
+    ) -> tuple[jax.Array, Taps]:
+        """[B, T, M] -> ([B, T, M], taps)."""
+        by_head = (*x_BTM.shape[:2], -1, self.head_dim)
+        taps = {}
+        q_BTHD = taps["q"] = self.q_proj(x_BTM, rounding, "proj").reshape(by_head)
+        k_BTKD = taps["k"] = self.k_proj(x_BTM, rounding, "proj").reshape(by_head)
+        v_BTKD = taps["v"] = self.v_proj(x_BTM, rounding, "proj").reshape(by_head)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHD = taps["q_norm"] = self.q_norm(q_BTHD, rounding)
+            k_BTKD = taps["k_norm"] = self.k_norm(k_BTKD, rounding)
+        q_BTHD = taps["q_rope"] = rotate(q_BTHD, cos_BTC, sin_BTC, rounding, "q_rotated")
+        k_BTKD = taps["k_rope"] = rotate(k_BTKD, cos_BTC, sin_BTC, rounding, "k_rotated")
+        taps["attn"], taps["lse"] = attention(q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding, block=block)
+        heads_together = (*x_BTM.shape[:2], -1)
+        out_BTM = taps["attn_out"] = self.o_proj(taps["attn"].reshape(heads_together), rounding, "proj")
+        return out_BTM, taps
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)): SwiGLU. All five results are rounded at the site `mlp`."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(width, inner, False, rngs)
+        self.up_proj = Linear(width, inner, False, rngs)
+        self.down_proj = Linear(inner, width, False, rngs)
+
+    def __call__(self, x_BTM: jax.Array, rounding: Rounding) -> jax.Array:
+        """[B, T, M] -> [B, T, M]."""
+        gate_BTF = self.gate_proj(x_BTM, rounding, "mlp")
+        up_BTF = self.up_proj(x_BTM, rounding, "mlp")
+        act_BTF = rounding.round("mlp", jax.nn.silu(gate_BTF))
+        product_BTF = rounding.round("mlp", act_BTF * up_BTF)
+        return self.down_proj(product_BTF, rounding, "mlp")
+
+
+class Block(nnx.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(
+        self,
+        x_BTM: jax.Array,
+        cos_BTC: jax.Array,
+        sin_BTC: jax.Array,
+        document_ids_BT: jax.Array,
+        rounding: Rounding,
+        block: int | None,
+    ) -> tuple[jax.Array, Taps]:
+        """[B, T, M] -> ([B, T, M], taps). The taps are always computed, so looking at them cannot change a number."""
+        taps = {}
+        normed_BTM = taps["input_norm"] = self.input_layernorm(x_BTM, rounding)
+        attn_out_BTM, attention_taps = self.self_attn(normed_BTM, cos_BTC, sin_BTC, document_ids_BT, rounding, block)
+        taps |= attention_taps
+        x_BTM = taps["attn_residual"] = rounding.round("residual", x_BTM + attn_out_BTM)
+        normed_BTM = taps["post_norm"] = self.post_attention_layernorm(x_BTM, rounding)
+        mlp_BTM = taps["mlp"] = self.mlp(normed_BTM, rounding)
+        x_BTM = taps["residual"] = rounding.round("residual", x_BTM + mlp_BTM)
+        return x_BTM, taps
+
+
+class Decoder(nnx.Module):
+    """A whole model. A fresh one has transformers' initialisation in float32: N(0, 0.02), norms 1, biases 0."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs)
+        self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        untied = not config.tie_word_embeddings
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, rngs) if untied else None
+
+    def __call__(
+        self,
+        input_ids_BT: Any,
+        position_ids_BT: Any,
+        document_ids_BT: Any,
+        rounding: Rounding,
+        block: int | None = None,
+        taps: bool = False,
+    ) -> Any:
+        """Logits [B, T, V] in the carrier; with `taps`, (logits, dict of every intermediate by name).
+
+        Arguments and errors: see `hidden`. At long T the logits are what fills memory: `jaxref.loss` takes them in chunks.
+        """
+        arguments = (input_ids_BT, position_ids_BT, document_ids_BT, rounding, block)
+        if not taps:
+            return self.logits(self.hidden(*arguments), rounding)
+        hidden_BTM, named = self.hidden(*arguments, taps=True)
+        named["logits"] = self.logits(hidden_BTM, rounding)
+        return named["logits"], named
+
+    def hidden(
+        self,
+        input_ids_BT: Any,
+        position_ids_BT: Any,
+        document_ids_BT: Any,
+        rounding: Rounding,
+        block: int | None = None,
+        taps: bool = False,
+    ) -> Any:
+        """The output of the final norm [B, T, M] in the carrier; with `taps`, (hidden, dict of intermediates by name).
+
+        The three arguments are integer arrays [B, T]. `block`: query rows of attention at a time (None: dense).
+        Taps: `embed`, `layers.{i}.` + `input_norm q k v [q_norm k_norm] q_rope k_rope attn lse attn_out attn_residual
+        post_norm mlp residual`, `final_norm`. By head [B, T, H or K, D]: q to attn; `lse` is [B, H, T]; the rest [B, T, M].
+
+        Raises ValueError for shapes that differ, tokens outside the vocabulary (JAX would clamp them silently) and
+        parameters that the carrier cannot hold exactly.
+        """
+        ids, positions, documents = _checked(self.config, input_ids_BT, position_ids_BT, document_ids_BT)
+        inv_freq, attention_scaling = inverse_frequencies(self.config.rope, int(positions.max()) + 1)
+        cos_BTC, sin_BTC = cos_sin(positions, inv_freq, attention_scaling, rounding)
+
+        named = {}
+        x_BTM = named["embed"] = self.embed_tokens(ids, rounding)
+        for i, layer in enumerate(self.layers):
+            x_BTM, layer_taps = _run_block(layer, x_BTM, cos_BTC, sin_BTC, documents, rounding, block)
+            if taps:
+                named |= {f"layers.{i}.{name}": value for name, value in layer_taps.items()}
+        hidden_BTM = named["final_norm"] = self.norm(x_BTM, rounding)
+        return (hidden_BTM, named) if taps else hidden_BTM
+
+    def logits(self, hidden: jax.Array, rounding: Rounding) -> jax.Array:
+        """[..., M] -> [..., V] in the carrier."""
+        return head_logits(self.head, hidden, rounding)
+
+    @property
+    def head(self) -> nnx.Param:
+        """The last matrix [V, M]: the embedding's own where the two are tied."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+
+@partial(jax.jit, static_argnames=("rounding", "block"))
+def _run_block(
+    layer: Block,
+    x_BTM: jax.Array,
+    cos_BTC: jax.Array,
+    sin_BTC: jax.Array,
+    document_ids_BT: jax.Array,
+    rounding: Rounding,
+    block: int | None,
+) -> tuple[jax.Array, Taps]:
+    # Recomputed in the backward pass: a whole model's residuals would be all its MLP and attention intermediates.
+    @jax.checkpoint
+    def run(layer: Block, x_BTM: jax.Array) -> tuple[jax.Array, Taps]:
+        return layer(x_BTM, cos_BTC, sin_BTC, document_ids_BT, rounding, block)
+
+    return run(layer, x_BTM)
+
+
+@partial(jax.jit, static_argnames="rounding")
+def head_logits(head: nnx.Param, hidden: jax.Array, rounding: Rounding) -> jax.Array:
+    """Logits of final hidden states: a matrix [V, M] and [..., M] -> [..., V] in the carrier, rounded at `logits`."""
+    return rounding.round("logits", _matmul(hidden, _carried(head[...], rounding)))
+
+
+def _matmul(x: jax.Array, weight_ON: jax.Array) -> jax.Array:
+    return jnp.einsum("...n,on->...o", x, weight_ON, precision=Precision.HIGHEST)
+
+
+def _carried(parameter: jax.Array, rounding: Rounding) -> jax.Array:
+    """The parameter in the carrier, exactly: a cast that rounds would be one without a name."""
+    if jnp.finfo(parameter.dtype).nmant > jnp.finfo(rounding.dtype).nmant:
+        raise ValueError(
+            f"carrier: {rounding.carrier} cannot hold {parameter.dtype} parameters exactly; "
+            "cast them first (jaxref.weights.cast) or use the float64 carrier"
+        )
+    return parameter.astype(rounding.dtype)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...]) -> nnx.Param:
+    return nnx.Param(INITIALIZER_RANGE * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+def _checked(config: DecoderConfig, *arrays: Any) -> list[np.ndarray]:
+    """The three arguments as integer arrays of one shape [B, T]."""
+    names = ("input_ids", "position_ids", "document_ids")
+    checked = [np.asarray(array) for array in arrays]
+    for name, array in zip(names, checked, strict=True):
+        if array.ndim != 2 or array.size == 0 or array.shape != checked[0].shape:
+            raise ValueError(
+                f"{name}: shape {array.shape}; input_ids, position_ids and document_ids share one shape [B, T]"
+            )
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name}: dtype {array.dtype} is not an integer")
+    lowest, highest = checked[0].min(), checked[0].max()
+    if lowest < 0 or highest >= config.vocab_size:
+        raise ValueError(f"input_ids: {lowest}..{highest} leave the vocabulary 0..{config.vocab_size - 1}")
+    if checked[2].min() < -1:
+        raise ValueError(f"document_ids: {checked[2].min()}; known are -1 padding, 0 anchor and 1..n documents")
+    return checked

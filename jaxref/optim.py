@@ -1,0 +1,81 @@
+"""One AdamW step on parameters by name, with torch's definition of every term.
+
+optax against torch, checked in torch 2.13 and optax 0.2.8:
+- AdamW (torch.optim.AdamW, arXiv 1711.05101): the same update. torch first scales the parameter by 1 - lr * decay and
+  then subtracts lr * m^ / (sqrt(v^) + eps); optax subtracts lr * (m^ / (sqrt(v^) + eps) + decay * parameter). Equal in
+  exact arithmetic, not in the last bit. Both add eps outside the root, after the bias correction, and both multiply the decay by lr.
+- Clipping: torch (clip_grad_norm_) multiplies by min(1, limit / (norm + 1e-6)); optax.clip_by_global_norm divides by the
+  norm alone and leaves gradients at or below the limit untouched, where torch still scales them just below it.
+  So the clipping here is not optax's.
+- Which parameters decay: torch decays what its parameter groups say (all, if they say nothing); here a predicate of the name.
+
+Updates run eagerly: under jit, XLA would contract products and sums into FMAs.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Arrays = dict[str, jax.Array]
+
+
+def adamw(
+    learning_rate: float | Callable[[Any], Any],
+    decays: Callable[[str], bool],
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    max_grad_norm: float | None = None,
+) -> optax.GradientTransformation:
+    """AdamW with torch's defaults, after an optional clipping of the global norm.
+
+    `learning_rate`: a number, or a function of the number of steps taken (0 at the first). `decays`: whether a parameter of this
+    name decays; the trainer decays all of them: `lambda name: True`.
+    Raises ValueError for a value outside its range.
+    """
+    for field, value, valid in (
+        ("learning_rate", learning_rate, callable(learning_rate) or learning_rate >= 0),
+        ("b1", b1, 0 <= b1 < 1),
+        ("b2", b2, 0 <= b2 < 1),
+        ("eps", eps, eps >= 0),
+        ("weight_decay", weight_decay, weight_decay >= 0),
+        ("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0),
+    ):
+        if not valid:
+            raise ValueError(f"{field}: {value} is out of range")
+
+    def mask(params: Mapping[str, Any]) -> dict[str, bool]:
+        return {name: decays(name) for name in params}
+
+    clip = optax.identity() if max_grad_norm is None else clip_by_global_norm(max_grad_norm)
+    return optax.chain(clip, optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask))
+
+
+def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+    """Multiply every gradient by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
+
+    def clip(gradients: Any, _params: Any) -> Any:
+        factor = jnp.minimum(limit / (optax.global_norm(gradients) + 1e-6), 1.0)
+        return jax.tree.map(lambda gradient: gradient * factor.astype(gradient.dtype), gradients)
+
+    return optax.stateless(clip)
+
+
+def step(
+    optimizer: optax.GradientTransformation, params: Arrays, state: optax.OptState, gradients: Arrays
+) -> tuple[Arrays, optax.OptState, jax.Array]:
+    """(new parameters, new state, global norm of the gradients before clipping). `state` starts as `optimizer.init(params)`.
+
+    Raises ValueError for 16-bit parameters: a step would vanish in their rounding; train a float32 or float64 copy.
+    """
+    for name, array in params.items():
+        if array.dtype not in (jnp.float32, jnp.float64):
+            raise ValueError(
+                f"{name}: dtype {array.dtype} is too coarse to train; cast to float32 first (jaxref.weights.cast)"
+            )
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, optax.global_norm(gradients)

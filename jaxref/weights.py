@@ -1,0 +1,161 @@
+"""Parameters by their Hugging Face names: a folder of safetensors, a dict of arrays, a decoder, and the roads between them.
+
+A decoder's attributes carry the names of transformers' modules, so the path of a parameter is its name:
+`layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`; `lm_head.weight` stays as it is.
+Nothing here changes a bit of a parameter, except `cast`, which is asked to.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from jaxref.decoder_config import DecoderConfig
+from jaxref.model import Decoder
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+SAFETENSORS_DTYPES = ("F64", "F32", "BF16", "F16")
+SHOWN = 5  # names an error lists before it counts the rest
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every parameter; a tied `lm_head.weight` is none. Matrices are [outputs, inputs]."""
+    return {name: leaf.shape for name, leaf in _named(nnx.split(_abstract(config))[1])}
+
+
+def to_arrays(decoder: Decoder) -> dict[str, jax.Array]:
+    """Every parameter by its name, as stored. Works on a decoder of gradients just as well."""
+    return dict(_named(nnx.split(decoder)[1]))
+
+
+def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
+    """A decoder that holds these arrays (numpy or JAX; float64, float32, bfloat16 or float16), each in its own dtype.
+
+    Raises ValueError, one line, for missing or unexpected names, wrong shapes and dtypes, and an `lm_head.weight` that
+    differs from the embedding it is tied to.
+    """
+    arrays = dict(arrays)
+    _check(config, {name: np.shape(array) for name, array in arrays.items()})
+    for name, array in arrays.items():
+        if str(array.dtype) not in DTYPES:
+            raise ValueError(f"{name}: dtype {array.dtype} is not one of {', '.join(DTYPES)}")
+    if config.tie_word_embeddings and "lm_head.weight" in arrays:
+        head, table = np.asarray(arrays.pop("lm_head.weight")), np.asarray(arrays["model.embed_tokens.weight"])
+        if head.dtype != table.dtype or head.tobytes() != table.tobytes():
+            raise ValueError("tie_word_embeddings: true, but lm_head.weight differs from model.embed_tokens.weight")
+    graph, state = nnx.split(_abstract(config))
+    leaves = [jnp.asarray(arrays[name]) for name, _ in _named(state)]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
+def cast(decoder: Decoder, dtype: str) -> Decoder:
+    """The same decoder with every parameter rounded once, to nearest even, to `dtype` (see DTYPES)."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: {dtype!r}; known are {', '.join(DTYPES)}")
+
+    def rounded(array: jax.Array) -> jax.Array:
+        if array.dtype == jnp.float64 and dtype == "bfloat16":
+            # This cast goes through float32 and would round twice; after this line it has nothing left to round.
+            array = jax.lax.reduce_precision(array, exponent_bits=11, mantissa_bits=7)
+        return array.astype(dtype)
+
+    return jax.tree.map(rounded, decoder)
+
+
+def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
+    """Read `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, tensor by tensor.
+
+    Names, shapes and dtypes are checked before any tensor is read. Raises FileNotFoundError for a missing file and
+    ValueError for a config that is not implemented or weights that do not fit it.
+    """
+    folder = Path(folder)
+    config = DecoderConfig.from_hf(_read_json(folder / "config.json"))
+    files = {name: safe_open(path, framework="numpy") for name, path in _locations(folder).items()}
+    # Old Llama checkpoints also store this constant, which follows from the config.
+    files = {name: file for name, file in files.items() if not name.endswith("rotary_emb.inv_freq")}
+    slices = {name: file.get_slice(name) for name, file in files.items()}
+    _check(config, {name: tuple(part.get_shape()) for name, part in slices.items()})
+    for name, part in slices.items():
+        if part.get_dtype() not in SAFETENSORS_DTYPES:
+            raise ValueError(f"{name}: dtype {part.get_dtype()} is not one of {', '.join(SAFETENSORS_DTYPES)}")
+    return config, from_arrays(config, {name: jnp.asarray(file.get_tensor(name)) for name, file in files.items()})
+
+
+def save_hf(folder: str | Path, decoder: Decoder) -> None:
+    """Write `config.json` and `model.safetensors`, readable by transformers; the folder appears complete or not at all.
+
+    Raises ValueError if `folder` exists.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"folder: {folder} exists; give a new one")
+    arrays = {name: np.asarray(array) for name, array in to_arrays(decoder).items()}
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(decoder.config.to_hf(), indent=2) + "\n")
+    partial.rename(folder)
+
+
+def _abstract(config: DecoderConfig) -> Decoder:
+    """A decoder of shapes, which costs nothing."""
+    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+
+
+def _named(state: nnx.State) -> Iterator[tuple[str, Any]]:
+    """(name, array or shape) of every parameter, in the order of the state's leaves."""
+    for path, leaf in jax.tree.leaves_with_path(state):
+        parts = [str(getattr(key, "key", key)) for key in path if not isinstance(key, jax.tree_util.GetAttrKey)]
+        yield ".".join(parts if parts[0] == "lm_head" else ["model", *parts]), leaf
+
+
+def _check(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    wanted = parameter_shapes(config)
+    if config.tie_word_embeddings and "lm_head.weight" in shapes:
+        wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    for problem, names in (
+        ("missing", [name for name in wanted if name not in shapes]),
+        ("unexpected", [name for name in shapes if name not in wanted]),
+    ):
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise ValueError(f"weights: {problem} {', '.join(sorted(names)[:SHOWN])}{more}")
+    for name, shape in wanted.items():
+        if tuple(shapes[name]) != shape:
+            raise ValueError(f"{name}: shape {tuple(shapes[name])} is not the {shape} of the config")
+
+
+def _locations(folder: Path) -> dict[str, Path]:
+    """The file of every tensor."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        if not single.is_file():
+            raise FileNotFoundError(f"{single}: not found, nor {index.name} beside it")
+        with safe_open(single, framework="numpy") as file:
+            return dict.fromkeys(file.keys(), single)
+    locations = {name: folder / file for name, file in _read_json(index)["weight_map"].items()}
+    for path in sorted(set(locations.values())):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: not found, but {index.name} names it")
+    return locations
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not found")
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return content

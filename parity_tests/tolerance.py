@@ -1,0 +1,83 @@
+"""The one rule by which a number is judged, after FlashAttention's own tests.
+
+With truth computed in float64 and a reference that makes the candidate's roundings and no others,
+
+    error(candidate, truth) <= 2 x error(reference, truth) + one rounding of the truth's own size
+
+where error is the largest absolute difference, and one rounding is the unit roundoff of the candidate's dtype times the
+largest absolute value of the truth. Integers, masks, plans and positions compare exactly. No other tolerance stands
+anywhere in this repository, and this one is never loosened.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+# Half a unit in the last place, relative: 2 ** -(explicit mantissa bits + 1).
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out for one array. All figures are absolute, in the array's own units."""
+
+    error: float  # of the candidate
+    allowance: float
+    worst: tuple[int, ...]  # index at which the candidate errs most
+
+    @property
+    def passed(self) -> bool:
+        """Whether the rule holds. A NaN or a stray infinity never passes, the reference's own least of all."""
+        return self.error <= self.allowance < float("inf")
+
+    @property
+    def ratio(self) -> float:
+        """Error over allowance: up to 1 passes. 0 where both are 0, infinite where only the allowance is."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.allowance if self.allowance > 0 else float("inf")
+
+    def __str__(self) -> str:
+        word = "within" if self.passed else "BREAKS"
+        return f"error {self.error:.3e} {word} allowance {self.allowance:.3e} (ratio {self.ratio:.3g}) at {self.worst}"
+
+
+def judge(candidate: ArrayLike, truth: ArrayLike, reference: ArrayLike, dtype: str) -> Verdict:
+    """Judge `candidate` against `truth`, allowing what `reference` errs.
+
+    Args:
+        candidate: the array under test, any float dtype, finite except where the truth is infinite too.
+        truth: the same quantity from float64 arithmetic on the same inputs.
+        reference: the same quantity with the candidate's roundings (the oracle under the candidate's preset).
+        dtype: the dtype the candidate computes in: `float64`, `float32`, `float16` or `bfloat16`.
+
+    Raises:
+        ValueError: shapes differ, the arrays are empty, or the dtype has no unit roundoff here.
+    """
+    if dtype not in UNIT_ROUNDOFF:
+        raise ValueError(f"dtype {dtype!r}: no unit roundoff; known: {', '.join(UNIT_ROUNDOFF)}")
+    candidate, truth, reference = (np.asarray(x, dtype=np.float64) for x in (candidate, truth, reference))
+    if not candidate.shape == truth.shape == reference.shape:
+        raise ValueError(
+            f"shapes differ: candidate {candidate.shape}, truth {truth.shape}, reference {reference.shape}"
+        )
+    if truth.size == 0:
+        raise ValueError("nothing to judge: the arrays are empty")
+    differences = _difference(candidate, truth)
+    worst = np.unravel_index(int(differences.argmax()), truth.shape)
+    finite = np.abs(truth[np.isfinite(truth)])
+    rounding = UNIT_ROUNDOFF[dtype] * float(finite.max(initial=0.0))
+    return Verdict(
+        error=float(differences[worst]),
+        allowance=2 * float(_difference(reference, truth).max()) + rounding,
+        worst=tuple(int(i) for i in worst),
+    )
+
+
+def _difference(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Absolute difference; 0 where both are the same infinity, infinite where one is NaN or only one is infinite."""
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(values - truth)
+    difference = np.where(np.isnan(difference), np.inf, difference)
+    return np.where(values == truth, 0.0, difference)

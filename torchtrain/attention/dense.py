@@ -1,0 +1,43 @@
+"""Engine `dense`: the rule as a boolean [T, T] mask. For tests and tiny inputs; cast by cast what transformers' eager does.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+from torchtrain.attention.plan import AttentionPlan
+from torchtrain.attention.rule import visible_BTT
+from torchtrain.errors import UserError
+
+MAX_TOKENS = 8192  # a [1, H, T, T] float32 of 32 heads is 8 GiB there
+
+
+def attend_dense(
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with a materialised mask.
+
+    Returns out [B, T, H, D] in q's dtype and the detached log-sum-exp [B, H, T] (float32, or float64 for float64 input).
+
+    Raises:
+        UserError: more than 8,192 tokens a row.
+    """
+    B, T, H, D = q_BTHD.shape
+    K = k_BTKD.shape[2]
+    if T > MAX_TOKENS:
+        raise UserError(f"attention dense: {T} tokens a row need a T x T mask; it stops at {MAX_TOKENS}, choose sdpa")
+    q_BKGTD = q_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4)
+    k_BK1TD = k_BTKD.permute(0, 2, 1, 3)[:, :, None]
+    v_BK1TD = v_BTKD.permute(0, 2, 1, 3)[:, :, None]
+    mask = visible_BTT(plan.document_ids_BT)[:, None, None]
+
+    # The logits are rounded after the product and again after the scale, the softmax runs in float32: eager's own casts.
+    wide = torch.promote_types(q_BTHD.dtype, torch.float32)
+    logits = ((q_BKGTD @ k_BK1TD.mT) * scale).to(wide).masked_fill(~mask, float("-inf"))
+    # A row that sees nothing would be NaN, in its gradient too: softmax over zeros, then out with it.
+    blind = ~mask.any(-1, keepdim=True)
+    probs = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    out_BKGTD = probs.to(q_BTHD.dtype) @ v_BK1TD
+    lse_BHT = logits.detach().logsumexp(-1).flatten(1, 2)
+    return out_BKGTD.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), lse_BHT

@@ -1,0 +1,94 @@
+"""The engines by name, and the choice `auto` makes.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchtrain.attention.dense import attend_dense
+from torchtrain.attention.flash import HALF, attend_flash, flash_provider
+from torchtrain.attention.flex import attend_flex
+from torchtrain.attention.plan import AttentionPlan, make_plan
+from torchtrain.attention.sdpa import attend_sdpa
+from torchtrain.errors import UserError
+
+Engine = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], tuple[Tensor, Tensor | None]]
+
+ENGINES: dict[str, Engine] = {
+    "flash": attend_flash,
+    "flex": attend_flex,
+    "sdpa": attend_sdpa,
+    "dense": attend_dense,
+}
+
+
+def resolve_engine(name: str, device: torch.device | str, dtype: torch.dtype, *, training: bool = True) -> str:
+    """Return the engine that will run: `auto` becomes `flash` on CUDA in half precision, `sdpa` anywhere else.
+
+    Raises:
+        UserError: the name is unknown, or that engine cannot run here. Nothing is chosen in its place.
+    """
+    device = torch.device(device)
+    if name == "auto":
+        capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        return "flash" if capable and dtype in HALF else "sdpa"
+    if name not in ENGINES:
+        raise UserError(f"attention {name!r}: unknown engine; choose auto, {', '.join(ENGINES)}")
+    if name == "flash":
+        flash_provider(device)
+        if device.type == "cuda" and dtype not in HALF:
+            raise UserError(f"attention flash: dtype {dtype}; it takes bfloat16 and float16, choose sdpa or flex")
+    if name == "flex" and training and device.type != "cuda":
+        raise UserError(f"attention flex: no backward pass on {device.type}; choose sdpa (or auto)")
+    return name
+
+
+def attend(
+    q_BTHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    documents: AttentionPlan | Tensor,
+    *,
+    engine: str = "auto",
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend under the mask rule.
+
+    Args:
+        q_BTHD: queries, rotated, float [B, T, H, D].
+        k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K, query head h reads key/value head h // (H / K).
+        v_BTKD: values [B, T, K, D].
+        documents: a plan from `make_plan`, or document_ids [B, T] (then the plan is built in this very call).
+        engine: `auto`, `flash`, `flex`, `sdpa` or `dense`.
+        scale: factor on the logits; default D ** -0.5.
+
+    Returns:
+        out [B, T, H, D] in q's dtype, 0 at padding; and the detached log-sum-exp [B, H, T], -inf at padding, or None from
+        an engine that has none (`sdpa`, and `flex` on a CPU).
+
+    Raises:
+        UserError: shapes, dtypes or devices that do not fit each other, bad document ids, an engine that cannot run.
+    """
+    plan = documents if isinstance(documents, AttentionPlan) else make_plan(documents)
+    _check_shapes(q_BTHD, k_BTKD, v_BTKD, plan)
+    name = resolve_engine(engine, q_BTHD.device, q_BTHD.dtype, training=False)
+    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    return ENGINES[name](q_BTHD, k_BTKD, v_BTKD, plan, scale)
+
+
+def _check_shapes(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan) -> None:
+    shapes = f"q {list(q_BTHD.shape)}, k {list(k_BTKD.shape)}, v {list(v_BTKD.shape)}"
+    if not (q_BTHD.ndim == k_BTKD.ndim == v_BTKD.ndim == 4 and k_BTKD.shape == v_BTKD.shape):
+        raise UserError(f"attention: expected q [B, T, H, D] and k, v [B, T, K, D]; got {shapes}")
+    B, T, H, D = q_BTHD.shape
+    if k_BTKD.shape[:2] != (B, T) or k_BTKD.shape[3] != D or H % k_BTKD.shape[2]:
+        raise UserError(f"attention: q, k, v must share B, T and D, and H be a multiple of K; got {shapes}")
+    if plan.document_ids_BT.shape != (B, T):
+        raise UserError(f"document_ids: shape {list(plan.document_ids_BT.shape)} does not fit {shapes}")
+    if not q_BTHD.dtype == k_BTKD.dtype == v_BTKD.dtype:
+        raise UserError(f"attention: dtypes differ: q {q_BTHD.dtype}, k {k_BTKD.dtype}, v {v_BTKD.dtype}")
+    if plan.document_ids_BT.device != q_BTHD.device:
+        raise UserError(f"plan: on {plan.document_ids_BT.device}, q on {q_BTHD.device}; use plan.to(device)")

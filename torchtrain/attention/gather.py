@@ -1,0 +1,59 @@
+"""Gather the tokens a plan names, with a backward pass that is deterministic.
+
+An anchor row is gathered once for its own segment and once more for every document, so its gradient is a sum over copies.
+`index_select`'s own backward adds them with atomics on a GPU, in any order and in the tensor's dtype; here the copies of
+each anchor row are summed in float32, in document order. Same mathematics: the tests hold it against `index_select`.
+
+Legend: B batch · T tokens of a row · N query tokens · M gathered keys · K heads · D head_dim · R anchor rows · C copies.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from torchtrain.attention.plan import AttentionPlan
+
+
+class _GatherKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BTKD: Tensor, plan: AttentionPlan) -> Tensor:
+        ctx.plan, ctx.shape = plan, x_BTKD.shape  # type: ignore[attr-defined]
+        return x_BTKD.flatten(0, 1).index_select(0, plan.k_index_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_MKD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        plan: AttentionPlan = ctx.plan  # type: ignore[attr-defined]
+        B, T, K, D = ctx.shape  # type: ignore[attr-defined]
+        grad = grad_MKD.new_zeros(B * T, K, D)
+        grad[plan.q_index_N] = grad_MKD[plan.own_slot_N]
+        if plan.anchor_index_R.numel():
+            wide = torch.promote_types(grad_MKD.dtype, torch.float32)
+            filled_RC = plan.anchor_slot_RC >= 0
+            copies_RCKD = grad_MKD[plan.anchor_slot_RC.clamp(min=0)].to(wide)
+            copies_RCKD = copies_RCKD.masked_fill(~filled_RC[..., None, None], 0)
+            own_RKD = grad[plan.anchor_index_R].to(wide)
+            grad[plan.anchor_index_R] = (own_RKD + copies_RCKD.sum(1)).to(grad.dtype)
+        return grad.view(B, T, K, D), None
+
+
+def gather_keys(x_BTKD: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return [M, K, D]: for each segment the anchor rows, then the document's own rows, of keys or values."""
+    if plan.keys_in_order:
+        return x_BTKD.flatten(0, 1)
+    return _GatherKeys.apply(x_BTKD, plan)  # type: ignore[return-value]
+
+
+def gather_queries(x_BTHD: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return [N, H, D]: the queries of every segment, padding left out."""
+    x = x_BTHD.flatten(0, 1)
+    return x if plan.queries_in_order else x.index_select(0, plan.q_index_N)
+
+
+def scatter_queries(x_N: Tensor, plan: AttentionPlan, fill: float = 0.0) -> Tensor:
+    """Inverse of `gather_queries` for [N, ...]: back to [B, T, ...], with `fill` at padding."""
+    B, T = plan.document_ids_BT.shape
+    if plan.queries_in_order:
+        return x_N.reshape(B, T, *x_N.shape[1:])
+    full = x_N.new_full((B * T, *x_N.shape[1:]), fill)
+    return full.index_copy(0, plan.q_index_N, x_N).view(B, T, *x_N.shape[1:])

@@ -1,0 +1,147 @@
+"""The attention plan: the mask rule lowered once per batch, for every layer and every engine.
+
+A segment is what one causal attention call works on: the queries of one document of one row, and as keys the row's anchor
+followed by the document itself. Queries and keys end at the same token, so causal masking is aligned bottom-right, which is
+FlashAttention-2's convention when the two lengths differ:
+
+    row        A A a a a b b . .        (A anchor, a b documents, . padding)
+    segment 0  queries A A              keys A A
+    segment 1  queries a a a            keys A A a a a
+    segment 2  queries b b              keys A A b b
+
+Legend: B batch · T tokens of a row · N query tokens (all but padding) · M gathered keys · S segments · R anchor tokens of
+the batch · C copies of an anchor token.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from torchtrain.attention.rule import ANCHOR, PADDING, check_document_ids
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """What the engines need to know of a batch's documents. Build it with `make_plan`; index tensors are flat in B * T."""
+
+    document_ids_BT: Tensor
+    q_index_N: Tensor  # token of each query, ordered by segment
+    k_index_M: Tensor  # token of each key, ordered by segment: anchor rows, then the document's own
+    cu_seqlens_q: Tensor  # int32 [S + 1]
+    cu_seqlens_k: Tensor  # int32 [S + 1]
+    own_slot_N: Tensor  # where in M each query's own key stands
+    anchor_index_R: Tensor  # token of each anchor row
+    anchor_slot_RC: Tensor  # where in M its copies for the documents stand; -1 fills the rows with fewer copies
+    seqlens_q: tuple[int, ...] = field(repr=False)  # per segment, on the host
+    seqlens_k: tuple[int, ...] = field(repr=False)
+    queries_in_order: bool  # q_index_N is 0, 1, .. B * T - 1: nothing to gather
+    keys_in_order: bool  # so is k_index_M
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Longest segment, in queries."""
+        return max(self.seqlens_q, default=0)
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """Longest segment, in keys."""
+        return max(self.seqlens_k, default=0)
+
+    @property
+    def live_pairs(self) -> int:
+        """Visible (query, key) pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n."""
+        return sum(n * (n + 1) // 2 + (m - n) * n for n, m in zip(self.seqlens_q, self.seqlens_k, strict=True))
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """FlexAttention's lowering, built on first use and kept for the other layers."""
+        from torchtrain.attention.flex import make_block_mask
+
+        return make_block_mask(self.document_ids_BT)
+
+    def to(self, device: torch.device | str) -> "AttentionPlan":
+        """Return the plan with its tensors on `device`."""
+        tensors = {f.name: v for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        if all(t.device == torch.device(device) for t in tensors.values()):
+            return self
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return dataclasses.replace(self, **moved)
+
+
+def make_plan(document_ids_BT: Tensor) -> AttentionPlan:
+    """Lower document ids (integer [B, T]) to an `AttentionPlan` on the same device.
+
+    Computed on the host (one synchronisation if the ids are on a GPU) in O(B T log(B T)). A document's tokens need not be
+    adjacent. Rows may differ in their number of documents, anchor tokens and padding.
+
+    Raises:
+        UserError: ids that are no [B, T] integers >= -1 with the anchor as a prefix.
+    """
+    ids_BT = document_ids_BT.detach().cpu().long()
+    check_document_ids(ids_BT)
+    B, T = ids_BT.shape
+    flat = ids_BT.flatten()
+
+    # Queries: every token but padding, grouped by (row, document). The sort is stable, so storage order stays inside.
+    token_N = (flat != PADDING).nonzero().flatten()
+    group_N = (token_N // T) * (int(flat.max()) + 2) + flat[token_N]
+    group_N, order = group_N.sort(stable=True)
+    q_index_N = token_N[order]
+    _, seqlen_q_S = group_N.unique_consecutive(return_counts=True)
+    cu_q = _cumulative(seqlen_q_S)
+    first_S = q_index_N[cu_q[:-1]]
+    row_S = first_S // T
+
+    # Keys: the row's anchor in front of each document (the anchor itself has nothing in front).
+    anchors_B = (ids_BT == ANCHOR).sum(1)
+    in_front_S = torch.where(flat[first_S] == ANCHOR, 0, anchors_B[row_S])
+    seqlen_k_S = seqlen_q_S + in_front_S
+    cu_k = _cumulative(seqlen_k_S)
+    within_N = torch.arange(len(q_index_N)) - cu_q[:-1].repeat_interleave(seqlen_q_S)
+    own_slot_N = (cu_k[:-1] + in_front_S).repeat_interleave(seqlen_q_S) + within_N
+    k_index_M = torch.empty(int(cu_k[-1]), dtype=torch.long)
+    k_index_M[own_slot_N] = q_index_N
+
+    within_copies = torch.arange(int(in_front_S.sum())) - _cumulative(in_front_S)[:-1].repeat_interleave(in_front_S)
+    copy_slot = cu_k[:-1].repeat_interleave(in_front_S) + within_copies
+    copy_token = (row_S * T).repeat_interleave(in_front_S) + within_copies
+    k_index_M[copy_slot] = copy_token
+
+    in_order = torch.arange(B * T)
+    device = document_ids_BT.device
+    anchor_index_R, anchor_slot_RC = _group_copies(copy_token, copy_slot)
+    plan = AttentionPlan(
+        document_ids_BT=ids_BT,
+        q_index_N=q_index_N,
+        k_index_M=k_index_M,
+        cu_seqlens_q=cu_q.int(),
+        cu_seqlens_k=cu_k.int(),
+        own_slot_N=own_slot_N,
+        anchor_index_R=anchor_index_R,
+        anchor_slot_RC=anchor_slot_RC,
+        seqlens_q=tuple(seqlen_q_S.tolist()),
+        seqlens_k=tuple(seqlen_k_S.tolist()),
+        queries_in_order=torch.equal(q_index_N, in_order),
+        keys_in_order=torch.equal(k_index_M, in_order),
+    )
+    return plan.to(device)
+
+
+def _cumulative(lengths_S: Tensor) -> Tensor:
+    return torch.cat([lengths_S.new_zeros(1), lengths_S.cumsum(0)])
+
+
+def _group_copies(token: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Group the slots of anchor copies by the token they copy: tokens [R], slots [R, C] filled with -1."""
+    if len(token) == 0:
+        return token, slot.reshape(0, 0)
+    token, order = token.sort(stable=True)
+    anchor_R, copies_R = token.unique_consecutive(return_counts=True)
+    copy_C = torch.arange(len(token)) - _cumulative(copies_R)[:-1].repeat_interleave(copies_R)
+    slot_RC = slot.new_full((len(anchor_R), int(copies_R.max())), -1)
+    slot_RC[torch.arange(len(anchor_R)).repeat_interleave(copies_R), copy_C] = slot[order]
+    return anchor_R, slot_RC

@@ -1,0 +1,58 @@
+"""The mask rule, stated once for the trainer. Every engine lowers it; none restates it.
+
+    visible(q, k) = k <= q and document[q] != -1 and document[k] != -1
+                    and (document[k] == document[q] or document[k] == 0)
+
+q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees nor
+is seen: its attention output is 0 and its log-sum-exp -inf.
+
+Legend: B batch · T tokens of a row.
+"""
+
+import torch
+from torch import Tensor
+
+from torchtrain.errors import UserError
+
+ANCHOR = 0
+PADDING = -1
+
+
+def visible(document_q: Tensor, document_k: Tensor, index_q: Tensor, index_k: Tensor) -> Tensor:
+    """Evaluate the rule elementwise on broadcastable integer tensors; returns a bool tensor."""
+    same_or_anchor = (document_k == document_q) | (document_k == ANCHOR)
+    return (index_k <= index_q) & (document_q != PADDING) & (document_k != PADDING) & same_or_anchor
+
+
+def visible_BTT(document_ids_BT: Tensor) -> Tensor:
+    """Materialise the rule as bool [B, T, T], queries first. For tests and tiny inputs only."""
+    index_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
+    return visible(document_ids_BT[:, :, None], document_ids_BT[:, None, :], index_T[:, None], index_T[None, :])
+
+
+def check_document_ids(document_ids_BT: Tensor) -> None:
+    """Refuse what is not a [B, T] integer tensor of -1, 0, 1.. whose anchor (0) is a prefix of its row.
+
+    Raises:
+        UserError: naming the row and the index of the first offence.
+    """
+    if document_ids_BT.ndim != 2 or document_ids_BT.is_floating_point() or document_ids_BT.dtype == torch.bool:
+        raise UserError(
+            f"document_ids: expected an integer tensor [batch, tokens], got {document_ids_BT.dtype} "
+            f"{list(document_ids_BT.shape)}"
+        )
+    if document_ids_BT.numel() == 0:
+        raise UserError(f"document_ids: empty, shape {list(document_ids_BT.shape)}; give at least one token")
+    if (document_ids_BT < PADDING).any():
+        raise UserError(
+            f"document_ids: smallest value {int(document_ids_BT.min())}; use -1 for padding, 0 for the anchor, 1.. for "
+            "documents"
+        )
+    is_anchor_BT = document_ids_BT == ANCHOR
+    stray_BT = is_anchor_BT & (is_anchor_BT.cumprod(dim=1) == 0)
+    if stray_BT.any():
+        row, index = (int(x) for x in stray_BT.nonzero()[0])
+        raise UserError(
+            f"document_ids: row {row} has anchor id 0 at index {index}, after a document; the anchor is a prefix of the "
+            "row, number documents from 1"
+        )

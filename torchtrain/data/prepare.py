@@ -1,0 +1,126 @@
+"""Tokenise a corpus once: sources -> records -> tokens -> a TokenStore under `<data.cache>/corpus/<fingerprint>`.
+
+The fingerprint covers everything that the tokens depend on. A store is written into a folder beside its place and renamed
+when it is whole, so a store that exists is finished, whatever was interrupted.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from filelock import FileLock
+
+from torchtrain.config import DataConfig, Source
+from torchtrain.data import demo
+from torchtrain.data.corpus import BadRecord, Record, read, source_files, source_name
+from torchtrain.data.store import SourceCount, StoreWriter, TokenStore, sync
+from torchtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Raise it when the same sources and settings would give other tokens or other files (reading, rendering, layout).
+FORMAT = 1
+# Text handed to the tokenizer at one time: enough for all its threads, little beside the model.
+_BATCH_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a preparation is: documents and tokens written, bad records met; `reused` if a finished store was found."""
+
+    state: Literal["tokenising", "finished", "reused"]
+    documents: int
+    tokens: int
+    bad_records: int
+
+
+def prepare(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", on_progress: Callable[[Progress], None] | None = None
+) -> TokenStore:
+    """Return the tokenised corpus of a config, from the cache if it is there, else made now.
+
+    Several processes may call this at once: one works, the others wait and reuse.
+
+    Args:
+        data: sources and settings.
+        tokenizer: a fast tokenizer (one with a `tokenizers` backend).
+        on_progress: called with the state so far after each batch, and once at the end.
+
+    Raises:
+        UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`; the
+            tokenizer is a slow one, or has no EOS under `data.append_eos`; `data.cache` cannot be written.
+    """
+    report = on_progress or (lambda progress: None)
+    name = fingerprint(data, tokenizer)
+    corpus = Path(data.cache).expanduser() / "corpus"
+    final = corpus / name
+    if not final.exists():
+        try:
+            corpus.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(corpus / f"{name}.lock")
+            lock.acquire()
+        except (OSError, NotImplementedError) as error:
+            raise UserError(f"data.cache {data.cache!r} cannot be written: {error}; choose another folder") from None
+        with lock:
+            lock.release()
+            if not final.exists():
+                return _make(final, data, tokenizer, report)
+    store = TokenStore.open(final)
+    for count in store.sources:
+        _check_share(count, data.bad_record_share)
+    report(Progress("reused", len(store), len(store.tokens), sum(count.bad_records for count in store.sources)))
+    return store
+
+
+def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the name of the store that a config and a tokenizer give: 32 hex digits over all that its tokens depend on.
+
+    Files count by path, size and time of change; a demo by its package's or Python's version; a hub data set by its name,
+    subset, split and revision, so that a finished store needs no network: pin `revision` to follow a set that changes.
+
+    Raises:
+        UserError: as `prepare`, for a missing file or package and for a tokenizer that does not fit.
+    """
+    content = {
+        "format": FORMAT,
+        "sources": [_source_identity(source) for source in data.sources],
+        "eos": _eos(data, tokenizer),
+        "min_tokens": data.min_tokens,
+        "tokenizer": _tokenizer_identity(tokenizer),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _source_identity(source: Source) -> dict[str, Any]:
+    identity = source.model_dump(exclude={"streaming"})
+    if source.demo is not None:
+        identity["version"] = demo.identity(source.demo)
+    files = []
+    if source.files is not None:
+        files = source_files(source)
+    elif source.dataset is not None and Path(source.dataset).is_dir():
+        files = sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
+    stats = [(str(path.resolve()), path.stat()) for path in files]
+    identity["contents"] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return identity
+
+
+def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> str:
+    if not tokenizer.is_fast:
+        raise UserError(f"model.source: {type(tokenizer).__name__} is a slow tokenizer; convert it to a tokenizer.json")
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # State that calls leave behind and that encoding here does not use.
+    for state in ("truncation", "padding"):
+        backend.pop(state, None)
+    return hashlib.sha256(json.dumps(backend, sort_keys=True).encode()).hexdigest()
+
+
+def _eos(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    return tokenizer.eos_token_id if data.append_eos else None

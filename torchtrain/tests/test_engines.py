@@ -1,0 +1,181 @@
+"""Engines against the dense twin in float64, by the error rule; refusals; nothing leaks.
+
+What the oracle says of them stands in parity_tests; here the trainer is tested on its own.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from parity_tests.tolerance import judge
+from torchtrain.attention import attend, make_plan, resolve_engine, visible_BTT
+from torchtrain.errors import UserError
+from torchtrain.tests.flash_on_cpu import FlashOnCPU
+from torchtrain.tests.layouts import document_ids, named_batch
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _flash_on_cpu():
+    with FlashOnCPU():
+        yield
+
+
+def draw_qkv(ids_BT, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*ids_BT.shape, heads, head_dim)
+    q, k, v, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
+    return q.to(dtype), k[:, :, :kv_heads].to(dtype), v[:, :, :kv_heads].to(dtype), weight.to(dtype)
+
+
+def attend_with_gradients(engine, q, k, v, weight, ids_BT):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = attend(*leaves, ids_BT, engine=engine)
+    grads = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
+    zero = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    return dict(zip(NAMES, [out.detach(), *zero], strict=True)), lse
+
+
+def assert_by_the_rule(engine, ids_BT, dtype, judged_as=None, **shape):
+    """Truth is dense in float64; the allowance is what dense errs in the candidate's dtype (or in `judged_as`)."""
+    judged_as = judged_as or dtype
+    q, k, v, weight = draw_qkv(ids_BT, dtype=judged_as, **shape)
+    got, lse = attend_with_gradients(engine, *(x.to(dtype) for x in (q, k, v, weight)), ids_BT)
+    truth, truth_lse = attend_with_gradients("dense", *(x.double() for x in (q, k, v, weight)), ids_BT)
+    reference, reference_lse = attend_with_gradients("dense", q, k, v, weight, ids_BT)
+    for what in NAMES:
+        verdict = judge(got[what].double(), truth[what], reference[what].double(), str(judged_as).split(".")[1])
+        assert verdict.passed, f"{engine} {what}: {verdict}"
+    if lse is not None:
+        assert judge(lse, truth_lse, reference_lse, "float32").passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("engine", ["sdpa", "flash"])
+def test_engines_agree_with_their_dense_twin(engine, kv_heads, dtype):
+    assert_by_the_rule(engine, named_batch(), dtype, kv_heads=kv_heads)
+
+
+@given(document_ids())
+@settings(max_examples=25)
+def test_engines_agree_on_any_layout(ids_BT):
+    # Where every query sees one key only, dq is 0 by cancellation and so is what the rule allows; an ordinary document
+    # beside the random ones gives each array a size of its own. A wrong lowering is an error of order one, so float64 is
+    # judged by float32's allowance: the search is for layouts, not for the unluckiest rounding.
+    ids_BT = torch.cat([ids_BT, torch.full((len(ids_BT), 16), 9)], dim=1)
+    for engine in ("sdpa", "flash"):
+        assert_by_the_rule(engine, ids_BT, torch.float64, judged_as=torch.float32)
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "flash", "dense"])
+def test_no_gradient_crosses_the_mask(engine):
+    """The gradient of any query's output with respect to every invisible key and value is exactly zero."""
+    ids_BT = named_batch()
+    q, k, v, _ = draw_qkv(ids_BT)
+    leaves = [k.requires_grad_(), v.requires_grad_()]
+    out, _ = attend(q, *leaves, ids_BT, engine=engine)
+    rule = visible_BTT(ids_BT)
+    for query in range(ids_BT.shape[1]):
+        grads = torch.autograd.grad(out[:, query].square().sum(), leaves, retain_graph=True)
+        for grad in grads:
+            touched = grad.abs().sum((2, 3)) > 0
+            assert not (touched & ~rule[:, query]).any(), f"query {query} is moved by a key it must not see"
+        assert torch.equal(grads[1].abs().sum((2, 3)) > 0, rule[:, query]), "a visible value does not reach the query"
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "flash", "dense"])
+def test_padding_is_zero_and_never_nan(engine):
+    ids_BT = named_batch()
+    q, k, v, weight = draw_qkv(ids_BT)
+    got, lse = attend_with_gradients(engine, q, k, v, weight, ids_BT)
+    padding = ids_BT == -1
+    for what in NAMES:
+        assert got[what].isfinite().all()
+        assert (got[what][padding] == 0).all()
+    if lse is not None:
+        assert torch.equal(lse.isneginf().all(1), padding)
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "flash"])
+def test_a_bos_copy_per_document_equals_the_gathered_anchor(engine):
+    """The authors' FlashAttention engine puts a BOS in front of each document; gathering its key and value is the same."""
+    anchored = torch.tensor([[0, 1, 1, 1, 2, 2, 3]])
+    copied = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3]])
+    source = torch.tensor([0, 1, 2, 3, 0, 4, 5, 0, 6])  # token 0, the anchor, opens each document
+    own = torch.tensor([0, 1, 2, 3, 5, 6, 8])
+    q, k, v, weight = draw_qkv(anchored, dtype=torch.float32)
+    got, _ = attend_with_gradients(engine, q, k, v, weight, anchored)
+    out, _ = attend(q[:, source], k[:, source], v[:, source], copied, engine="dense")
+    truth, _ = attend(*(x[:, source].double() for x in (q, k, v)), copied, engine="dense")
+    verdict = judge(got["out"], truth[:, own], out[:, own], "float32")
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("ids", ["ordered", "apart"])
+def test_flex_forward_agrees_on_a_cpu(ids):
+    rows = {
+        "ordered": [[0] * 3 + [1] * 90 + [2] * 60 + [-1] * 7, [1] * 160],
+        "apart": [[2, 1] * 80] * 2,
+    }
+    ids_BT = torch.tensor(rows[ids])
+    q, k, v, _ = draw_qkv(ids_BT, head_dim=16, dtype=torch.float32)
+    with torch.no_grad():
+        out, lse = attend(q, k, v, ids_BT, engine="flex")
+        reference, _ = attend(q, k, v, ids_BT, engine="dense")
+        truth, _ = attend(*(x.double() for x in (q, k, v)), ids_BT, engine="dense")
+    verdict = judge(out, truth, reference, "float32")
+    assert verdict.passed, verdict
+    assert lse is None
+
+
+def test_shifting_storage_between_rows_changes_nothing():
+    """Rows of a batch do not see each other: each alone gives the same bits."""
+    ids_BT = named_batch()
+    q, k, v, _ = draw_qkv(ids_BT, dtype=torch.float32)
+    for engine in ("sdpa", "flash"):
+        together, _ = attend(q, k, v, ids_BT, engine=engine)
+        for b in range(len(ids_BT)):
+            one = slice(b, b + 1)
+            alone, _ = attend(q[one], k[one], v[one], ids_BT[one], engine=engine)
+            assert torch.equal(together[one], alone)
+
+
+def test_auto_takes_sdpa_on_a_cpu_and_flash_only_where_it_runs():
+    assert resolve_engine("auto", "cpu", torch.bfloat16) == "sdpa"
+    assert resolve_engine("flash", "cpu", torch.bfloat16) == "flash"  # the registered kernel counts
+
+
+IDS = torch.tensor([[1, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda q, k, v: ((q[0], k, v, IDS), {}), "expected q [B, T, H, D]"),
+        (lambda q, k, v: ((q, k[:, :2], v[:, :2], IDS), {}), "must share B, T and D"),
+        (lambda q, k, v: ((q[:, :, :3], k, v, IDS), {}), "multiple of K"),
+        (lambda q, k, v: ((q, k, v, IDS[:, :2]), {}), "document_ids: shape [1, 2]"),
+        (lambda q, k, v: ((q, k.float(), v.float(), IDS), {}), "dtypes differ"),
+        (lambda q, k, v: ((q, k, v, IDS), {"engine": "flahs"}), "unknown engine"),
+        (lambda q, k, v: ((q.requires_grad_(), k, v, IDS), {"engine": "flex"}), "no backward pass on cpu"),
+        (lambda q, k, v: ((q[..., :6], k[..., :6], v[..., :6], IDS), {"engine": "flash"}), "head_dim 6"),
+    ],
+)
+def test_bad_input_is_one_clear_line(change, says):
+    q, k, v, _ = draw_qkv(IDS)
+    args, options = change(q, k, v)
+    with pytest.raises(UserError) as caught:
+        attend(*args, **options)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_dense_refuses_what_it_would_choke_on():
+    ids_BT = torch.ones(1, 8193, dtype=torch.long)
+    q = torch.zeros(1, 8193, 1, 8)
+    with pytest.raises(UserError, match="8193 tokens"):
+        attend(q, q, q, make_plan(ids_BT), engine="dense")

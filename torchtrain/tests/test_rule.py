@@ -1,0 +1,108 @@
+"""The rule against masks drawn by hand, and against itself written as plain loops."""
+
+import pytest
+import torch
+from hypothesis import given
+
+from torchtrain.attention.rule import check_document_ids, visible_BTT
+from torchtrain.errors import UserError
+from torchtrain.tests.layouts import document_ids, named_batch
+
+DRAWN = {
+    "full": (
+        [1, 1, 1, 1, 1, 1],
+        """
+        x.....
+        xx....
+        xxx...
+        xxxx..
+        xxxxx.
+        xxxxxx
+        """,
+    ),
+    "intra": (
+        [1, 1, 1, 2, 2, 3],
+        """
+        x.....
+        xx....
+        xxx...
+        ...x..
+        ...xx.
+        .....x
+        """,
+    ),
+    "anchor": (
+        [0, 1, 1, 2, 2, 3],
+        """
+        x.....
+        xx....
+        xxx...
+        x..x..
+        x..xx.
+        x....x
+        """,
+    ),
+    "anchor of two tokens, padding": (
+        [0, 0, 1, 1, 2, -1],
+        """
+        x.....
+        xx....
+        xxx...
+        xxxx..
+        xx..x.
+        ......
+        """,
+    ),
+    "documents stored apart": (
+        [0, 1, 2, 1, 2, 1],
+        """
+        x.....
+        xx....
+        x.x...
+        xx.x..
+        x.x.x.
+        xx.x.x
+        """,
+    ),
+}
+
+
+def drawing(mask_TT: torch.Tensor) -> str:
+    return "\n".join("".join("x" if seen else "." for seen in row) for row in mask_TT.tolist())
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_rule_is_the_mask_drawn_by_hand(name):
+    ids, drawn = DRAWN[name]
+    assert drawing(visible_BTT(torch.tensor([ids]))[0]) == "\n".join(drawn.split())
+
+
+@given(document_ids(max_tokens=12))
+def test_the_rule_is_its_own_words(ids_BT):
+    mask = visible_BTT(ids_BT)
+    for b, row in enumerate(ids_BT.tolist()):
+        for q, document_q in enumerate(row):
+            for k, document_k in enumerate(row):
+                no_padding = document_q != -1 and document_k != -1
+                assert mask[b, q, k] == (k <= q and no_padding and document_k in (document_q, 0))
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (torch.tensor([1, 1]), "expected an integer tensor [batch, tokens]"),
+        (torch.tensor([[1.0, 1.0]]), "torch.float32"),
+        (torch.zeros(1, 0, dtype=torch.long), "empty"),
+        (torch.tensor([[1, -2]]), "smallest value -2"),
+        (torch.tensor([[0, 1], [1, 0]]), "row 1 has anchor id 0 at index 1"),
+    ],
+)
+def test_ids_that_break_the_contract_are_refused(ids, says):
+    with pytest.raises(UserError) as caught:
+        check_document_ids(ids)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_named_layouts_are_legal():
+    check_document_ids(named_batch())
