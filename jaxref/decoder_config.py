@@ -11,7 +11,12 @@ from typing import Any
 
 from jaxref.rope import RopeSpec
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class DecoderConfig:
         Raises ValueError, one line naming the field, its value and what is known.
         """
         model_type = config.get("model_type")
-        if model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type: {model_type!r} is not implemented; known are {', '.join(MODEL_TYPES)}")
+        if model_type not in ARCHITECTURES:
+            raise ValueError(f"model_type: {model_type!r} is not implemented; known are {', '.join(ARCHITECTURES)}")
         _refuse_what_is_not_implemented(config)
 
         heads = _size(config, "num_attention_heads")
@@ -82,6 +87,18 @@ class DecoderConfig:
             qk_norm=model_type == "qwen3",
             rope=RopeSpec.from_hf(dict(config)),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """A `config.json` that transformers 5 and `from_hf` read back as this decoder."""
+        fields = {
+            "architectures": [ARCHITECTURES[self.model_type]],
+            "hidden_act": "silu",
+            "attention_bias": self.o_bias,
+            "sliding_window": None,
+            "rope_parameters": self.rope.to_hf(),
+        }
+        derived = {"qkv_bias", "o_bias", "qk_norm", "rope"}
+        return fields | {name: value for name, value in vars(self).items() if name not in derived}
 
 
 def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The plug-in for transformers: attention implementation `anchor`, and one name per engine (`anchor_sdpa`, ...).
+"""The plug-in for transformers: attention implementation `anchor`, and one name per engine (`implementation_name`).
 
     torchtrain.register()
     model.set_attn_implementation("anchor")
@@ -29,13 +29,22 @@ logger = logging.getLogger(__name__)
 _announced: set[tuple[str, str, torch.dtype]] = set()
 
 
+def implementation_name(engine: str) -> str:
+    """Name of an engine among transformers' attention implementations: `auto` is `anchor`, `sdpa` is `anchor_sdpa`.
+
+    `flash` is `anchor_varlen`: transformers takes every name with "flash" in it for a kernel of its own to look up.
+    """
+    return {"auto": "anchor", "flash": "anchor_varlen"}.get(engine, f"anchor_{engine}")
+
+
 def register() -> None:
-    """Register `anchor` (engine chosen by `auto`), `anchor_flash`, `anchor_flex`, `anchor_sdpa` and `anchor_dense`.
+    """Register `anchor` (engine chosen by `auto`), `anchor_varlen`, `anchor_flex`, `anchor_sdpa` and `anchor_dense`.
 
     Registration is global to the process and may be repeated. It changes no model: choose with
     `model.set_attn_implementation("anchor")` or `from_pretrained(..., attn_implementation="anchor")`.
     """
-    for name, engine in {"anchor": "auto"} | {f"anchor_{engine}": engine for engine in ENGINES}.items():
+    for engine in ("auto", *ENGINES):
+        name = implementation_name(engine)
         AttentionInterface.register(name, partial(_anchor_attention, engine=engine))
         AttentionMaskInterface.register(name, _refuse_masks)
 

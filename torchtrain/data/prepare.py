@@ -6,10 +6,8 @@ when it is whole, so a store that exists is finished, whatever was interrupted.
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,26 +53,27 @@ def prepare(
 
     Raises:
         UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`; the
-            tokenizer is a slow one, or has no EOS under `data.append_eos`; `data.cache` cannot be written.
+            tokenizer is a slow one; `data.cache` cannot be written.
     """
     report = on_progress or (lambda progress: None)
     name = fingerprint(data, tokenizer)
     corpus = Path(data.cache).expanduser() / "corpus"
     final = corpus / name
     if not final.exists():
+        lock = FileLock(corpus / f".{name}.lock")
         try:
             corpus.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(corpus / f"{name}.lock")
             lock.acquire()
         except (OSError, NotImplementedError) as error:
             raise UserError(f"data.cache {data.cache!r} cannot be written: {error}; choose another folder") from None
-        with lock:
-            lock.release()
+        try:
             if not final.exists():
                 return _make(final, data, tokenizer, report)
+        finally:
+            lock.release()
     store = TokenStore.open(final)
     for count in store.sources:
-        _check_share(count, data.bad_record_share)
+        _check_share(count, data)
     report(Progress("reused", len(store), len(store.tokens), sum(count.bad_records for count in store.sources)))
     return store
 
@@ -91,7 +90,7 @@ def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> str:
     content = {
         "format": FORMAT,
         "sources": [_source_identity(source) for source in data.sources],
-        "eos": _eos(data, tokenizer),
+        "eos": tokenizer.eos_token_id if data.append_eos else None,
         "min_tokens": data.min_tokens,
         "tokenizer": _tokenizer_identity(tokenizer),
     }
@@ -122,5 +121,86 @@ def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(json.dumps(backend, sort_keys=True).encode()).hexdigest()
 
 
-def _eos(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    return tokenizer.eos_token_id if data.append_eos else None
+def _make(
+    final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerBase", report: Callable[[Progress], None]
+) -> TokenStore:
+    partial = final.with_name(f"{final.name}.partial")
+    try:
+        # The lock is held: what lies here was left by a process that died.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        with StoreWriter(partial) as writer:
+            counts = [_add_source(source, data, tokenizer, writer, report) for source in data.sources]
+            if not writer.documents:
+                records = sum(count.records for count in counts)
+                raise UserError(
+                    f"data.sources: the corpus is empty: {records} records, {writer.bad_records} of them bad, "
+                    f"the rest shorter than data.min_tokens {data.min_tokens}; check the sources"
+                )
+            writer.finish(final.name, counts)
+        partial.rename(final)
+        sync(final.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"data.cache {data.cache!r} cannot be written: {error}; choose another folder") from None
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    report(Progress("finished", writer.documents, writer.tokens, writer.bad_records))
+    return TokenStore.open(final)
+
+
+def _add_source(
+    source: Source,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    writer: StoreWriter,
+    report: Callable[[Progress], None],
+) -> SourceCount:
+    records, bad, first_bad = 0, 0, ""
+    batch: list[Record] = []
+    characters = 0
+    for record in read(source):
+        records += 1
+        if isinstance(record, BadRecord):
+            bad += 1
+            first_bad = first_bad or str(record)
+            writer.skip_bad(record.domain, str(record))
+            continue
+        batch.append(record)
+        characters += len(record.text)
+        if characters >= _BATCH_CHARACTERS:
+            _add_batch(batch, data, tokenizer, writer, report)
+            batch, characters = [], 0
+    _add_batch(batch, data, tokenizer, writer, report)
+    count = SourceCount(source_name(source), records, bad, first_bad)
+    _check_share(count, data)
+    return count
+
+
+def _add_batch(
+    batch: list[Record],
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    writer: StoreWriter,
+    report: Callable[[Progress], None],
+) -> None:
+    if batch:
+        # verbose=False: a document longer than the model's context is no mistake here, so no warning about it.
+        texts = [record.text for record in batch]
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        eos = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
+        for record, ids in zip(batch, encoded["input_ids"], strict=True):
+            if len(ids) < data.min_tokens:
+                writer.skip_short(record.domain, len(ids))
+            else:
+                writer.add(record.domain, ids + eos)
+    report(Progress("tokenising", writer.documents, writer.tokens, writer.bad_records))
+
+
+def _check_share(count: SourceCount, data: DataConfig) -> None:
+    if count.bad_records > data.bad_record_share * count.records:
+        raise UserError(
+            f"data.sources: {count.source}: {count.bad_records} of {count.records} records are bad, a share above "
+            f"data.bad_record_share {data.bad_record_share}; the first: {count.first_bad}"
+        )

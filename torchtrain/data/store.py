@@ -117,7 +117,7 @@ class StoreWriter:
         self.document_domains = array("i")
         self.domain_ids: dict[str, int] = {}
         self.largest_token = -1
-        self.bad_count = 0
+        self.bad_records = 0
         self._skipped: dict[str, dict[str, int]] = {}
         self._tokens = (folder / TOKENS).open("wb")
         self._bad = (folder / BAD_RECORDS).open("w", encoding="utf-8")
@@ -156,7 +156,7 @@ class StoreWriter:
     def skip_bad(self, domain: str, line: str) -> None:
         """Count and note a record that gave no document."""
         self._counts(domain)["bad_records"] += 1
-        self.bad_count += 1
+        self.bad_records += 1
         self._bad.write(line + "\n")
 
     def finish(self, fingerprint: str, sources: list[SourceCount]) -> None:

@@ -1,0 +1,86 @@
+"""What a config.json becomes, and what is refused."""
+
+import pytest
+
+from jaxref.decoder_config import DecoderConfig
+from jaxref.tests.decoders import FAMILIES, hf_config
+
+
+def test_the_families_differ_in_biases_and_norms():
+    switches = {
+        family: (config.qkv_bias, config.o_bias, config.qk_norm)
+        for family in FAMILIES
+        for config in [DecoderConfig.from_hf(hf_config(family))]
+    }
+    assert switches == {
+        "llama": (False, False, False),
+        "mistral": (False, False, False),
+        "qwen2": (True, False, False),
+        "qwen3": (False, False, True),
+    }
+    for family, biases in (("llama", (True, True)), ("qwen3", (True, True)), ("mistral", (False, False))):
+        config = DecoderConfig.from_hf(hf_config(family, attention_bias=True))
+        assert (config.qkv_bias, config.o_bias) == biases
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_to_hf_reads_back_the_same(family):
+    config = DecoderConfig.from_hf(hf_config(family))
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("llama", 3), ("mistral", 3), ("qwen2", 3), ("qwen3", 128)])
+def test_an_absent_head_dim(family, head_dim):
+    fields = hf_config(family, hidden_size=24, num_attention_heads=8 if head_dim == 3 else 4)
+    del fields["head_dim"]
+    if head_dim == 128:
+        assert DecoderConfig.from_hf(fields).head_dim == 128
+    else:
+        with pytest.raises(ValueError, match="head_dim: 3 is odd"):
+            DecoderConfig.from_hf(fields)
+        assert DecoderConfig.from_hf(fields | {"num_attention_heads": 4}).head_dim == 6
+
+
+def test_absent_key_value_heads_are_the_heads_only_where_transformers_says_so():
+    fields = hf_config("llama")
+    del fields["num_key_value_heads"]
+    assert DecoderConfig.from_hf(fields).num_key_value_heads == 4
+    with pytest.raises(ValueError, match="num_key_value_heads: missing"):
+        DecoderConfig.from_hf(fields | {"model_type": "mistral"})
+
+
+def test_a_sliding_window_is_refused_where_it_would_matter():
+    absent = hf_config("mistral", max_position_embeddings=32768)
+    del absent["sliding_window"]  # 4096 in transformers
+    for fields in (
+        absent,
+        hf_config("mistral", sliding_window=63),
+        hf_config("qwen2", sliding_window=63, use_sliding_window=True),
+    ):
+        with pytest.raises(ValueError, match="sliding_window: .* set it to null"):
+            DecoderConfig.from_hf(fields)
+    DecoderConfig.from_hf(hf_config("mistral", sliding_window=64))
+    DecoderConfig.from_hf(hf_config("qwen2", sliding_window=32, use_sliding_window=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type: 'gpt2' is not implemented; known are llama, mistral, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not implemented; known is 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias: True is not implemented"),
+        ({"attention_dropout": 0.1}, "attention_dropout: 0.1 is not implemented"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: .* is not implemented"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types: \['sliding_attention'\]"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 4"),
+        ({"vocab_size": 0}, "vocab_size: 0 is not a positive whole number"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers: '2' is not a positive whole number"),
+        ({"intermediate_size": None}, "intermediate_size: missing"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: 0 is not a positive number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is not true or false"),
+        ({"head_dim": None, "hidden_size": 13}, "hidden_size: 13 is no multiple of num_attention_heads 4"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_hf(hf_config("llama", **changes))

@@ -1,0 +1,203 @@
+"""The decoder against a twin in numpy loops, its roundings site by site, and its isolation by gradients."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxref.model import Decoder, _run_block
+from jaxref.rounding import Rounding, preset
+from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, row, tiny
+from jaxref.weights import to_arrays
+
+EXACT, FP32, HF_BF16 = preset("exact"), preset("fp32"), preset("hf_eager_bf16")
+UNIT_RATIO = 2.0**-29  # unit roundoff of float64 (2^-53) over that of float32 (2^-24)
+
+
+def visible(documents: np.ndarray, q: int, k: int) -> bool:
+    return bool(k <= q and documents[q] != -1 and documents[k] != -1 and documents[k] in (documents[q], 0))
+
+
+def assert_float64_of(got64, got32, truth) -> None:
+    """Rounding errors of one computation scale with the unit roundoff: float32's own error, scaled, bounds float64's.
+
+    The factor 2 and the one rounding of the truth's own size are the project's rule for any candidate.
+    """
+    error64, error32 = np.abs(np.asarray(got64) - truth).max(), np.abs(np.asarray(got32) - truth).max()
+    assert error32 > 0
+    assert error64 <= 2 * error32 * UNIT_RATIO + 2.0**-53 * np.abs(truth).max()
+
+
+def numpy_logits(decoder: Decoder, ids, positions, documents) -> np.ndarray:
+    """The same model in loops over tokens and heads, rotating pairs as complex numbers."""
+    config = decoder.config
+    p = {name: np.asarray(array).astype(np.longdouble) for name, array in to_arrays(decoder).items()}
+    frequency = np.longdouble(config.rope.theta) ** (-np.arange(0, config.head_dim, 2) / np.longdouble(config.head_dim))
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + np.longdouble(config.rms_norm_eps)) * p[name + ".weight"]
+
+    def linear(x, name):
+        return x @ p[name + ".weight"].T + p.get(name + ".bias", 0)
+
+    def heads(x, name, norm_name):
+        x = linear(x, name).reshape(len(x), -1, config.head_dim)
+        if norm_name + ".weight" in p:
+            x = norm(x, norm_name)
+        pairs = x[..., : config.head_dim // 2] + 1j * x[..., config.head_dim // 2 :]
+        return pairs * np.exp(1j * positions[:, None, None] * frequency)
+
+    x = p["model.embed_tokens.weight"][ids]
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}."
+        h = norm(x, layer + "input_layernorm")
+        q, k = (heads(h, f"{layer}self_attn.{n}_proj", f"{layer}self_attn.{n}_norm") for n in "qk")
+        v = linear(h, layer + "self_attn.v_proj").reshape(len(x), -1, config.head_dim)
+        out = np.zeros((len(x), config.num_attention_heads, config.head_dim), np.longdouble)
+        for t in range(len(x)):
+            seen = [s for s in range(len(x)) if visible(documents, t, s)]
+            for head in range(config.num_attention_heads if seen else 0):
+                kv = head * config.num_key_value_heads // config.num_attention_heads
+                scores = (q[t, head] * k[seen, kv].conj()).real.sum(-1) / np.sqrt(np.longdouble(config.head_dim))
+                weights = np.exp(scores - scores.max())
+                out[t, head] = weights / weights.sum() @ v[seen, kv]
+        x = x + linear(out.reshape(len(x), -1), layer + "self_attn.o_proj")
+        h = norm(x, layer + "post_attention_layernorm")
+        gate = linear(h, layer + "mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, layer + "mlp.up_proj"), layer + "mlp.down_proj")
+    return norm(x, "model.norm") @ p["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"].T
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in FAMILIES), ("llama", {"attention_bias": True, "tie_word_embeddings": True})],
+)
+def test_exact_is_the_model_written_in_loops(family, changes):
+    decoder, arguments = tiny(family, **changes), row("anchor_prefix_padded")
+    truth = numpy_logits(decoder, *(array[0] for array in arguments))
+    assert_float64_of(decoder(*arguments, EXACT)[0], decoder(*arguments, FP32)[0], truth)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taps_have_their_names_and_shapes_and_change_nothing(family):
+    decoder, arguments = tiny(family), row("anchor")
+    logits, taps = decoder(*arguments, HF_BF16, taps=True)
+    by_head = {"q": 4, "k": 2, "v": 2, "q_rope": 4, "k_rope": 2, "attn": 4}
+    by_head |= {"q_norm": 4, "k_norm": 2} if family == "qwen3" else {}
+    wide = ("input_norm", "attn_out", "attn_residual", "post_norm", "mlp", "residual")
+    layer = {name: (1, TOKENS, heads, 6) for name, heads in by_head.items()} | {"lse": (1, 4, TOKENS)}
+    layer |= dict.fromkeys(wide, (1, TOKENS, 12))
+    expected = {f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+    expected |= {"embed": (1, TOKENS, 12), "final_norm": (1, TOKENS, 12), "logits": (1, TOKENS, 29)}
+    assert {name: tap.shape for name, tap in taps.items()} == expected
+    assert {tap.dtype for tap in taps.values()} == {jnp.dtype("float32")}
+    np.testing.assert_array_equal(logits, taps["logits"])
+    np.testing.assert_array_equal(logits, decoder(*arguments, HF_BF16))
+    np.testing.assert_array_equal(taps["final_norm"], decoder.hidden(*arguments, HF_BF16))
+
+
+def is_bf16(array) -> bool:
+    return bool((jax.lax.reduce_precision(array, 8, 7) == array).all())
+
+
+@pytest.mark.parametrize(
+    ("site", "rounded"),
+    [
+        ("embed", {"embed"}),
+        ("norm", {"input_norm", "post_norm", "q_norm", "k_norm", "final_norm"}),
+        ("proj", {"q", "k", "v", "attn_out"}),
+        ("mlp", {"mlp"}),
+        ("residual", {"attn_residual", "residual"}),
+        ("logits", {"logits"}),
+    ],
+)
+def test_a_site_rounds_its_own_taps_and_no_others(site, rounded):
+    rounding = replace(EXACT, **{site: "bf16"})
+    _, taps = tiny("qwen3")(*row("full"), rounding, taps=True)
+    assert {name.split(".")[-1] for name, tap in taps.items() if is_bf16(tap)} == rounded
+
+
+def test_hf_eager_bf16_leaves_nothing_but_the_lse_unrounded():
+    _, taps = tiny("qwen3")(*row("full"), HF_BF16, taps=True)
+    assert {name.split(".")[-1] for name, tap in taps.items() if not is_bf16(tap)} == {"lse"}
+
+
+def test_mlp_rounds_gate_up_activation_and_product_too():
+    mlp, x = tiny("llama").layers[0].mlp, jnp.asarray(np.random.default_rng(2).normal(size=(1, 3, 12)))
+    r = partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    w = {name: getattr(mlp, name + "_proj").weight[...].astype(jnp.float64) for name in ("gate", "up", "down")}
+    gate, up = r(x @ w["gate"].T), r(x @ w["up"].T)
+    expected = r(r(r(gate / (1 + jnp.exp(-gate))) * up) @ w["down"].T)
+    np.testing.assert_array_equal(mlp(x, replace(EXACT, mlp="bf16")), expected)
+
+
+def test_norm_rounds_before_and_after_the_weight():
+    norm, x = tiny("llama").norm, jnp.asarray(np.random.default_rng(3).normal(size=(1, 5, 12)))
+    r = partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    quotient = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    weight = norm.weight[...].astype(jnp.float64)
+    got = norm(x, replace(EXACT, norm="bf16"))
+    np.testing.assert_array_equal(got, r(weight * r(quotient)))
+    assert (got != r(weight * quotient)).any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_differences_of_positions_matter(variant):
+    decoder, (ids, positions, documents) = tiny("qwen3"), row(variant)
+    here = np.asarray(decoder(ids, positions, documents, EXACT))
+    there = partial(decoder, ids, positions + 1000, documents)
+    assert_float64_of(there(EXACT), there(FP32), here)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_gradient_from_what_is_invisible(family, variant):
+    decoder, (ids, positions, documents) = tiny(family), row(variant)
+    logits, pull = jax.vjp(lambda decoder: decoder(ids, positions, documents, EXACT), decoder)
+    for token in range(TOKENS):
+        direction = jnp.zeros_like(logits).at[0, token].set(np.random.default_rng(4).normal(size=29))
+        rows = np.asarray(pull(direction)[0].embed_tokens.weight[...])[ids[0]]
+        reached = {k for k in range(TOKENS) if (rows[k] != 0).any()}
+        # A token always reaches its own output, by the residual stream; padding has nothing else.
+        assert reached == {token} | {k for k in range(TOKENS) if visible(documents[0], token, k)}
+
+
+@pytest.mark.parametrize("preset_name", ["exact", "hf_eager_bf16"])
+def test_a_block_compiled_is_the_block_op_by_op(preset_name):
+    decoder, rounding = tiny("qwen3"), preset(preset_name)
+    _, taps = decoder(*row("anchor"), rounding, taps=True)
+    with jax.disable_jit():
+        _, plain = decoder(*row("anchor"), rounding, taps=True)
+    if rounding == HF_BF16:
+        assert {name for name in taps if (taps[name] != plain[name]).any()} == set()
+
+
+def test_one_block_is_compiled_however_many_layers():
+    decoder, arguments = tiny("llama", num_hidden_layers=5, hidden_size=14), row("full")
+    before = _run_block._cache_size()
+    decoder(*arguments, EXACT)
+    assert _run_block._cache_size() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda i, p, d: (i + 29, p, d), "input_ids: .* leave the vocabulary 0..28"),
+        (lambda i, p, d: (i, p[:, 1:], d), r"position_ids: shape \(1, 11\)"),
+        (lambda i, p, d: (i[0], p[0], d[0]), r"input_ids: shape \(12,\)"),
+        (lambda i, p, d: (i, p * 1.0, d), "position_ids: dtype float64 is not an integer"),
+        (lambda i, p, d: (i, p, d - 9), "document_ids: -8; known are"),
+    ],
+)
+def test_bad_input_is_one_clear_line(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        tiny("llama")(*wrong(*row("full")), EXACT)
+
+
+def test_parameters_that_the_carrier_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="carrier: float32 cannot hold float64 parameters exactly"):
+        tiny("llama", np.float64)(*row("full"), FP32)
+    assert isinstance(FP32, Rounding)

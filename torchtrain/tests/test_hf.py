@@ -1,0 +1,211 @@
+"""The plug-in for transformers: every family, every engine, in anybody's training loop; and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+import torchtrain
+from parity_tests.tolerance import judge
+from torchtrain.attention import hf, make_plan, visible_BTT
+from torchtrain.attention.plan import AttentionPlan
+from torchtrain.errors import UserError
+from torchtrain.tests.flash_on_cpu import FlashOnCPU
+from torchtrain.tests.layouts import NAMED_ROWS, named_batch
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": LlamaConfig,
+    "mistral": lambda **sizes: MistralConfig(**sizes, sliding_window=None),
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+ENGINES = ["anchor", "anchor_sdpa", "anchor_dense", "anchor_varlen"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    torchtrain.register()
+    with FlashOnCPU():
+        yield
+
+
+def tiny(family: str = "llama", implementation: str = "anchor", **changes) -> nn.Module:
+    torch.manual_seed(0)
+    config = FAMILIES[family](**(SIZES | changes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float64)
+
+
+def inputs(ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    B, T = ids_BT.shape
+    tokens = torch.randint(0, 61, (B, T), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "position_ids": torch.arange(T).expand(B, T), "document_ids": ids_BT}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ENGINES)
+def test_one_document_is_what_transformers_computes_itself(family, implementation):
+    """Same model, same float64 weights: `anchor` errs against transformers' sdpa no more than its own eager path does."""
+    model = tiny(family)
+    batch = inputs(torch.ones(2, 12, dtype=torch.long))
+    logits = {}
+    for name in (implementation, "sdpa", "eager"):
+        model.set_attn_implementation(name)
+        theirs = {key: x for key, x in batch.items() if key != "document_ids"}
+        logits[name] = model(**(batch if name == implementation else theirs)).logits.detach()
+    verdict = judge(logits[implementation], logits["sdpa"], logits["eager"], "float64")
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ENGINES)
+def test_no_gradient_reaches_an_invisible_token_through_the_whole_model(family, implementation):
+    model = tiny(family, implementation)
+    rows = [NAMED_ROWS[name] for name in ("anchor", "intra", "full", "padding in the middle", "documents apart")]
+    ids_BT = torch.tensor(rows)
+    batch = inputs(ids_BT)
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, **batch).logits
+    rule = visible_BTT(ids_BT)
+    weight = torch.randn(logits[:, 0].shape, dtype=torch.float64)
+    for query in range(ids_BT.shape[1]):
+        (grad,) = torch.autograd.grad((logits[:, query] * weight).sum(), embeds, retain_graph=True)
+        reached = grad.abs().sum(-1) > 0
+        sees_itself = torch.arange(ids_BT.shape[1]) == query  # padding too: through the residual stream, not attention
+        assert torch.equal(reached, rule[:, query] | sees_itself)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(reentrant):
+    model, batch = tiny().train(), inputs(named_batch())
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(**batch, use_cache=False).logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+
+
+def test_the_plan_is_built_once_per_batch_and_anew_for_changed_ids(monkeypatch):
+    built = []
+    monkeypatch.setattr(hf, "make_plan", lambda ids: built.append(make_plan(ids)) or built[-1])
+    model, batch = tiny(num_hidden_layers=3), inputs(named_batch())
+    first = model(**batch).logits
+    assert len(built) == 1
+    assert torch.equal(model(**batch).logits, first)
+    assert len(built) == 1
+    batch["document_ids"][batch["document_ids"] == 0] = 1  # in place: the same tensor, other documents
+    assert not torch.equal(model(**batch).logits, first)
+    assert len(built) == 2
+
+
+def test_a_plan_given_by_the_caller_is_used_as_it_is():
+    model, batch = tiny(), inputs(named_batch())
+    plan: AttentionPlan = make_plan(batch["document_ids"])
+    assert torch.equal(model(**batch, plan=plan).logits, model(**batch).logits)
+    del batch["document_ids"]
+    assert model(**batch, plan=plan).logits.isfinite().all()
+
+
+def test_auto_says_what_it_chose(caplog):
+    hf._announced.clear()
+    with caplog.at_level("INFO", logger="torchtrain"):
+        tiny()(**inputs(named_batch()))
+    assert [r.message for r in caplog.records] == ["attention auto: sdpa on cpu in torch.float64"]
+
+
+def test_registering_twice_is_harmless():
+    torchtrain.register()
+    torchtrain.register()
+    assert tiny()(**inputs(named_batch())).logits.isfinite().all()
+
+
+def test_a_sliding_window_as_long_as_the_row_hides_nothing():
+    model = tiny()
+    windowed = AutoModelForCausalLM.from_config(
+        MistralConfig(**SIZES, sliding_window=12), attn_implementation="anchor", dtype=torch.float64
+    )
+    windowed.load_state_dict(model.state_dict())
+    batch = inputs(named_batch())
+    assert torch.equal(windowed(**batch).logits, model(**batch).logits)
+
+
+def refused(call) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_document_ids_are_refused():
+    batch = inputs(named_batch())
+    del batch["document_ids"]
+    assert refused(lambda: tiny()(**batch)).startswith("document_ids: missing")
+
+
+@pytest.mark.parametrize("fill", [0, 1])
+def test_a_padding_mask_is_refused_even_if_it_hides_nothing(fill):
+    mask = torch.ones(11, 12, dtype=torch.long)
+    mask[:, -1] = fill
+    assert refused(lambda: tiny()(**inputs(named_batch()), attention_mask=mask)).startswith("attention_mask")
+
+
+def test_a_4d_mask_is_refused():
+    mask = torch.zeros(11, 1, 12, 12, dtype=torch.float64)
+    assert refused(lambda: tiny()(**inputs(named_batch()), attention_mask=mask)).startswith("attention_mask")
+
+
+def test_decoding_from_a_cache_is_refused():
+    model, batch = tiny(), inputs(named_batch())
+    cache = model(**batch, use_cache=True).past_key_values
+    step = {name: x[:, -1:] for name, x in batch.items()}
+    assert refused(lambda: model(**step, past_key_values=cache)).startswith("past_key_values")
+    assert "document_ids" in refused(lambda: model.generate(batch["input_ids"], max_new_tokens=2))
+
+
+def test_a_sliding_window_that_would_hide_keys_is_refused():
+    config = MistralConfig(**SIZES, sliding_window=5)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="anchor")
+    assert refused(lambda: model(**inputs(named_batch()))).startswith("sliding_window: 5")
+
+
+def test_attention_dropout_is_refused_while_training_and_harmless_after():
+    model = tiny(attention_dropout=0.1)
+    assert model.eval()(**inputs(named_batch())).logits.isfinite().all()
+    assert refused(lambda: model.train()(**inputs(named_batch()))).startswith("attention_dropout: 0.1")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"softcap": 30.0},
+        {"s_aux": torch.zeros(4)},
+        {"cu_seq_lens_q": torch.tensor([0, 12])},
+        {"output_attentions": True},
+    ],
+)
+def test_arguments_no_engine_honours_are_refused(extra):
+    assert refused(lambda: tiny()(**inputs(named_batch()), **extra)).startswith(next(iter(extra)))
+
+
+def test_document_ids_of_another_shape_are_refused():
+    batch = inputs(named_batch())
+    batch["document_ids"] = batch["document_ids"][:1]
+    assert refused(lambda: tiny()(**batch)).startswith("document_ids: shape [1, 12]")
+
+
+def test_flash_without_a_kernel_is_refused(monkeypatch):
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
+    assert "needs a CUDA device" in refused(lambda: tiny(implementation="anchor_varlen")(**inputs(named_batch())))
