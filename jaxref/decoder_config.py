@@ -85,7 +85,7 @@ class DecoderConfig:
             qkv_bias=bias or model_type == "qwen2",
             o_bias=bias,
             qk_norm=model_type == "qwen3",
-            rope=RopeSpec.from_hf(dict(config)),
+            rope=RopeSpec.from_hf({**config, "head_dim": head_dim}),
         )
 
     def to_hf(self) -> dict[str, Any]:

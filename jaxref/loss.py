@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from jaxref.model import Decoder, head_logits
@@ -27,12 +26,13 @@ IGNORED = -100  # the label of a token that predicts nothing; torch's `ignore_in
 def token_nll(logits: jax.Array, shift_labels: Any) -> jax.Array:
     """-log softmax(logits)[label]: [..., V] and int [...] -> [...] in the logits' dtype; exactly 0 where the label is -100.
 
-    The log-sum-exp is taken after subtracting the maximum. A label is the token that follows: already shifted.
+    The maximum is subtracted before anything else, so large logits neither overflow nor cancel (torch does the same). A
+    label is the token that follows: already shifted.
     """
     labels = jnp.asarray(shift_labels)
     counted = labels != IGNORED
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, labels, 0))
-    return jnp.where(counted, nll, 0)
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    return jnp.where(counted, -jnp.take_along_axis(log_probs, jnp.where(counted, labels, 0)[..., None], -1)[..., 0], 0)
 
 
 def batch_nll(

@@ -7,7 +7,8 @@ The order of operations and of roundings is that of transformers 5 (`models/llam
 where its bfloat16 model writes a bfloat16 tensor, a site of `Rounding` stands here. Attributes carry Hugging Face's
 names, so a parameter's path is its name in a checkpoint.
 
-Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used. A decoder is a JAX
+Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used: no preset rounds them,
+so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX
 pytree: `jax.grad` of a function of a decoder returns a decoder of gradients. One block is compiled once and called
 for every layer from Python, so neither 2 nor 80 layers make a large XLA program; do not wrap the decoder in another `jit`.
 """
@@ -275,7 +276,7 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...]) -> nnx.Param:
     return nnx.Param(INITIALIZER_RANGE * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
-def _checked(config: DecoderConfig, *arrays: Any) -> list[np.ndarray]:
+def _checked(config: DecoderConfig, *arrays: Any) -> list[jax.Array]:
     """The three arguments as integer arrays of one shape [B, T]."""
     names = ("input_ids", "position_ids", "document_ids")
     checked = [np.asarray(array) for array in arrays]
@@ -291,4 +292,4 @@ def _checked(config: DecoderConfig, *arrays: Any) -> list[np.ndarray]:
         raise ValueError(f"input_ids: {lowest}..{highest} leave the vocabulary 0..{config.vocab_size - 1}")
     if checked[2].min() < -1:
         raise ValueError(f"document_ids: {checked[2].min()}; known are -1 padding, 0 anchor and 1..n documents")
-    return checked
+    return [jnp.asarray(array) for array in checked]

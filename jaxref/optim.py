@@ -59,7 +59,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """Multiply every gradient by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
 
     def clip(gradients: Any, _params: Any) -> Any:
-        factor = jnp.minimum(limit / (optax.global_norm(gradients) + 1e-6), 1.0)
+        factor = jnp.minimum(limit / (optax.tree.norm(gradients) + 1e-6), 1.0)
         return jax.tree.map(lambda gradient: gradient * factor.astype(gradient.dtype), gradients)
 
     return optax.stateless(clip)
@@ -78,4 +78,4 @@ def step(
                 f"{name}: dtype {array.dtype} is too coarse to train; cast to float32 first (jaxref.weights.cast)"
             )
     updates, state = optimizer.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state, optax.global_norm(gradients)
+    return jax.tree.map(jnp.add, params, updates), state, optax.tree.norm(gradients)

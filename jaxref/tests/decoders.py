@@ -22,10 +22,10 @@ VARIANTS = {
 }
 
 
-def hf_config(model_type: str, **changes: Any) -> dict[str, Any]:
+def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     """A config.json with grouped heads and a head_dim that is not hidden_size / heads."""
     return {
-        "model_type": model_type,
+        "model_type": family,
         "vocab_size": 29,
         "hidden_size": 12,
         "intermediate_size": 20,
@@ -52,8 +52,8 @@ def random_arrays(config: DecoderConfig, dtype: Any = np.float32, seed: int = 0)
     }
 
 
-def tiny(model_type: str, dtype: Any = np.float32, **changes: Any) -> Decoder:
-    config = DecoderConfig.from_hf(hf_config(model_type, **changes))
+def tiny(family: str, dtype: Any = np.float32, **changes: Any) -> Decoder:
+    config = DecoderConfig.from_hf(hf_config(family, **changes))
     return from_arrays(config, random_arrays(config, dtype))
 
 

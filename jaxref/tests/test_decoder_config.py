@@ -36,7 +36,7 @@ def test_an_absent_head_dim(family, head_dim):
     if head_dim == 128:
         assert DecoderConfig.from_hf(fields).head_dim == 128
     else:
-        with pytest.raises(ValueError, match="head_dim: 3 is odd"):
+        with pytest.raises(ValueError, match=r"head_dim: 3 is odd"):
             DecoderConfig.from_hf(fields)
         assert DecoderConfig.from_hf(fields | {"num_attention_heads": 4}).head_dim == 6
 
@@ -45,7 +45,7 @@ def test_absent_key_value_heads_are_the_heads_only_where_transformers_says_so():
     fields = hf_config("llama")
     del fields["num_key_value_heads"]
     assert DecoderConfig.from_hf(fields).num_key_value_heads == 4
-    with pytest.raises(ValueError, match="num_key_value_heads: missing"):
+    with pytest.raises(ValueError, match=r"num_key_value_heads: missing"):
         DecoderConfig.from_hf(fields | {"model_type": "mistral"})
 
 
@@ -57,7 +57,7 @@ def test_a_sliding_window_is_refused_where_it_would_matter():
         hf_config("mistral", sliding_window=63),
         hf_config("qwen2", sliding_window=63, use_sliding_window=True),
     ):
-        with pytest.raises(ValueError, match="sliding_window: .* set it to null"):
+        with pytest.raises(ValueError, match=r"sliding_window: .* set it to null"):
             DecoderConfig.from_hf(fields)
     DecoderConfig.from_hf(hf_config("mistral", sliding_window=64))
     DecoderConfig.from_hf(hf_config("qwen2", sliding_window=32, use_sliding_window=False))

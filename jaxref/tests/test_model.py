@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxref.model import Decoder, _run_block
-from jaxref.rounding import Rounding, preset
+from jaxref.rounding import preset
 from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, row, tiny
 from jaxref.weights import to_arrays
 
@@ -165,14 +165,15 @@ def test_no_gradient_from_what_is_invisible(family, variant):
         assert reached == {token} | {k for k in range(TOKENS) if visible(documents[0], token, k)}
 
 
-@pytest.mark.parametrize("preset_name", ["exact", "hf_eager_bf16"])
-def test_a_block_compiled_is_the_block_op_by_op(preset_name):
-    decoder, rounding = tiny("qwen3"), preset(preset_name)
-    _, taps = decoder(*row("anchor"), rounding, taps=True)
+def test_the_compiler_drops_no_rounding():
+    """Op by op or compiled, every rounded tap is the same: float64 leaves no chance of two results astride a bfloat16 tie."""
+    decoder, rounding = tiny("qwen3"), replace(HF_BF16, carrier="float64")
+    _, compiled = decoder(*row("anchor"), rounding, taps=True)
     with jax.disable_jit():
         _, plain = decoder(*row("anchor"), rounding, taps=True)
-    if rounding == HF_BF16:
-        assert {name for name in taps if (taps[name] != plain[name]).any()} == set()
+    for name in compiled:
+        if not name.endswith("lse"):  # the one tap that is not rounded
+            np.testing.assert_array_equal(compiled[name], plain[name], err_msg=name)
 
 
 def test_one_block_is_compiled_however_many_layers():
@@ -198,6 +199,5 @@ def test_bad_input_is_one_clear_line(wrong, message):
 
 
 def test_parameters_that_the_carrier_cannot_hold_are_refused():
-    with pytest.raises(ValueError, match="carrier: float32 cannot hold float64 parameters exactly"):
+    with pytest.raises(ValueError, match=r"carrier: float32 cannot hold float64 parameters exactly"):
         tiny("llama", np.float64)(*row("full"), FP32)
-    assert isinstance(FP32, Rounding)

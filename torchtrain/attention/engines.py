@@ -75,8 +75,8 @@ def attend(
     plan = documents if isinstance(documents, AttentionPlan) else make_plan(documents)
     _check_shapes(q_BTHD, k_BTKD, v_BTKD, plan)
     name = resolve_engine(engine, q_BTHD.device, q_BTHD.dtype, training=False)
-    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-    return ENGINES[name](q_BTHD, k_BTKD, v_BTKD, plan, scale)
+    factor: float = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    return ENGINES[name](q_BTHD, k_BTKD, v_BTKD, plan, factor)
 
 
 def _check_shapes(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan) -> None:

@@ -8,6 +8,7 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 
 import importlib.util
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def _call_torch_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, sca
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     # torch 2.11 has no enable_gqa: its kernel takes fewer key/value heads without being told.
-    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     out_NHD, lse_HN = varlen_attn(
         q,
         k,

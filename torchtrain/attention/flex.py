@@ -7,6 +7,7 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 """
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ def attend_flex(
         raise UserError(f"attention flex: no backward pass on {q_BTHD.device.type}; choose sdpa, or torch.no_grad()")
     T = q_BTHD.shape[1]
     padded = [F.pad(x, (0, 0, 0, 0, 0, -T % BLOCK)).transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD)]
-    options = {"block_mask": plan.block_mask, "scale": scale, "enable_gqa": True}
+    options: dict[str, Any] = {"block_mask": plan.block_mask, "scale": scale, "enable_gqa": True}
     if not q_BTHD.is_cuda:  # the compiled CPU kernel gives no log-sum-exp
         return _compiled_flex_attention()(*padded, **options)[:, :, :T].transpose(1, 2), None
     out_BHTD, aux = _compiled_flex_attention()(*padded, **options, return_aux=AuxRequest(lse=True))
@@ -85,7 +86,7 @@ def attend_flex(
 
 
 @functools.cache
-def _compiled_flex_attention():
+def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 

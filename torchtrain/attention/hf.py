@@ -74,8 +74,8 @@ def _anchor_attention(
         plan = _remembered_plan(document_ids, query)
     if engine == "auto":
         _announce(resolve_engine(engine, query.device, query.dtype), query)
-    heads_last = (x.transpose(1, 2) for x in (query, key, value))
-    out_BTHD, _ = attend(*heads_last, plan, engine=engine, scale=scaling)
+    q_BTHD, k_BTKD, v_BTKD = (x.transpose(1, 2) for x in (query, key, value))
+    out_BTHD, _ = attend(q_BTHD, k_BTKD, v_BTKD, plan, engine=engine, scale=scaling)
     return out_BTHD, None
 
 

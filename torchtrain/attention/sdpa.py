@@ -33,6 +33,6 @@ def attend_sdpa(
 
 
 def _attend_causal(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, scale: float) -> Tensor:
-    heads_first = [x.transpose(0, 1)[None] for x in (q_nHD, k_nKD, v_nKD)]
-    out_1HnD = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
+    q_1HnD, k_1KnD, v_1KnD = (x.transpose(0, 1)[None] for x in (q_nHD, k_nKD, v_nKD))
+    out_1HnD = F.scaled_dot_product_attention(q_1HnD, k_1KnD, v_1KnD, is_causal=True, scale=scale, enable_gqa=True)
     return out_1HnD[0].transpose(0, 1)

@@ -35,7 +35,7 @@ class BadRecord:
         return f"{self.where}: {self.reason}"
 
 
-class _Unusable(Exception):
+class _BadItemError(Exception):
     """Why a record gives no document."""
 
 
@@ -90,7 +90,9 @@ def source_files(source: Source) -> list[Path]:
         raise UserError(f"data.sources: files {source.files!r} matches no file; check the path (from {Path.cwd()})")
     for path in paths:
         if not path.is_file() or not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-            raise UserError(f"data.sources: {path} is no .jsonl, .jsonl.gz or .parquet file; narrow files {source.files!r}")
+            raise UserError(
+                f"data.sources: {path} is no .jsonl, .jsonl.gz or .parquet file; narrow files {source.files!r}"
+            )
     return paths
 
 
@@ -105,7 +107,7 @@ def _read_all(source: Source) -> Iterator[Record | BadRecord]:
     else:
         items = (item for path in source_files(source) for item in _file_items(path, source))
     for where, item in items:
-        if isinstance(item, _Unusable):
+        if isinstance(item, _BadItemError):
             yield BadRecord(where, str(item), name)
         else:
             yield _record(source, name, where, item, source.text_field)
@@ -117,25 +119,25 @@ def _record(source: Source, name: str, where: str, item: Any, text_field: str) -
         if source.domain_field is not None:
             domain = _string(item, source.domain_field, "domain_field")
         return Record(_string(item, text_field, "text_field"), domain)
-    except _Unusable as why:
+    except _BadItemError as why:
         return BadRecord(where, str(why), domain)
 
 
 def _string(item: Any, field: str, setting: str) -> str:
     if not isinstance(item, dict):
-        raise _Unusable(f"is no JSON object but {type(item).__name__}")
+        raise _BadItemError(f"is no JSON object but {type(item).__name__}")
     value = _look_up(item, field)
     if value is None:
-        raise _Unusable(f"has no {field!r} (it has {', '.join(map(str, item)) or 'nothing'}; see {setting})")
+        raise _BadItemError(f"has no {field!r} (it has {', '.join(map(str, item)) or 'nothing'}; see {setting})")
     if not isinstance(value, str):
-        raise _Unusable(f"{field!r} is no string but {type(value).__name__}")
+        raise _BadItemError(f"{field!r} is no string but {type(value).__name__}")
     if not value.strip():
-        raise _Unusable(f"{field!r} is blank")
+        raise _BadItemError(f"{field!r} is blank")
     try:
         # JSON can spell half of a surrogate pair, which no tokenizer can encode.
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise _Unusable(f"{field!r} is not valid Unicode (half a surrogate pair)") from None
+        raise _BadItemError(f"{field!r} is not valid Unicode (half a surrogate pair)") from None
     return value
 
 
@@ -165,9 +167,9 @@ def _jsonl_items(path: Path) -> Iterator[tuple[str, Any]]:
                 try:
                     yield where, json.loads(line.decode("utf-8-sig"))
                 except UnicodeDecodeError:
-                    yield where, _Unusable("is not UTF-8")
+                    yield where, _BadItemError("is not UTF-8")
                 except (ValueError, RecursionError) as error:
-                    yield where, _Unusable(f"is no JSON: {error}")
+                    yield where, _BadItemError(f"is no JSON: {error}")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"data.sources: {path} breaks off after line {number}: {error}; copy it again") from None
     except OSError as error:
@@ -183,7 +185,11 @@ def _parquet_items(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            wanted = {name for field in (source.text_field, source.domain_field or "") for name in (field, field.split(".")[0])}
+            wanted = {
+                name
+                for field in (source.text_field, source.domain_field or "")
+                for name in (field, field.split(".")[0])
+            }
             columns = [name for name in file.schema_arrow.names if name in wanted]
             for field, setting in ((source.text_field, "text_field"), (source.domain_field, "domain_field")):
                 if field is not None and not {field, field.split(".")[0]} & set(columns):
@@ -200,18 +206,19 @@ def _parquet_items(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
 
 def _hub_items(source: Source) -> Iterator[tuple[str, Any]]:
     try:
-        import datasets
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
     except ImportError:
         raise _missing_datasets(f"dataset {source.dataset!r}") from None
     assert source.dataset is not None
     number = 0
     try:
-        rows = datasets.load_dataset(
+        rows = load_dataset(
             source.dataset, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
         )
         for number, item in enumerate(rows, start=1):
             yield f"{source.dataset} [{source.split}] record {number}", item
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
             f"data.sources: dataset {source.dataset!r} (subset {source.subset!r}, split {source.split!r}) "

@@ -19,7 +19,16 @@ from typing import Any
 from torchtrain.errors import UserError
 
 # Not source that anyone wrote to be read: test suites, other people's packages, generated tables and topics.
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings", "site-packages", "dist-packages"}
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "pydoc_data",
+    "encodings",
+    "site-packages",
+    "dist-packages",
+}
 
 
 def documents(name: str) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The packing plan: from document lengths and a seed to the spans of any row, computed before a token is read.
+"""The packing plan: from document lengths and a seed to the spans of any row, before a token is read.
 
 Documents are shuffled, laid end to end and cut where a row is full; a document that is cut goes on in the next row as a new
 span. The plan knows nothing of workers or ranks, so the order of rows does not depend on them.
@@ -9,17 +9,18 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-# What a random stream is for: the first entry of its spawn key, so that no two streams coincide.
+# What a random stream is for: the head of its spawn key, so that no two purposes share one.
 SHUFFLE, INTERLEAVE, HELD_OUT = range(3)
 
 
 def random_stream(seed: int, *key: int) -> np.random.Generator:
-    """Return the generator of one purpose: the same for the same seed and key, independent for any other."""
+    """Return the generator of one purpose: the same for the same seed and key, independent of every other."""
+    # A spawn key, not a list of seeds: SeedSequence([a, b]) and SeedSequence([a, b, 0]) are the same.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
 class Span(NamedTuple):
-    """Tokens start..stop (exclusive, never empty) of a document, in one row."""
+    """Tokens start..stop (stop excluded, never empty) of a document, in one row."""
 
     document: int
     start: int
@@ -27,39 +28,86 @@ class Span(NamedTuple):
 
 
 class PackPlan:
-    """One epoch's rows.
-
-    Every token of every document stands in exactly one row, or is counted in `dropped_tokens`.
+    """One epoch's rows. Every token of every document stands in exactly one row, or is counted in `dropped_tokens`.
 
     Args:
         lengths: int [n], tokens of each document, all positive.
         capacity: tokens that a row holds, its anchor not counted.
-        overhead: int [n], tokens that each span of a document spends besides its own (its tag); less than `capacity`.
+        overhead: int [n], what each span of a document spends besides its own tokens (its tag), less than `capacity`.
         seed: seeds the order of documents.
-        epoch: another order for each.
-        last: `pad` keeps the last row if it is not full, `drop` leaves it out.
+        epoch: each has an order of its own.
+        last: `pad` keeps a last row that is not full, `drop` leaves it out.
     """
 
     def __init__(
         self,
         lengths: np.ndarray,
         capacity: int,
-        overhead: np.ndarray | None = None,
-        seed: int = 0,
+        overhead: np.ndarray,
+        seed: int,
         epoch: int = 0,
         last: Literal["pad", "drop"] = "pad",
     ) -> None:
-        lengths = np.asarray(lengths, dtype=np.int64)
-        overhead = np.zeros_like(lengths) if overhead is None else np.asarray(overhead, dtype=np.int64)
+        assert lengths.shape == overhead.shape
         assert lengths.min(initial=1) > 0, "a document without tokens"
         assert overhead.max(initial=0) < capacity, "a span's overhead fills the row"
-        self.capacity = capacity
-        self.order = random_stream(seed, SHUFFLE, epoch).permutation(len(lengths))
-        self._lengths = lengths[self.order]
-        self._overhead = overhead[self.order]
-        starts, filled = _cut(self._lengths, self._overhead, capacity)
-        total = int(lengths.sum())
-        if last == "drop" and 0 < filled < capacity:
-            starts.pop()
-            self._end = 
-        self._starts = np.array(starts, dtype=np.int64).reshape(-1, 2)
+        self._order = random_stream(seed, SHUFFLE, epoch).permutation(len(lengths))
+        self._lengths = lengths[self._order].astype(np.int64)
+        overhead = overhead[self._order].astype(np.int64)
+        bounds, room = _cut(self._lengths, overhead, capacity)
+        if last == "drop" and room:
+            bounds.pop()
+        # Row i goes from bounds[i] to bounds[i + 1], each (place in the order, token of that document).
+        self._bounds = np.array(bounds, dtype=np.int64)
+
+        place, token = self._bounds.T
+        past_last_span = place[1:] + (token[1:] > 0)
+        overhead_before = np.concatenate([[0], np.cumsum(overhead)])
+        self.tokens = int(self._lengths[: place[-1]].sum() + token[-1])
+        self.dropped_tokens = int(self._lengths.sum()) - self.tokens
+        self.overhead_tokens = int((overhead_before[past_last_span] - overhead_before[place[:-1]]).sum())
+        self.padding_tokens = len(self) * capacity - self.tokens - self.overhead_tokens
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def spans(self, row: int) -> list[Span]:
+        """Return what a row holds, in storage order; `document` is an index into `lengths`."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a plan of {len(self)}")
+        (first, start), (last, stop) = self._bounds[row].tolist(), self._bounds[row + 1].tolist()
+        spans = []
+        for place in range(first, last + (stop > 0)):
+            end = stop if place == last else int(self._lengths[place])
+            spans.append(Span(int(self._order[place]), start if place == first else 0, end))
+        return spans
+
+
+def _cut(lengths: np.ndarray, overhead: np.ndarray, capacity: int) -> tuple[list[tuple[int, int]], int]:
+    """Fill rows in order; return where each begins, then where the last ends, and the room left in the last.
+
+    Sequential, because a tag is spent again in each row that its document reaches; a search finds how many whole documents
+    fit, so that the cost is that of the rows.
+    """
+    # Memory views, because they give Python ints many times faster than arrays give numpy's.
+    length, spent = lengths.data, overhead.data
+    whole = np.concatenate([[0], np.cumsum(lengths + overhead)]).data
+    document, token, room = 0, 0, 0
+    bounds = [(0, 0)]
+    while document < len(length):
+        room = capacity - spent[document]
+        if length[document] - token > room:
+            token += room
+            room = 0
+        else:
+            room -= length[document] - token
+            after = document + 1
+            document = bisect_right(whole, whole[after] + room, after) - 1
+            room -= whole[document] - whole[after]
+            # The next document does not fit whole; a part of it does, if there is room for more than its tag.
+            begins = document < len(length) and room > spent[document]
+            token = room - spent[document] if begins else 0
+            if begins:
+                room = 0
+        bounds.append((document, token))
+    return bounds, room

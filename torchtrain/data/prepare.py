@@ -21,7 +21,7 @@ from torchtrain.data.store import SourceCount, StoreWriter, TokenStore, sync
 from torchtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 # Raise it when the same sources and settings would give other tokens or other files (reading, rendering, layout).
 FORMAT = 1
@@ -40,7 +40,7 @@ class Progress:
 
 
 def prepare(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", on_progress: Callable[[Progress], None] | None = None
+    data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Callable[[Progress], None] | None = None
 ) -> TokenStore:
     """Return the tokenised corpus of a config, from the cache if it is there, else made now.
 
@@ -78,7 +78,7 @@ def prepare(
     return store
 
 
-def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> str:
+def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
     """Return the name of the store that a config and a tokenizer give: 32 hex digits over all that its tokens depend on.
 
     Files count by path, size and time of change; a demo by its package's or Python's version; a hub data set by its name,
@@ -111,7 +111,7 @@ def _source_identity(source: Source) -> dict[str, Any]:
     return identity
 
 
-def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> str:
+def _tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
     if not tokenizer.is_fast:
         raise UserError(f"model.source: {type(tokenizer).__name__} is a slow tokenizer; convert it to a tokenizer.json")
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -122,7 +122,7 @@ def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _make(
-    final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerBase", report: Callable[[Progress], None]
+    final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast", report: Callable[[Progress], None]
 ) -> TokenStore:
     partial = final.with_name(f"{final.name}.partial")
     try:
@@ -153,7 +153,7 @@ def _make(
 def _add_source(
     source: Source,
     data: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerFast",
     writer: StoreWriter,
     report: Callable[[Progress], None],
 ) -> SourceCount:
@@ -181,7 +181,7 @@ def _add_source(
 def _add_batch(
     batch: list[Record],
     data: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerFast",
     writer: StoreWriter,
     report: Callable[[Progress], None],
 ) -> None:

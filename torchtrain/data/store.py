@@ -17,7 +17,13 @@ import numpy as np
 
 from torchtrain.errors import UserError
 
-TOKENS, OFFSETS, DOMAINS, BAD_RECORDS, HEADER = "tokens.bin", "offsets.npy", "domains.npy", "bad_records.txt", "store.json"
+TOKENS, OFFSETS, DOMAINS, BAD_RECORDS, HEADER = (
+    "tokens.bin",
+    "offsets.npy",
+    "domains.npy",
+    "bad_records.txt",
+    "store.json",
+)
 
 
 @dataclass(frozen=True)

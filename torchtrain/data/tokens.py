@@ -8,19 +8,18 @@ from torchtrain.data.store import TokenStore
 from torchtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 
-def anchor_ids(tokenizer: "PreTrainedTokenizerBase", pack: PackConfig) -> list[int]:
+def anchor_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig) -> list[int]:
     """Return the A tokens that open every row: those of `pack.anchor`, or the BOS, or the EOS where there is no BOS.
 
     Raises:
         UserError: the tokenizer has neither BOS nor EOS, or an id of `pack.anchor` is none of its tokens.
     """
     if pack.anchor == "auto":
-        for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-            if token is not None:
-                return [token]
+        if special := _special_ids(tokenizer, "bos", "eos"):
+            return special[:1]
         raise UserError("pack.anchor 'auto': the tokenizer has neither BOS nor EOS; give a token id")
     ids = [pack.anchor] if isinstance(pack.anchor, int) else pack.anchor
     if not ids:
@@ -32,7 +31,7 @@ def anchor_ids(tokenizer: "PreTrainedTokenizerBase", pack: PackConfig) -> list[i
     return ids
 
 
-def tag_ids(tokenizer: "PreTrainedTokenizerBase", pack: PackConfig, domains: Sequence[str]) -> dict[int, list[int]]:
+def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Sequence[str]) -> dict[int, list[int]]:
     """Return the tokens that open each document of a domain (index in `domains`) under +tag; {} without.
 
     Raises:
@@ -49,12 +48,12 @@ def tag_ids(tokenizer: "PreTrainedTokenizerBase", pack: PackConfig, domains: Seq
     return tags
 
 
-def pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+def pad_id(tokenizer: "PreTrainedTokenizerFast") -> int:
     """Return the token that fills a row: the tokenizer's padding, or its EOS, or 0. Nothing sees it and no loss counts it."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return next(iter(_special_ids(tokenizer, "pad", "eos")), 0)
 
 
-def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> None:
     """Refuse a tokenizer made for another model: one whose own tokens, BOS, EOS or padding the embedding does not hold.
 
     Tokens added beyond the base vocabulary may lie outside (Gemma 3 carries one for images); `check_store` catches them
@@ -68,8 +67,7 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> No
         UserError: a token id is V or more.
     """
     own = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()
-    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    largest = max((i for i in (*own, *special) if i is not None), default=-1)
+    largest = max([*own, *_special_ids(tokenizer, "bos", "eos", "pad")], default=-1)
     if largest >= vocab_size:
         raise UserError(
             f"the tokenizer's token ids go to {largest} but the model's vocabulary has {vocab_size}: "
@@ -85,6 +83,12 @@ def check_store(store: TokenStore, vocab_size: int) -> None:
     """
     if store.largest_token >= vocab_size:
         raise UserError(
-            f"the corpus holds the token id {store.largest_token} but the model's vocabulary has {vocab_size}; "
+            f"the corpus holds the token id {store.largest_token} but the model's vocabulary has {vocab_size}: "
             "tokenise it with the model's own tokenizer"
         )
+
+
+def _special_ids(tokenizer: "PreTrainedTokenizerFast", *names: str) -> list[int]:
+    """Return the ids of the special tokens that the tokenizer has, in the order asked for."""
+    ids = [getattr(tokenizer, f"{name}_token_id") for name in names]
+    return [token for token in ids if token is not None]

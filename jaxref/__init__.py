@@ -1,0 +1,9 @@
+"""Anchorline's oracle: a slow, obvious JAX reference in which every rounding is chosen by name.
+
+Importing jaxref sets JAX's flag `jax_enable_x64`, and nothing else: the oracle computes in float64, which JAX otherwise
+turns into float32 without a word. The flag holds for the whole process, so other JAX code in it sees 64-bit defaults too.
+"""
+
+import jax
+
+jax.config.update("jax_enable_x64", True)

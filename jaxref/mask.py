@@ -1,0 +1,151 @@
+"""The mask rule as code, as arrays for every variant, and as a drawing.
+
+    visible(q, k) = k <= q and document[q] != -1 and document[k] != -1
+                    and (document[k] == document[q] or document[k] == 0)
+
+q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees nor is
+seen. There is no other mask: a variant is a choice of `document_ids` and `position_ids`.
+
+Legend: B batch · T tokens of a row · Q queries and J keys of a slice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+ANCHOR, PADDING = 0, -1
+VARIANTS = ("full", "intra", "intra_reset", "anchor")
+
+
+def rule(document_q: Any, document_k: Any, index_q: Any, index_k: Any) -> Any:
+    """The rule, elementwise on broadcastable integer arrays of numpy or JAX."""
+    own_or_anchor = (document_k == document_q) | (document_k == ANCHOR)
+    return (index_k <= index_q) & (document_q != PADDING) & (document_k != PADDING) & own_or_anchor
+
+
+def visible(document_ids_BT: Any, q_slice: slice | None = None, k_slice: slice | None = None) -> Any:
+    """Materialise the rule for a slice of queries and a slice of keys.
+
+    Args:
+        document_ids_BT: integers [B, T], numpy or JAX.
+        q_slice, k_slice: which queries and keys; None is all.
+
+    Returns bool [B, Q, J].
+    """
+    index_T = np.arange(document_ids_BT.shape[1])
+    q, k = q_slice or slice(None), k_slice or slice(None)
+    return rule(
+        document_ids_BT[:, q, None], document_ids_BT[:, None, k], index_T[q][None, :, None], index_T[k][None, None, :]
+    )
+
+
+def live_pairs(document_ids_BT: np.ndarray) -> int:
+    """Visible pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n, row by row."""
+    pairs = 0
+    for row in np.asarray(document_ids_BT):
+        anchors = int((row == ANCHOR).sum())
+        pairs += anchors * (anchors + 1) // 2
+        for document in np.unique(row[row > ANCHOR]):
+            n = int((row == document).sum())
+            pairs += n * (n + 1) // 2 + anchors * n
+    return pairs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One packed row under a variant: two arrays of the contract, and where each stored token comes from.
+
+    `source[i]` is the place token i would have with documents stored whole and in order; only full + interleave moves any.
+    """
+
+    document_ids: np.ndarray  # int64 [T]
+    position_ids: np.ndarray  # int64 [T]
+    source: np.ndarray  # int64 [T]
+
+
+def layout(
+    lengths: Sequence[int],
+    variant: str,
+    anchor: int = 1,
+    padding: int = 0,
+    chunks: int = 4,
+    seed: int = 0,
+    turns: Sequence[int] | None = None,
+) -> Layout:
+    """Lay out one row: `anchor` prefix tokens, documents of these lengths, `padding` tokens.
+
+    The prefix stands in every variant: it is document 0 under `anchor` and part of document 1 in the others.
+
+    Under `+interleave` each document is cut into `chunks` pieces of near equal length (the longer ones first, one token each
+    if it has fewer) and the pieces are merged in a random order that keeps each document's own; tokens take the positions of
+    the merged row. `full+interleave` stores the merged row; the others store documents whole. `intra_reset+interleave` is
+    `intra_reset`: its positions count within each document.
+
+    Args:
+        lengths: tokens of each document, all positive.
+        variant: `full`, `intra`, `intra_reset` or `anchor`, each with `+interleave` or without.
+        anchor: tokens of the prefix.
+        padding: tokens after the last document.
+        chunks: pieces a document is cut into.
+        seed: of the merge order.
+        turns: the merge order itself, document indices from 0, one for each piece; instead of `seed`.
+
+    Raises ValueError: an unknown variant, a length that is not positive.
+    """
+    base, *extras = variant.split("+")
+    if base not in VARIANTS or extras not in ([], ["interleave"]):
+        raise ValueError(f"variant {variant!r}; choose {', '.join(VARIANTS)}, each with +interleave or without")
+    if min(lengths, default=1) < 1 or anchor < 0 or padding < 0:
+        raise ValueError(
+            f"lengths {list(lengths)}, anchor {anchor}, padding {padding}: documents need a token, none less"
+        )
+
+    documents = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    ids = np.concatenate([np.full(anchor, ANCHOR), documents, np.full(padding, PADDING)]).astype(np.int64)
+    T = len(ids)
+    merged = _merge(lengths, anchor, T, chunks, seed, turns) if extras else np.arange(T)
+    positions = np.empty(T, dtype=np.int64)
+    positions[merged] = np.arange(T)
+
+    if base != "anchor":
+        ids[ids == ANCHOR] = 1
+    if base == "full":
+        ids[ids > ANCHOR] = 1
+        return Layout(ids[merged], np.arange(T), merged)
+    if base == "intra_reset":
+        for document in np.unique(ids):
+            positions[ids == document] = np.arange((ids == document).sum())
+    return Layout(ids, positions, np.arange(T))
+
+
+def draw(document_ids: np.ndarray, seen: str = "■", unseen: str = "·") -> str:
+    """Draw the rule for one row of ids [T]: a line per query, a column per key, headed by the keys' documents."""
+    names = [{ANCHOR: "A", PADDING: "-"}.get(d, _NAMES[(d - 1) % len(_NAMES)]) for d in map(int, document_ids)]
+    mask = visible(np.asarray(document_ids)[None])[0]
+    rows = [f"{name} " + " ".join(seen if x else unseen for x in row) for name, row in zip(names, mask, strict=True)]
+    return "\n".join(["  " + " ".join(names), *rows])
+
+
+_NAMES = "123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def _merge(
+    lengths: Sequence[int], anchor: int, T: int, chunks: int, seed: int, turns: Sequence[int] | None
+) -> np.ndarray:
+    """Token at each place of the merged row, int64 [T]."""
+    starts = anchor + np.concatenate([[0], np.cumsum(lengths)])
+    pieces = [
+        np.array_split(np.arange(start, start + n), min(chunks, n)) for start, n in zip(starts, lengths, strict=False)
+    ]
+    if turns is None:
+        names = np.repeat(np.arange(len(lengths)), [len(own) for own in pieces])
+        turns = np.random.default_rng(seed).permutation(names).tolist()
+    assert turns is not None
+    taken = [0] * len(lengths)
+    order = [np.arange(anchor)]
+    for turn in turns:
+        order.append(pieces[turn][taken[turn]])
+        taken[turn] += 1
+    return np.concatenate([*order, np.arange(starts[-1], T)])

@@ -1,0 +1,184 @@
+"""Which numbers are rounded, where, and to what.
+
+All arithmetic runs in one carrier, float64 or float32. Right after a value is computed it is rounded at its named site, or
+left as the carrier has it. So a cast that some implementation makes is one word here, and can be switched on and off alone.
+
+| site           | rounds                                                     | where                |
+| -------------- | ---------------------------------------------------------- | -------------------- |
+| `inv_freq`     | RoPE's inverse frequencies                                 | `rope.cos_sin`       |
+| `angle`        | position times inverse frequency                           | `rope.cos_sin`       |
+| `table`        | cos and sin, times attention scaling                       | `rope.cos_sin`       |
+| `rope_product` | each of the products x cos, x sin                          | `rope.rotate`        |
+| `rope_sum`     | their sums                                                 | `rope.rotate`        |
+| `q_rotated`    | queries after rotation                                     | `rope.rotate`        |
+| `k_rotated`    | keys after rotation                                        | `rope.rotate`        |
+| `qk`           | each dot product of a query and a key                      | `attention`          |
+| `scaled`       | the same times the scale                                   | `attention`          |
+| `probs`        | what multiplies V: see `normalise`                         | `attention`          |
+| `pv`           | the sum over keys of that times V                          | `attention`          |
+| `attn_out`     | the output of attention                                    | `attention`          |
+| `embed`        | rows of the embedding                                      | `model`              |
+| `proj`         | q, k, v and output projections (bias included)             | `model`              |
+| `norm`         | RMSNorm's quotient, and the quotient times the weight      | `model`              |
+| `mlp`          | gate, up, activation, their product, down                  | `model`              |
+| `residual`     | both sums of a layer                                       | `model`              |
+| `logits`       | the last projection                                        | `model`              |
+
+Formats are `bf16`, `fp16` and `fp32`, to nearest, ties to even, overflow to infinity, subnormals kept. Matrix products
+accumulate in the carrier, whose sum order is XLA's.
+
+Gradients: a site rounds the cotangent that arrives at it to the same format, as autograd stores the gradient of a bf16
+tensor in bf16. Where a value is used more than once the cotangents meet in the carrier and are rounded once; torch rounds
+each and then their sum. FlashAttention's backward is not the transpose of its forward: it recomputes P and rounds P and
+dS where the transpose rounds dP, so the flash presets state its forward cast by cast and its backward only in size.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+# Exponent and explicit mantissa bits.
+FORMATS = {"bf16": (8, 7), "fp16": (5, 10), "fp32": (8, 23)}
+CARRIERS = ("float64", "float32")
+
+Format = Literal["bf16", "fp16", "fp32"] | None
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The carrier, and the format of each site (None: not rounded). Hashable, so it can be a static argument of `jit`.
+
+    normalise: `before_pv` divides by the softmax sum and then multiplies by V, as eager code does. `after_pv` multiplies V by
+        exp(logit - max), rounded at `probs`, and divides the result, as FlashAttention-2 does (arXiv 2307.08691, section 3.1).
+
+    Raises ValueError for a carrier, format or order that does not exist.
+    """
+
+    carrier: Literal["float64", "float32"]
+    inv_freq: Format = None
+    angle: Format = None
+    table: Format = None
+    rope_product: Format = None
+    rope_sum: Format = None
+    q_rotated: Format = None
+    k_rotated: Format = None
+    qk: Format = None
+    scaled: Format = None
+    probs: Format = None
+    pv: Format = None
+    attn_out: Format = None
+    embed: Format = None
+    proj: Format = None
+    norm: Format = None
+    mlp: Format = None
+    residual: Format = None
+    logits: Format = None
+    normalise: Literal["before_pv", "after_pv"] = "before_pv"
+
+    def __post_init__(self) -> None:
+        known = {"carrier": CARRIERS, "normalise": ("before_pv", "after_pv")}
+        for name, value in vars(self).items():
+            choices = known.get(name, (None, *FORMATS))
+            if value not in choices:
+                raise ValueError(f"{name}: {value!r} is unknown; choose from {', '.join(map(str, choices))}")
+
+    @property
+    def dtype(self) -> Any:
+        """The carrier as a dtype."""
+        return jnp.dtype(self.carrier)
+
+    def round(self, site: str, x: jax.Array) -> jax.Array:
+        """`x`, of the carrier's dtype, rounded as `site` says."""
+        assert x.dtype == self.dtype, f"{site}: {x.dtype} in a {self.carrier} carrier"
+        fmt = getattr(self, site)
+        return x if fmt is None else round_to(x, fmt)
+
+    def replace(self, **changes: Any) -> "Rounding":
+        """A copy with other values: `preset("hf_eager_bf16").replace(carrier="float64", table="fp32")`."""
+        _check_names(changes)
+        return replace(self, **changes)
+
+    def only(self, *sites: str) -> "Rounding":
+        """A copy that rounds at these sites and nowhere else."""
+        _check_names(sites)
+        return replace(self, **dict.fromkeys(set(SITES) - set(sites)))
+
+    def without(self, *sites: str) -> "Rounding":
+        """A copy that does not round at these sites."""
+        _check_names(sites)
+        return replace(self, **dict.fromkeys(sites))
+
+
+SITES = tuple(field.name for field in fields(Rounding) if field.name not in ("carrier", "normalise"))
+
+
+def _check_names(names: Any) -> None:
+    for name in names:
+        if name not in (*SITES, "carrier", "normalise"):
+            raise ValueError(f"{name}: no such site; the sites are {', '.join(SITES)}")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def round_to(x: jax.Array, fmt: str) -> jax.Array:
+    """Float32 or float64 `x`, any shape, rounded to a format of `FORMATS`; dtype unchanged. Its gradient is rounded alike.
+
+    `lax.reduce_precision` and not a pair of casts: compilers drop those, and from float64 `astype` rounds twice.
+    """
+    exponent_bits, mantissa_bits = FORMATS[fmt]
+    rounded = jax.lax.reduce_precision(x, exponent_bits, mantissa_bits)
+    carrier = jnp.finfo(x.dtype)
+    if exponent_bits >= carrier.nexp:
+        return rounded  # the carrier's own subnormals, which XLA keeps or flushes as the device does
+    # reduce_precision flushes subnormals to zero, hardware casts keep them: they are the multiples of one quantum. In fp16
+    # that is every probability below 6.1e-5.
+    smallest_normal_exponent = 2 - 2 ** (exponent_bits - 1)
+    quantum = 2.0 ** (smallest_normal_exponent - mantissa_bits)
+    subnormal = jax.lax.round(x / quantum, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * quantum
+    return jnp.where(jnp.abs(x) < 2.0**smallest_normal_exponent, subnormal, rounded)
+
+
+def _forward(x: jax.Array, fmt: str) -> tuple[jax.Array, None]:
+    return round_to(x, fmt), None
+
+
+def _backward(fmt: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (round_to(cotangent, fmt),)
+
+
+round_to.defvjp(_forward, _backward)
+
+
+def _half_precision(fmt: Format) -> dict[str, Rounding]:
+    everywhere = Rounding("float32", **dict.fromkeys(SITES, fmt))
+    hf_eager = everywhere.replace(inv_freq="fp32", angle="fp32")
+    flash = hf_eager.replace(qk=None, scaled=None, pv=None, normalise="after_pv")
+    paper = flash.replace(table="fp32", rope_product="fp32", rope_sum="fp32")
+    return {f"hf_eager_{fmt}": hf_eager, f"flash_{fmt}": flash, f"paper_{fmt}": paper}
+
+
+# exact          float64, nothing rounded: the truth.
+# fp32           a float32 carrier, nothing rounded further.
+# fp32_sites     float64 arithmetic, every site rounded to float32: storage in float32 without float32's sums.
+# hf_eager_bf16  cast by cast what transformers' eager attention and RoPE do in bf16: inverse frequencies, angles, cos and
+#                sin in float32, the table rounded, then every product and sum; softmax in float32, its result rounded.
+# flash_bf16     the same up to q and k, then FlashAttention-2: logits, softmax and accumulator in float32, the unnormalised
+#                probabilities rounded for P V, the output rounded.
+# paper_bf16     rotation in float32, q and k rounded once, then as flash_bf16 (what arXiv 2411.13476 describes).
+# `fp32` at a site says in words what a float32 carrier does anyway, and keeps it said under replace(carrier="float64").
+PRESETS: dict[str, Rounding] = {
+    "exact": Rounding("float64"),
+    "fp32": Rounding("float32"),
+    "fp32_sites": Rounding("float64", **dict.fromkeys(SITES, "fp32")),
+    **_half_precision("bf16"),
+    **_half_precision("fp16"),
+}
+
+
+def preset(name: str) -> Rounding:
+    """A rounding of `PRESETS`. Raises ValueError for a name that is not there."""
+    if name not in PRESETS:
+        raise ValueError(f"rounding: {name!r} is no preset; choose from {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,52 @@
+"""Orbax round trips, and what is refused."""
+
+from dataclasses import replace
+
+import jax
+import ml_dtypes
+import pytest
+
+from jaxref.checkpoint import restore, save
+from jaxref.optim import adamw, step
+from jaxref.tests.decoders import tiny
+from jaxref.tests.test_weights import DTYPES, assert_bitwise
+from jaxref.weights import from_arrays, to_arrays
+
+OPTIMIZER = adamw(1e-2, lambda name: not name.endswith("norm.weight"), max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_come_back_bit_for_bit(dtype, tmp_path):
+    decoder = tiny("qwen2", dtype)
+    save(tmp_path / "step", decoder)
+    restored, state = restore(tmp_path / "step", decoder.config)
+    assert state is None
+    assert restored.config == decoder.config
+    assert_bitwise(to_arrays(restored), to_arrays(decoder))
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
+    decoder = tiny("llama", num_hidden_layers=1)
+    params = to_arrays(decoder)
+    params, state, _ = step(OPTIMIZER, params, OPTIMIZER.init(params), gradients=params)
+    save(tmp_path / "step", from_arrays(decoder.config, params), state)
+    params, state, _ = step(OPTIMIZER, params, state, gradients=params)
+
+    resumed, resumed_state = restore(tmp_path / "step", decoder.config, OPTIMIZER)
+    arrays = to_arrays(resumed)
+    arrays, resumed_state, _ = step(OPTIMIZER, arrays, resumed_state, gradients=arrays)
+    assert_bitwise(arrays, params)
+    assert_bitwise(*(dict(enumerate(jax.tree.leaves(tree))) for tree in (resumed_state, state)))
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    decoder = tiny("llama", ml_dtypes.bfloat16)
+    save(tmp_path / "step", decoder)
+    with pytest.raises(ValueError, match=r"folder: .* exists; give a new one"):
+        save(tmp_path / "step", decoder)
+    with pytest.raises(ValueError, match=r"rms_norm_eps: 1e-06 is not the checkpoint's 1e-05"):
+        restore(tmp_path / "step", replace(decoder.config, rms_norm_eps=1e-6))
+    with pytest.raises(ValueError, match=r"optimizer: .* holds no optimizer state"):
+        restore(tmp_path / "step", decoder.config, OPTIMIZER)
+    with pytest.raises(FileNotFoundError, match=r"not a checkpoint of jaxref"):
+        restore(tmp_path / "nothing", decoder.config)

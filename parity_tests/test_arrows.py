@@ -1,0 +1,55 @@
+"""The arrows of the design: who may import whom. Shared code would be wrong in the same way on both sides."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FORBIDDEN = {
+    "jaxref": {"torch", "transformers", "torchtrain", "parity_tests"},
+    "torchtrain": {"jax", "flax", "optax", "orbax", "jaxref", "parity_tests"},
+}
+
+
+def imports_of(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_source_file_imports_the_other_side(package):
+    files = [f for f in (ROOT / package).rglob("*.py") if "tests" not in f.relative_to(ROOT).parts]
+    assert files
+    crossed = {str(f.relative_to(ROOT)): imports_of(f) & FORBIDDEN[package] for f in files}
+    assert not {f: names for f, names in crossed.items() if names}
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_the_package_works_where_the_other_side_is_not_installed(package):
+    """Import every module in a process in which the forbidden packages cannot be imported."""
+    modules = [
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for f in (ROOT / package).rglob("*.py")
+        if "tests" not in f.relative_to(ROOT).parts
+    ]
+    block = "\n".join(f"sys.modules[{name!r}] = None" for name in sorted(FORBIDDEN[package]))
+    code = f"import importlib, sys\n{block}\nfor name in {modules!r}: importlib.import_module(name)"
+    # optax and chex look torch up if they find it; a None in sys.modules is what "not installed" looks like to them.
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_trainer_imports_without_datasets():
+    """The machine with the GPU may hold a finished token store and no `datasets`."""
+    code = "import sys; sys.modules['datasets'] = None; import torchtrain.cli, torchtrain.training.loop"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

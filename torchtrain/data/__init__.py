@@ -1,0 +1,27 @@
+"""From documents to batches: corpus, tokens on disk, packing plan, rows of five arrays."""
+
+from torchtrain.data.dataset import PackedRows, collate, split_documents
+from torchtrain.data.packing import PackPlan, Span
+from torchtrain.data.prepare import Progress, fingerprint, prepare
+from torchtrain.data.rows import describe
+from torchtrain.data.store import DomainSummary, TokenStore
+from torchtrain.data.tokens import anchor_ids, check_store, check_tokenizer, pad_id, tag_ids
+
+__all__ = [
+    "DomainSummary",
+    "PackPlan",
+    "PackedRows",
+    "Progress",
+    "Span",
+    "TokenStore",
+    "anchor_ids",
+    "check_store",
+    "check_tokenizer",
+    "collate",
+    "describe",
+    "fingerprint",
+    "pad_id",
+    "prepare",
+    "split_documents",
+    "tag_ids",
+]

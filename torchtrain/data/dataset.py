@@ -1,0 +1,133 @@
+"""Packed rows by number: split the documents, plan an epoch, read any row, stack rows into a batch.
+
+Shapes: B batch · T tokens of a row.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from torchtrain.config import PackConfig
+from torchtrain.data.packing import HELD_OUT, INTERLEAVE, PackPlan, random_stream
+from torchtrain.data.rows import Segment, build_row
+from torchtrain.data.store import TokenStore
+from torchtrain.errors import UserError
+
+
+def split_documents(store: TokenStore, held_out_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (training, held-out) documents, int64 and sorted, drawn by seed from each domain apart.
+
+    A share above 0 holds out at least one document of every domain that has two.
+    """
+    held_out = []
+    for domain in range(len(store.domains)):
+        own = np.flatnonzero(store.document_domains == domain)
+        count = round(held_out_share * len(own))
+        if held_out_share > 0 and len(own) > 1:
+            count = max(count, 1)
+        held_out.append(random_stream(seed, HELD_OUT, domain).permutation(own)[:count])
+    held = np.sort(np.concatenate(held_out))
+    return np.setdiff1d(np.arange(len(store)), held), held
+
+
+class PackedRows:
+    """Rows of packed documents, each reachable at once; the same for any worker, rank and order of access.
+
+    A map-style data set over the first epoch (`len`, `[i]`); `row_at` goes on, with a new order of documents each epoch.
+
+    Args:
+        store: the corpus.
+        documents: int [n], which of its documents to pack.
+        pack: variant, T and the rest.
+        seed: of the order of documents and of the interleaving.
+        anchor_ids: tokens that open every row.
+        tag_ids: domain -> the tokens of its tag; {} without +tag.
+        pad_id: fills the last row.
+
+    Raises:
+        UserError: there are no documents, anchor and tag leave no room in a row, or `pack.last: drop` leaves no row.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        documents: np.ndarray,
+        pack: PackConfig,
+        seed: int,
+        anchor_ids: Sequence[int],
+        tag_ids: Mapping[int, Sequence[int]],
+        pad_id: int,
+    ) -> None:
+        self.store, self.documents, self.pack, self.seed = store, np.asarray(documents), pack, seed
+        self.anchor_ids, self.tag_ids, self.pad_id = anchor_ids, tag_ids, pad_id
+        if not len(self.documents):
+            raise UserError("no documents to pack: lower data.held_out_share or give more data")
+        tag_lengths = np.array([len(tag_ids.get(domain, ())) for domain in range(len(store.domains))], dtype=np.int64)
+        self._capacity = pack.sequence_length - len(anchor_ids)
+        if tag_lengths.max() >= self._capacity:
+            raise UserError(
+                f"pack.sequence_length {pack.sequence_length}: an anchor of {len(anchor_ids)} and a tag of "
+                f"{tag_lengths.max()} tokens leave no room for a document; make rows longer"
+            )
+        self._overhead = tag_lengths[store.document_domains[self.documents]]
+        self._plans: dict[int, PackPlan] = {}
+        self._rows: list[int] = []
+        if not len(self):
+            raise UserError(
+                f"pack.last 'drop' leaves no row: {self.plan(0).dropped_tokens} tokens do not fill "
+                f"pack.sequence_length {pack.sequence_length}; use pad, shorter rows or more data"
+            )
+
+    def __len__(self) -> int:
+        return self._rows_of(0)
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return self._row(0, row)
+
+    def row_at(self, index: int) -> dict[str, np.ndarray]:
+        """Return row `index` of the endless sequence of epochs: the five arrays, int64 [T]."""
+        return self._row(*self.locate(index))
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return (epoch, row) of a place in the endless sequence of epochs."""
+        assert index >= 0
+        epoch = 0
+        while index >= self._rows_of(epoch):
+            index -= self._rows_of(epoch)
+            epoch += 1
+        return epoch, index
+
+    def plan(self, epoch: int) -> PackPlan:
+        """Return the plan of an epoch, with its counts of tokens, padding and what is dropped."""
+        if epoch not in self._plans:
+            # Two are kept, for batches that reach over the end of an epoch.
+            if len(self._plans) == 2:
+                del self._plans[next(iter(self._plans))]
+            lengths = self.store.lengths[self.documents]
+            self._plans[epoch] = PackPlan(lengths, self._capacity, self._overhead, self.seed, epoch, self.pack.last)
+        return self._plans[epoch]
+
+    def _rows_of(self, epoch: int) -> int:
+        # Without tags every order gives as many rows; with them a plan tells.
+        epoch = epoch if self._overhead.any() else 0
+        while len(self._rows) <= epoch:
+            self._rows.append(len(self.plan(len(self._rows))))
+        return self._rows[epoch]
+
+    def _row(self, epoch: int, row: int) -> dict[str, np.ndarray]:
+        segments = []
+        for span in self.plan(epoch).spans(row):
+            document = int(self.documents[span.document])
+            domain = int(self.store.document_domains[document])
+            tokens = self.store.document(document)[span.start : span.stop]
+            segments.append(Segment(tokens, domain, self.tag_ids.get(domain, ())))
+        random = random_stream(self.seed, INTERLEAVE, epoch, row)
+        return build_row(segments, self.pack, self.anchor_ids, self.pad_id, random)
+
+
+def collate(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    """Stack rows of B arrays [T] into LongTensors [B, T] by the same names."""
+    return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}

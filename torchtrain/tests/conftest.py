@@ -1,0 +1,134 @@
+"""Tiny models, a tiny tokenizer and a tiny corpus, made here; no network, one thread."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+torch.set_num_threads(1)
+
+VOCABULARY = 264  # 256 bytes, three special tokens, five ids that no token has
+POSITIONS = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": True}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+}
+
+
+def tiny_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
+    """A family's config at a size that trains in a second."""
+    cls, own = FAMILIES[family]
+    return cls(**(SIZES | own | changes))
+
+
+def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any):
+    """A model with random weights, always the same, and norms that are not all one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte: ids 0..255, then <s>, </s>, <pad>."""
+    alphabet = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Return a function from a family (and config changes) to a folder with its model and tokenizer."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", **changes: Any) -> Path:
+        key = json.dumps([family, changes], sort_keys=True)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            tiny_model(family, **changes).save_pretrained(made[key])
+            tiny_tokenizer().save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A .jsonl of two domains, 24 documents each of 20 to 89 tokens: counting up, and the alphabet again and again."""
+    path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(24):
+            numbers = " ".join(str(n) for n in range(i, i + 8 + i // 2))
+            letters = ("abcdefghijklmnopqrstuvwxyz " * 4)[i : i + 20 + 3 * i]
+            for domain, text in (("numbers", numbers), ("letters", letters)):
+                file.write(json.dumps({"text": text, "domain": domain}) + "\n")
+    return path
+
+
+@pytest.fixture
+def tree(model_folder, corpus, tmp_path) -> dict[str, Any]:
+    """A config that trains a tiny Llama at twice its length; change it, then give it to `write_config`."""
+    return {
+        "run": {"folder": str(tmp_path / "run"), "seed": 3},
+        "model": {"source": str(model_folder()), "dtype": "float32"},
+        "rope": {"theta": 50_000.0},
+        "data": {
+            "sources": [{"files": str(corpus), "domain_field": "domain"}],
+            "cache": str(tmp_path / "cache"),
+            "held_out_share": 0.1,
+        },
+        "pack": {"sequence_length": 2 * POSITIONS, "variant": "anchor"},
+        "train": {"steps": 12, "sequences_per_step": 2, "learning_rate": 0.02, "warmup_steps": 2, "loss_chunk": 50},
+        "eval": {"sequences": 2},
+    }
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    """Return a function that writes a tree as YAML and returns the path."""
+
+    def write(tree: dict[str, Any]) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        return path
+
+    return write

@@ -1,0 +1,44 @@
+"""Small tokenizers, corpora and stores for the tests of the data package; nothing here needs a network."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from torchtrain.data.store import TokenStore
+
+WORDS = 50
+
+
+def word_tokenizer(words: int = WORDS, bos: str | None = "<s>", eos: str | None = "</s>") -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the words w0..: <unk> 0, <s> 1, </s> 2, then w0 = 3 and so on; one token a word."""
+    names = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(words))]
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos, unk_token="<unk>")
+
+
+def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def memory_store(lengths: Sequence[int], domains: Sequence[int] | None = None, first: int = 1000) -> TokenStore:
+    """Return a store in memory in which every token of every document is another number, counting up from `first`."""
+    offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
+    of_document = np.asarray(domains if domains is not None else [0] * len(lengths), dtype=np.int32)
+    return TokenStore(
+        folder=Path(),
+        tokens=np.arange(first, first + offsets[-1], dtype=np.int32),
+        offsets=offsets,
+        document_domains=of_document,
+        domains=[f"domain{i}" for i in range(int(of_document.max(initial=0)) + 1)],
+        fingerprint="",
+        largest_token=int(first + offsets[-1] - 1),
+        summaries=[],
+        sources=[],
+    )

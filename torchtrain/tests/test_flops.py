@@ -1,0 +1,67 @@
+"""The FLOP formula against torch's own counter, and the table of peaks."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtrain.attention import make_plan
+from torchtrain.tests.conftest import FAMILIES, VOCABULARY, tiny_model
+from torchtrain.training.flops import FlopCounter, peak_flops, peak_of
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_what_torch_counts(family):
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")  # plain matrix products over all T x T pairs, which the counter sees
+    B, T = 2, 24
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(torch.randint(VOCABULARY, (B, T)), use_cache=False).logits.sum().backward()
+    # RoPE's angles are a batched outer product in some versions: it has no gradient and is no weight.
+    rope = sum(n for name, n in _by_operation(counter, "rotary_emb").items())
+    assert counter.get_total_flops() - rope == FlopCounter.of(model).flops(B * T, B * T, B * T * T)
+
+
+def _by_operation(counter: FlopCounterMode, module: str) -> dict:
+    return {op: n for name, ops in counter.get_flop_counts().items() if name.endswith(module) for op, n in ops.items()}
+
+
+def test_sizes_by_hand():
+    counter = FlopCounter.of(tiny_model("llama"))
+    M, F, H, K, D, L = 32, 48, 4, 2, 8, 2
+    assert counter.matrix_weights == L * (M * H * D + 2 * M * K * D + H * D * M + 3 * M * F)
+    assert counter.head_weights == VOCABULARY * M
+    assert counter.attention_width == L * H * D
+
+
+def test_live_pairs_not_all_pairs():
+    counter = FlopCounter.of(tiny_model("llama"))
+    ids = torch.tensor([[0, 1, 1, 1, 2, 2, -1, -1]])
+    pairs = make_plan(ids).live_pairs
+    assert pairs == 1 + (6 + 3) + (3 + 2)
+    assert counter.flops(0, 0, pairs) == 12 * counter.attention_width * 15
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 3090", 71e12),
+        ("Tesla V100-SXM2-16GB", None),
+        ("NVIDIA A1000", None),
+    ],
+)
+def test_peak_by_name(name, peak):
+    assert peak_of(name) == peak
+
+
+def test_no_peak_on_a_cpu():
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None

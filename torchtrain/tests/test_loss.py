@@ -1,0 +1,100 @@
+"""The chunked loss against its naive twin: one matrix of logits, one cross entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from torchtrain.training.loss import IGNORE, chunked_cross_entropy
+
+M, V = 6, 11
+EPS = torch.finfo(torch.float64).eps
+
+
+def naive(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Each token's loss, 0 where it has no label, from the logits of all."""
+    losses = F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view(labels.shape)
+
+
+def case(B: int, T: int, masked: list[bool], seed: int = 0, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    head = nn.Linear(M, V, bias=False, dtype=dtype)
+    hidden = torch.randn(B, T, M, generator=generator, dtype=dtype).requires_grad_()
+    labels = torch.randint(V, (B, T), generator=generator)
+    labels[torch.tensor(masked).view(B, T)] = IGNORE
+    return head, hidden, labels
+
+
+@st.composite
+def masked_rows(draw):
+    B, T = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    return B, T, draw(st.lists(st.booleans(), min_size=B * T, max_size=B * T)), draw(st.integers(1, 30))
+
+
+@settings(deadline=None, max_examples=60)
+@given(masked_rows())
+def test_equals_the_naive_twin_in_value_and_gradients(drawn):
+    B, T, masked, chunk = drawn
+    head, hidden, labels = case(B, T, masked)
+    total, each = chunked_cross_entropy(head, hidden, labels, chunk)
+    gradients = torch.autograd.grad(total, [hidden, head.weight])
+
+    expected = naive(head, hidden, labels)
+    naive_gradients = torch.autograd.grad(expected.sum(), [hidden, head.weight])
+    # The sums run in another order: at most V + M + B T terms of a size that log V and the inputs keep below 100.
+    bound = EPS * (V + M + B * T) * 100
+    assert (each - expected).abs().max() <= bound
+    assert (total - expected.sum()).abs() <= bound
+    for got, want in zip(gradients, naive_gradients, strict=True):
+        assert (got - want).abs().max() <= bound
+    assert not each.requires_grad
+
+
+class Recorder(nn.Module):
+    """A head that notes how many rows it is given."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head, self.rows = head, []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.rows.append(len(hidden))
+        return self.head(hidden)
+
+
+def test_only_labelled_rows_reach_the_head_and_only_a_chunk_at_a_time():
+    head, hidden, labels = case(2, 10, [True] * 4 + [False] * 3 + [True] * 3 + [False] * 10)
+    recorder = Recorder(head)
+    total, _ = chunked_cross_entropy(recorder, hidden, labels, chunk=5)
+    assert recorder.rows == [5, 5, 3]
+    total.backward()
+    assert sorted(recorder.rows) == sorted([5, 5, 3] * 2)  # once more in the backward pass, not kept
+
+
+def test_no_labels_at_all_give_zero_with_zero_gradients():
+    head, hidden, labels = case(1, 4, [True] * 4)
+    total, each = chunked_cross_entropy(head, hidden, labels, chunk=2)
+    total.backward()
+    assert total.item() == 0
+    assert not each.any()
+    assert not hidden.grad.any()
+    assert not head.weight.grad.any()
+
+
+def test_losses_of_half_precision_logits_are_taken_in_float32():
+    head, hidden, labels = case(1, 8, [False] * 8, dtype=torch.bfloat16)
+    total, each = chunked_cross_entropy(head, hidden, labels, chunk=3)
+    assert total.dtype == each.dtype == torch.float32
+    logits = torch.cat([head(part) for part in hidden[0].split(3)]).float()
+    assert torch.equal(each[0], F.cross_entropy(logits, labels[0], reduction="none").detach())
+
+
+def test_a_label_beyond_the_vocabulary_is_an_error():
+    head, hidden, labels = case(1, 2, [False, False])
+    labels[0, 0] = V
+    with pytest.raises(IndexError):
+        chunked_cross_entropy(head, hidden, labels, chunk=2)

@@ -1,0 +1,123 @@
+"""AdamW on float32 masters, against its formula in float64 and against plain torch."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchtrain.config import TrainConfig
+from torchtrain.training.optimizer import Optimizer
+
+SETTINGS = TrainConfig(weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8, clip_norm=None)
+RATE = 1e-2
+
+
+class Tiny(nn.Module):
+    """A matrix, a bias and a norm; the loss is linear in them, so gradients are what the test chooses."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.matrix = nn.Parameter(torch.randn(3, 4).to(dtype))
+        self.norm = nn.Parameter(torch.randn(4).to(dtype))
+
+    def backward(self, scale: float) -> None:
+        loss = sum((scale * (i + 1) * p.double()).sum() for i, p in enumerate(self.parameters()))
+        loss.backward()
+
+
+def adamw_by_hand(weight, gradients, decay):
+    """arXiv 1711.05101, algorithm 2, with bias correction, in float64."""
+    weight, m, v = weight.double(), 0.0, 0.0
+    for t, gradient in enumerate(gradients, start=1):
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.95 * v + 0.05 * gradient**2
+        weight = weight * (1 - RATE * decay)
+        weight = weight - RATE * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)) ** 0.5 + 1e-8)
+    return weight
+
+
+def test_adamw_and_weight_decay_on_matrices_alone():
+    model = Tiny(torch.float64)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Optimizer(model, SETTINGS)
+    scales = [0.5, -2.0, 1.5]
+    for scale in scales:
+        model.backward(scale)
+        optimizer.step(RATE)
+    eps = torch.finfo(torch.float64).eps
+    for i, (name, decay) in enumerate({"matrix": 0.1, "norm": 0.0}.items()):
+        expected = adamw_by_hand(start[name], [s * (i + 1) for s in scales], decay)
+        # About 20 roundings a step of numbers of a size around one.
+        assert (dict(model.named_parameters())[name] - expected).abs().max() <= 3 * 20 * eps * expected.abs().max()
+
+
+def test_float32_has_no_second_copy():
+    model = Tiny(torch.float32)
+    optimizer = Optimizer(model, SETTINGS)
+    assert all(p is m for p, m in zip(model.parameters(), optimizer.masters, strict=True))
+
+
+def test_bfloat16_keeps_updates_too_small_for_bfloat16():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    optimizer = Optimizer(model, SETTINGS.model_copy(update={"weight_decay": 0.0}))
+    for _ in range(8):
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step(1e-3)  # a constant gradient makes AdamW step by the learning rate: 1 - 0.001 is 1 in bfloat16
+    # float32 rounds each step of 0.001 near one to within eps, in the subtraction and in Adam's ratio.
+    assert optimizer.masters[0].item() == pytest.approx(1 - 0.008, abs=8 * 2 * torch.finfo(torch.float32).eps)
+    assert model.weight.item() == torch.tensor(0.992).bfloat16().item() < 1
+
+
+def test_gradients_are_summed_in_float32_over_micro_batches():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = Optimizer(model, SETTINGS)
+    for size in [256.0, *[1.0] * 8]:  # in bfloat16 256 + 1 is 256
+        model(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
+        assert model.weight.grad is None
+    assert optimizer.masters[0].grad.item() == 264
+
+
+def test_bfloat16_masters_step_as_a_float32_model_does():
+    half, wide = Tiny(torch.bfloat16), Tiny(torch.float32)
+    wide.load_state_dict(half.state_dict())
+    optimizers = Optimizer(half, SETTINGS), Optimizer(wide, SETTINGS)
+    for scale in (0.5, -2.0, 1.5):  # exact in bfloat16, as are their doubles
+        for model, optimizer in zip((half, wide), optimizers, strict=True):
+            model.backward(scale)
+            optimizer.step(RATE)
+    for master, parameter, weight in zip(optimizers[0].masters, half.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(master, weight)
+        assert torch.equal(parameter, weight.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [None, 1.0, 100.0])
+def test_clipping_by_the_global_norm(dtype, clip, monkeypatch):
+    model = Tiny(dtype)
+    optimizer = Optimizer(model, SETTINGS.model_copy(update={"clip_norm": clip}))
+    seen = []
+    monkeypatch.setattr(optimizer.adamw, "step", lambda: seen.extend(m.grad.clone() for m in optimizer.masters))
+    model.backward(1.0)  # gradients: 12 ones and 4 twos
+    norm = optimizer.step(RATE)
+    eps = torch.finfo(torch.float32).eps
+    assert norm == pytest.approx(28**0.5, rel=4 * eps)
+    clipped = sum((g.double() ** 2).sum() for g in seen) ** 0.5
+    expected = min(norm, clip or norm)
+    # torch divides by norm + 1e-6, so that a norm of zero does no harm.
+    assert clipped.item() == pytest.approx(expected, rel=1e-6 / norm + 4 * eps)
+
+
+def test_gradients_are_gone_after_a_step():
+    model = Tiny(torch.bfloat16)
+    optimizer = Optimizer(model, SETTINGS)
+    model.backward(1.0)
+    optimizer.step(RATE)
+    assert all(tensor.grad is None for tensor in [*model.parameters(), *optimizer.masters])
+
+
+def test_tied_and_frozen_parameters():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight
+    model[1].requires_grad_(False)
+    assert len(Optimizer(model, SETTINGS).masters) == 1

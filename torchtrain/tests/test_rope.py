@@ -1,0 +1,162 @@
+"""RoPE's frequencies on the model that is really built, against formulas in float64, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from torchtrain.config import RopeConfig
+from torchtrain.errors import UserError
+from torchtrain.modeling.rope import describe, extend
+from torchtrain.tests.conftest import POSITIONS, tiny_config
+
+# float32 rounds once an operation. base ** e: e and then e * ln(base) carry a relative error into the exponent, so the power
+# errs by |e ln base| roundings more; 16 covers all other operations of any type (yarn's blend has the most, 9).
+EPS = torch.finfo(torch.float32).eps
+D = 8
+LENGTH = 4 * POSITIONS
+
+
+def default(base: float) -> torch.Tensor:
+    return torch.tensor([base ** (-2 * i / D) for i in range(D // 2)], dtype=torch.float64)
+
+
+def yarn(base: float, factor: float, fast: float = 32, slow: float = 1) -> torch.Tensor:
+    """arXiv 2309.00071, section 3.2, with the ramp's ends rounded outwards as its code does."""
+    low, high = (D * math.log(POSITIONS / (beta * 2 * math.pi)) / (2 * math.log(base)) for beta in (fast, slow))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), D - 1)
+    ramp = torch.tensor([min(max((i - low) / (high - low), 0), 1) for i in range(D // 2)], dtype=torch.float64)
+    return default(base) * ((1 - ramp) + ramp / factor)
+
+
+def llama3(base: float, factor: float, low: float, high: float) -> torch.Tensor:
+    """Llama 3.1's reference code: long waves are stretched, short ones kept, between them a blend."""
+    turns = default(base) * POSITIONS / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return default(base) * (kept + (1 - kept) / factor)
+
+
+def longrope(base: float, factors: list[float]) -> torch.Tensor:
+    return default(base) / torch.tensor(factors, dtype=torch.float64)
+
+
+LISTS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+CASES = {
+    "keep, theta": ({"theta": 5e5}, default(5e5), 1.0),
+    "default": ({"type": "default", "theta": 5e5}, default(5e5), 1.0),
+    "linear": ({"type": "linear"}, default(1e4) / 4, 1.0),
+    "linear, factor": ({"type": "linear", "factor": 8.0, "theta": 5e5}, default(5e5) / 8, 1.0),
+    "ntk": ({"type": "ntk"}, default(1e4 * 4 ** (D / (D - 2))), 1.0),
+    "dynamic": ({"type": "dynamic", "factor": 2.0}, default(1e4), 1.0),
+    "yarn": ({"type": "yarn"}, yarn(1e4, 4), 0.1 * math.log(4) + 1),
+    "yarn, all": (
+        {"type": "yarn", "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.25},
+        yarn(1e4, 4, 8, 2),
+        1.25,
+    ),
+    "llama3": ({"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}, llama3(1e4, 4, 1, 4), 1.0),
+    "longrope": (
+        {"type": "longrope", **LISTS},
+        longrope(1e4, LISTS["long_factor"]),
+        math.sqrt(1 + math.log(4) / math.log(POSITIONS)),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies_of_the_model_that_is_built(name, dtype):
+    settings, expected, attention_scaling = CASES[name]
+    config = extend(
+        tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        RopeConfig(**settings),
+        LENGTH,
+    )
+    rotary = AutoModelForCausalLM.from_config(config, dtype=dtype).model.rotary_emb
+    rotary(torch.zeros(1, dtype=dtype), torch.arange(LENGTH)[None])  # longrope and dynamic choose when they are called
+    assert rotary.inv_freq.dtype == torch.float32
+    base = config.rope_parameters["rope_theta"]
+    exponents = torch.arange(0, D, 2) / D
+    bound = expected.abs() * EPS * (16 + exponents * math.log(base))
+    assert ((rotary.inv_freq.double() - expected).abs() <= bound).all()
+    assert rotary.attention_scaling == pytest.approx(attention_scaling, rel=EPS)
+    assert config.max_position_embeddings == LENGTH
+
+
+def test_ntk_divides_the_slowest_frequency_by_the_factor_and_keeps_the_fastest():
+    slow, ntk = default(1e4), CASES["ntk"][1]
+    assert (slow / ntk)[-1].item() == pytest.approx(4, rel=1e-12)
+    assert (slow / ntk)[0].item() == 1
+
+
+def test_loading_in_bfloat16_keeps_the_frequencies_in_float32(model_folder):
+    config = extend(tiny_config(), RopeConfig(theta=5e5), LENGTH)
+    wide = AutoModelForCausalLM.from_pretrained(model_folder(), config=config, dtype=torch.float32)
+    half = AutoModelForCausalLM.from_pretrained(model_folder(), config=config, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half.model.rotary_emb.inv_freq, wide.model.rotary_emb.inv_freq)
+
+
+def test_the_models_own_config_is_left_as_it_is():
+    config = tiny_config()
+    before = config.to_dict()
+    extend(config, RopeConfig(type="yarn"), LENGTH)
+    assert config.to_dict() == before
+
+
+def test_a_second_extension_counts_from_the_original_length():
+    once = extend(tiny_config(), RopeConfig(type="yarn"), 2 * POSITIONS)
+    twice = extend(once, RopeConfig(type="yarn"), LENGTH)
+    assert twice.rope_parameters["factor"] == 4
+    assert twice.rope_parameters["original_max_position_embeddings"] == POSITIONS
+
+
+def test_shorter_rows_do_not_shorten_the_model():
+    assert extend(tiny_config(), RopeConfig(theta=5e5), POSITIONS // 2).max_position_embeddings == POSITIONS
+
+
+@pytest.mark.parametrize("settings", [{}, {"type": "default"}], ids=["keep", "default"])
+def test_a_length_that_nothing_is_done_for_is_refused(settings):
+    with pytest.raises(UserError, match=r"sequence_length 65: the model holds 64 .*rope\.theta.*rope\.type"):
+        extend(tiny_config(), RopeConfig(**settings), POSITIONS + 1)
+
+
+def test_a_length_the_model_holds_needs_no_setting():
+    assert extend(tiny_config(), RopeConfig(), POSITIONS).to_dict() == tiny_config().to_dict()
+
+
+def test_a_factor_below_one_is_refused():
+    with pytest.raises(UserError, match=r"rope\.factor 0\.5: .*rope\.type: keep"):
+        extend(tiny_config(), RopeConfig(type="linear"), POSITIONS // 2)
+
+
+def test_longrope_lists_must_have_half_a_heads_length():
+    rope = RopeConfig(type="longrope", short_factor=[1.0], long_factor=[1.0] * 4)
+    with pytest.raises(UserError, match=r"rope\.short_factor: 1 numbers; .* give 4"):
+        extend(tiny_config(), rope, LENGTH)
+
+
+def test_a_model_without_plain_rope_can_only_be_kept():
+    from transformers import GPT2Config
+
+    config = GPT2Config(n_positions=POSITIONS)
+    assert extend(config, RopeConfig(), POSITIONS).max_position_embeddings == POSITIONS
+    with pytest.raises(UserError, match=r"gpt2\) has no RoPE; rope\.type and rope\.theta must be keep"):
+        extend(config, RopeConfig(theta=5e5), POSITIONS)
+
+
+def test_dynamic_says_what_it_means_for_training():
+    assert "unscaled up to 256 positions" in describe(extend(tiny_config(), RopeConfig(type="dynamic"), LENGTH))
+
+
+def test_dynamic_only_scales_beyond_the_new_length():
+    config = extend(
+        tiny_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4}), RopeConfig(type="dynamic"), LENGTH
+    )
+    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    plain = rotary.inv_freq.clone()
+    rotary(torch.zeros(1), torch.arange(LENGTH)[None])
+    assert torch.equal(rotary.inv_freq, plain)
+    rotary(torch.zeros(1), torch.arange(2 * LENGTH)[None])
+    assert rotary.inv_freq[-1] < plain[-1]

@@ -1,0 +1,1 @@
+"""Training: the loss, the optimizer, the loop, what is measured and what is left behind."""

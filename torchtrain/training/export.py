@@ -1,0 +1,26 @@
+"""The trained model as an ordinary Hugging Face folder."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def export(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", partial: Path, target: Path) -> None:
+    """Write model and tokenizer into `partial`, then rename it to `target`: it is there whole or not at all.
+
+    What is written loads with plain transformers: the config carries the new length and RoPE parameters, and says nothing
+    of the attention engine the model was trained with.
+
+    Args:
+        model: saved as safetensors, in its dtype.
+        tokenizer: saved with the model's length as `model_max_length`.
+        partial: a folder beside the target, not there yet.
+        target: not there yet.
+    """
+    model.save_pretrained(partial)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.save_pretrained(partial)
+    os.rename(partial, target)

@@ -1,0 +1,45 @@
+"""Cross entropy over a large vocabulary without ever holding the logits of a whole row.
+
+Legend: N tokens · n tokens that have a label · M model width · V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+
+
+def chunked_cross_entropy(head: nn.Module, hidden: Tensor, shift_labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Sum the cross entropy of the labels, `chunk` tokens at a time.
+
+    Tokens without a label (-100) never reach the head. A chunk's logits are dropped after its losses are taken and made
+    anew in the backward pass, so at most [chunk, V] logits exist at a time.
+
+    Args:
+        head: maps [n, M] to logits [n, V].
+        hidden: hidden states [.., M].
+        shift_labels: the next token of each, int64 [..], -100 where no loss is taken.
+        chunk: tokens whose logits exist at one time.
+
+    Returns:
+        The sum, a scalar to call backward on, in float32 (or in hidden's dtype if that is wider); and each token's loss
+        [..], detached, 0 where there is no label. Of no labels at all the sum is 0, with a gradient of zeros.
+    """
+    labelled = shift_labels != IGNORE
+    hidden_nM, labels_n = hidden[labelled], shift_labels[labelled]
+    losses = [
+        checkpoint(_cross_entropy, head, part_M, part, use_reentrant=False)
+        for part_M, part in zip(hidden_nM.split(chunk), labels_n.split(chunk), strict=True)
+    ]
+    losses_n = torch.cat(losses)
+    each = losses_n.new_zeros(shift_labels.shape)
+    each[labelled] = losses_n.detach()
+    return losses_n.sum(), each
+
+
+def _cross_entropy(head: nn.Module, hidden_nM: Tensor, labels_n: Tensor) -> Tensor:
+    logits_nV = head(hidden_nM)
+    wide = torch.promote_types(logits_nV.dtype, torch.float32)
+    return F.cross_entropy(logits_nV.to(wide), labels_n, reduction="none")

@@ -1,0 +1,71 @@
+"""AdamW in float32, whatever the model's dtype.
+
+A bfloat16 weight has 8 significant bits: an update smaller than 1/256 of it is lost. So a half-precision model gets float32
+master weights. Gradients, too, are summed in float32: after each micro-batch a hook moves a parameter's gradient into its
+master's. A float32 model is its own master.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from torchtrain.config import TrainConfig
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101) with clipping by the global norm.
+
+    Weight decay takes every parameter of two or more dimensions (embeddings and head included) and spares norms and biases.
+
+    Args:
+        model: its parameters are trained; their gradients are found in `masters` after a backward pass.
+        train: weight decay, betas, epsilon and clip_norm. The learning rate is given to each step.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [_master(p) for p in self.parameters]
+        self.clip_norm = train.clip_norm
+        for parameter, master in self._pairs():
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+        decayed = [m for m in self.masters if m.ndim >= 2]
+        spared = [m for m in self.masters if m.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": train.weight_decay},
+            {"params": spared, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=train.betas, eps=train.epsilon, fused=True
+        )
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update the weights, drop the gradients. Returns the global norm of the gradient before clipping."""
+        norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        if self.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.masters, self.clip_norm, norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, master in self._pairs():
+                parameter.copy_(master)
+        return norm.item()
+
+    def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters that have a master of their own."""
+        return [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if torch.promote_types(parameter.dtype, torch.float32) == parameter.dtype:
+        return parameter
+    return parameter.detach().float().requires_grad_()
+
+
+def _move_gradient(master: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    gradient = parameter.grad.float()
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    parameter.grad = None

@@ -1,0 +1,131 @@
+"""Everything a run needs, found and checked from the cheapest to the dearest, before the run's folder is made."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from torchtrain.attention import resolve_engine
+from torchtrain.config import Config
+from torchtrain.data import (
+    PackedRows,
+    Progress,
+    TokenStore,
+    anchor_ids,
+    check_store,
+    check_tokenizer,
+    pad_id,
+    prepare,
+    split_documents,
+    tag_ids,
+)
+from torchtrain.errors import UserError
+from torchtrain.modeling.load import check_config, load_model, open_config, open_tokenizer, resolve_source
+from torchtrain.modeling.rope import describe, extend
+from torchtrain.modeling.smollm2 import ORIGIN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and rows that fit each other, ready to train."""
+
+    device: torch.device
+    engine: str
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    own_positions: int  # what the model held before it was extended
+    store: TokenStore
+    rows: PackedRows
+    held_out: list[dict[str, np.ndarray]]
+    record: dict[str, Any]  # for `run.json`
+
+
+def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Progress], None] | None = None) -> Setup:
+    """Find and check everything. Writes only into `data.cache`.
+
+    Args:
+        config: the run's.
+        say: takes one line at a time on what was found and chosen.
+        on_progress: passed to `torchtrain.data.prepare`.
+
+    Raises:
+        UserError: anything that does not fit; see the functions that are called here.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engine = resolve_engine(config.model.attention, device, getattr(torch, config.model.dtype))
+    length = config.pack.sequence_length
+
+    source = resolve_source(config.model.source, config.data.cache)
+    own_config = open_config(source)
+    check_config(own_config, length)
+    model_config = extend(own_config, config.rope, length)
+    tokenizer = open_tokenizer(source)
+    check_tokenizer(tokenizer, model_config.vocab_size)
+    anchor_ids(tokenizer, config.pack)
+
+    store = prepare(config.data, tokenizer, on_progress)
+    check_store(store, model_config.vocab_size)
+    rows, held_out = pack_rows(config, store, tokenizer)
+
+    model = load_model(source, model_config, config.model, engine, device)
+    say(f"model     {config.model.source}: {model.num_parameters():,} parameters in {config.model.dtype} on {device}")
+    say(f"attention {engine} · {config.pack.variant} · {length:,} tokens a row (the model held {_held(own_config):,})")
+    say(f"rope      {describe(model_config)}")
+    say(f"data      {len(store.domains)} domains, {rows.plan(0).tokens:,} training tokens in {len(rows):,} rows")
+    record = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "engine": engine,
+        "model_origin": _origin(source),
+        "corpus_fingerprint": store.fingerprint,
+    }
+    return Setup(device, engine, model, tokenizer, _held(own_config), store, rows, held_out, record)
+
+
+def pack_rows(
+    config: Config, store: TokenStore, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[PackedRows, list[dict[str, np.ndarray]]]:
+    """Split the documents; return the training rows, and up to `eval.sequences` held-out rows of each domain.
+
+    Held-out rows hold one domain each, so that every domain has its share whatever the corpus holds most of.
+
+    Raises:
+        UserError: no documents to train on, or none held out.
+    """
+    train, held = split_documents(store, config.data.held_out_share, config.run.seed)
+
+    def packed(documents: np.ndarray, last: str) -> PackedRows:
+        return PackedRows(
+            store,
+            documents,
+            config.pack.model_copy(update={"last": last}),
+            config.run.seed,
+            anchor_ids(tokenizer, config.pack),
+            tag_ids(tokenizer, config.pack, store.domains),
+            pad_id(tokenizer),
+        )
+
+    if not len(held):
+        raise UserError(
+            f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents holds none out, so there is "
+            "nothing to evaluate on; raise it or give more documents"
+        )
+    by_domain = (held[store.document_domains[held] == domain] for domain in range(len(store.domains)))
+    held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]
+    held_out = [rows[i] for rows in held_out_rows for i in range(min(config.eval.sequences, len(rows)))]
+    return packed(train, config.pack.last), held_out
+
+
+def _held(config: Any) -> int:
+    return config.max_position_embeddings
+
+
+def _origin(source: str) -> dict[str, str]:
+    path = Path(source) / ORIGIN
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"source": source}
