@@ -4,6 +4,11 @@ Importing jaxref sets JAX's flag `jax_enable_x64`, and nothing else: the oracle 
 turns into float32 without a word. The flag holds for the whole process, so other JAX code in it sees 64-bit defaults too.
 """
 
-import jax
+import os
+import sys
 
-jax.config.update("jax_enable_x64", True)
+if "jax" in sys.modules:
+    sys.modules["jax"].config.update("jax_enable_x64", True)
+else:
+    # JAX reads this when it is imported. That takes half a second, for which `jaxref --help` and `jaxref mask` need not wait.
+    os.environ["JAX_ENABLE_X64"] = "1"

@@ -4,6 +4,7 @@ Legend: B batch · T tokens of a row · Q queries of a block · H query heads ·
 head · D head_dim.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,11 +29,11 @@ def attention(
     """Softmax attention under the mask rule.
 
     Args:
-        q_BTHD: queries, rotated, any float [B, T, H, D]; taken into the carrier as they are.
+        q_BTHD: queries, rotated, any float [B, T, H, D]; cast to the carrier, as k and v are.
         k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K and query head h reads key/value head h // (H / K).
         v_BTKD: values [B, T, K, D].
         document_ids_BT: integers [B, T]: 0 anchor, 1.. documents, -1 padding.
-        rounding: which sites are rounded (`qk`, `scaled`, `probs`, `pv`, `attn_out`) and where the sum is divided out.
+        rounding: which sites are rounded (`kv_heads`, `qk`, `scaled`, `probs`, `pv`, `attn_out`) and where the sum is divided out.
         scale: factor on the logits; default D ** -0.5.
         block: queries at a time; None is all at once. Memory is B H block T, and the backward pass recomputes each block.
 
@@ -43,64 +44,117 @@ def attention(
     Raises ValueError: shapes that do not fit each other, a block that is not positive.
     """
     q_BTHD, k_BTKD, v_BTKD = (jnp.asarray(x).astype(rounding.dtype) for x in (q_BTHD, k_BTKD, v_BTKD))
-    document_ids_BT = jnp.asarray(document_ids_BT)
-    _check(q_BTHD, k_BTKD, v_BTKD, document_ids_BT)
+    document_BT = jnp.asarray(document_ids_BT)
+    _check(q_BTHD, k_BTKD, v_BTKD, document_BT)
     B, T, H, D = q_BTHD.shape
+    K = k_BTKD.shape[2]
     scale = D**-0.5 if scale is None else scale
-    attend = partial(_attend, k_BTKD=k_BTKD, v_BTKD=v_BTKD, document_BT=document_ids_BT, rounding=rounding, scale=scale)
+    q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
+    # One copy of k and v per query head: the same numbers forward; backward, each head's share is rounded before the sum.
+    k_BTKGD, v_BTKGD = (
+        rounding.round("kv_heads", jnp.broadcast_to(x[:, :, :, None], q_BTKGD.shape)) for x in (k_BTKD, v_BTKD)
+    )
+    algorithm = _flash if rounding.normalise == "after_pv" else _eager
+
+    def attend(q_BQKGD: jax.Array, document_BQ: jax.Array, index_Q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index_T = jnp.arange(T)
+        mask_BQT = rule(
+            document_BQ[:, :, None], document_BT[:, None, :], index_Q[None, :, None], index_T[None, None, :]
+        )
+        return algorithm(q_BQKGD, k_BTKGD, v_BTKGD, mask_BQT[:, None, None], rounding, scale)
+
     if block is None:
-        return attend(q_BTHD, document_ids_BT, jnp.arange(T))
+        out_BKGTD, lse_BKGT = attend(q_BTKGD, document_BT, jnp.arange(T))
+    else:
+        out_BKGTD, lse_BKGT = _by_blocks(attend, q_BTKGD, document_BT, block)
+    return out_BKGTD.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D), lse_BKGT.reshape(B, H, T)
+
+
+def _by_blocks(
+    attend: Callable[..., tuple[jax.Array, jax.Array]], q_BTKGD: jax.Array, document_BT: jax.Array, block: int
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with `block` queries after the other, each made anew in the backward pass."""
     if block < 1:
         raise ValueError(f"block: {block} queries at a time; give a positive number")
-
-    # Queries added to fill the last block are padding: they see nothing.
+    B, T, K, G, D = q_BTKGD.shape
     n = -(-T // block)
-    fill = n * block - T
-    q_nBQHD = jnp.pad(q_BTHD, ((0, 0), (0, fill), (0, 0), (0, 0))).reshape(B, n, block, H, D).swapaxes(0, 1)
-    document_nBQ = jnp.pad(document_ids_BT, ((0, 0), (0, fill)), constant_values=-1).reshape(B, n, block).swapaxes(0, 1)
+    fill = n * block - T  # queries of padding, which see nothing, fill the last block
+    q = jnp.pad(q_BTKGD, ((0, 0), (0, fill), (0, 0), (0, 0), (0, 0)))
+    q_nBQKGD = q.reshape(B, n, block, K, G, D).swapaxes(0, 1)
+    document_nBQ = jnp.pad(document_BT, ((0, 0), (0, fill)), constant_values=-1).reshape(B, n, block).swapaxes(0, 1)
     index_nQ = jnp.arange(n * block).reshape(n, block)
-    # One block after the other, each made anew in the backward pass.
-    out_nBQHD, lse_nBHQ = lax.map(jax.checkpoint(lambda x: attend(*x)), (q_nBQHD, document_nBQ, index_nQ))
-    out_BTHD = out_nBQHD.swapaxes(0, 1).reshape(B, n * block, H, D)[:, :T]
-    lse_BHT = jnp.moveaxis(lse_nBHQ, 0, 2).reshape(B, H, n * block)[:, :, :T]
-    return out_BTHD, lse_BHT
+    out, lse = lax.map(jax.checkpoint(lambda x: attend(*x)), (q_nBQKGD, document_nBQ, index_nQ))
+    out_BKGTD = jnp.moveaxis(out, 0, 3).reshape(B, K, G, n * block, D)[:, :, :, :T]
+    return out_BKGTD, jnp.moveaxis(lse, 0, 3).reshape(B, K, G, n * block)[:, :, :, :T]
 
 
-def _attend(
-    q_BQHD: jax.Array,
-    document_BQ: jax.Array,
-    index_Q: jax.Array,
-    *,
-    k_BTKD: jax.Array,
-    v_BTKD: jax.Array,
-    document_BT: jax.Array,
-    rounding: Rounding,
-    scale: float,
-) -> tuple[jax.Array, jax.Array]:
-    B, Q, H, D = q_BQHD.shape
-    K, T = k_BTKD.shape[2], k_BTKD.shape[1]
-    q_BQKGD = q_BQHD.reshape(B, Q, K, H // K, D)
-    mask_BQT = rule(
-        document_BQ[:, :, None], document_BT[:, None, :], index_Q[None, :, None], jnp.arange(T)[None, None, :]
-    )
-    mask = mask_BQT[:, None, None]  # over K and G
+def _softmax_parts(
+    q_BQKGD: jax.Array, k_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """exp(logit - max) [B, K, G, Q, T], its sum and the log-sum-exp [B, K, G, Q].
+
+    A row that sees nothing: its maximum is put to 0 and its sum to 1, so that nothing is -inf - -inf or 0 / 0.
+    """
     sees = mask.any(-1)
-
-    qk_BKGQT = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, precision=Precision.HIGHEST)
-    logits = rounding.round("scaled", rounding.round("qk", qk_BKGQT) * scale)
-
-    # A row that sees nothing: its maximum is put to 0 and its sum to 1, so that nothing is -inf - -inf or 0 / 0.
-    masked = jnp.where(mask, logits, -jnp.inf)
-    top = lax.stop_gradient(jnp.where(sees, masked.max(-1), 0.0))
-    weights = jnp.exp(masked - top[..., None])
+    qk_BKGQT = rounding.round("qk", _einsum("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD))
+    logits = jnp.where(mask, rounding.round("scaled", qk_BKGQT * scale), -jnp.inf)
+    top = lax.stop_gradient(jnp.where(sees, logits.max(-1), 0.0))
+    weights = jnp.exp(logits - top[..., None])
     total = jnp.where(sees, weights.sum(-1), 1.0)
-    lse_BKGQ = jnp.where(sees, top + jnp.log(total), -jnp.inf)
+    return weights, total, jnp.where(sees, top + jnp.log(total), -jnp.inf)
 
-    before = rounding.normalise == "before_pv"
-    probs = rounding.round("probs", weights / total[..., None] if before else weights)
-    pv = rounding.round("pv", jnp.einsum("bkgqt,btkd->bkgqd", probs, v_BTKD, precision=Precision.HIGHEST))
-    out_BKGQD = rounding.round("attn_out", pv if before else pv / total[..., None])
-    return out_BKGQD.transpose(0, 3, 1, 2, 4).reshape(B, Q, H, D), lse_BKGQ.reshape(B, H, Q)
+
+def _eager(
+    q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax, then P V; the backward pass is JAX's own."""
+    weights, total, lse_BKGQ = _softmax_parts(q_BQKGD, k_BTKGD, mask, rounding, scale)
+    probs = rounding.round("probs", weights / total[..., None])
+    pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", probs, v_BTKGD))
+    return rounding.round("attn_out", pv_BKGQD), lse_BKGQ
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _flash(
+    q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1): exp(logit - max) V, divided by the sum at the end."""
+    weights, total, lse_BKGQ = _softmax_parts(q_BQKGD, k_BTKGD, mask, rounding, scale)
+    pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", rounding.round("probs", weights), v_BTKGD))
+    return rounding.round("attn_out", pv_BKGQD / total[..., None]), lse_BKGQ
+
+
+def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, rounding: Rounding, scale: float) -> Any:
+    out, lse = _flash(q, k, v, mask, rounding, scale)
+    return (out, lse), (q, k, v, mask, out, lse)
+
+
+def _flash_backward(rounding: Rounding, scale: float, saved: Any, cotangents: Any) -> Any:
+    """FlashAttention-2's backward pass (algorithm 2), which is not its forward transposed.
+
+    P is made anew from the log-sum-exp; sum_t P dP is taken as the product of the output, rounded as it was stored, with its
+    gradient; P and dS are rounded (both at `probs`) for the products that follow.
+    """
+    q_BQKGD, k_BTKGD, v_BTKGD, mask, out_BKGQD, lse_BKGQ = saved
+    dout_BKGQD, dlse_BKGQ = cotangents
+    dout_BKGQD = rounding.round("attn_out", dout_BKGQD)
+    logits = rounding.round("scaled", rounding.round("qk", _einsum("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD)) * scale)
+    finite_lse = jnp.where(mask.any(-1), lse_BKGQ, 0.0)
+    p_BKGQT = jnp.where(mask, jnp.exp(logits - finite_lse[..., None]), 0.0)
+    dp_BKGQT = _einsum("bkgqd,btkgd->bkgqt", dout_BKGQD, v_BTKGD)
+    delta_BKGQ = (out_BKGQD * dout_BKGQD).sum(-1) - dlse_BKGQ
+    ds_BKGQT = rounding.round("probs", p_BKGQT * (dp_BKGQT - delta_BKGQ[..., None]))
+    dq_BQKGD = _einsum("bkgqt,btkgd->bqkgd", ds_BKGQT, k_BTKGD) * scale
+    dk_BTKGD = _einsum("bkgqt,bqkgd->btkgd", ds_BKGQT, q_BQKGD) * scale
+    dv_BTKGD = _einsum("bkgqt,bkgqd->btkgd", rounding.round("probs", p_BKGQT), dout_BKGQD)
+    return dq_BQKGD, dk_BTKGD, dv_BTKGD, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, precision=Precision.HIGHEST)  # on a GPU, float32 would be TF32 without it
 
 
 def _check(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, document_ids_BT: jax.Array) -> None:

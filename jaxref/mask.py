@@ -58,11 +58,13 @@ class Layout:
     """One packed row under a variant: two arrays of the contract, and where each stored token comes from.
 
     `source[i]` is the place token i would have with documents stored whole and in order; only full + interleave moves any.
+    `turns` is the order of the merge, a document's index from 0 for each piece; empty without interleaving.
     """
 
     document_ids: np.ndarray  # int64 [T]
     position_ids: np.ndarray  # int64 [T]
     source: np.ndarray  # int64 [T]
+    turns: np.ndarray  # int64 [pieces]
 
 
 def layout(
@@ -70,42 +72,62 @@ def layout(
     variant: str,
     anchor: int = 1,
     padding: int = 0,
+    tag: int = 0,
     chunks: int = 4,
     seed: int = 0,
     turns: Sequence[int] | None = None,
 ) -> Layout:
-    """Lay out one row: `anchor` prefix tokens, documents of these lengths, `padding` tokens.
+    """Lay out one row: `anchor` prefix tokens, documents of these lengths opened by `tag` tokens each, `padding` tokens.
 
     The prefix stands in every variant: it is document 0 under `anchor` and part of document 1 in the others.
 
     Under `+interleave` each document is cut into `chunks` pieces of near equal length (the longer ones first, one token each
-    if it has fewer) and the pieces are merged in a random order that keeps each document's own; tokens take the positions of
-    the merged row. `full+interleave` stores the merged row; the others store documents whole. `intra_reset+interleave` is
-    `intra_reset`: its positions count within each document.
+    if it has fewer), the tag in front of the first, and the pieces are merged in a random order that keeps each document's
+    own, every such merge as likely as any other; tokens take the positions of the merged row. `full+interleave` stores the
+    merged row; the others store documents whole. `intra_reset+interleave` is `intra_reset`: its positions count within each
+    document.
 
     Args:
-        lengths: tokens of each document, all positive.
+        lengths: tokens of each document without its tag, all positive.
         variant: `full`, `intra`, `intra_reset` or `anchor`, each with `+interleave` or without.
         anchor: tokens of the prefix.
         padding: tokens after the last document.
+        tag: tokens that open each document; part of it like any other.
         chunks: pieces a document is cut into.
         seed: of the merge order.
-        turns: the merge order itself, document indices from 0, one for each piece; instead of `seed`.
+        turns: the merge order itself, as `Layout.turns`, instead of one drawn from `seed`.
 
-    Raises ValueError: an unknown variant, a length that is not positive.
+    Raises ValueError: an unknown variant, a length or a number of chunks that is not positive, turns of other pieces.
     """
     base, *extras = variant.split("+")
     if base not in VARIANTS or extras not in ([], ["interleave"]):
         raise ValueError(f"variant {variant!r}; choose {', '.join(VARIANTS)}, each with +interleave or without")
-    if min(lengths, default=1) < 1 or anchor < 0 or padding < 0:
+    if min(lengths, default=1) < 1 or min(anchor, padding, tag) < 0 or chunks < 1:
         raise ValueError(
-            f"lengths {list(lengths)}, anchor {anchor}, padding {padding}: documents need a token, none less"
+            f"lengths {list(lengths)}, anchor {anchor}, padding {padding}, tag {tag}, chunks {chunks}: lengths and chunks "
+            "are positive, the others not negative"
         )
 
-    documents = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    documents = np.repeat(np.arange(1, len(lengths) + 1), [tag + n for n in lengths])
     ids = np.concatenate([np.full(anchor, ANCHOR), documents, np.full(padding, PADDING)]).astype(np.int64)
     T = len(ids)
-    merged = _merge(lengths, anchor, T, chunks, seed, turns) if extras else np.arange(T)
+    # Pieces by document, each the indices of its tokens.
+    starts = anchor + np.cumsum([0, *(tag + n for n in lengths)])
+    pieces = [
+        _pieces(np.arange(start, stop), tag, min(chunks, n))
+        for start, stop, n in zip(starts[:-1], starts[1:], lengths, strict=True)
+    ]
+    names = np.repeat(np.arange(len(lengths)), [len(own) for own in pieces])
+    if not extras:
+        turns = np.empty(0, dtype=np.int64)
+        merged = np.arange(T)
+    else:
+        turns = np.random.default_rng(seed).permutation(names) if turns is None else np.asarray(turns, dtype=np.int64)
+        if not np.array_equal(np.sort(turns), names):
+            raise ValueError(f"turns: {turns.tolist()} is no order of the pieces {names.tolist()}")
+        queues = [iter(own) for own in pieces]
+        order = [next(queues[turn]) for turn in turns]
+        merged = np.concatenate([np.arange(anchor), *order, np.arange(starts[-1], T)])
     positions = np.empty(T, dtype=np.int64)
     positions[merged] = np.arange(T)
 
@@ -113,11 +135,11 @@ def layout(
         ids[ids == ANCHOR] = 1
     if base == "full":
         ids[ids > ANCHOR] = 1
-        return Layout(ids[merged], np.arange(T), merged)
+        return Layout(ids[merged], np.arange(T), merged, turns)
     if base == "intra_reset":
         for document in np.unique(ids):
             positions[ids == document] = np.arange((ids == document).sum())
-    return Layout(ids, positions, np.arange(T))
+    return Layout(ids, positions, np.arange(T), turns)
 
 
 def draw(document_ids: np.ndarray, seen: str = "■", unseen: str = "·") -> str:
@@ -131,21 +153,6 @@ def draw(document_ids: np.ndarray, seen: str = "■", unseen: str = "·") -> str
 _NAMES = "123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def _merge(
-    lengths: Sequence[int], anchor: int, T: int, chunks: int, seed: int, turns: Sequence[int] | None
-) -> np.ndarray:
-    """Token at each place of the merged row, int64 [T]."""
-    starts = anchor + np.concatenate([[0], np.cumsum(lengths)])
-    pieces = [
-        np.array_split(np.arange(start, start + n), min(chunks, n)) for start, n in zip(starts, lengths, strict=False)
-    ]
-    if turns is None:
-        names = np.repeat(np.arange(len(lengths)), [len(own) for own in pieces])
-        turns = np.random.default_rng(seed).permutation(names).tolist()
-    assert turns is not None
-    taken = [0] * len(lengths)
-    order = [np.arange(anchor)]
-    for turn in turns:
-        order.append(pieces[turn][taken[turn]])
-        taken[turn] += 1
-    return np.concatenate([*order, np.arange(starts[-1], T)])
+def _pieces(tokens: np.ndarray, tag: int, count: int) -> list[np.ndarray]:
+    first, *others = np.array_split(tokens[tag:], count)
+    return [np.concatenate([tokens[:tag], first]), *others]

@@ -8,9 +8,9 @@ where its bfloat16 model writes a bfloat16 tensor, a site of `Rounding` stands h
 names, so a parameter's path is its name in a checkpoint.
 
 Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used: no preset rounds them,
-so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX
-pytree: `jax.grad` of a function of a decoder returns a decoder of gradients. One block is compiled once and called
-for every layer from Python, so neither 2 nor 80 layers make a large XLA program; do not wrap the decoder in another `jit`.
+so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree: `jax.grad` of a
+function of a decoder returns a decoder of gradients. One block is compiled once and called for every layer from Python,
+so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
 """
 
 from functools import partial

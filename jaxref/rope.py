@@ -1,16 +1,27 @@
 """Rotary position embedding: inverse frequencies of every type, tables, rotation, each rounding by name.
 
-Types and where they come from: default (RoFormer, arXiv 2104.09864) · linear (position interpolation, arXiv 2306.15595) · ntk
-(static NTK-aware: the default type with base s^(d/(d-2)); transformers has no name for it) · dynamic (dynamic NTK:
-the base grows with the sequence) · yarn (arXiv 2309.00071) · llama3 (Llama 3.1) · longrope (arXiv 2402.13753). Where transformers
-has the type, its `modeling_rope_utils.py` is what users run, and the formulas here are those, in float64.
+| type       | inverse frequencies, f = theta^(-2i/D)                                   | source            |
+| ---------- | ------------------------------------------------------------------------ | ----------------- |
+| `default`  | f                                                                        | arXiv 2104.09864  |
+| `linear`   | f / factor (position interpolation)                                      | arXiv 2306.15595  |
+| `ntk`      | f of the base theta factor^(D/(D-2)); transformers has no name for it    | arXiv 2309.00071  |
+| `dynamic`  | the same with a factor that grows with the sequence                      | arXiv 2309.00071  |
+| `yarn`     | fast pairs f, slow pairs f / factor, a ramp between                      | arXiv 2309.00071  |
+| `llama3`   | short waves f, long waves f / factor, a blend between                    | Llama 3.1         |
+| `longrope` | f over a searched factor for each pair                                   | arXiv 2402.13753  |
+
+Where transformers has the type, its `modeling_rope_utils.py` is what people run: the formulas and names are those, with one
+difference. There `dynamic` depends on the calls before; here it is a function of its arguments.
+
+Frequencies are computed in 50 decimal digits and rounded once, so they are the float64 numbers nearest to the formulas.
 
 Legend: B batch · T tokens of a row · H heads · D head_dim · C = D / 2 rotated pairs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal, localcontext
 from typing import Any
 
 import jax
@@ -19,26 +30,34 @@ import numpy as np
 
 from jaxref.rounding import Rounding
 
-TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
-
 # The base the paper trains each length with (arXiv 2411.13476).
 PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
 
-_NEEDS = {
+_REQUIRED = {
     "default": (),
     "linear": ("factor",),
     "ntk": ("factor",),
     "dynamic": ("factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
 }
+_OPTIONAL = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    "longrope": ("attention_factor",),
+}
+TYPES = tuple(_REQUIRED)
+
+_DIGITS = 50
+_TWO_PI = Decimal("6.2831853071795864769252867665590057683943387987502")
 
 
 def paper_theta(length: int) -> float:
-    """The paper's base for a context length; a length it has none for is a ValueError."""
+    """The base the paper trains a context length with. Raises ValueError for a length that it has none for."""
     if length not in PAPER_ROPE_THETA:
-        raise ValueError(f"context length {length}: the paper has a base for {', '.join(map(str, PAPER_ROPE_THETA))}")
+        raise ValueError(
+            f"theta: the paper has no base for {length}; it has for {', '.join(map(str, PAPER_ROPE_THETA))}"
+        )
     return PAPER_ROPE_THETA[length]
 
 
@@ -46,7 +65,15 @@ def paper_theta(length: int) -> float:
 class RopeSpec:
     """A type and its parameters, under transformers' names. Hashable.
 
-    Raises ValueError: an unknown type, a parameter the type needs and has not, factors of a length other than D / 2.
+    original_max_position_embeddings: the length scaling starts from, in tokens (for `dynamic`, transformers'
+        `max_position_embeddings`).
+    attention_factor: on cos and sin both; None is what the type derives from `factor` (and `mscale`, `mscale_all_dim`).
+    beta_fast, beta_slow: rotations over the original length above which yarn keeps, below which it interpolates a pair.
+    low_freq_factor, high_freq_factor: original length over wavelength, below and above which llama3 divides and keeps.
+    short_factor, long_factor: one number for each pair; the long ones count beyond the original length.
+
+    Raises ValueError for an unknown type, a parameter out of range, one that the type needs and has not, and one that
+    it has and would ignore.
     """
 
     head_dim: int
@@ -67,125 +94,124 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         if self.rope_type not in TYPES:
-            raise ValueError(f"rope_type: {self.rope_type!r} is unknown; known: {', '.join(TYPES)}")
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim}; RoPE rotates pairs, give an even number")
-        if not self.theta > 1:
-            raise ValueError(f"rope_theta: {self.theta}; give a number above 1")
-        for name in _NEEDS[self.rope_type]:
+            raise ValueError(f"rope_type: {self.rope_type!r} is unknown; choose from {', '.join(TYPES)}")
+        smallest = 4 if self.rope_type in ("ntk", "dynamic") else 2  # D / (D - 2) is their exponent
+        if not isinstance(self.head_dim, int) or self.head_dim < smallest or self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim!r}; RoPE rotates pairs, give an even number from {smallest}")
+        if not _is_number(self.theta) or not 1 < self.theta < math.inf:
+            raise ValueError(f"theta: {self.theta!r}; give a number above 1")
+        for name, value in self._parameters().items():
+            if name not in _used(self.rope_type):
+                raise ValueError(f"{name}: rope_type {self.rope_type!r} does not use it; leave it out")
+            least = {"factor": 1, "original_max_position_embeddings": 2}.get(name, 0)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if name != "truncate" and not all(_is_number(x) and 0 < x < math.inf and x >= least for x in numbers):
+                raise ValueError(f"{name}: {value!r}; give numbers " + (f"from {least}" if least else "above 0"))
+        for name in _REQUIRED[self.rope_type]:
             if getattr(self, name) is None:
-                raise ValueError(f"{name}: missing; rope_type {self.rope_type!r} needs it")
-        for name in ("short_factor", "long_factor"):
-            given = getattr(self, name)
-            if given is not None and len(given) != self.head_dim // 2:
-                raise ValueError(f"{name}: {len(given)} factors for {self.head_dim // 2} pairs")
+                raise ValueError(f"{name}: missing, and rope_type {self.rope_type!r} needs it")
+        for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            if factors is not None and len(factors) != self.head_dim // 2:
+                raise ValueError(f"{name}: {len(factors)} numbers; give one for each of {self.head_dim // 2} pairs")
+        if self.low_freq_factor is not None and not self.low_freq_factor < (self.high_freq_factor or 0):
+            raise ValueError(
+                f"low_freq_factor: {self.low_freq_factor!r} is not below high_freq_factor {self.high_freq_factor!r}"
+            )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "RopeSpec":
-        """Read transformers 5's `rope_parameters`, or the older `rope_theta` and `rope_scaling`, from a `config.json`.
+        """Read a `config.json`: transformers 5's `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
-        Raises ValueError: what `RopeSpec` raises, and a partial rotation.
+        What is absent falls back as in transformers. Raises ValueError as `RopeSpec` does, and for what would rotate
+        otherwise: a part of the head, parameters that differ by layer type, keys that are unknown.
         """
-        given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
-        rope_type = given.get("rope_type", given.get("type", "default"))
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        if given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise ValueError("partial_rotary_factor: only whole heads are rotated here")
-        # What is not written falls back as in transformers: the length the scaling starts from, and the ratio of the two.
+        given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         longest = config.get("max_position_embeddings")
-        original = given.get(
-            "original_max_position_embeddings", config.get("original_max_position_embeddings", longest)
-        )
+        rope_type = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
+        theta = given.pop("rope_theta", config.get("rope_theta", 10_000.0))
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if partial not in (None, 1):
+            raise ValueError(f"partial_rotary_factor: {partial!r} is not implemented; known is 1")
+        if rope_type not in TYPES or rope_type == "ntk":
+            known = ", ".join(name for name in TYPES if name != "ntk")
+            raise ValueError(f"rope_type: {rope_type!r} is not implemented; known in a config are {known}")
+        unknown = set(given) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"rope_parameters: {', '.join(sorted(unknown))} not implemented")
+
         if rope_type == "dynamic":
-            original = longest
-        factor = given.get("factor")
-        if factor is None and rope_type in ("yarn", "longrope") and longest and original:
-            factor = longest / original
-        known = {f.name for f in fields(cls)} - {"head_dim", "theta", "rope_type", "factor"}
-        rest = {name: value for name, value in given.items() if name in known and value is not None}
-        rest |= {name: tuple(rest[name]) for name in ("short_factor", "long_factor") if name in rest}
-        rest["original_max_position_embeddings"] = None if rope_type in ("default", "linear", "ntk") else original
-        return cls(head_dim=head_dim, theta=float(theta), rope_type=rope_type, factor=factor, **rest)
+            given["original_max_position_embeddings"] = longest
+        elif config.get("original_max_position_embeddings") is not None:
+            given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+        else:
+            given.setdefault("original_max_position_embeddings", longest)
+        original = given["original_max_position_embeddings"]
+        if given.get("factor") is None and rope_type in ("yarn", "longrope") and longest and original:
+            given["factor"] = longest / original
+        rest = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+            if name in _used(rope_type) and value is not None
+        }
+        return cls(head_dim=head_dim, theta=theta, rope_type=rope_type, **rest)
 
     def to_hf(self) -> dict[str, Any]:
         """`rope_parameters` as transformers 5 writes them; `ntk` becomes the default type with its larger base."""
         if self.rope_type == "ntk":
-            return {"rope_type": "default", "rope_theta": _ntk_base(self.theta, self.factor, self.head_dim)}
-        standard = {f.name: f.default for f in fields(self)}
-        rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("head_dim", "theta", "rope_type")}
-        changed = {name: value for name, value in rest.items() if value != standard[name]}
-        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+            with localcontext(prec=_DIGITS):
+                return {"rope_type": "default", "rope_theta": float(_ntk_base(self, None))}
+        parameters = self._parameters()
+        if self.rope_type == "dynamic":
+            del parameters["original_max_position_embeddings"]  # the config's own max_position_embeddings
+        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in parameters.items()}
         return {"rope_type": self.rope_type, "rope_theta": self.theta, **lists}
+
+    def _parameters(self) -> dict[str, Any]:
+        """Those that are not as they would be if nobody gave them."""
+        own = [field for field in fields(self) if field.name not in ("head_dim", "theta", "rope_type")]
+        return {field.name: getattr(self, field.name) for field in own if getattr(self, field.name) != field.default}
 
 
 def inverse_frequencies(spec: RopeSpec, seq_len: int | None = None) -> tuple[np.ndarray, float]:
-    """Inverse frequencies and the factor on cos and sin, in float64.
+    """Inverse frequencies, float64 [C] in radians a token, and the attention scaling, a factor on cos and sin.
 
-    Args:
-        spec: the type and its parameters.
-        seq_len: largest position of the batch + 1; only `dynamic` and `longrope` look at it.
-
-    Returns:
-        float64 [C], radians a token; and the attention scaling (1 but for `yarn` and `longrope`).
+    seq_len: the largest position + 1, at which `dynamic` and `longrope` look; None is the original length or less.
     """
-    exponents_C = np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim
-    default_C = 1.0 / spec.theta**exponents_C
-    match spec.rope_type:
-        case "default":
-            return default_C, 1.0
-        case "linear":
-            return default_C / _given(spec.factor), 1.0
-        case "ntk":
-            return 1.0 / _ntk_base(spec.theta, spec.factor, spec.head_dim) ** exponents_C, 1.0
-        case "dynamic":
-            factor, original = _given(spec.factor), _given(spec.original_max_position_embeddings)
-            length = max(seq_len or 0, original)
-            stretch = factor * length / original - (factor - 1)
-            return 1.0 / (spec.theta * stretch ** (spec.head_dim / (spec.head_dim - 2))) ** exponents_C, 1.0
-        case "yarn":
-            return _yarn(spec, default_C)
-        case "llama3":
-            return _llama3(spec, default_C), 1.0
-        case "longrope":
-            return _longrope(spec, default_C, seq_len)
-    raise AssertionError(spec.rope_type)
+    D = spec.head_dim
+    with localcontext(prec=_DIGITS):
+        base = _ntk_base(spec, seq_len) if spec.rope_type in ("ntk", "dynamic") else Decimal(spec.theta)
+        plain = [base ** (-Decimal(2 * i) / D) for i in range(D // 2)]
+        scale: Callable[..., Decimal] = _SCALED.get(spec.rope_type, _unscaled)
+        scaled = [scale(frequency, pair, spec, seq_len) for pair, frequency in enumerate(plain)]
+        return np.array([float(frequency) for frequency in scaled]), float(_attention_scaling(spec))
 
 
 def cos_sin(
     position_ids_BT: Any, inv_freq_C: Any, attention_scaling: float, rounding: Rounding
 ) -> tuple[jax.Array, jax.Array]:
-    """Tables of cos and sin [B, T, C] in the carrier.
+    """Tables cos, sin [B, T, C] in the carrier, rounded at `inv_freq`, `angle` and `table`.
 
-    Args:
-        position_ids_BT: integers [B, T], below 2^53 (2^24 are exact in a float32 carrier).
-        inv_freq_C: float64 [C] from `inverse_frequencies`; the carrier takes it with one rounding.
-        attention_scaling: factor on both tables.
-        rounding: sites `inv_freq`, `angle`, `table`.
+    position_ids_BT: integers [B, T], below 2^24 in a float32 carrier, which holds no others exactly.
+    inv_freq_C: float64 [C] from `inverse_frequencies`; the carrier takes it with one rounding.
+    attention_scaling: from the same.
     """
-    inv_freq_C = rounding.round("inv_freq", jnp.asarray(inv_freq_C, dtype=jnp.float64).astype(rounding.dtype))
-    position_BT1 = jnp.asarray(position_ids_BT).astype(rounding.dtype)[..., None]
+    inv_freq_C = rounding.round("inv_freq", jnp.asarray(inv_freq_C, rounding.dtype))
+    position_BT1 = jnp.asarray(position_ids_BT, rounding.dtype)[..., None]
     angle_BTC = rounding.round("angle", position_BT1 * inv_freq_C)
-    cos_BTC, sin_BTC = jnp.cos(angle_BTC), jnp.sin(angle_BTC)
-    if attention_scaling != 1.0:
-        cos_BTC, sin_BTC = cos_BTC * attention_scaling, sin_BTC * attention_scaling
-    return rounding.round("table", cos_BTC), rounding.round("table", sin_BTC)
+    cos_BTC = rounding.round("table", jnp.cos(angle_BTC) * attention_scaling)
+    sin_BTC = rounding.round("table", jnp.sin(angle_BTC) * attention_scaling)
+    return cos_BTC, sin_BTC
 
 
 def rotate(x_BTHD: Any, cos_BTC: jax.Array, sin_BTC: jax.Array, rounding: Rounding, site: str) -> jax.Array:
-    """Rotate pairs (i, i + D/2), the half-split convention of transformers' Llama.
+    """Rotate the pairs (i, i + D/2), transformers' half-split convention: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    (a, b) -> (a cos - b sin, b cos + a sin)
-
-    Args:
-        x_BTHD: queries or keys [B, T, H, D]; taken into the carrier.
-        cos_BTC, sin_BTC: tables in the carrier.
-        rounding: sites `rope_product`, `rope_sum` and the one named by `site`.
-        site: `q_rotated` or `k_rotated`.
+    x_BTHD: queries or keys [B, T, H, D], in the carrier as the tables are.
+    site: `q_rotated` or `k_rotated`, rounded after `rope_product` and `rope_sum`.
     """
-    x_BTHD = jnp.asarray(x_BTHD).astype(rounding.dtype)
-    a, b = jnp.split(x_BTHD, 2, axis=-1)
+    a, b = jnp.split(jnp.asarray(x_BTHD), 2, axis=-1)
     cos, sin = cos_BTC[:, :, None], sin_BTC[:, :, None]
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -196,57 +222,83 @@ def rotate(x_BTHD: Any, cos_BTC: jax.Array, sin_BTC: jax.Array, rounding: Roundi
     return rounding.round(site, jnp.concatenate([first, second], axis=-1))
 
 
-def _given(value: Any) -> Any:
-    assert value is not None, "RopeSpec checks what its type needs"
-    return value
+def _used(rope_type: str) -> tuple[str, ...]:
+    return (*_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
 
 
-def _ntk_base(theta: float, factor: float | None, head_dim: int) -> float:
-    return theta * _given(factor) ** (head_dim / (head_dim - 2))
+def _unscaled(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
+    return frequency
 
 
-def _yarn(spec: RopeSpec, default_C: np.ndarray) -> tuple[np.ndarray, float]:
-    """Interpolate slow pairs, keep fast ones, ramp between, measured in rotations over the original context."""
-    factor, original, D = _given(spec.factor), _given(spec.original_max_position_embeddings), spec.head_dim
+def _linear(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
+    return frequency / _decimal(spec.factor)
 
-    def pair_of(rotations: float) -> float:
-        return D * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-    low, high = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
+def _yarn(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
+    def pair_that_rotates(times: float) -> Decimal:
+        turns = _decimal(spec.original_max_position_embeddings) / (_decimal(times) * _TWO_PI)
+        return spec.head_dim * turns.ln() / (2 * Decimal(spec.theta).ln())
+
+    low, high = pair_that_rotates(spec.beta_fast), pair_that_rotates(spec.beta_slow)
     if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, D - 1)
-    if low == high:
-        high += 0.001
-    ramp_C = np.clip((np.arange(D // 2) - low) / (high - low), 0, 1)
-    inv_freq_C = default_C / factor * ramp_C + default_C * (1 - ramp_C)
+        low, high = Decimal(math.floor(low)), Decimal(math.ceil(high))
+    low, high = max(low, Decimal(0)), min(high, Decimal(spec.head_dim - 1))
+    width = high - low or Decimal("0.001")
+    ramp = min(max((pair - low) / width, Decimal(0)), Decimal(1))
+    return frequency / _decimal(spec.factor) * ramp + frequency * (1 - ramp)
 
-    def mscale(weight: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+def _llama3(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
+    low, high, factor = _decimal(spec.low_freq_factor), _decimal(spec.high_freq_factor), _decimal(spec.factor)
+    waves = _decimal(spec.original_max_position_embeddings) * frequency / _TWO_PI  # that fit the original length
+    if waves > high:
+        return frequency
+    if waves < low:
+        return frequency / factor
+    blend = (waves - low) / (high - low)
+    return (1 - blend) * frequency / factor + blend * frequency
+
+
+def _longrope(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
+    beyond = (seq_len or 0) > (spec.original_max_position_embeddings or 0)
+    factors = spec.long_factor if beyond else spec.short_factor
+    assert factors is not None
+    return frequency / _decimal(factors[pair])
+
+
+_SCALED = {"linear": _linear, "yarn": _yarn, "llama3": _llama3, "longrope": _longrope}
+
+
+def _ntk_base(spec: RopeSpec, seq_len: int | None) -> Decimal:
+    stretch = _decimal(spec.factor)
+    if spec.rope_type == "dynamic":
+        original = _decimal(spec.original_max_position_embeddings)
+        stretch = stretch * max(Decimal(seq_len or 0), original) / original - (stretch - 1)
+    return Decimal(spec.theta) * stretch ** (Decimal(spec.head_dim) / (spec.head_dim - 2))
+
+
+def _attention_scaling(spec: RopeSpec) -> Decimal:
+    if spec.rope_type not in ("yarn", "longrope"):
+        return Decimal(1)
     if spec.attention_factor is not None:
-        return inv_freq_C, spec.attention_factor
+        return Decimal(spec.attention_factor)
+    factor = _decimal(spec.factor)
+    if spec.rope_type == "longrope":
+        return (1 + factor.ln() / _decimal(spec.original_max_position_embeddings).ln()).sqrt()
+
+    def temperature(weight: float) -> Decimal:
+        return Decimal("0.1") * Decimal(weight) * factor.ln() + 1
+
     if spec.mscale and spec.mscale_all_dim:
-        return inv_freq_C, mscale(spec.mscale) / mscale(spec.mscale_all_dim)
-    return inv_freq_C, mscale()
+        return temperature(spec.mscale) / temperature(spec.mscale_all_dim)
+    return temperature(1)
 
 
-def _llama3(spec: RopeSpec, default_C: np.ndarray) -> np.ndarray:
-    """Divide long wavelengths by the factor, keep short ones, blend between."""
-    factor, original = _given(spec.factor), _given(spec.original_max_position_embeddings)
-    low, high = _given(spec.low_freq_factor), _given(spec.high_freq_factor)
-    wavelength_C = 2 * math.pi / default_C
-    blend_C = (original / wavelength_C - low) / (high - low)
-    blended_C = (1 - blend_C) * default_C / factor + blend_C * default_C
-    long_or_blended_C = np.where(wavelength_C > original / low, default_C / factor, blended_C)
-    return np.where(wavelength_C < original / high, default_C, long_or_blended_C)
+def _decimal(value: float | None) -> Decimal:
+    """Exactly; what a type requires is there, `RopeSpec` has seen to it."""
+    assert value is not None
+    return Decimal(value)
 
 
-def _longrope(spec: RopeSpec, default_C: np.ndarray, seq_len: int | None) -> tuple[np.ndarray, float]:
-    """Divide each pair by its own searched factor: the long set beyond the original context, the short set within."""
-    factor, original = _given(spec.factor), _given(spec.original_max_position_embeddings)
-    factors = spec.long_factor if seq_len is not None and seq_len > original else spec.short_factor
-    scaling = spec.attention_factor
-    if scaling is None:
-        scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return default_C / np.asarray(_given(factors), dtype=np.float64), scaling
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -12,6 +12,7 @@ left as the carrier has it. So a cast that some implementation makes is one word
 | `rope_sum`     | their sums                                                 | `rope.rotate`        |
 | `q_rotated`    | queries after rotation                                     | `rope.rotate`        |
 | `k_rotated`    | keys after rotation                                        | `rope.rotate`        |
+| `kv_heads`     | k and v once more for each query head (a no-op forward)    | `attention`          |
 | `qk`           | each dot product of a query and a key                      | `attention`          |
 | `scaled`       | the same times the scale                                   | `attention`          |
 | `probs`        | what multiplies V: see `normalise`                         | `attention`          |
@@ -25,12 +26,13 @@ left as the carrier has it. So a cast that some implementation makes is one word
 | `logits`       | the last projection                                        | `model`              |
 
 Formats are `bf16`, `fp16` and `fp32`, to nearest, ties to even, overflow to infinity, subnormals kept. Matrix products
-accumulate in the carrier, whose sum order is XLA's.
+accumulate in the carrier, whose sum order is XLA's. In a float32 carrier `fp32` adds nothing, and compiled code may contract
+a product and a sum into one FMA; in a float64 carrier it is IEEE float32 exactly, for + - x / and square roots.
 
 Gradients: a site rounds the cotangent that arrives at it to the same format, as autograd stores the gradient of a bf16
 tensor in bf16. Where a value is used more than once the cotangents meet in the carrier and are rounded once; torch rounds
-each and then their sum. FlashAttention's backward is not the transpose of its forward: it recomputes P and rounds P and
-dS where the transpose rounds dP, so the flash presets state its forward cast by cast and its backward only in size.
+each and then their sum. Keys and values shared by a group of query heads have a site for it, `kv_heads`, because every
+engine rounds there:
 """
 
 from dataclasses import dataclass, fields, replace
@@ -52,7 +54,8 @@ class Rounding:
     """The carrier, and the format of each site (None: not rounded). Hashable, so it can be a static argument of `jit`.
 
     normalise: `before_pv` divides by the softmax sum and then multiplies by V, as eager code does. `after_pv` multiplies V by
-        exp(logit - max), rounded at `probs`, and divides the result, as FlashAttention-2 does (arXiv 2307.08691, section 3.1).
+        exp(logit - max), rounded at `probs`, and divides the result, as FlashAttention-2 does (arXiv 2307.08691, section 3.1);
+        the backward pass is FlashAttention-2's too.
 
     Raises ValueError for a carrier, format or order that does not exist.
     """
@@ -65,6 +68,7 @@ class Rounding:
     rope_sum: Format = None
     q_rotated: Format = None
     k_rotated: Format = None
+    kv_heads: Format = None
     qk: Format = None
     scaled: Format = None
     probs: Format = None
@@ -161,6 +165,7 @@ def _half_precision(fmt: Format) -> dict[str, Rounding]:
 
 # exact          float64, nothing rounded: the truth.
 # fp32           a float32 carrier, nothing rounded further.
+# flash_fp32     the same with FlashAttention-2's order of operations, forward and backward.
 # fp32_sites     float64 arithmetic, every site rounded to float32: storage in float32 without float32's sums.
 # hf_eager_bf16  cast by cast what transformers' eager attention and RoPE do in bf16: inverse frequencies, angles, cos and
 #                sin in float32, the table rounded, then every product and sum; softmax in float32, its result rounded.
@@ -171,6 +176,7 @@ def _half_precision(fmt: Format) -> dict[str, Rounding]:
 PRESETS: dict[str, Rounding] = {
     "exact": Rounding("float64"),
     "fp32": Rounding("float32"),
+    "flash_fp32": Rounding("float32", normalise="after_pv"),
     "fp32_sites": Rounding("float64", **dict.fromkeys(SITES, "fp32")),
     **_half_precision("bf16"),
     **_half_precision("fp16"),

@@ -9,18 +9,23 @@ Legend: B batch · T tokens of a row.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import torch
-from jaxref.rounding import Rounding, preset
 from torch import Tensor, nn
 
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
+from jaxref.rounding import Rounding, preset
 from jaxref.weights import from_arrays
 from parity_tests.taps import Taps, capture_taps
 from parity_tests.tolerance import Verdict, judge
+
+# The order in which one layer computes its taps; the oracle's come back sorted by name.
+_LAYER_ORDER = (
+    *("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope", "lse", "attn", "attn_out"),
+    *("attn_residual", "post_norm", "mlp", "residual"),
+)
 
 _HALF = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
 
@@ -47,10 +52,11 @@ def preset_name(engine: str, dtype: torch.dtype) -> str:
 
     float64 has no roundings of its own to allow and is judged by what float32 errs.
     """
+    eager = engine in ("dense", "eager")
     if dtype in (torch.float32, torch.float64):
-        return "fp32"
+        return "fp32" if eager else "flash_fp32"
     suffix = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    return f"{'hf_eager' if engine in ('dense', 'eager') else 'flash'}_{suffix}"
+    return f"hf_eager_{suffix}" if eager else f"flash_{suffix}"
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
@@ -69,7 +75,14 @@ def oracle_taps(decoder: Decoder, batch: dict[str, Tensor], rounding: Rounding, 
     """Run the oracle on a batch of the five arrays and return its taps as float64."""
     arrays = (batch[name].cpu().numpy() for name in ("input_ids", "position_ids", "document_ids"))
     _, taps = decoder(*arrays, rounding, block=block, taps=True)
-    return {name: np.asarray(x, dtype=np.float64) for name, x in jax.device_get(taps).items()}
+    return {name: np.asarray(taps[name], dtype=np.float64) for name in sorted(taps, key=_forward_order)}
+
+
+def _forward_order(name: str) -> tuple[int, int, int]:
+    if name.startswith("layers."):
+        _, layer, tap = name.split(".")
+        return 1, int(layer), _LAYER_ORDER.index(tap)
+    return {"embed": (0, 0, 0), "final_norm": (2, 0, 0), "logits": (2, 0, 1)}[name]
 
 
 def compare_layers(model: nn.Module, batch: dict[str, Tensor], engine: str, block: int | None = None) -> LayerReport:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxref.mask import layout
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from jaxref.mask import layout
 
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig,

@@ -51,14 +51,20 @@ def train(
 
         config = load_config(file, overrides or [])
 
+        # First, so that the absence of torch is told by us and not by transformers.
+        from torchtrain.training.loop import train as run  # isort: skip
+        from rich.console import Console
         from transformers.utils import logging
 
-        from torchtrain.training.loop import train as run
+        from torchtrain.training.report import final_table
 
         # What of transformers' warnings matters here is checked and said by ourselves.
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        run(config, replace=replace)
+        result = run(config, replace=replace)
+        out = Console()
+        out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
+        out.print(f"model in {result.model}", soft_wrap=True)
 
 
 @app.command()

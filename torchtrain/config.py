@@ -22,12 +22,13 @@ EXTRAS = ("tag", "interleave")
 PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """Base of every section: no unknown keys, no silent conversions, nothing changed after loading."""
+    """Base of every section: no unknown keys, no silent conversions, no nan, nothing changed after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -88,6 +89,14 @@ class RopeConfig(Section):
             raise ValueError(f"rope type {self.type!r} does not take {', '.join(stray)}; remove it or change rope.type")
         if missing := sorted(needs.get(self.type, set()) - given):
             raise ValueError(f"rope type {self.type!r} needs {', '.join(missing)}")
+        ordered = {  # where one is not given, transformers' default stands in
+            "yarn": {"beta_fast": self.beta_fast or 32, "beta_slow": self.beta_slow or 1},
+            "llama3": {"high_freq_factor": self.high_freq_factor or 0, "low_freq_factor": self.low_freq_factor or 0},
+        }
+        if self.type in ordered:
+            (upper, high), (lower, low) = ordered[self.type].items()
+            if high <= low:
+                raise ValueError(f"{upper} {high} must be above {lower} {low}")
         return self
 
 
@@ -191,7 +200,7 @@ class TrainConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_learning_rate_share: Share = Field(default=0.0, description="where cosine and linear end, as a share")
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     epsilon: PositiveFloat = 1e-8
     clip_norm: PositiveFloat | None = 1.0
     loss_chunk: PositiveInt = Field(default=1024, description="tokens whose logits exist at one time")
@@ -210,7 +219,7 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Held-out loss, before and after training."""
 
-    sequences: PositiveInt = Field(default=8, description="packed rows of held-out documents")
+    sequences: PositiveInt = Field(default=8, description="packed rows of held-out documents, at most, of each domain")
 
 
 class Config(Section):

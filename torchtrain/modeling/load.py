@@ -15,7 +15,7 @@ from torchtrain.errors import UserError
 from torchtrain.modeling.smollm2 import smollm2_folder
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -60,18 +60,22 @@ def open_config(source: str) -> "PretrainedConfig":
     return config
 
 
-def open_tokenizer(source: str) -> "PreTrainedTokenizerBase":
+def open_tokenizer(source: str) -> "PreTrainedTokenizerFast":
     """Read a model's tokenizer.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: it cannot be read, or it is a slow one.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        return AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise UserError(f"model.source {source!r}: no tokenizer: {_first_line(error)}") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        name = type(tokenizer).__name__
+        raise UserError(f"model.source {source!r}: {name} is a slow tokenizer; convert it to a tokenizer.json")
+    return tokenizer
 
 
 def check_config(config: "PretrainedConfig", length: int) -> None:
@@ -116,7 +120,8 @@ def load_model(
 
     torchtrain.register()
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        loaded: PreTrainedModel
+        loaded, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             source,
             config=config,
             dtype=getattr(torch, model.dtype),
@@ -150,7 +155,9 @@ def hidden_states(model: "PreTrainedModel", batch: dict[str, Tensor], plan: Any 
 
 def head_of(model: "PreTrainedModel") -> nn.Module:
     """Return the module that makes logits [.., V] of hidden states [.., M]."""
-    return model.get_output_embeddings()
+    head = model.get_output_embeddings()
+    assert head is not None, "a causal language model has a head"
+    return head
 
 
 @torch.no_grad()
@@ -180,7 +187,7 @@ def check_separation(model: "PreTrainedModel") -> None:
         UserError: a gradient crosses.
     """
     batch = _tiny_batch(model)
-    model.eval()
+    model.train()  # so that an engine which refuses dropout does so now
     embedded: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:

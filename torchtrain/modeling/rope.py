@@ -76,7 +76,8 @@ def rotated_dimensions(config: "PretrainedConfig") -> int:
 
 
 def _parameters(config: "PretrainedConfig", own: dict[str, Any], rope: RopeConfig, length: int) -> dict[str, Any]:
-    theta = {"keep": own["rope_theta"], "paper": PAPER_ROPE_THETA.get(length)}.get(rope.theta, rope.theta)
+    named: dict[Any, float | None] = {"keep": own["rope_theta"], "paper": PAPER_ROPE_THETA.get(length)}
+    theta: Any = named.get(rope.theta, rope.theta)
     if rope.type == "keep":
         return {**own, "rope_theta": theta}
     kept = {key: own[key] for key in ("partial_rotary_factor",) if key in own}

@@ -99,7 +99,7 @@ def _convert(source: Path, folder: Path) -> None:
     # save_pretrained refuses a model that was quantised: the same weights in a model that never was.
     config = model.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)

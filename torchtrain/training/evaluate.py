@@ -44,7 +44,7 @@ def evaluate(
     rows: Iterable[Mapping[str, np.ndarray]],
     result: HeldOut,
     chunk: int,
-    on_row: Callable[[], None] = lambda: None,
+    on_row: Callable[[str], None] = lambda status: None,
 ) -> HeldOut:
     """Add the losses of rows, one row at a time, to `result` and return it. The model is left in training mode.
 
@@ -53,7 +53,7 @@ def evaluate(
         rows: arrays [T] by name, as `PackedRows` gives them.
         result: an empty `HeldOut`.
         chunk: tokens whose logits exist at one time.
-        on_row: called after each row.
+        on_row: called with the loss so far, in words, after each row.
     """
     model.eval()
     for row in rows:
@@ -66,6 +66,6 @@ def evaluate(
         result.add(each_BT, batch)
         new_BT = (batch["position_ids"] >= result.own_positions) & (batch["shift_labels"] != IGNORE)
         result.new_positions.add(each_BT[new_BT])
-        on_row()
+        on_row(f"loss {result.overall}")
     model.train()
     return result

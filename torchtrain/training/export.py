@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
-def export(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", partial: Path, target: Path) -> None:
+def export(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", partial: Path, target: Path) -> None:
     """Write model and tokenizer into `partial`, then rename it to `target`: it is there whole or not at all.
 
     What is written loads with plain transformers: the config carries the new length and RoPE parameters, and says nothing

@@ -4,7 +4,7 @@ Forward and backward of one batch, a multiplication and an addition counted as t
 
     6 x P x tokens  +  6 x V x M x tokens with a label  +  12 x L x H x D x live pairs
 
-P counts the weights of all matrices but the input embedding (a look-up) and the head; the head runs on labelled tokens
+P counts the weights of all matrices but embeddings (look-ups) and the head; the head runs on labelled tokens
 alone. A live pair is a (query, key) pair that the mask leaves: 2 D FLOPs for the score and 2 D for the value, per head and
 layer, three times over with the backward pass. Padding, norms, softmax and what activation checkpointing computes twice are
 not counted: this is the model's work, not the machine's. Dense models only: of a mixture of experts it counts every expert.
@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
+from torch import nn
+
+from torchtrain.modeling.load import head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,8 +59,8 @@ class FlopCounter:
     def of(cls, model: "PreTrainedModel") -> Self:
         """Read a model's sizes. A head that is tied to the embedding counts as a head."""
         config = model.config
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        outside = {id(embedding), id(head)}
+        head = head_of(model).weight
+        outside = {id(head)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             matrix_weights=sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in outside),

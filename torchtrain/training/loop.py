@@ -26,7 +26,7 @@ from torchtrain.training.folder import RunFolder
 from torchtrain.training.loss import IGNORE, chunked_cross_entropy
 from torchtrain.training.metrics import Losses, MetricsFile, read_metrics
 from torchtrain.training.optimizer import Optimizer
-from torchtrain.training.report import final_table, plot, progress_bar, step_status
+from torchtrain.training.report import Display, plot, step_status
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.setup import Setup, set_up
 
@@ -64,31 +64,26 @@ def train(config: Config, *, replace: bool = False, console: Console | None = No
         setup = set_up(config, console.print, lambda p: status.update(f"{p.state}: {p.documents:,} documents"))
     folder.create(config, setup.record, replace)
 
-    with MetricsFile(folder.metrics) as metrics, progress_bar(console) as bar:
+    with MetricsFile(folder.metrics) as metrics, Display(console) as display:
 
         def held_out(step: int, tokens_seen: int) -> HeldOut:
-            task = bar.add_task("held out", total=len(setup.held_out), status="")
             losses = HeldOut(setup.store.domains, setup.own_positions)
-            evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, lambda: bar.advance(task))
-            bar.update(task, status=f"loss {losses.overall.value:.4f}")
+            on_row = display.task("held out", len(setup.held_out))
+            evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row)
             metrics.write("evaluation", {"step": step, "tokens_seen": tokens_seen, **losses.as_dict()})
             return losses
 
         before = held_out(0, 0)
-        task = bar.add_task("training", total=config.train.steps, status="")
+        on_step = display.task("training", config.train.steps)
         tokens_seen, seconds = 0, 0.0
         for event in steps(config.train, setup):
             tokens_seen, seconds = event["tokens_seen"], seconds + event["seconds"]
             metrics.write("step", event)
-            bar.update(task, advance=1, status=step_status(event))
-            if not console.is_terminal:
-                console.print(f"step {event['step']}/{config.train.steps} · {step_status(event)}")
+            on_step(step_status(event))
         after = held_out(config.train.steps, tokens_seen)
 
     export(setup.model, setup.tokenizer, folder.partial_model, folder.model)
     plot(read_metrics(folder.metrics), folder.plot)
-    console.print(final_table(before, after))
-    console.print(f"{tokens_seen:,} tokens seen · {tokens_seen / seconds:,.0f} tokens/s · model in {folder.model}")
     return Result(before, after, tokens_seen, tokens_seen / seconds, folder.model)
 
 

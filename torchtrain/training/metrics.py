@@ -31,6 +31,9 @@ class Mean:
         """The mean, or None of no tokens."""
         return self.total / self.tokens if self.tokens else None
 
+    def __str__(self) -> str:
+        return "none" if self.value is None else f"{self.value:.4f}"
+
 
 class Losses:
     """The mean loss over all labelled tokens, and per domain.

@@ -1,8 +1,9 @@
 """What a person sees of a run: the opening lines, the progress bar, the final table, `loss.png`."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,30 +13,59 @@ from torchtrain.training.evaluate import HeldOut
 from torchtrain.training.metrics import Mean
 
 
-def progress_bar(console: Console) -> Progress:
-    """Return a progress bar whose tasks carry a field `status`."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        console=console,
-    )
+class Display:
+    """The progress of a run, a context manager: bars on a terminal, a line a step anywhere else.
+
+    Args:
+        console: where to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def task(self, name: str, total: int) -> Callable[[str], None]:
+        """Begin a task of `total` steps; return what is called with a status when a step is done."""
+        task = self._bars.add_task(name, total=total, status="")
+        done = itertools.count(1)
+
+        def advance(status: str) -> None:
+            self._bars.update(task, advance=1, status=status)
+            if not self._console.is_terminal:
+                self._console.print(f"{name} {next(done)}/{total} · {status}")
+
+        return advance
 
 
 def step_status(event: Mapping[str, Any]) -> str:
     """Return loss, tokens/s and, where it is known, MFU of a step's event."""
-    status = f"loss {event['loss']:.4f} · {event['tokens_per_second']:,.0f} tokens/s"
-    return status + (f" · MFU {event['mfu']:.1%}" if "mfu" in event else "")
+    loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
+    mfu = f" · MFU {event['mfu']:.1%}" if "mfu" in event else ""
+    return f"loss {loss} · {event['tokens_per_second']:,.0f} tokens/s{mfu}"
 
 
-def final_table(before: HeldOut, after: HeldOut) -> Table:
-    """Return the held-out loss of each domain, before and after, in nats per token."""
-    table = Table(title="Held-out loss (nats per token)")
-    for name, justify in (("documents", "left"), ("tokens", "right"), ("before", "right"), ("after", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("change", justify="right")
+def final_table(before: HeldOut, after: HeldOut, tokens_seen: int, tokens_per_second: float) -> Table:
+    """Return the held-out loss of each domain, before and after, in nats per token, and what the training did."""
+    caption = f"{tokens_seen:,} tokens seen, {tokens_per_second:,.0f} tokens/s"
+    table = Table(title="Held-out loss (nats per token)", caption=caption)
+    table.add_column("documents")
+    for name in ("tokens", "before", "after", "change"):
+        table.add_column(name, justify="right")
     for domain, mean in before.by_domain.items():
         _add(table, domain, mean, after.by_domain[domain])
     table.add_section()
@@ -71,23 +101,17 @@ def plot(events: Sequence[Mapping[str, Any]], path: Path) -> None:
     steps = [event for event in events if event["event"] == "step"]
     evaluations = [event for event in events if event["event"] == "evaluation"]
 
-    axes.plot(
-        [e["tokens_seen"] for e in steps], [e["loss"] for e in steps], color="black", linewidth=2, label="training, all"
-    )
-    _mark(axes, evaluations, [e["loss"] for e in evaluations], "black", "held out, all")
+    def line(key: Callable[[Mapping[str, Any]], Any], name: str, color: str, width: float) -> None:
+        there = [e for e in steps if key(e)]
+        tokens, losses = [e["tokens_seen"] for e in there], [key(e)["loss"] for e in there]
+        axes.plot(tokens, losses, color=color, linewidth=width, marker=".", alpha=0.7, label=f"training, {name}")
+        tokens, losses = [e["tokens_seen"] for e in evaluations], [key(e)["loss"] for e in evaluations]
+        style = {"linestyle": ":", "marker": "D", "markersize": 7, "markeredgecolor": "white"}
+        axes.plot(tokens, losses, color=color, label=f"held out, {name}", **style)
+
+    line(lambda e: e, "all", "black", 2)
     for index, domain in enumerate(evaluations[0]["domains"]):
-        own = [e for e in steps if domain in e["domains"]]
-        losses = [e["domains"][domain]["loss"] for e in own]
-        axes.plot(
-            [e["tokens_seen"] for e in own],
-            losses,
-            color=f"C{index}",
-            linewidth=1,
-            alpha=0.7,
-            label=f"training, {domain}",
-        )
-        held_out = [e["domains"][domain]["loss"] for e in evaluations]
-        _mark(axes, evaluations, held_out, f"C{index}", f"held out, {domain}")
+        line(lambda e, domain=domain: e["domains"].get(domain), domain, f"C{index}", 1)
 
     axes.set_xlabel("tokens seen")
     axes.set_ylabel("loss (nats per token)")
@@ -96,10 +120,3 @@ def plot(events: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center")
     figure.savefig(path, dpi=120)
-
-
-def _mark(axes: Any, evaluations: Sequence[Mapping[str, Any]], losses: Sequence[float], color: str, label: str) -> None:
-    tokens = [e["tokens_seen"] for e in evaluations]
-    axes.plot(
-        tokens, losses, color=color, linestyle=":", marker="D", markersize=7, markeredgecolor="white", label=label
-    )

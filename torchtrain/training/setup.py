@@ -29,7 +29,7 @@ from torchtrain.modeling.rope import describe, extend
 from torchtrain.modeling.smollm2 import ORIGIN
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Setup:
     device: torch.device
     engine: str
     model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: "PreTrainedTokenizerFast"
     own_positions: int  # what the model held before it was extended
     store: TokenStore
     rows: PackedRows
@@ -79,6 +79,10 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
     say(f"attention {engine} · {config.pack.variant} · {length:,} tokens a row (the model held {_held(own_config):,})")
     say(f"rope      {describe(model_config)}")
     say(f"data      {len(store.domains)} domains, {rows.plan(0).tokens:,} training tokens in {len(rows):,} rows")
+    wanted = config.train.steps * config.train.sequences_per_step
+    say(
+        f"training  {config.train.steps:,} steps of {config.train.sequences_per_step} rows: {wanted / len(rows):.2g} epochs"
+    )
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
@@ -89,7 +93,7 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
 
 
 def pack_rows(
-    config: Config, store: TokenStore, tokenizer: "PreTrainedTokenizerBase"
+    config: Config, store: TokenStore, tokenizer: "PreTrainedTokenizerFast"
 ) -> tuple[PackedRows, list[dict[str, np.ndarray]]]:
     """Split the documents; return the training rows, and up to `eval.sequences` held-out rows of each domain.
 

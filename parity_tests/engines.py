@@ -1,0 +1,90 @@
+"""One attention engine against the oracle: output, log-sum-exp and the gradients of q, k and v, by the one rule.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+
+from jaxref.attention import attention
+from jaxref.rounding import Rounding, preset
+from parity_tests.layers import preset_name, to_numpy
+from parity_tests.tolerance import Verdict, judge
+from torchtrain.attention import attend, make_plan
+
+Arrays = dict[str, np.ndarray]
+
+
+def draw(
+    document_ids_BT: Tensor, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Standard normal q, k, v and a weight for the output (what the backward pass starts from), rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*document_ids_BT.shape, heads, head_dim)
+    q, k, v, weight = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    return q, k[:, :, :kv_heads].contiguous(), v[:, :, :kv_heads].contiguous(), weight
+
+
+def run_engine(
+    engine: str, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, document_ids_BT: Tensor, backward: bool = True
+) -> Arrays:
+    """`out`, `lse` where the engine gives one, and `dq`, `dk`, `dv` of sum(out * weight)."""
+    leaves = [x.detach().clone().requires_grad_(backward) for x in (q, k, v)]
+    with torch.set_grad_enabled(backward):
+        out, lse = attend(*leaves, make_plan(document_ids_BT), engine=engine)
+    results = {"out": out.detach()} | ({} if lse is None else {"lse": lse})
+    if backward:
+        grads = torch.autograd.grad(out, leaves, weight)
+        results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    return {name: x.cpu().double().numpy() for name, x in results.items()}
+
+
+def run_oracle(
+    rounding: Rounding,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    document_ids_BT: Tensor,
+    block: int | None = None,
+) -> Arrays:
+    """The same from the oracle."""
+    ids = document_ids_BT.cpu().numpy()
+    arrays = [jnp.asarray(to_numpy(x)).astype(rounding.dtype) for x in (q, k, v, weight)]
+
+    def run(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attention(q_BTHD, k_BTKD, v_BTKD, ids, rounding, block=block)
+
+    (out, lse), pull = jax.vjp(run, *arrays[:3])
+    grads = pull((arrays[3], jnp.zeros_like(lse)))
+    results = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    return {name: np.asarray(x, dtype=np.float64) for name, x in results.items()}
+
+
+def compare_engine(
+    engine: str,
+    document_ids_BT: Tensor,
+    dtype: torch.dtype,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    backward: bool = True,
+    block: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Verdict]:
+    """Judge every output of an engine on random q, k, v under a packing. Returns verdicts by output's name."""
+    drawn = draw(document_ids_BT, heads, kv_heads, head_dim, dtype, seed)
+    candidate = run_engine(engine, *(x.to(device) for x in drawn), document_ids_BT.to(device), backward=backward)
+    truth = run_oracle(preset("exact"), *drawn, document_ids_BT, block)
+    reference = run_oracle(preset(preset_name(engine, dtype)), *drawn, document_ids_BT, block)
+    judged_as = str(dtype).removeprefix("torch.")
+    # The log-sum-exp is float32 in every half-precision engine; under `dense` the logits it sums are rounded to half.
+    as_dtype = {"lse": "float32" if engine != "dense" else judged_as}
+    return {
+        name: judge(x, truth[name], reference[name], as_dtype.get(name, judged_as)) for name, x in candidate.items()
+    }

@@ -1,0 +1,80 @@
+"""Every engine against the oracle in float64: outputs, log-sum-exp, dq, dk, dv, by the one rule."""
+
+import pytest
+import torch
+
+from parity_tests.engines import compare_engine
+from torchtrain.tests.flash_on_cpu import FlashOnCPU
+from torchtrain.tests.layouts import named_batch
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _flash_on_cpu():
+    with FlashOnCPU():
+        yield
+
+
+def assert_all_pass(verdicts, *expected):
+    assert set(expected) <= set(verdicts)
+    broken = {name: str(verdict) for name, verdict in verdicts.items() if not verdict.passed}
+    assert not broken
+
+
+def packed(*lengths: int, anchor: int = 1, padding: int = 0) -> torch.Tensor:
+    documents = [d for d, n in enumerate(lengths, start=1) for _ in range(n)]
+    return torch.tensor([[0] * anchor + documents + [-1] * padding])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("engine", ["dense", "sdpa", "flash"])
+def test_small_layouts_of_every_kind(engine, kv_heads, dtype):
+    verdicts = compare_engine(engine, named_batch(), dtype, kv_heads=kv_heads)
+    assert_all_pass(verdicts, "out", "dq", "dk", "dv", *([] if engine == "sdpa" else ["lse"]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("engine", ["dense", "sdpa", "flash"])
+def test_lengths_that_fit_no_block(engine, dtype):
+    ids_BT = torch.cat([packed(130, 1, 257, 61, anchor=3, padding=5), packed(455, anchor=0, padding=2)])
+    assert_all_pass(compare_engine(engine, ids_BT, dtype, head_dim=32), "out", "dq", "dk", "dv")
+
+
+def test_flex_forward_on_a_cpu():
+    """In bf16 only: torch's compiled CPU kernel takes a 20-bit exponential, which float32's allowance does not cover."""
+    ids_BT = packed(130, 1, 57, 61, anchor=3, padding=5)
+    assert_all_pass(compare_engine("flex", ids_BT, torch.bfloat16, backward=False), "out")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("engine", ["flash", "flex", "sdpa", "dense"])
+def test_engines_on_a_gpu_in_bf16(engine, kv_heads):
+    ids_BT = torch.cat([packed(700, 1, 129, 1000, 200, anchor=5, padding=13), packed(2040, anchor=1, padding=7)])
+    verdicts = compare_engine(
+        engine, ids_BT, torch.bfloat16, heads=8, kv_heads=kv_heads, head_dim=64, block=512, device="cuda"
+    )
+    assert_all_pass(verdicts, "out", "dq", "dk", "dv")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["flex", "sdpa"])
+def test_engines_on_a_gpu_in_fp32(engine):
+    ids_BT = packed(300, 1, 129, 500, 80, anchor=5, padding=9)
+    assert_all_pass(compare_engine(engine, ids_BT, torch.float32, head_dim=64, device="cuda"), "out", "dq", "dk", "dv")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [4096, 32768])
+@pytest.mark.parametrize("engine", ["flash", "flex", "sdpa"])
+def test_long_rows_on_a_gpu(engine, length):
+    """Anchor over documents of very different lengths, and one document as long as the row."""
+    half = length // 2
+    anchored = packed(half, 1, half // 2, half // 4, half // 4 - 2 - 7, anchor=1, padding=7)
+    ids_BT = torch.cat([anchored, torch.ones(1, anchored.shape[1], dtype=torch.long)])
+    verdicts = compare_engine(
+        engine, ids_BT, torch.bfloat16, heads=4, kv_heads=2, head_dim=128, block=512, device="cuda"
+    )
+    assert_all_pass(verdicts, "out", "dq", "dk", "dv")

@@ -1,0 +1,99 @@
+"""The exported folder, as someone with plain transformers finds it."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torchtrain
+from torchtrain.config import RopeConfig
+from torchtrain.modeling.rope import extend
+from torchtrain.tests.conftest import FAMILIES, POSITIONS, tiny_config, tiny_model, tiny_tokenizer
+from torchtrain.training.export import export
+
+LENGTH = 2 * POSITIONS
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """Return a function that exports a model with an extended context; gives the model and the folder."""
+    torchtrain.register()
+
+    def make(family="llama", dtype=torch.float32, **rope):
+        settings = extend(tiny_config(family), RopeConfig(**(rope or {"theta": 5e5})), LENGTH)
+        changes = {"rope_parameters": settings.rope_parameters, "max_position_embeddings": LENGTH}
+        model = tiny_model(family, dtype=dtype, **changes)
+        model.set_attn_implementation("anchor_sdpa")
+        export(model.train(), tiny_tokenizer(), tmp_path / "model.partial", tmp_path / "model")
+        return model, tmp_path / "model"
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_document_gets_the_same_logits_from_plain_transformers(exported, family, dtype):
+    trained, folder = exported(family, dtype)
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    assert reloaded.dtype == dtype
+    ids = torch.randint(256, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    one_document = {"document_ids": torch.ones_like(ids), "position_ids": torch.arange(LENGTH)[None]}
+    with torch.no_grad():
+        engine = trained.eval()(ids, **one_document, use_cache=False).logits
+        trained.set_attn_implementation("sdpa")
+        before, after = trained(ids, use_cache=False).logits, reloaded(ids, use_cache=False).logits
+        exact = reloaded.double()
+        # `.double()` leaves RoPE's tables as they are computed in float32; both sides of the comparison share them.
+        truth = exact(ids, use_cache=False).logits
+    assert torch.equal(before, after)
+    # The engine errs no more than twice as far from float64 as transformers' own attention does, plus one rounding.
+    one_rounding = torch.finfo(dtype).eps * truth.abs().max()
+    assert (engine.double() - truth).abs().max() <= 2 * (after.double() - truth).abs().max() + one_rounding
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"theta": 5e5},
+        {"type": "yarn"},
+        {"type": "ntk"},
+        {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]},
+    ],
+    ids=lambda rope: rope.get("type", "theta"),
+)
+def test_the_config_carries_length_and_rope_and_no_engine(exported, rope):
+    trained, folder = exported(**rope)
+    written = json.loads((folder / "config.json").read_text())
+    assert written["max_position_embeddings"] == LENGTH
+    assert written["rope_parameters"] == trained.config.rope_parameters
+    assert written["use_cache"] is True
+    assert "anchor" not in json.dumps(written)
+    assert not [key for key in written if "attn_implementation" in key]
+    reloaded = AutoModelForCausalLM.from_pretrained(folder)
+    for name in ("inv_freq", "original_inv_freq"):
+        assert torch.equal(getattr(reloaded.model.rotary_emb, name), getattr(trained.model.rotary_emb, name))
+
+
+def test_tokenizer_and_files(exported):
+    _, folder = exported()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.model_max_length == LENGTH
+    assert tokenizer("été 12")["input_ids"] == tiny_tokenizer()("été 12")["input_ids"]
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_generates(exported):
+    _, folder = exported()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    out = model.generate(**tokenizer("abc", return_tensors="pt"), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert out.shape == (1, 7)
+
+
+def test_an_interrupted_export_leaves_no_model(tmp_path, monkeypatch):
+    tokenizer = tiny_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        export(tiny_model(), tokenizer, tmp_path / "model.partial", tmp_path / "model")
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,85 @@
+"""The configs that come with the repository: all validate, and the paper's say what the paper says."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtrain.config import BASE_VARIANTS, PAPER_ROPE_THETA, Config, load_config
+from torchtrain.modeling.rope import extend
+from torchtrain.tests.conftest import tiny_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))
+
+# What the models' own config.json files say: family, positions, theta.
+MODELS = {
+    "meta-llama/Llama-2-7b-hf": ("llama", 4096, 1e4),
+    "meta-llama/Meta-Llama-3-8B": ("llama", 8192, 5e5),
+    "mistralai/Mistral-7B-v0.3": ("mistral", 32768, 1e6),
+    "Qwen/Qwen1.5-1.8B": ("qwen2", 32768, 1e6),
+}
+
+
+@pytest.fixture(params=PAPER, ids=lambda path: path.stem)
+def paper(request) -> tuple[Path, Config]:
+    return request.param, load_config(request.param)
+
+
+def test_the_recipe(paper):
+    path, config = paper
+    train = config.train
+    assert (train.learning_rate, train.weight_decay, train.betas) == (2e-5, 0.1, (0.9, 0.95))
+    assert (train.steps, train.sequences_per_step) == (2000, 8)
+    assert config.data.sources[0].domain_field == "meta.redpajama_set_name"
+    assert config.model.dtype == "bfloat16"
+    assert config.run.folder == f"runs/{path.stem}"
+
+
+def test_the_corpus_holds_the_tokens_of_the_run(paper):
+    _, config = paper
+    needed = config.train.steps * config.train.sequences_per_step * config.pack.sequence_length
+    # SlimPajama: 627 billion tokens in 590 million documents.
+    held = config.data.sources[0].max_documents * (627e9 / 590e6) * (1 - config.data.held_out_share)
+    assert held > needed
+
+
+def test_rope_gets_the_papers_base_and_length(paper):
+    _, config = paper
+    family, positions, theta = MODELS[config.model.source]
+    rope = {"rope_type": "default", "rope_theta": theta}
+    own = tiny_config(family, max_position_embeddings=positions, rope_parameters=rope)
+    extended = extend(own, config.rope, config.pack.sequence_length)
+    assert extended.max_position_embeddings == config.pack.sequence_length
+    assert extended.rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": PAPER_ROPE_THETA[config.pack.sequence_length],
+    }
+
+
+def test_every_model_and_variant_is_there():
+    runs = {(c.model.source, c.pack.sequence_length, c.pack.variant) for c in map(load_config, PAPER)}
+    assert len(runs) == len(PAPER)
+    for variant in BASE_VARIANTS:
+        assert ("meta-llama/Llama-2-7b-hf", 65536, variant) in runs
+    for source in MODELS:
+        assert (source, 131072, "anchor") in runs
+
+
+def test_runs_of_one_model_and_length_differ_in_nothing_but_the_variant():
+    groups: dict[tuple, list[Config]] = {}
+    for config in map(load_config, PAPER):
+        groups.setdefault((config.model.source, config.pack.sequence_length), []).append(config)
+    for configs in groups.values():
+        same = [
+            config.model_copy(update={"run": None, "pack": config.pack.model_copy(update={"variant": ""})})
+            for config in configs
+        ]
+        assert all(other == same[0] for other in same)
+
+
+def test_the_demo_goes_beyond_the_models_own_length_with_three_domains():
+    config = load_config(CONFIGS / "demo.yaml")
+    assert config.model.source == "smollm2"
+    assert config.pack.sequence_length > 8192
+    assert config.pack.variant == "anchor"
+    assert [source.demo for source in config.data.sources] == ["speeches", "encyclopedia", "code"]

@@ -1,0 +1,352 @@
+"""Training end to end on tiny models, and the arithmetic of a step against naive twins in float64."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torchtrain
+from torchtrain.config import Config, TrainConfig, load_config
+from torchtrain.data import PackedRows, prepare
+from torchtrain.errors import UserError
+from torchtrain.modeling.load import hidden_states, load_model, open_config, open_tokenizer
+from torchtrain.tests.conftest import FAMILIES, POSITIONS, VOCABULARY, tiny_model, tiny_tokenizer
+from torchtrain.training.loop import backward, step_batches, train
+from torchtrain.training.loss import IGNORE
+from torchtrain.training.metrics import read_metrics
+from torchtrain.training.optimizer import Optimizer
+from torchtrain.training.setup import pack_rows
+
+EPS = torch.finfo(torch.float64).eps
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def run(tree, write_config):
+    """Return a function that trains the tree with overrides."""
+    return lambda *overrides: train(load_config(write_config(tree), overrides), console=QUIET)
+
+
+def events(result) -> list[dict]:
+    return read_metrics(result.model.parent / "metrics.jsonl")
+
+
+# --- end to end ---------------------------------------------------------------------------------------------------------
+
+CASES = [
+    ("llama", "anchor", ()),
+    ("mistral", "full", ("rope.type=yarn", "rope.theta=keep")),
+    ("qwen2", "intra_reset", ("train.micro_batch=2",)),
+    ("qwen3", "anchor+tag", ("rope.type=ntk", "rope.theta=keep", "train.schedule=cosine")),
+    ("llama", "intra+interleave", ("model.dtype=bfloat16", "model.activation_checkpointing=true")),
+    ("qwen3", "full+interleave", ("model.attention=dense", "pack.cross_document_targets=true")),
+]
+
+
+@pytest.mark.parametrize(("family", "variant", "overrides"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def test_loss_falls_and_the_export_loads(run, model_folder, family, variant, overrides):
+    source = model_folder(family)
+    result = run(f"model.source={source}", f"pack.variant={variant}", *overrides)
+    for domain, before in result.before.by_domain.items():
+        assert result.after.by_domain[domain].value < before.value - 0.5, domain
+    assert result.after.overall.value < result.before.overall.value - 0.5
+    if "reset" not in variant:  # there no token stands at a position that is new
+        assert result.after.new_positions.value < result.before.new_positions.value - 0.5
+
+    model = AutoModelForCausalLM.from_pretrained(result.model)
+    assert model.config.max_position_embeddings == 2 * POSITIONS
+    assert model.config.model_type == family
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
+    assert tokenizer.model_max_length == 2 * POSITIONS
+
+
+def test_what_a_run_leaves(run, tree):
+    result = run()
+    folder = result.model.parent
+    assert {path.name for path in folder.iterdir()} == {"model", "metrics.jsonl", "loss.png", "config.yaml", "run.json"}
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    resolved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert resolved["train"]["betas"] == [0.9, 0.95]
+    record = json.loads((folder / "run.json").read_text())
+    assert record["engine"] == "sdpa"
+    assert record["packages"]["torch"] == torch.__version__
+
+    first, *steps, last = events(result)
+    assert (first["event"], first["step"], last["event"], last["step"]) == ("evaluation", 0, "evaluation", 12)
+    assert [event["step"] for event in steps] == list(range(1, 13))
+    assert steps[-1]["tokens_seen"] == last["tokens_seen"] == result.tokens_seen
+    for event in [first, *steps, last]:
+        parts = event["domains"].values()
+        assert sum(part["labelled_tokens"] for part in parts) == event["labelled_tokens"]
+        total = sum(part["loss"] * part["labelled_tokens"] for part in parts)
+        assert total / event["labelled_tokens"] == pytest.approx(event["loss"], rel=8 * EPS)
+    assert "mfu" not in steps[0]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_another(run, tmp_path):
+    def losses(name: str, *overrides: str):
+        return [e["loss"] for e in events(run(f"run.folder={tmp_path / name}", "train.steps=3", *overrides))]
+
+    first = losses("a")
+    assert first == losses("b")
+    assert first != losses("c", "run.seed=4")
+
+
+def test_training_goes_on_through_epochs(run):
+    result = run("train.steps=30")  # 17 rows hold the corpus
+    assert events(result)[-2]["step"] == 30
+
+
+def test_held_out_documents_are_not_trained_on(tree, write_config):
+    _, rows, held_out, store = packed(tree, write_config)
+
+    def seen(arrays):
+        text = "".join(chr(33 + i) for row in arrays for i in row["input_ids"].tolist())
+        return {i for i in range(len(store)) if "".join(chr(33 + t) for t in store.document(i).tolist()) in text}
+
+    # 20 rows a domain: all that is held out. A document that a row's end cuts is found in neither.
+    trained, held = seen([rows[i] for i in range(len(rows))]), seen(held_out)
+    assert held
+    assert not trained & held
+    assert {store.document_domains[i] for i in held} == {0, 1}
+
+
+def test_a_diverging_run_says_so(run):
+    with pytest.raises(UserError, match=r"step \d+: the loss is .*lower train\.learning_rate"):
+        run("train.learning_rate=1e30", "train.clip_norm=null", "train.warmup_steps=0")
+
+
+# --- one step, against naive twins --------------------------------------------------------------------------------------
+
+
+def packed(tree, write_config, *overrides: str):
+    config = load_config(write_config(tree), ("eval.sequences=20", *overrides))
+    store = prepare(config.data, tiny_tokenizer())
+    return config, *pack_rows(config, store, tiny_tokenizer()), store
+
+
+@pytest.fixture
+def model():
+    """A tiny Llama in float64 that trains through the engine."""
+    torchtrain.register()
+    model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=2 * POSITIONS)
+    model.set_attn_implementation("anchor_sdpa")
+    return model.train()
+
+
+def gradients(model) -> list[Tensor]:
+    taken = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return taken
+
+
+def test_a_step_is_the_same_however_it_is_cut_into_micro_batches(tree, write_config):
+    _, rows, _, store = packed(tree, write_config)
+    settings = TrainConfig(sequences_per_step=4, epsilon=1e-3)
+    rate, trained = 1e-2, []
+    for micro_batch in (1, 2, 4):
+        torchtrain.register()
+        model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=2 * POSITIONS)
+        model.set_attn_implementation("anchor_sdpa")
+        cut = settings.model_copy(update={"micro_batch": micro_batch})
+        batches = step_batches(rows, 0, cut)
+        assert [len(batch["input_ids"]) for batch in batches] == [micro_batch] * (4 // micro_batch)
+        losses, pairs = backward(model, batches, store.domains, chunk=37)
+        taken = [p.grad.clone() for p in model.parameters()]
+        Optimizer(model, cut).step(rate)
+        trained.append((losses, pairs, taken, [p.detach() for p in model.parameters()]))
+
+    (losses, pairs, taken, weights), *others = trained
+    n = losses.overall.tokens
+    for other_losses, other_pairs, other_taken, other_weights in others:
+        assert other_pairs == pairs
+        assert other_losses.overall.tokens == n
+        assert other_losses.overall.total == pytest.approx(losses.overall.total, rel=n * EPS)
+        for domain, mean in losses.by_domain.items():
+            assert other_losses.by_domain[domain].tokens == mean.tokens
+            assert other_losses.by_domain[domain].total == pytest.approx(mean.total, rel=n * EPS)
+        # The same n terms are summed in another order. AdamW turns a difference in the gradient into at most
+        # rate / epsilon of it in the weight, since its step is rate * m / (sqrt(v) + epsilon).
+        bound = n * EPS * max(gradient.abs().max() for gradient in taken)
+        assert max((a - b).abs().max() for a, b in zip(taken, other_taken, strict=True)) <= bound
+        moved = max((a - b).abs().max() for a, b in zip(weights, other_weights, strict=True))
+        assert moved <= bound * rate / settings.epsilon
+
+
+def test_the_order_of_rows_does_not_depend_on_the_micro_batch(tree, write_config):
+    _, rows, _, _ = packed(tree, write_config)
+    for step in (0, 3):
+        cuts = [step_batches(rows, step, TrainConfig(sequences_per_step=6, micro_batch=m)) for m in (1, 2, 3, 6)]
+        whole = [torch.cat([batch["input_ids"] for batch in batches]) for batches in cuts]
+        assert all(torch.equal(whole[0], other) for other in whole)
+        assert torch.equal(whole[0][0], torch.from_numpy(rows.row_at(6 * step)["input_ids"]))
+
+
+def test_unevenly_masked_labels_give_the_mean_over_tokens_not_of_means(model):
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for labelled in (1, 30, 0, 7):
+        tokens = torch.randint(256, (1, 40), generator=generator)
+        labels = torch.randint(256, (1, 40), generator=generator)
+        labels[:, labelled:] = IGNORE
+        ids = {"document_ids": torch.ones_like(tokens), "position_ids": torch.arange(40)[None]}
+        batches.append({"input_ids": tokens, "shift_labels": labels, "domain_ids": torch.zeros_like(tokens), **ids})
+    losses, _ = backward(model, batches, ["only"], chunk=4)
+    taken = gradients(model)
+
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    model.set_attn_implementation("sdpa")
+    logits = model(whole["input_ids"], use_cache=False).logits
+    naive = F.cross_entropy(logits.flatten(0, 1), whole["shift_labels"].flatten(), ignore_index=IGNORE)
+    naive.backward()
+    assert losses.overall.tokens == 38
+    assert losses.overall.value == pytest.approx(naive.item(), rel=38 * EPS)
+    expected = gradients(model)
+    # Every gradient sums over at most 160 tokens and passes through some 100 roundings a layer.
+    bound = (160 + 2 * 100) * EPS * max(g.abs().max() for g in expected)
+    assert max((a - b).abs().max() for a, b in zip(taken, expected, strict=True)) <= bound
+
+
+def test_losses_by_domain_are_those_of_each_document_alone(model, tree, write_config):
+    _, rows, _, store = packed(tree, write_config, "pack.variant=intra_reset")
+    batches = step_batches(rows, 0, TrainConfig(sequences_per_step=3))
+    losses, _ = backward(model, batches, store.domains, chunk=37)
+
+    model.set_attn_implementation("sdpa")
+    sums, counts = dict.fromkeys(store.domains, 0.0), dict.fromkeys(store.domains, 0)
+    for batch in batches:
+        for document in batch["document_ids"][0].unique():
+            if document < 0:
+                continue
+            own = batch["document_ids"][0] == document
+            labels = batch["shift_labels"][0, own]
+            logits = model(batch["input_ids"][:, own], use_cache=False).logits[0]
+            domain = store.domains[int(batch["domain_ids"][0, own][-1])]
+            sums[domain] += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum").item()
+            counts[domain] += int((labels != IGNORE).sum())
+    assert min(counts.values()) > 0
+    for domain, mean in losses.by_domain.items():
+        assert mean.tokens == counts[domain]
+        # Each token's loss is some 100 roundings a layer away, of numbers whose size the loss's own bounds.
+        assert mean.total == pytest.approx(sums[domain], rel=200 * EPS)
+
+
+def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    batch = {"input_ids": tokens, "position_ids": torch.arange(8)[None], "document_ids": tokens + 1}
+    batch |= {"shift_labels": tokens + IGNORE, "domain_ids": tokens}
+    losses, _ = backward(model, [batch], ["only"], chunk=4)
+    assert losses.overall.value is None
+    assert not any(g.any() for g in gradients(model))
+
+
+# --- what load_model refuses --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(tree, write_config):
+    """Return a function that loads a folder the way `train` does."""
+    config: Config = load_config(write_config(tree))
+    return lambda folder: load_model(str(folder), open_config(str(folder)), config.model, "sdpa", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_the_checks_and_is_in_training_mode(load, model_folder, family):
+    model = load(model_folder(family))
+    assert model.training
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_model_that_scales_its_logits(load, tmp_path):
+    from transformers import CohereConfig
+
+    config = CohereConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "cohere")
+    with pytest.raises(UserError, match="cohere does more than one linear layer to make logits"):
+        load(tmp_path / "cohere")
+
+
+def test_a_model_whose_attention_is_not_replaced(load, model_folder, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    forward = LlamaAttention.forward
+    monkeypatch.setattr(LlamaAttention, "forward", lambda self, *a, **k: forward(self, *a, **without_documents(k)))
+
+    def without_documents(kwargs):
+        ids = torch.ones_like(kwargs["document_ids"])
+        return {**kwargs, "document_ids": ids, "plan": None}
+
+    with pytest.raises(UserError, match="llama lets one document see another"):
+        load(model_folder())
+
+
+def test_missing_weights(load, model_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"1 weights are missing, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(tmp_path / "m")
+
+
+def test_activation_checkpointing_changes_no_number(tree, write_config, model_folder):
+    _, rows, _, store = packed(tree, write_config)
+    batches = step_batches(rows, 0, TrainConfig(sequences_per_step=2))
+    results = []
+    for on in ("false", "true"):
+        config = load_config(write_config(tree), [f"model.activation_checkpointing={on}"])
+        folder = str(model_folder())
+        model = load_model(folder, open_config(folder), config.model, "sdpa", torch.device("cpu"))
+        assert any(layer.gradient_checkpointing for layer in model.model.layers) is (on == "true")
+        losses, _ = backward(model, batches, store.domains, chunk=50)
+        results.append((losses.overall.total, gradients(model)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_hidden_states_need_no_plan(model):
+    batch = {"input_ids": torch.arange(6)[None], "position_ids": torch.arange(6)[None]}
+    batch["document_ids"] = torch.tensor([[0, 1, 1, 2, 2, -1]])
+    assert hidden_states(model, batch).shape == (1, 6, 32)
+
+
+def test_the_tokenizer_is_read_from_the_same_folder(model_folder):
+    assert open_tokenizer(str(model_folder())).eos_token_id == 257
+
+
+def test_rows_of_every_domain_are_held_out(tree, write_config):
+    _, rows, held_out, _ = packed(tree, write_config)
+    assert isinstance(rows, PackedRows)
+    assert [set(row["domain_ids"].tolist()) - {-1} for row in held_out] == [{0}, {1}]
+
+
+def test_another_architecture_trains_too(run, tmp_path):
+    from transformers import GPT2Config
+
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
+    result = run(f"model.source={tmp_path / 'gpt2'}", "rope.theta=keep")
+    assert result.after.overall.value < result.before.overall.value - 0.5
+
+
+def test_dropout_in_the_attention_is_refused_before_the_run(run, tree, tmp_path):
+    from transformers import GPT2Config
+
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=1, n_head=4, attn_pdrop=0.1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match="dropout"):
+        run(f"model.source={tmp_path / 'gpt2'}", "rope.theta=keep")
+    assert not (tmp_path / "run").exists()
