@@ -37,7 +37,7 @@ def tiny_model(family: str, dtype: torch.dtype, implementation: str = "anchor", 
     """
     torch.manual_seed(seed)
     windows = {"sliding_window": None} if family == "mistral" else {}
-    config = FAMILIES[family](**(SIZES | windows | changes), initializer_range=0.15)
+    config = FAMILIES[family](**(SIZES | windows | changes), initializer_range=0.08)
     drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in drawn.named_parameters():
         if name.endswith("bias") or "norm" in name:  # zeros and ones in a fresh model: draw them, so that they count

@@ -7,13 +7,23 @@ from parity_tests.tolerance import UNIT_ROUNDOFF, judge
 
 
 def test_twice_the_reference_plus_one_rounding_is_the_border():
-    truth, reference = np.array([4.0, 1.0]), np.array([4.0, 1.25])
-    border = 2 * 0.25 + UNIT_ROUNDOFF["bfloat16"] * 4
-    at = judge([4, 1 + border], truth, reference, "bfloat16")
+    truth, reference = np.array([4.0, 4.0]), np.array([4.5, 3.5])
+    border = 2 * 0.5 + UNIT_ROUNDOFF["bfloat16"] * 4
+    at = judge(truth + [border, -border], truth, reference, "bfloat16")
     assert at.passed
     assert at.ratio == 1
-    assert at.worst == (1,)
-    assert not judge([4, 1 + border + 1e-15], truth, reference, "bfloat16").passed
+    beyond = judge(truth + [border, -border - 1e-12], truth, reference, "bfloat16")
+    assert not beyond.passed
+    assert beyond.worst == (1,)
+
+
+def test_an_error_in_few_elements_counts_by_its_square():
+    truth, reference = np.ones(100), np.ones(100)
+    one_off = truth.copy()
+    one_off[7] += 10 * UNIT_ROUNDOFF["bfloat16"]
+    assert judge(one_off, truth, reference, "bfloat16").ratio == 1
+    one_off[7] += 1e-12
+    assert not judge(one_off, truth, reference, "bfloat16").passed
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

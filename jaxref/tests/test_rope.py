@@ -1,6 +1,7 @@
 """Frequencies, tables and rotation against mpmath with derived bounds; configs read and written."""
 
 import json
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def test_yarn_keeps_the_fast_interpolates_the_slow_and_ramps_between(truncate):
     ratio = [mpmath.mpf(float(x)) / f for x, f in zip(frequencies, plain(1e4, 64), strict=True)]
     ramp = ratio[kept:-divided]
     assert len(ramp) > 3
-    assert all(1 > r >= s > mpmath.mpf(1) / 4 for r, s in zip(ramp, ramp[1:], strict=False))
+    assert all(1 > r >= s > mpmath.mpf(1) / 4 for r, s in pairwise(ramp))
     # Linear in the pair's index. A ratio is below 1 and carries one rounding, a second difference four.
     assert all(abs(r - 2 * s + t) <= 4 * U for r, s, t in zip(ramp, ramp[1:], ramp[2:], strict=False))
 

@@ -132,7 +132,7 @@ def load_model(
         raise UserError(f"model.source {source!r}: {_first_line(error)}") from None
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.source {source!r}: {len(missing)} weights are missing, the first is {missing[0]}")
-    loaded = loaded.to(device)
+    loaded = loaded.to(device)  # pyright: ignore[reportArgumentType]
     check_head(loaded)
     check_separation(loaded)
     if model.activation_checkpointing:

@@ -59,7 +59,7 @@ class FlopCounter:
     def of(cls, model: "PreTrainedModel") -> Self:
         """Read a model's sizes. A head that is tied to the embedding counts as a head."""
         config = model.config
-        head = head_of(model).weight
+        head = head_of(model).get_parameter("weight")
         outside = {id(head)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(

@@ -1,0 +1,72 @@
+"""The mask rule and the rows of every variant, written twice: the trainer's and the oracle's must be equal, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxref.mask import layout, live_pairs, visible
+from torchtrain.attention.plan import make_plan
+from torchtrain.attention.rule import visible_BTT
+from torchtrain.config import BASE_VARIANTS, PackConfig
+from torchtrain.data.rows import Segment, build_row
+from torchtrain.tests.layouts import document_ids, named_batch
+
+VARIANTS = [base + tag + merge for base in BASE_VARIANTS for tag in ("", "+tag") for merge in ("", "+interleave")]
+
+
+def assert_same_rule(ids_BT: torch.Tensor) -> None:
+    np.testing.assert_array_equal(visible(ids_BT.numpy()), visible_BTT(ids_BT).numpy())
+    assert live_pairs(ids_BT.numpy()) == make_plan(ids_BT).live_pairs
+
+
+def test_the_rule_on_named_rows():
+    assert_same_rule(named_batch())
+
+
+@given(document_ids())
+def test_the_rule_on_random_rows(ids_BT):
+    assert_same_rule(ids_BT)
+
+
+@st.composite
+def rows(draw) -> dict:
+    return {
+        "lengths": draw(st.lists(st.integers(1, 12), min_size=1, max_size=5).filter(lambda own: sum(own) > 1)),
+        "anchor": draw(st.integers(0, 3)),
+        "padding": draw(st.integers(0, 4)),
+        "chunks": draw(st.integers(2, 6)),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(row=rows())
+def test_rows_of_every_variant(variant, row):
+    """Documents of random lengths, down to one token and fewer tokens than chunks; anchors of 0 to 3 tokens; padding."""
+    lengths, anchor, padding, chunks = row["lengths"], row["anchor"], row["padding"], row["chunks"]
+    tag = 2 if "+tag" in variant else 0
+    T = anchor + sum(lengths) + tag * len(lengths) + padding
+
+    # Every token its own number, so that a token in the wrong place is seen.
+    numbers = iter(range(T))
+    prefix = [next(numbers) for _ in range(anchor)]
+    segments = []
+    for n in lengths:
+        opening = [next(numbers) for _ in range(tag)]
+        segments.append(Segment(np.array([next(numbers) for _ in range(n)]), domain=0, tag=opening))
+    pack = PackConfig(sequence_length=T, variant=variant, chunks=chunks)
+    trainer = build_row(segments, pack, prefix, pad_id=-7, random=np.random.default_rng(row["seed"]))
+
+    # The order the trainer draws: one turn for each piece of a span, shuffled.
+    turns = np.random.default_rng(row["seed"]).permutation(
+        np.repeat(np.arange(len(lengths)), [min(chunks, n) for n in lengths])
+    )
+    oracle = layout(
+        lengths, variant.replace("+tag", ""), anchor=anchor, padding=padding, tag=tag, chunks=chunks, turns=turns
+    )
+    np.testing.assert_array_equal(oracle.document_ids, trainer["document_ids"])
+    np.testing.assert_array_equal(oracle.position_ids, trainer["position_ids"])
+    stored_whole = np.array([*range(T - padding), *[-7] * padding])
+    np.testing.assert_array_equal(stored_whole[oracle.source], trainer["input_ids"])
