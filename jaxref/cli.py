@@ -2,203 +2,198 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-# jax and matplotlib are imported where they are used: help does not wait for them.
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from jaxref.rope import RopeSpec
-
-MOST_TOKENS = 512  # in one drawing
-MOST_POSITIONS = 2**24  # a float32 carrier holds no larger one exactly
+from rich.console import Console
+from rich.table import Table
 
 app = typer.Typer(
-    help="Ask the oracle: what a mask lets through, which angles RoPE rotates by, and what each rounding does to them.",
+    help="Anchorline's oracle: the right number, and which rounding moves it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+MOST_TOKENS = 64  # of a drawing: a line of it fits a wide terminal
+_PAPER_LENGTHS = {f"paper-{k}k": k * 1024 for k in (32, 64, 128, 256)}
+
 
 @app.command()
 def mask(
-    documents: Annotated[str, typer.Option(metavar="N,N,...", help="tokens of each document")],
+    documents: Annotated[
+        str, typer.Option(metavar="N,N,...", help="tokens of each document, in the order they are packed")
+    ] = "3,5,2",
     variant: Annotated[
-        str, typer.Option(help="full, intra, intra_reset or anchor, each with +interleave or without; or all four")
-    ] = "all",
-    anchor: Annotated[int, typer.Option(help="tokens of the prefix that opens the row")] = 1,
-    padding: Annotated[int, typer.Option(help="tokens of padding at the end")] = 0,
-    chunks: Annotated[int, typer.Option(help="+interleave: pieces a document is cut into")] = 4,
-    seed: Annotated[int, typer.Option(help="+interleave: seed of the order of the pieces")] = 0,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw a picture instead")] = None,
+        str, typer.Option(help="full, intra, intra_reset or anchor; each may be followed by +interleave")
+    ] = "anchor",
+    anchor: Annotated[int, typer.Option(help="tokens of the prefix that opens the row in every variant")] = 1,
+    padding: Annotated[int, typer.Option(help="tokens after the last document")] = 0,
+    tag: Annotated[int, typer.Option(help="tokens that open each document, such as the name of its domain")] = 0,
+    chunks: Annotated[int, typer.Option(help="pieces that +interleave cuts a document into")] = 4,
+    seed: Annotated[int, typer.Option(help="of the order in which +interleave merges the pieces")] = 0,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="also draw all four variants side by side into this file")
+    ] = None,
 ) -> None:
-    """Draw which key each query sees: a line per query, a column per key, A the anchor, - padding.
+    """Draw who sees whom in one packed row.
 
-    Example: jaxref mask --documents 3,5,2 --variant anchor
+    A line is a query, a column a key: it is seen if it stands before the query, in the same document or in the anchor.
+    A is the anchor (document 0, a prefix that every document sees), - is padding, which neither sees nor is seen. Variants
+    differ in document ids and positions alone: both are printed.
 
-    Example: jaxref mask --documents 4,6,3 --png masks.png
+    Example: jaxref mask --documents 3,5,2 --variant anchor --padding 2 --png masks.png
     """
-    with _one_line_errors():
-        import numpy as np
+    from jaxref.mask import VARIANTS, draw, layout, live_pairs
 
-        from jaxref.mask import VARIANTS, draw, layout, live_pairs
+    lengths = _lengths(documents)
+    rest = {"anchor": anchor, "padding": padding, "tag": tag, "chunks": chunks, "seed": seed}
+    row = layout(lengths, variant, **rest)
+    tokens = len(row.document_ids)
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"documents: the row has {tokens} tokens, a drawing at most {MOST_TOKENS}; give shorter documents"
+        )
+    print(draw(row.document_ids))
+    print(f"\npositions  {' '.join(map(str, row.position_ids))}")
+    live, causal = live_pairs(row.document_ids[None]), tokens * (tokens + 1) // 2
+    print(f"pairs      {live} of {causal} causal ones are live ({live / causal:.0%})")
+    if png is not None:
+        from jaxref.mask_figure import save_figure
 
-        lengths = _lengths(documents)
-        tokens = anchor + sum(lengths) + padding
-        if tokens > MOST_TOKENS:
-            raise ValueError(f"documents: {tokens} tokens in all; a drawing holds up to {MOST_TOKENS}")
-        variants = VARIANTS if variant == "all" else (variant,)
-        layouts = {
-            name: layout(lengths, name, anchor=anchor, padding=padding, chunks=chunks, seed=seed) for name in variants
-        }
-        if png is not None:
-            from jaxref.draw import save_masks
-
-            # The prefix is document 1's wherever it is no anchor.
-            owners = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-            save_masks(layouts, np.pad(owners, (anchor, padding), constant_values=(1, len(lengths))), png)
-            print(f"{png}: {', '.join(variants)}")
-            return
-        for name, row in layouts.items():
-            print(f"{name}\n\n{draw(row.document_ids)}\n")
-            print(f"document_ids  {' '.join(map(str, row.document_ids))}")
-            print(f"position_ids  {' '.join(map(str, row.position_ids))}")
-            print(f"live pairs    {live_pairs(row.document_ids[None])}\n")
+        extra = variant.removeprefix(variant.split("+")[0])
+        rows = {base: layout(lengths, base + extra, **rest) for base in VARIANTS}
+        origin = layout(lengths, "anchor", **rest).document_ids
+        in_document_1 = origin + (origin == 0)
+        origins = {base: (origin if base == "anchor" else in_document_1)[rows[base].source] for base in VARIANTS}
+        save_figure({base: (rows[base], origins[base]) for base in VARIANTS}, png)
+        print(f"figure     {png}")
 
 
 @app.command()
 def rope(
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="a model's config.json, instead of the five options below")
-    ] = None,
-    theta: Annotated[float | None, typer.Option(help="base; 10000 if not given")] = None,
+    theta: Annotated[
+        str, typer.Option(help="base: a number, or the paper's for a context: paper-32k, -64k, -128k, -256k")
+    ] = "10000",
     rope_type: Annotated[
-        str | None,
-        typer.Option("--type", help="default, linear, ntk, dynamic or yarn (llama3 and longrope need --config)"),
+        str, typer.Option("--type", help="default, linear, ntk, dynamic, yarn or llama3 (longrope needs --config)")
+    ] = "default",
+    factor: Annotated[float | None, typer.Option(help="of every type but default: new length over original")] = None,
+    original: Annotated[int, typer.Option(help="of dynamic, yarn and llama3: positions the model was made for")] = 8192,
+    head_dim: Annotated[int, typer.Option(help="dimensions of a head; each pair of them has a frequency")] = 128,
+    position: Annotated[int, typer.Option(help="where angles and errors are shown, in tokens")] = 131_071,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a model's config.json, in place of the options above it")
     ] = None,
-    factor: Annotated[float | None, typer.Option(help="scaling factor of linear, ntk, dynamic and yarn")] = None,
-    original: Annotated[int | None, typer.Option(help="original length of dynamic and yarn, in tokens")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="dimensions of a head; 128 if not given")] = None,
-    position: Annotated[int, typer.Option(help="position of the token to be rotated")] = 131_071,
 ) -> None:
-    """Print RoPE pair by pair: frequency, wavelength, angle, and the error of its cosine under each rounding.
+    """Print RoPE's frequencies, and what each rounding does to them at a position.
 
-    Errors are against float64. Presets that build the same table share a column.
+    One line for each rotated pair: its inverse frequency in radians a token, its wavelength in tokens, its angle at the
+    position (exact), and how far cos is from the exact one under each preset of roundings. Presets that agree share a column.
+    An error near 1 means that the pair no longer tells positions apart.
 
-    Example: jaxref rope --theta 5e5 --head-dim 64 --position 32767
+    Llama 3's low and high frequency factors are 1 and 4, as published.
 
-    Example: jaxref rope --config SmolLM2-135M/config.json --position 8191
+    Example: jaxref rope --theta paper-128k --position 131071
     """
-    with _one_line_errors():
-        if not 0 <= position < MOST_POSITIONS:
-            raise ValueError(f"position: {position}; give one from 0 to {MOST_POSITIONS - 1}")
-        given = {
-            "theta": theta,
-            "type": rope_type,
-            "factor": factor,
-            "original": original,
-            "head-dim": head_dim,
-        }
-        spec = _spec(config, {name: value for name, value in given.items() if value is not None})
+    import numpy as np
 
-        from rich.console import Console
-        from rich.measure import Measurement
+    from jaxref.rope import RopeSpec, cos_sin, inverse_frequencies
+    from jaxref.rounding import PRESETS
 
-        console, table = Console(), _rope_table(spec, position)
-        if not console.is_terminal:  # a file is as wide as it needs to be
-            console.width = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-        console.print(table)
+    if position < 0:
+        raise ValueError(f"position: {position} is negative")
+    if config is None:
+        given = {"factor": factor}
+        if rope_type in ("dynamic", "yarn", "llama3"):
+            given["original_max_position_embeddings"] = original
+        if rope_type == "llama3":
+            given |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        spec = RopeSpec(head_dim, _theta(theta), rope_type, **given)
+    else:
+        spec = RopeSpec.from_hf(_read_config(config))
+    frequencies, scaling = inverse_frequencies(spec, position + 1)
+
+    def cos(name: str) -> np.ndarray:
+        return np.asarray(cos_sin([[position]], frequencies, scaling, PRESETS[name])[0][0, 0], dtype=np.float64)
+
+    exact, columns = cos("exact"), {}
+    for name in PRESETS:
+        if name != "exact":
+            columns.setdefault(tuple(np.abs(cos(name) - exact)), []).append(name)
+
+    details = "" if scaling == 1 else f", attention scaling {scaling:.6g}"
+    table = Table(
+        title=f"{spec.rope_type}, theta {spec.theta:g}, head_dim {spec.head_dim}, position {position:,}{details}"
+    )
+    for title in ("pair", "inverse\nfrequency", "wavelength\n(tokens)", "angle\n(radians)", "cos"):
+        table.add_column(title, justify="right")
+    for names in columns.values():
+        table.add_column("cos error\n" + "\n".join(names), justify="right")
+    for pair, frequency in enumerate(frequencies):
+        errors = (f"{errors[pair]:.1e}" for errors in columns)
+        numbers = (
+            f"{frequency:.6e}",
+            f"{2 * np.pi / frequency:,.1f}",
+            f"{position * frequency:,.4f}",
+            f"{exact[pair]:+.6f}",
+        )
+        table.add_row(str(pair), *numbers, *errors)
+    table.add_section()
+    table.add_row("", "", "", "", "largest", *(f"{max(errors):.1e}" for errors in columns))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _lengths(documents: str) -> list[int]:
     try:
-        return [int(n) for n in documents.split(",")]
+        return [int(length) for length in documents.split(",")]
     except ValueError:
-        raise ValueError(f"documents: {documents!r}; give the tokens of each, for example 3,5,2") from None
+        raise ValueError(f"documents: {documents!r}; give whole numbers between commas, for example 3,5,2") from None
 
 
-def _spec(config: Path | None, given: Mapping[str, Any]) -> "RopeSpec":
-    from jaxref.rope import RopeSpec
+def _theta(theta: str) -> float:
+    from jaxref.rope import paper_theta
 
-    if config is None:
-        return RopeSpec(
-            head_dim=given.get("head-dim", 128),
-            theta=given.get("theta", 10_000.0),
-            rope_type=given.get("type", "default"),
-            factor=given.get("factor"),
-            original_max_position_embeddings=given.get("original"),
-        )
-    if given:
-        raise ValueError(f"config: {config} says it all; leave out --{', --'.join(given)}")
+    if theta in _PAPER_LENGTHS:
+        return paper_theta(_PAPER_LENGTHS[theta])
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"config: {config} is not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"config: {config} is not a JSON object")
-    for names in (("head_dim", "hidden_size"), ("head_dim", "num_attention_heads")):
-        if not any(isinstance(content.get(name), int) for name in names):
-            raise ValueError(f"config: {config} has neither {' nor '.join(names)}")
-    return RopeSpec.from_hf(content)
+        return float(theta)
+    except ValueError:
+        raise ValueError(f"theta: {theta!r} is neither a number nor one of {', '.join(_PAPER_LENGTHS)}") from None
 
 
-def _rope_table(spec: "RopeSpec", position: int) -> "Table":
-    import numpy as np
-    from rich import box
-    from rich.table import Table
-
-    from jaxref.rope import cos_sin, inverse_frequencies
-    from jaxref.rounding import PRESETS, preset
-
-    inv_freq_C, scaling = inverse_frequencies(spec, position + 1)
-    truth_C = np.asarray(cos_sin([[position]], inv_freq_C, scaling, preset("exact"))[0])[0, 0]
-    columns: dict[bytes, tuple[list[str], np.ndarray]] = {}
-    for name in sorted(PRESETS.keys() - {"exact"}, key=list(PRESETS).index):
-        cos_C = np.asarray(cos_sin([[position]], inv_freq_C, scaling, PRESETS[name])[0], dtype=np.float64)[0, 0]
-        columns.setdefault(cos_C.tobytes(), ([], np.abs(cos_C - truth_C)))[0].append(name)
-
-    title = f"{spec.rope_type}, theta {spec.theta:g}, head_dim {spec.head_dim}, cos and sin times {scaling:.6g}"
-    table = Table(title=title, caption=f"errors of cos at position {position:,} against float64", box=box.SIMPLE)
-    for header in ("pair", "inverse frequency", "wavelength", "angle", "cos"):
-        table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
-    for names, _ in columns.values():
-        table.add_column("\n".join(names), justify="right", vertical="bottom", no_wrap=True)
-    for pair, frequency in enumerate(inv_freq_C):
-        errors = [f"{errors_C[pair]:.1e}" for _, errors_C in columns.values()]
-        exact = [f"{frequency:.10g}", f"{2 * np.pi / frequency:,.2f}", f"{position * frequency:,.4f}"]
-        table.add_row(str(pair), *exact, f"{truth_C[pair]:+.6f}", *errors)
-    return table
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _read_config(path: Path) -> dict:
     try:
-        yield
-    except (ValueError, OSError) as error:
-        _fail(str(error), 2)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "jaxref":
-            raise
-        _fail(f"the package {error.name} is not installed: pip install 'anchorline[jax]'", 2)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-
-
-def _fail(message: str, code: int) -> None:
-    print(f"jaxref: {' '.join(message.split())}", file=sys.stderr)
-    raise typer.Exit(code)
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"config: {path} is not JSON ({error})") from None
+    if not isinstance(config, dict) or not ("head_dim" in config or "hidden_size" in config):
+        raise ValueError(f"config: {path} is not the config.json of a model: it has no hidden_size")
+    return config
 
 
 def main() -> None:
     """Entry point of the command `jaxref`."""
-    app()
+    try:
+        status = app(standalone_mode=False)
+    except (ValueError, OSError) as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        # What typer says of options; its exceptions are click's own or not, by its version.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+    else:
+        sys.exit(status)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"jaxref: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

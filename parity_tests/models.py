@@ -1,8 +1,10 @@
-"""Tiny random models of every family, and small packed batches, for comparing the two sides.
+"""Models and small packed batches for comparing the two sides: tiny random ones of every family, and real weights.
 
 Legend: B batch · T tokens of a row.
 """
 
+import inspect
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -28,43 +30,54 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
+ANCHOR_TOKENS = 1
 
 
 def tiny_model(family: str, dtype: torch.dtype, implementation: str = "anchor", seed: int = 0, **changes: Any) -> Any:
     """A random model for causal language modelling, made in float32 and rounded to `dtype` as `from_pretrained` does.
 
-    Initial weights are scaled up so that attention is far from uniform and a wrong mask or position moves the output.
+    Weights are larger than a fresh model's, so that attention is far from uniform and a wrong mask or position shows; biases
+    and norms are drawn too, so that they count.
     """
     torch.manual_seed(seed)
     windows = {"sliding_window": None} if family == "mistral" else {}
     config = FAMILIES[family](**(SIZES | windows | changes), initializer_range=0.08)
     drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in drawn.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # zeros and ones in a fresh model: draw them, so that they count
+        if name.endswith("bias") or "norm" in name:
             weight.data += 0.1 * torch.randn_like(weight)
+    # Built in its dtype: `.to(bfloat16)` would round RoPE's inverse frequencies as well.
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     model.load_state_dict(drawn.state_dict())
     return model.eval()
 
 
-def packed_batch(variant: str, lengths: tuple[int, ...] = (9, 1, 14, 5), vocabulary: int = 97, seed: int = 0) -> dict:
-    """Two rows of documents under a mask variant, the second with fewer documents and padding; int64 [2, T]."""
-    extras = variant.split("+")
-    base = variant.replace("+tag", "")  # a tag is tokens like any other: it moves no mask
-    anchor = 1
-    rows = [
-        layout(lengths, base, anchor=anchor, seed=seed),
-        layout(lengths[:-1], base, anchor=anchor, padding=lengths[-1]),
-    ]
-    assert extras
+def packed_batch(
+    variant: str, lengths: tuple[int, ...] = (9, 1, 14, 5), vocabulary: int = 97, seed: int = 0
+) -> dict[str, Tensor]:
+    """Two rows of random tokens under a mask variant, the second with a document less and padding; int64 [2, T]."""
     generator = torch.Generator().manual_seed(seed)
-    T = anchor + sum(lengths)
+    tokens = torch.randint(0, vocabulary, (2, ANCHOR_TOKENS + sum(lengths)), generator=generator)
+    return {"input_ids": tokens, **_arrays(variant, lengths, seed)}
+
+
+def text_batch(tokenizer: Any, variant: str, tokens: int, seed: int = 0) -> dict[str, Tensor]:
+    """Two rows of real text (a module of the standard library), packed in five documents, one of a single token."""
+    lengths = (tokens * 2 // 5, 1, tokens // 4, tokens // 8)
+    lengths = (*lengths, tokens - ANCHOR_TOKENS - sum(lengths))
+    ids = tokenizer(inspect.getsource(textwrap), add_special_tokens=False).input_ids
+    ids = np.resize(np.asarray(ids), 2 * tokens).reshape(2, tokens)
+    return {"input_ids": torch.from_numpy(ids), **_arrays(variant, lengths, seed)}
+
+
+def _arrays(variant: str, lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:
+    """position_ids and document_ids of both rows. A tag is tokens like any other: it moves no mask."""
+    base = variant.replace("+tag", "")
+    rows = [
+        layout(lengths, base, ANCHOR_TOKENS, seed=seed),
+        layout(lengths[:-1], base, ANCHOR_TOKENS, padding=lengths[-1], seed=seed),
+    ]
     return {
-        "input_ids": torch.randint(0, vocabulary, (2, T), generator=generator),
-        "position_ids": _stack([row.position_ids for row in rows]),
-        "document_ids": _stack([row.document_ids for row in rows]),
+        "position_ids": torch.from_numpy(np.stack([row.position_ids for row in rows])),
+        "document_ids": torch.from_numpy(np.stack([row.document_ids for row in rows])),
     }
-
-
-def _stack(rows: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack([np.asarray(row, dtype=np.int64).reshape(-1) for row in rows]))

@@ -149,6 +149,47 @@ def test_exact_tables_up_to_a_million_positions(theta):
                 assert abs(mpmath.mpf(float(got)) - function(angle)) <= angle * (2 * U + U**2) + U
 
 
+@pytest.mark.parametrize("parameters", EVERY_TYPE, ids=lambda p: p.get("rope_type", "default"))
+def test_exact_tables_of_every_type_at_a_million_positions(parameters):
+    """From the frequencies as they are: the angle rounds once and a faithful cos errs by u, both times the attention scaling,
+    which rounds the product.
+    """
+    position = 1_048_575
+    frequencies, scaling = inverse_frequencies(RopeSpec(64, 5e5, **parameters), position + 1)
+    tables = cos_sin([[position]], frequencies, scaling, preset("exact"))
+    for table, function in zip(tables, (mpmath.cos, mpmath.sin), strict=True):
+        for got, frequency in zip(np.asarray(table[0, 0]).tolist(), frequencies.tolist(), strict=True):
+            angle = position * mpmath.mpf(frequency)
+            error = scaling * (angle * U + U)
+            assert abs(got - scaling * function(angle)) <= error + U * (scaling + error)
+
+
+@pytest.mark.parametrize("shift", [1, 1000, 131_072, 1_048_576 - 64])
+def test_only_distances_count(shift):
+    """rotate(q, p + s) . rotate(k, t + s) is the same for every s.
+
+    A pair of q turned by the angle a errs by (a + 5) u |pair|: the angle (a u), faithful cos and sin (2 u together), two products
+    and a sum (3 u). So does k's, and the D products and sums of the dot product err by D u. Both sides of the equation do.
+    """
+    head_dim = 16
+    frequencies, _ = inverse_frequencies(RopeSpec(head_dim, 1e4))
+    rng, exact = np.random.default_rng(0), preset("exact")
+    q_THD, k_THD = rng.normal(size=(2, 64, 1, head_dim))
+    p, t = rng.integers(0, 64, size=(2, 64))
+
+    def dot(s):
+        q, k = (
+            rotate(x[None], *cos_sin(place[None] + s, frequencies, 1.0, exact), exact, site)
+            for x, place, site in ((q_THD, p, "q_rotated"), (k_THD, t, "k_rotated"))
+        )
+        return np.asarray((q * k).sum(-1))[0, :, 0]
+
+    sizes = [np.hypot(*np.split(x[:, 0], 2, axis=-1)) for x in (q_THD, k_THD)]
+    angles = (p + t + 2 * shift)[:, None] * frequencies
+    bound = 2 * float(U) * (sizes[0] * sizes[1] * (angles + 10 + head_dim)).sum(-1)
+    assert (np.abs(dot(shift) - dot(0)) <= bound).all()
+
+
 def test_rotation_is_that_of_complex_numbers():
     """Two products and a sum: relative error at most gamma_2 = 2u / (1 - 2u) of the terms' absolute values."""
     rng = np.random.default_rng(0)

@@ -82,8 +82,12 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
     """Refuse what the attention engines do not honour, before any weight is read.
 
     Raises:
-        UserError: attention dropout, or a sliding window shorter than the rows.
+        UserError: no fixed number of positions, attention dropout, or a sliding window shorter than the rows.
     """
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise UserError(
+            f"model.source: {config.model_type} names no max_position_embeddings in its config.json and is not supported"
+        )
     if dropout := getattr(config, "attention_dropout", 0.0):
         raise UserError(
             f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local copy"

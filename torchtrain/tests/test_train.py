@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtrain
 from torchtrain.config import Config, TrainConfig, load_config
-from torchtrain.data import PackedRows, prepare
+from torchtrain.data import PackedRows, collate, prepare
 from torchtrain.errors import UserError
 from torchtrain.modeling.load import hidden_states, load_model, open_config, open_tokenizer
 from torchtrain.tests.conftest import FAMILIES, POSITIONS, VOCABULARY, tiny_model, tiny_tokenizer
+from torchtrain.training.evaluate import HeldOut, evaluate
 from torchtrain.training.loop import backward, step_batches, train
 from torchtrain.training.loss import IGNORE
 from torchtrain.training.metrics import read_metrics
@@ -237,6 +239,23 @@ def test_losses_by_domain_are_those_of_each_document_alone(model, tree, write_co
         assert mean.total == pytest.approx(sums[domain], rel=200 * EPS)
 
 
+def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree, write_config):
+    _, _, held_out, store = packed(tree, write_config)
+    result = evaluate(model, held_out, HeldOut(store.domains, own_positions=50), chunk=37)
+    assert model.training
+    losses, _ = backward(model, [collate([row]) for row in held_out], store.domains, chunk=37)
+    assert result.overall == losses.overall
+    assert result.by_domain == losses.by_domain
+
+    blind = [
+        {**row, "shift_labels": np.where(row["position_ids"] < 50, IGNORE, row["shift_labels"])} for row in held_out
+    ]
+    new, _ = backward(model, [collate([row]) for row in blind], store.domains, chunk=37)
+    assert 0 < new.overall.tokens < losses.overall.tokens
+    assert result.new_positions.tokens == new.overall.tokens
+    assert result.new_positions.total == pytest.approx(new.overall.total, rel=new.overall.tokens * EPS)
+
+
 def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
     tokens = torch.zeros(1, 8, dtype=torch.long)
     batch = {"input_ids": tokens, "position_ids": torch.arange(8)[None], "document_ids": tokens + 1}
@@ -350,3 +369,12 @@ def test_dropout_in_the_attention_is_refused_before_the_run(run, tree, tmp_path)
     with pytest.raises(UserError, match="dropout"):
         run(f"model.source={tmp_path / 'gpt2'}", "rope.theta=keep")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_names_no_length(run, tmp_path):
+    from transformers import BloomConfig
+
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bloom")
+    with pytest.raises(UserError, match="bloom names no max_position_embeddings"):
+        run(f"model.source={tmp_path / 'bloom'}")

@@ -65,6 +65,7 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
     source = resolve_source(config.model.source, config.data.cache)
     own_config = open_config(source)
     check_config(own_config, length)
+    own_positions: int = own_config.max_position_embeddings
     model_config = extend(own_config, config.rope, length)
     tokenizer = open_tokenizer(source)
     check_tokenizer(tokenizer, model_config.vocab_size)
@@ -76,7 +77,7 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
 
     model = load_model(source, model_config, config.model, engine, device)
     say(f"model     {config.model.source}: {model.num_parameters():,} parameters in {config.model.dtype} on {device}")
-    say(f"attention {engine} · {config.pack.variant} · {length:,} tokens a row (the model held {_held(own_config):,})")
+    say(f"attention {engine} · {config.pack.variant} · {length:,} tokens a row (the model held {own_positions:,})")
     say(f"rope      {describe(model_config)}")
     say(f"data      {len(store.domains)} domains, {rows.plan(0).tokens:,} training tokens in {len(rows):,} rows")
     wanted = config.train.steps * config.train.sequences_per_step
@@ -89,7 +90,7 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
         "model_origin": _origin(source),
         "corpus_fingerprint": store.fingerprint,
     }
-    return Setup(device, engine, model, tokenizer, _held(own_config), store, rows, held_out, record)
+    return Setup(device, engine, model, tokenizer, own_positions, store, rows, held_out, record)
 
 
 def pack_rows(
@@ -124,10 +125,6 @@ def pack_rows(
     held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]
     held_out = [rows[i] for rows in held_out_rows for i in range(min(config.eval.sequences, len(rows)))]
     return packed(train, config.pack.last), held_out
-
-
-def _held(config: Any) -> int:
-    return config.max_position_embeddings
 
 
 def _origin(source: str) -> dict[str, str]:

@@ -1,0 +1,57 @@
+"""SmolLM2-135M with its real weights, all 30 layers, against the oracle; and the oracle's own reading of the same file."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torchtrain
+from jaxref.rounding import preset
+from jaxref.weights import load_hf
+from parity_tests.layers import compare_layers, oracle_of, oracle_taps
+from parity_tests.models import text_batch
+from torchtrain.modeling.smollm2 import smollm2_folder
+
+CACHE = Path(__file__).parents[1] / "cache"
+
+
+@pytest.fixture(scope="module")
+def folder():
+    torchtrain.register()
+    return smollm2_folder(CACHE)
+
+
+@pytest.fixture(scope="module")
+def batch(folder):
+    return text_batch(AutoTokenizer.from_pretrained(folder), "anchor", tokens=192)
+
+
+def load(folder, dtype):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="anchor").eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_tap_of_every_layer(folder, batch, dtype):
+    report = compare_layers(load(folder, dtype), batch, "sdpa")
+    assert len([name for name in report.verdicts if name.endswith("k_rope")]) == 30
+    name = report.first_divergence
+    assert name is None, f"{name}: {report.verdicts[name]}"
+
+
+def test_a_position_off_by_one_is_named_where_it_happens(folder, batch):
+    """The comparison is worth what it catches: one document shifted by one position, in the candidate only."""
+    model = load(folder, torch.bfloat16)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, position_ids + (position_ids > 100))
+    report = compare_layers(model, batch, "sdpa")
+    assert report.first_divergence in ("layers.0.q_rope", "layers.0.k_rope")
+
+
+def test_the_oracle_reads_the_same_weights_from_the_safetensors(folder, batch):
+    _, decoder = load_hf(folder)
+    ours = oracle_taps(decoder, batch, preset("fp32"))["logits"]
+    theirs = oracle_taps(oracle_of(load(folder, torch.float32)), batch, preset("fp32"))["logits"]
+    assert np.array_equal(ours, theirs)
