@@ -56,10 +56,6 @@ def mask(
         raise ValueError(
             f"documents: the row has {tokens} tokens, a drawing at most {MOST_TOKENS}; give shorter documents"
         )
-    print(draw(row.document_ids))
-    print(f"\npositions  {' '.join(map(str, row.position_ids))}")
-    live, causal = live_pairs(row.document_ids[None]), tokens * (tokens + 1) // 2
-    print(f"pairs      {live} of {causal} causal ones are live ({live / causal:.0%})")
     if png is not None:
         from jaxref.mask_figure import save_figure
 
@@ -69,31 +65,42 @@ def mask(
         in_document_1 = origin + (origin == 0)
         origins = {base: (origin if base == "anchor" else in_document_1)[rows[base].source] for base in VARIANTS}
         save_figure({base: (rows[base], origins[base]) for base in VARIANTS}, png)
+    live, causal = live_pairs(row.document_ids[None]), tokens * (tokens + 1) // 2
+    print(draw(row.document_ids))
+    print(f"\npositions  {' '.join(map(str, row.position_ids))}")
+    print(f"pairs      {live} of {causal} causal ones are live ({live / causal:.0%})")
+    if png is not None:
         print(f"figure     {png}")
 
 
 @app.command()
 def rope(
     theta: Annotated[
-        str, typer.Option(help="base: a number, or the paper's for a context: paper-32k, -64k, -128k, -256k")
-    ] = "10000",
+        str | None, typer.Option(help="base: a number (10000), or the paper's: paper-32k, -64k, -128k, -256k")
+    ] = None,
     rope_type: Annotated[
-        str, typer.Option("--type", help="default, linear, ntk, dynamic, yarn or llama3 (longrope needs --config)")
-    ] = "default",
+        str | None,
+        typer.Option("--type", help="default, linear, ntk, dynamic, yarn or llama3; longrope needs --config"),
+    ] = None,
     factor: Annotated[float | None, typer.Option(help="of every type but default: new length over original")] = None,
-    original: Annotated[int, typer.Option(help="of dynamic, yarn and llama3: positions the model was made for")] = 8192,
-    head_dim: Annotated[int, typer.Option(help="dimensions of a head; each pair of them has a frequency")] = 128,
+    original: Annotated[
+        int | None, typer.Option(help="of dynamic, yarn and llama3: positions the model was made for (8192)")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="dimensions of a head (128); each pair of them has a frequency")
+    ] = None,
     position: Annotated[int, typer.Option(help="where angles and errors are shown, in tokens")] = 131_071,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="a model's config.json, in place of the options above it")
+        Path | None, typer.Option(metavar="FILE", help="a model's config.json, in place of all but --position")
     ] = None,
 ) -> None:
     """Print RoPE's frequencies, and what each rounding does to them at a position.
 
-    One line for each rotated pair: its inverse frequency in radians a token, its wavelength in tokens, its angle at the
-    position (exact), and how far cos is from the exact one under each preset of roundings. Presets that agree share a column.
-    An error near 1 means that the pair no longer tells positions apart.
+    One line for each rotated pair: its inverse frequency in radians a token, its wavelength in tokens, its exact angle and cos
+    at the position, and how far cos is from that under each preset of roundings. Presets that agree share a column. An error
+    near 1 means that the pair no longer tells positions apart.
 
+    The last column is what model.to(bfloat16) does to a transformers model: it rounds the inverse frequencies themselves.
     Llama 3's low and high frequency factors are 1 and 4, as published.
 
     Example: jaxref rope --theta paper-128k --position 131071
@@ -101,28 +108,37 @@ def rope(
     import numpy as np
 
     from jaxref.rope import RopeSpec, cos_sin, inverse_frequencies
-    from jaxref.rounding import PRESETS
+    from jaxref.rounding import PRESETS, Rounding, preset
 
     if position < 0:
         raise ValueError(f"position: {position} is negative")
     if config is None:
-        given = {"factor": factor}
-        if rope_type in ("dynamic", "yarn", "llama3"):
-            given["original_max_position_embeddings"] = original
-        if rope_type == "llama3":
-            given |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        spec = RopeSpec(head_dim, _theta(theta), rope_type, **given)
+        rope_type = rope_type or "default"
+        if original is None and rope_type in ("dynamic", "yarn", "llama3"):
+            original = 8192
+        bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+        spec = RopeSpec(
+            128 if head_dim is None else head_dim,
+            _theta(theta or "10000"),
+            rope_type,
+            factor=factor,
+            original_max_position_embeddings=original,
+            **bands,
+        )
+    elif any(option is not None for option in (theta, rope_type, factor, original, head_dim)):
+        raise ValueError("config: it says theta, type, factor, original and head_dim; give the file or the options")
     else:
         spec = RopeSpec.from_hf(_read_config(config))
     frequencies, scaling = inverse_frequencies(spec, position + 1)
 
-    def cos(name: str) -> np.ndarray:
-        return np.asarray(cos_sin([[position]], frequencies, scaling, PRESETS[name])[0][0, 0], dtype=np.float64)
+    def cos(rounding: Rounding) -> np.ndarray:
+        return np.asarray(cos_sin([[position]], frequencies, scaling, rounding)[0][0, 0], dtype=np.float64)
 
-    exact, columns = cos("exact"), {}
-    for name in PRESETS:
-        if name != "exact":
-            columns.setdefault(tuple(np.abs(cos(name) - exact)), []).append(name)
+    roundings = {name: rounding for name, rounding in PRESETS.items() if name != "exact"}
+    roundings["model.to(bf16)"] = preset("hf_eager_bf16").replace(inv_freq="bf16")
+    exact, columns = cos(preset("exact")), {}
+    for name, rounding in roundings.items():
+        columns.setdefault(tuple(np.abs(cos(rounding) - exact)), []).append(name)
 
     details = "" if scaling == 1 else f", attention scaling {scaling:.6g}"
     table = Table(
@@ -178,7 +194,9 @@ def main() -> None:
     """Entry point of the command `jaxref`."""
     try:
         status = app(standalone_mode=False)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+    except ValueError as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
@@ -192,7 +210,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"jaxref: {' '.join(message.split())}", file=sys.stderr)
+    if message:  # empty where help was printed instead
+        print(f"jaxref: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 

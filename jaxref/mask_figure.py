@@ -12,10 +12,10 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING, Layout, visible
 
 TITLES = {
-    "full": ("full", "everything before"),
-    "intra": ("intra-document", "its own document"),
+    "full": ("full", "sees everything before"),
+    "intra": ("intra-document", "sees its own document"),
     "intra_reset": ("intra-document + reset", "the same, positions restart"),
-    "anchor": ("anchor", "its own document and the anchor"),
+    "anchor": ("anchor", "sees its document and the anchor"),
 }
 ANCHOR_COLOUR, PADDING_COLOUR, MASKED_COLOUR = "#f2b01e", "#b9bec6", "#f1f2f5"
 DOCUMENT_COLOURS = ("#3f6fb5", "#2f9e8f", "#d1495b", "#8a5fbf", "#e07b39", "#5a8f3c", "#b0508f", "#4aa3c7")
@@ -32,7 +32,7 @@ def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> No
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
-    figure, axes = plt.subplots(1, len(rows), figsize=(12, 4.1), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(1, len(rows), figsize=(12, 3.9), squeeze=False, layout="constrained")
     for axis, (variant, (row, origin)) in zip(axes[0], rows.items(), strict=True):
         T = len(origin)
         ids = row.document_ids
@@ -41,9 +41,9 @@ def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> No
         cells[ids == PADDING] = cells[:, ids == PADDING] = matplotlib.colors.to_rgb(PADDING_COLOUR)
         axis.imshow(cells, interpolation="nearest")
 
-        title, sees = TITLES[variant]
-        axis.set_title(title, fontsize=13, fontweight="bold", pad=24)
-        axis.text(0.5, 1.03, f"a token sees {sees}", transform=axis.transAxes, ha="center", va="bottom", fontsize=9)
+        title, subtitle = TITLES[variant]
+        axis.set_title(title, fontsize=13, fontweight="bold", pad=22)
+        axis.text(0.5, 1.03, subtitle, transform=axis.transAxes, ha="center", va="bottom", fontsize=9)
         axis.set_xlabel("key", fontsize=11)
         axis.set_ylabel("query", fontsize=11)
         step = -(-T // 16)
@@ -55,9 +55,10 @@ def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> No
         axis.tick_params(which="both", length=0)
         axis.spines[:].set_visible(False)
 
-    shown = np.unique(np.concatenate([origin for _, origin in rows.values()]))
+    shown = np.unique(np.concatenate([origin for _, origin in rows.values()])).tolist()
     names = {ANCHOR: "anchor", PADDING: "padding"}
-    key = [Patch(color=_colour(d), label=names.get(d, f"document {d}")) for d in map(int, shown)]
+    shown.sort(key=lambda document: (document == PADDING, document))
+    key = [Patch(color=_colour(document), label=names.get(document, f"document {document}")) for document in shown]
     key.append(Patch(facecolor=MASKED_COLOUR, edgecolor="#d4d7dd", label="masked"))
     figure.legend(handles=key, loc="outside lower center", ncols=len(key), frameon=False, fontsize=10, handlelength=1.2)
     figure.savefig(path, dpi=200)

@@ -32,7 +32,8 @@ a product and a sum into one FMA; in a float64 carrier it is IEEE float32 exactl
 Gradients: a site rounds the cotangent that arrives at it to the same format, as autograd stores the gradient of a bf16
 tensor in bf16. Where a value is used more than once the cotangents meet in the carrier and are rounded once; torch rounds
 each and then their sum. Keys and values shared by a group of query heads have a site for it, `kv_heads`, because every
-engine rounds there:
+engine rounds there. With `after_pv` the backward pass of attention is FlashAttention-2's own, which is not its forward
+transposed: it rounds P and dS where the transpose would round dP.
 """
 
 from dataclasses import dataclass, fields, replace

@@ -1,5 +1,6 @@
 """The plug-in for transformers: every family, every engine, in anybody's training loop; and what it refuses."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +10,9 @@ import torchtrain
 from parity_tests.tolerance import judge
 from torchtrain.attention import hf, make_plan, visible_BTT
 from torchtrain.attention.plan import AttentionPlan
+from torchtrain.config import BASE_VARIANTS, PackConfig
+from torchtrain.data import collate
+from torchtrain.data.rows import Segment, build_row
 from torchtrain.errors import UserError
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import NAMED_ROWS, named_batch
@@ -66,22 +70,40 @@ def test_one_document_is_what_transformers_computes_itself(family, implementatio
     assert verdict.passed, verdict
 
 
+def assert_nothing_leaks(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """The gradient of every token's logits reaches exactly the tokens it may see, and itself."""
+    embeds = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    others = {name: batch[name] for name in ("position_ids", "document_ids")}
+    logits = model(inputs_embeds=embeds, **others).logits
+    rule = visible_BTT(batch["document_ids"])
+    weight = torch.randn(logits[:, 0].shape, dtype=torch.float64)
+    for query in range(logits.shape[1]):
+        (grad,) = torch.autograd.grad((logits[:, query] * weight).sum(), embeds, retain_graph=True)
+        reached = grad.abs().sum(-1) > 0
+        sees_itself = torch.arange(logits.shape[1]) == query  # padding too: through the residual stream, not attention
+        assert torch.equal(reached, rule[:, query] | sees_itself)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("implementation", ENGINES)
 def test_no_gradient_reaches_an_invisible_token_through_the_whole_model(family, implementation):
-    model = tiny(family, implementation)
-    rows = [NAMED_ROWS[name] for name in ("anchor", "intra", "full", "padding in the middle", "documents apart")]
-    ids_BT = torch.tensor(rows)
-    batch = inputs(ids_BT)
-    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
-    logits = model(inputs_embeds=embeds, **batch).logits
-    rule = visible_BTT(ids_BT)
-    weight = torch.randn(logits[:, 0].shape, dtype=torch.float64)
-    for query in range(ids_BT.shape[1]):
-        (grad,) = torch.autograd.grad((logits[:, query] * weight).sum(), embeds, retain_graph=True)
-        reached = grad.abs().sum(-1) > 0
-        sees_itself = torch.arange(ids_BT.shape[1]) == query  # padding too: through the residual stream, not attention
-        assert torch.equal(reached, rule[:, query] | sees_itself)
+    names = ("anchor", "intra", "full", "padding in the middle", "documents apart")
+    assert_nothing_leaks(tiny(family, implementation), inputs(torch.tensor([NAMED_ROWS[name] for name in names])))
+
+
+@pytest.mark.parametrize(
+    "variant", [b + e for b in BASE_VARIANTS for e in ("", "+tag", "+interleave", "+tag+interleave")]
+)
+@pytest.mark.parametrize("implementation", ENGINES)
+def test_nothing_leaks_in_rows_the_packer_makes(variant, implementation):
+    pack = PackConfig(sequence_length=18, variant=variant, chunks=3)
+    tag = [7, 8] if pack.tag else []
+    random = np.random.default_rng(0)
+    rows = [
+        build_row([Segment(random.integers(9, 61, n), 0, tag) for n in lengths], pack, [1], 2, random)
+        for lengths in ((5, 1, 4), (9,))
+    ]
+    assert_nothing_leaks(tiny("llama", implementation), collate(rows))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
