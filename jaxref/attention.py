@@ -48,7 +48,7 @@ def attention(
     _check(q_BTHD, k_BTKD, v_BTKD, document_BT)
     B, T, H, D = q_BTHD.shape
     K = k_BTKD.shape[2]
-    scale = D**-0.5 if scale is None else scale
+    factor: float = D**-0.5 if scale is None else scale
     q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
     # One copy of k and v per query head: the same numbers forward; backward, each head's share is rounded before the sum.
     k_BTKGD, v_BTKGD = (
@@ -61,7 +61,7 @@ def attention(
         mask_BQT = rule(
             document_BQ[:, :, None], document_BT[:, None, :], index_Q[None, :, None], index_T[None, None, :]
         )
-        return algorithm(q_BQKGD, k_BTKGD, v_BTKGD, mask_BQT[:, None, None], rounding, scale)
+        return algorithm(q_BQKGD, k_BTKGD, v_BTKGD, mask_BQT[:, None, None], rounding, factor)
 
     if block is None:
         out_BKGTD, lse_BKGT = attend(q_BTKGD, document_BT, jnp.arange(T))
@@ -125,8 +125,8 @@ def _flash(
 
 
 def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, rounding: Rounding, scale: float) -> Any:
-    out, lse = _flash(q, k, v, mask, rounding, scale)
-    return (out, lse), (q, k, v, mask, out, lse)
+    results: Any = _flash(q, k, v, mask, rounding, scale)
+    return results, (q, k, v, mask, *results)
 
 
 def _flash_backward(rounding: Rounding, scale: float, saved: Any, cotangents: Any) -> Any:

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -49,7 +49,7 @@ def mask(
     from jaxref.mask import VARIANTS, draw, layout, live_pairs
 
     lengths = _lengths(documents)
-    rest = {"anchor": anchor, "padding": padding, "tag": tag, "chunks": chunks, "seed": seed}
+    rest: dict[str, Any] = {"anchor": anchor, "padding": padding, "tag": tag, "chunks": chunks, "seed": seed}
     row = layout(lengths, variant, **rest)
     tokens = len(row.document_ids)
     if tokens > MOST_TOKENS:
@@ -116,7 +116,7 @@ def rope(
         rope_type = rope_type or "default"
         if original is None and rope_type in ("dynamic", "yarn", "llama3"):
             original = 8192
-        bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+        bands: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
         spec = RopeSpec(
             128 if head_dim is None else head_dim,
             _theta(theta or "10000"),
@@ -202,9 +202,10 @@ def main() -> None:
         _fail("interrupted", 130)
     except Exception as error:
         # What typer says of options; its exceptions are click's own or not, by its version.
-        if not hasattr(error, "format_message"):
+        describe = getattr(error, "format_message", None)
+        if describe is None:
             raise
-        _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+        _fail(describe(), 2)
     else:
         sys.exit(status)
 

@@ -58,7 +58,7 @@ class Layout:
     """One packed row under a variant: two arrays of the contract, and where each stored token comes from.
 
     `source[i]` is the place token i would have with documents stored whole and in order; only full + interleave moves any.
-    `turns` is the order of the merge, a document's index from 0 for each piece; empty without interleaving.
+    `turns` is the order of the merge, a document's index from 0 for each piece; without interleaving, document by document.
     """
 
     document_ids: np.ndarray  # int64 [T]
@@ -102,7 +102,7 @@ def layout(
     base, *extras = variant.split("+")
     if base not in VARIANTS or extras not in ([], ["interleave"]):
         raise ValueError(f"variant {variant!r}; choose {', '.join(VARIANTS)}, each with +interleave or without")
-    if min(lengths, default=1) < 1 or min(anchor, padding, tag) < 0 or chunks < 1:
+    if min(lengths, default=0) < 1 or min(anchor, padding, tag) < 0 or chunks < 1:
         raise ValueError(
             f"lengths {list(lengths)}, anchor {anchor}, padding {padding}, tag {tag}, chunks {chunks}: lengths and chunks "
             "are positive, the others not negative"
@@ -118,16 +118,9 @@ def layout(
         for start, stop, n in zip(starts[:-1], starts[1:], lengths, strict=True)
     ]
     names = np.repeat(np.arange(len(lengths)), [len(own) for own in pieces])
-    if not extras:
-        turns = np.empty(0, dtype=np.int64)
-        merged = np.arange(T)
-    else:
-        turns = np.random.default_rng(seed).permutation(names) if turns is None else np.asarray(turns, dtype=np.int64)
-        if not np.array_equal(np.sort(turns), names):
-            raise ValueError(f"turns: {turns.tolist()} is no order of the pieces {names.tolist()}")
-        queues = [iter(own) for own in pieces]
-        order = [next(queues[turn]) for turn in turns]
-        merged = np.concatenate([np.arange(anchor), *order, np.arange(starts[-1], T)])
+    order = _order(names, seed, turns) if extras else names
+    queues = [iter(own) for own in pieces]
+    merged = np.concatenate([np.arange(anchor), *(next(queues[turn]) for turn in order), np.arange(starts[-1], T)])
     positions = np.empty(T, dtype=np.int64)
     positions[merged] = np.arange(T)
 
@@ -135,11 +128,11 @@ def layout(
         ids[ids == ANCHOR] = 1
     if base == "full":
         ids[ids > ANCHOR] = 1
-        return Layout(ids[merged], np.arange(T), merged, turns)
+        return Layout(ids[merged], np.arange(T), merged, order)
     if base == "intra_reset":
         for document in np.unique(ids):
             positions[ids == document] = np.arange((ids == document).sum())
-    return Layout(ids, positions, np.arange(T), turns)
+    return Layout(ids, positions, np.arange(T), order)
 
 
 def draw(document_ids: np.ndarray, seen: str = "■", unseen: str = "·") -> str:
@@ -151,6 +144,14 @@ def draw(document_ids: np.ndarray, seen: str = "■", unseen: str = "·") -> str
 
 
 _NAMES = "123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def _order(names: np.ndarray, seed: int, turns: Sequence[int] | None) -> np.ndarray:
+    if turns is None:
+        return np.random.default_rng(seed).permutation(names)
+    if sorted(turns) != names.tolist():
+        raise ValueError(f"turns: {list(turns)} is no order of the pieces {names.tolist()}")
+    return np.asarray(turns)
 
 
 def _pieces(tokens: np.ndarray, tag: int, count: int) -> list[np.ndarray]:

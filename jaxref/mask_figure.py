@@ -30,15 +30,16 @@ def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> No
     """
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
     figure, axes = plt.subplots(1, len(rows), figsize=(12, 3.9), squeeze=False, layout="constrained")
     for axis, (variant, (row, origin)) in zip(axes[0], rows.items(), strict=True):
         T = len(origin)
         ids = row.document_ids
-        colour_of_key = np.array([matplotlib.colors.to_rgb(_colour(document)) for document in origin])
-        cells = np.where(visible(ids[None])[0][:, :, None], colour_of_key, matplotlib.colors.to_rgb(MASKED_COLOUR))
-        cells[ids == PADDING] = cells[:, ids == PADDING] = matplotlib.colors.to_rgb(PADDING_COLOUR)
+        colour_of_key = np.array([to_rgb(_colour(document)) for document in origin])
+        cells = np.where(visible(ids[None])[0][:, :, None], colour_of_key, to_rgb(MASKED_COLOUR))
+        cells[ids == PADDING] = cells[:, ids == PADDING] = to_rgb(PADDING_COLOUR)
         axis.imshow(cells, interpolation="nearest")
 
         title, subtitle = TITLES[variant]

@@ -150,7 +150,7 @@ class RopeSpec:
         original = given["original_max_position_embeddings"]
         if given.get("factor") is None and rope_type in ("yarn", "longrope") and longest and original:
             given["factor"] = longest / original
-        rest = {
+        rest: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in given.items()
             if name in _used(rope_type) and value is not None

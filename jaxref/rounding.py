@@ -156,8 +156,12 @@ def _backward(fmt: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
 round_to.defvjp(_forward, _backward)
 
 
+def _everywhere(fmt: Format) -> dict[str, Any]:
+    return dict.fromkeys(SITES, fmt)
+
+
 def _half_precision(fmt: Format) -> dict[str, Rounding]:
-    everywhere = Rounding("float32", **dict.fromkeys(SITES, fmt))
+    everywhere = Rounding("float32").replace(**dict.fromkeys(SITES, fmt))
     hf_eager = everywhere.replace(inv_freq="fp32", angle="fp32")
     flash = hf_eager.replace(qk=None, scaled=None, pv=None, normalise="after_pv")
     paper = flash.replace(table="fp32", rope_product="fp32", rope_sum="fp32")
@@ -178,7 +182,7 @@ PRESETS: dict[str, Rounding] = {
     "exact": Rounding("float64"),
     "fp32": Rounding("float32"),
     "flash_fp32": Rounding("float32", normalise="after_pv"),
-    "fp32_sites": Rounding("float64", **dict.fromkeys(SITES, "fp32")),
+    "fp32_sites": Rounding("float64").replace(**dict.fromkeys(SITES, "fp32")),
     **_half_precision("bf16"),
     **_half_precision("fp16"),
 }

@@ -64,7 +64,7 @@ def train(
         result = run(config, replace=replace)
         out = Console()
         out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
-        out.print(f"model in {result.model}", soft_wrap=True)
+        out.print(f"model in {result.model}", markup=False, soft_wrap=True)
 
 
 @app.command()

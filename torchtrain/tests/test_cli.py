@@ -48,6 +48,11 @@ def test_train_and_the_table(call, tree):
     assert "MFU" not in result.output  # no peak is known on a CPU
 
 
+def test_a_domain_whose_name_is_markup(call):
+    result = call("train", "train.steps=2", "data.sources.0.domain_field=null", "data.sources.0.domain='[red]x'")
+    assert "[red]x" in result.stdout
+
+
 GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="flash runs on this machine")
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,9 @@ def train(config: Config, *, replace: bool = False, console: Console | None = No
     folder = RunFolder(config.run.folder)
     folder.check(replace)
     torch.manual_seed(config.run.seed)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with console.status("preparing") as status:
-        setup = set_up(config, console.print, lambda p: status.update(f"{p.state}: {p.documents:,} documents"))
+        setup = set_up(config, say, lambda p: status.update(f"{p.state}: {p.documents:,} documents"))
     folder.create(config, setup.record, replace)
 
     with MetricsFile(folder.metrics) as metrics, Display(console) as display:

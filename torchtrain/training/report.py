@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -82,7 +83,7 @@ def _add(table: Table, name: str, before: Mean, after: Mean) -> None:
             f"{after.value:.4f}",
             f"{after.value - before.value:+.4f}",
         )
-        table.add_row(name, *numbers)
+        table.add_row(escape(name), *numbers)  # a domain may be called [x], which is markup
 
 
 def plot(events: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -80,10 +80,8 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
     say(f"attention {engine} · {config.pack.variant} · {length:,} tokens a row (the model held {own_positions:,})")
     say(f"rope      {describe(model_config)}")
     say(f"data      {len(store.domains)} domains, {rows.plan(0).tokens:,} training tokens in {len(rows):,} rows")
-    wanted = config.train.steps * config.train.sequences_per_step
-    say(
-        f"training  {config.train.steps:,} steps of {config.train.sequences_per_step} rows: {wanted / len(rows):.2g} epochs"
-    )
+    steps, per_step = config.train.steps, config.train.sequences_per_step
+    say(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
