@@ -1,0 +1,134 @@
+"""`report.json`, version 1: what one run of the judge found. The page, junit.xml, `parity diff` and the zoo read only this.
+
+A report holds cases; a case is one model under one variant, RoPE type, engine and dtype. A case holds measures: one judged
+array each, in the order in which the computation makes them. Error and allowance are root mean squares in the array's own
+units (`parity_tests/tolerance.py`).
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+VERSION = 1
+Group = Literal["forward", "loss", "gradients", "step", "trajectory"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Profile(_Part):
+    """Error along the sequence: root mean squares over runs of tokens, both rows together."""
+
+    starts: list[int] = Field(description="first token of each run")
+    error: list[float]
+    allowance: list[float] = Field(description="by the same rule, within the run")
+
+
+class Measure(_Part):
+    """One judged array."""
+
+    name: str = Field(description="`layers.7.k_rope`, `loss`, `gradients.model.norm.weight`, `trajectory.12`")
+    group: Group
+    layer: int | None = Field(description="None outside the layers")
+    tap: str = Field(description="what of the layer: `k_rope`; the parameter's name without its layer; ...")
+    shape: list[int]
+    error: float
+    allowance: float
+    worst: list[int] = Field(description="index of the element that errs most")
+    profile: Profile | None = Field(default=None, description="of forward arrays, where the sequence is an axis")
+
+    @property
+    def passed(self) -> bool:
+        """Whether the rule holds."""
+        return self.error <= self.allowance < float("inf")
+
+    @property
+    def ratio(self) -> float:
+        """Error over allowance; up to 1 passes."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.allowance if self.allowance > 0 else float("inf")
+
+
+class Divergence(_Part):
+    """The first measure that breaks the rule, and what a person would say of it."""
+
+    name: str
+    ratio: float
+    words: str = Field(description="`layer 7, k after RoPE: 41 times the allowance, from token 512 on`")
+
+
+class Case(_Part):
+    """One cell of a run."""
+
+    id: str = Field(description="unique in the report; the same case has the same id in every report")
+    model: str
+    variant: str
+    rope: str
+    engine: str
+    dtype: str
+    preset: str = Field(description="rounding preset of the oracle that gives the allowance")
+    tokens: int
+    position_offset: int
+    seed: int
+    command: str = Field(description="reproduces this case alone")
+    seconds: float
+    problem: str | None = Field(
+        default=None, description="why the case could not be judged (raised, NaN, shape), in words"
+    )
+    first_divergence: Divergence | None = None
+    measures: list[Measure] = []
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case was judged and every measure keeps the rule."""
+        return self.problem is None and self.first_divergence is None
+
+
+class Environment(_Part):
+    """Where the run took place."""
+
+    versions: dict[str, str] = Field(description="python, torch, transformers, jax, numpy, anchorline, ...")
+    hardware: str
+    threads: int
+    git_commit: str | None
+    git_dirty: bool | None
+
+
+class Report(_Part):
+    """The whole of a run."""
+
+    schema_version: Literal[1] = VERSION
+    title: str
+    created: str = Field(description="ISO 8601, UTC")
+    seconds: float
+    command: str
+    environment: Environment
+    cases: list[Case]
+
+    @property
+    def passed(self) -> bool:
+        """The verdict: some case, and every case passed."""
+        return bool(self.cases) and all(case.passed for case in self.cases)
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write `report.json`, beside and renamed."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_report(path: Path) -> Report:
+    """Read a report. Raises ValueError, one line: no file, not JSON, not this version of the schema."""
+    if not path.is_file():
+        raise ValueError(f"report {path}: no such file")
+    try:
+        return Report.model_validate_json(path.read_text(encoding="utf-8"))
+    except (ValidationError, UnicodeDecodeError) as error:
+        first = str(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+        raise ValueError(
+            f"report {path}: not a report of schema version {VERSION}: {' '.join(first.split())}"
+        ) from None
