@@ -34,7 +34,7 @@ def adamw(
     """AdamW with torch's defaults, after an optional clipping of the global norm.
 
     `learning_rate`: a number, or a function of the number of steps taken (0 at the first). `decays`: whether a parameter of this
-    name decays; the trainer decays all of them: `lambda name: True`.
+    name decays.
     Raises ValueError for a value outside its range.
     """
     for field, value, valid in (

@@ -32,12 +32,12 @@ def run_engine(
     engine: str, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, document_ids_BT: Tensor, backward: bool = True
 ) -> Arrays:
     """`out`, `lse` where the engine gives one, and `dq`, `dk`, `dv` of sum(out * weight)."""
-    leaves = [x.detach().clone().requires_grad_(backward) for x in (q, k, v)]
+    q, k, v = (x.detach().clone().requires_grad_(backward) for x in (q, k, v))
     with torch.set_grad_enabled(backward):
-        out, lse = attend(*leaves, make_plan(document_ids_BT), engine=engine)
+        out, lse = attend(q, k, v, make_plan(document_ids_BT), engine=engine)
     results = {"out": out.detach()} | ({} if lse is None else {"lse": lse})
     if backward:
-        grads = torch.autograd.grad(out, leaves, weight)
+        grads = torch.autograd.grad(out, (q, k, v), weight)
         results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
     return {name: x.cpu().double().numpy() for name, x in results.items()}
 
@@ -79,7 +79,8 @@ def compare_engine(
 ) -> dict[str, Verdict]:
     """Judge every output of an engine on random q, k, v under a packing. Returns verdicts by output's name."""
     drawn = draw(document_ids_BT, heads, kv_heads, head_dim, dtype, seed)
-    candidate = run_engine(engine, *(x.to(device) for x in drawn), document_ids_BT.to(device), backward=backward)
+    q, k, v, weight = (x.to(device) for x in drawn)
+    candidate = run_engine(engine, q, k, v, weight, document_ids_BT.to(device), backward)
     truth = run_oracle(preset("exact"), *drawn, document_ids_BT, block)
     reference = run_oracle(preset(preset_name(engine, dtype)), *drawn, document_ids_BT, block)
     judged_as = str(dtype).removeprefix("torch.")

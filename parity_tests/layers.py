@@ -73,8 +73,8 @@ def oracle_of(model: Any) -> Decoder:
 
 def oracle_taps(decoder: Decoder, batch: dict[str, Tensor], rounding: Rounding, block: int | None = None) -> Taps:
     """Run the oracle on a batch of the five arrays and return its taps as float64."""
-    arrays = (batch[name].cpu().numpy() for name in ("input_ids", "position_ids", "document_ids"))
-    _, taps = decoder(*arrays, rounding, block=block, taps=True)
+    ids, positions, documents = (batch[name].cpu().numpy() for name in ("input_ids", "position_ids", "document_ids"))
+    _, taps = decoder(ids, positions, documents, rounding, block=block, taps=True)
     return {name: np.asarray(taps[name], dtype=np.float64) for name in sorted(taps, key=_forward_order)}
 
 
