@@ -126,12 +126,12 @@ def _remembered_plan(document_ids: Tensor, query: Tensor) -> AttentionPlan:
 
     `_version` counts in-place changes: ids that were written to get a new plan.
     """
-    remembered = getattr(document_ids, "_anchor_plan", None)
-    if remembered is not None and remembered[0] == document_ids._version:
-        plan = remembered[1]
-    else:
+    # Inference tensors count no versions: there the ids themselves are compared.
+    version = None if document_ids.is_inference() else document_ids._version
+    seen, plan = getattr(document_ids, "_anchor_plan", (None, None))
+    if plan is None or seen != version or (version is None and not torch.equal(plan.document_ids_BT, document_ids)):
         plan = make_plan(document_ids)
-        document_ids._anchor_plan = (document_ids._version, plan)  # type: ignore[attr-defined]
+        document_ids._anchor_plan = (version, plan)  # type: ignore[attr-defined]
     return plan.to(query.device)
 
 

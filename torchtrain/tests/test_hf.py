@@ -120,10 +120,18 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant):
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
 
 
-def test_the_plan_is_built_once_per_batch_and_anew_for_changed_ids(monkeypatch):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_the_plan_is_built_once_per_batch_and_anew_for_changed_ids(monkeypatch, mode):
     built = []
     monkeypatch.setattr(hf, "make_plan", lambda ids: built.append(make_plan(ids)) or built[-1])
-    model, batch = tiny(num_hidden_layers=3), inputs(named_batch())
+    model = tiny(num_hidden_layers=3)
+    with mode():
+        assert_one_plan_a_batch(model, built)
+
+
+def assert_one_plan_a_batch(model, built):
+    batch = inputs(named_batch())
+    batch["document_ids"] = batch["document_ids"].clone()
     first = model(**batch).logits
     assert len(built) == 1
     assert torch.equal(model(**batch).logits, first)
