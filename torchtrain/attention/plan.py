@@ -81,7 +81,7 @@ def make_plan(document_ids_BT: Tensor) -> AttentionPlan:
     Raises:
         UserError: ids that are no [B, T] integers >= -1 with the anchor as a prefix.
     """
-    ids_BT = document_ids_BT.detach().cpu().long()
+    ids_BT = document_ids_BT.detach().to("cpu", torch.long, copy=True)  # the caller's tensor may change afterwards
     check_document_ids(ids_BT)
     B, T = ids_BT.shape
     flat = ids_BT.flatten()

@@ -120,16 +120,16 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    import torchtrain
+    from torchtrain.attention.hf import implementation_name, register
 
-    torchtrain.register()
+    register()
     try:
         loaded: PreTrainedModel
         loaded, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             source,
             config=config,
             dtype=getattr(torch, model.dtype),
-            attn_implementation=f"anchor_{engine}",
+            attn_implementation=implementation_name(engine),
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
