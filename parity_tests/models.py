@@ -56,9 +56,9 @@ def packed_batch(
     variant: str, lengths: tuple[int, ...] = (9, 1, 14, 5), vocabulary: int = 97, seed: int = 0
 ) -> dict[str, Tensor]:
     """Two rows of random tokens under a mask variant, the second with a document less and padding; int64 [2, T]."""
+    arrays = _arrays(variant, lengths, seed)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocabulary, (2, ANCHOR_TOKENS + sum(lengths)), generator=generator)
-    return {"input_ids": tokens, **_arrays(variant, lengths, seed)}
+    return {"input_ids": torch.randint(0, vocabulary, arrays["document_ids"].shape, generator=generator), **arrays}
 
 
 def text_batch(tokenizer: Any, variant: str, tokens: int, seed: int = 0) -> dict[str, Tensor]:
@@ -66,16 +66,25 @@ def text_batch(tokenizer: Any, variant: str, tokens: int, seed: int = 0) -> dict
     lengths = (tokens * 2 // 5, 1, tokens // 4, tokens // 8)
     lengths = (*lengths, tokens - ANCHOR_TOKENS - sum(lengths))
     ids = tokenizer(inspect.getsource(textwrap), add_special_tokens=False).input_ids
-    ids = np.resize(np.asarray(ids), 2 * tokens).reshape(2, tokens)
-    return {"input_ids": torch.from_numpy(ids), **_arrays(variant, lengths, seed)}
+    arrays = _arrays(variant, lengths, seed)
+    return {"input_ids": torch.from_numpy(np.resize(np.asarray(ids), arrays["document_ids"].shape)), **arrays}
 
 
 def _arrays(variant: str, lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:
-    """position_ids and document_ids of both rows. A tag is tokens like any other: it moves no mask."""
-    base = variant.replace("+tag", "")
+    """position_ids and document_ids of both rows.
+
+    Under +tag each document opens with one token of tag, out of its own length (a one-token document grows by it): what a tag
+    changes for the model is where interleaving may cut.
+    """
+    base, *extras = variant.split("+")
+    tag = int("tag" in extras)
+    if tag:
+        extras.remove("tag")
+        lengths = tuple(max(n - tag, 1) for n in lengths)
+    name = "+".join([base, *extras])
     rows = [
-        layout(lengths, base, ANCHOR_TOKENS, seed=seed),
-        layout(lengths[:-1], base, ANCHOR_TOKENS, padding=lengths[-1], seed=seed),
+        layout(lengths, name, ANCHOR_TOKENS, tag=tag, seed=seed),
+        layout(lengths[:-1], name, ANCHOR_TOKENS, padding=lengths[-1] + tag, tag=tag, seed=seed),
     ]
     return {
         "position_ids": torch.from_numpy(np.stack([row.position_ids for row in rows])),

@@ -124,19 +124,26 @@ def _refuse_masks(
 def _remembered_plan(document_ids: Tensor, query: Tensor) -> AttentionPlan:
     """Build the plan in the first layer and keep it on the tensor, so that it lives and dies with it.
 
-    `_version` counts in-place changes: ids that were written to get a new plan.
+    `_version` counts in-place changes: ids that were written to get a new plan. Inference tensors count none: there the ids
+    themselves are compared.
     """
-    # Inference tensors count no versions: there the ids themselves are compared.
+    if not isinstance(document_ids, Tensor):
+        raise UserError(f"document_ids: a {type(document_ids).__name__}; give an integer tensor [batch, tokens]")
     version = None if document_ids.is_inference() else document_ids._version
     seen, plan = getattr(document_ids, "_anchor_plan", (None, None))
-    if plan is None or seen != version or (version is None and not torch.equal(plan.document_ids_BT, document_ids)):
-        plan = make_plan(document_ids)
+    unchanged = (
+        plan is not None
+        and seen == version
+        and (version is not None or torch.equal(plan.document_ids_BT.to(document_ids), document_ids))
+    )
+    if not unchanged or plan.document_ids_BT.device != query.device:
+        plan = make_plan(document_ids).to(query.device)
         document_ids._anchor_plan = (version, plan)  # type: ignore[attr-defined]
-    return plan.to(query.device)
+    return plan
 
 
 def _announce(chosen: str, query: Tensor) -> None:
     what = (chosen, query.device.type, query.dtype)
     if what not in _announced:
         _announced.add(what)
-        logger.info("attention auto: %s on %s in %s", *what)
+        logger.warning("attention auto: %s on %s in %s", *what)  # a warning, so that it is seen without logging set up

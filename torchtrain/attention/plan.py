@@ -65,8 +65,9 @@ class AttentionPlan:
 
     def to(self, device: torch.device | str) -> "AttentionPlan":
         """Return the plan with its tensors on `device`."""
+        device = torch.empty(0, device=device).device  # "cuda" is "cuda:0" once something is there
         tensors = {f.name: v for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
-        if all(t.device == torch.device(device) for t in tensors.values()):
+        if all(t.device == device for t in tensors.values()):
             return self
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **moved)

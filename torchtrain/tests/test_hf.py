@@ -76,11 +76,13 @@ def assert_nothing_leaks(model: nn.Module, batch: dict[str, torch.Tensor]) -> No
     others = {name: batch[name] for name in ("position_ids", "document_ids")}
     logits = model(inputs_embeds=embeds, **others).logits
     rule = visible_BTT(batch["document_ids"])
-    weight = torch.randn(logits[:, 0].shape, dtype=torch.float64)
+    weight = torch.randn(logits[:, 0].shape, device=logits.device, dtype=logits.dtype)
     for query in range(logits.shape[1]):
         (grad,) = torch.autograd.grad((logits[:, query] * weight).sum(), embeds, retain_graph=True)
         reached = grad.abs().sum(-1) > 0
-        sees_itself = torch.arange(logits.shape[1]) == query  # padding too: through the residual stream, not attention
+        sees_itself = (
+            torch.arange(logits.shape[1], device=logits.device) == query
+        )  # padding too: through the residual stream, not attention
         assert torch.equal(reached, rule[:, query] | sees_itself)
 
 
@@ -104,6 +106,30 @@ def test_nothing_leaks_in_rows_the_packer_makes(variant, implementation):
         for lengths in ((5, 1, 4), (9,))
     ]
     assert_nothing_leaks(tiny("llama", implementation), collate(rows))
+
+
+def test_nothing_invisible_moves_a_flex_forward_pass():
+    """Off CUDA `flex` has no gradients to look at: other tokens in one document leave every other document's bits alone."""
+    model, batch = (
+        tiny(implementation="anchor_flex").float(),
+        inputs(torch.tensor([[0, 1, 1, 1, 2, 2, 2, 2, 3, 3, -1, -1]])),
+    )
+    with torch.no_grad():
+        before = model(**batch).logits
+        changed = batch["document_ids"] == 2
+        batch["input_ids"] = torch.where(changed, (batch["input_ids"] + 1) % 61, batch["input_ids"])
+        after = model(**batch).logits
+    moved = (before != after).any(-1)
+    assert not moved[~changed].any()
+    assert moved[changed].all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["anchor_varlen", "anchor_flex", "anchor_sdpa"])
+def test_nothing_leaks_on_a_gpu(implementation):
+    model = tiny("llama", implementation, head_dim=16).to("cuda", torch.bfloat16)
+    ids_BT = torch.tensor([NAMED_ROWS[name] for name in ("anchor", "intra", "full", "padding in the middle")])
+    assert_nothing_leaks(model, {name: x.cuda() for name, x in inputs(ids_BT).items()})
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -151,7 +177,7 @@ def test_a_plan_given_by_the_caller_is_used_as_it_is():
 
 def test_auto_says_what_it_chose(caplog):
     hf._announced.clear()
-    with caplog.at_level("INFO", logger="torchtrain"):
+    with caplog.at_level("WARNING", logger="torchtrain"):
         tiny()(**inputs(named_batch()))
     assert [r.message for r in caplog.records] == ["attention auto: sdpa on cpu in torch.float64"]
 
@@ -228,6 +254,12 @@ def test_attention_dropout_is_refused_while_training_and_harmless_after():
 )
 def test_arguments_no_engine_honours_are_refused(extra):
     assert refused(lambda: tiny()(**inputs(named_batch()), **extra)).startswith(next(iter(extra)))
+
+
+def test_document_ids_that_are_no_tensor_are_refused():
+    batch = inputs(named_batch())
+    batch["document_ids"] = batch["document_ids"].tolist()
+    assert refused(lambda: tiny()(**batch)).startswith("document_ids: a list")
 
 
 def test_document_ids_of_another_shape_are_refused():

@@ -1,8 +1,9 @@
 """AdamW in float32, whatever the model's dtype.
 
 A bfloat16 weight has 8 significant bits: an update smaller than 1/256 of it is lost. So a half-precision model gets float32
-master weights. Gradients, too, are summed in float32: after each micro-batch a hook moves a parameter's gradient into its
-master's. A float32 model is its own master.
+master weights. Gradients of micro-batches, too, are summed in float32: after each one a hook moves a parameter's gradient into
+its master's. A float32 model is its own master. Within one micro-batch autograd sums in the model's dtype: the head's gradient is
+a sum over the chunks of `train.loss_chunk`, in bfloat16 (docs/LOG.md has what that costs).
 """
 
 from functools import partial
