@@ -1,0 +1,198 @@
+"""Judge anyone's attention function against the oracle: `parity check mypackage.attention:my_function`.
+
+    from parity_tests.check import check_attention
+    check_attention(my_function).raise_if_different()
+
+Truth is the oracle in float64, the allowance what the oracle errs under the function's roundings (`parity_tests/tolerance.py`).
+Beyond numbers: nothing invisible may have any effect, exactly. docs/checking-your-kernel.md says how a function is called.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from parity_tests.checking.adapter import Adapter, Resolved, attention, declare, merge, name_of, resolve
+from parity_tests.checking.cases import DTYPES, LAYOUTS, Case
+from parity_tests.checking.judging import CaseResult, judge_case
+from parity_tests.checking.result import CheckResult, NotTheSame, diagnose
+from parity_tests.checking.target import load_target
+
+__all__ = [
+    "Adapter",
+    "Case",
+    "CaseResult",
+    "CheckResult",
+    "NotTheSame",
+    "attention",
+    "check_attention",
+    "check_command",
+    "declare",
+]
+
+HEADS = ((4, 2), (4, 4), (4, 1))  # groups of 2, of 1, and multi-query
+Progress = Callable[[CaseResult, int, int], None]
+
+
+def check_attention(
+    fn: Callable[..., Any],
+    *,
+    layouts: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    heads: Iterable[tuple[int, int]] | None = None,
+    head_dim: int = 16,
+    backward: bool = True,
+    like: str | None = None,
+    device: str | None = None,
+    adapter: Adapter | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> CheckResult:
+    """Judge an attention function on every layout.
+
+    Args:
+        fn: takes q, k, v and the documents (see `Adapter`); returns out, or (out, log-sum-exp).
+        layouts: names of `LAYOUTS`; None is all.
+        dtypes: `float32`, `bfloat16`, `float16`; None is what it declares, else float32 and bfloat16.
+        heads: (query heads, key/value heads) pairs; None is groups of 2, 1 and 4.
+        head_dim: of all of them.
+        backward: also judge dq, dk and dv.
+        like: `flash` or `eager`: whose roundings it is allowed; None is what it declares, else `flash`.
+        device: None is a GPU where there is one.
+        adapter: what the function takes; None is what it declares and its signature says.
+        seed: of q, k, v and the cotangent.
+        progress: called after each case with its result, the number of the case and of all cases.
+
+    Raises ValueError, one line: an option that does not exist, a function whose signature leaves something open. Whatever the
+    function itself does wrong is in the result.
+    """
+    how = resolve(fn, merge(declare(like=like), adapter))
+    cases = make_cases(how, layouts=layouts, dtypes=dtypes, heads=heads, head_dim=head_dim, seed=seed)
+    device = choose_device(how, device)
+    results = []
+    for number, case in enumerate(cases, start=1):
+        results.append(judge_case(fn, how, case, backward=backward, device=device))
+        if progress is not None:
+            progress(results[-1], number, len(cases))
+
+    def right_in_layout(layout: str, case: Case) -> bool:
+        other = resolve(fn, merge(declare(layout=layout), merge(adapter, how.adapter)))  # type: ignore[arg-type]
+        return judge_case(fn, other, case, backward=False, device=device).passed
+
+    return CheckResult(name_of(fn), how.adapter, tuple(results), diagnose(how.adapter, results, right_in_layout))
+
+
+def make_cases(
+    how: Resolved,
+    *,
+    layouts: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    heads: Iterable[tuple[int, int]] | None = None,
+    head_dim: int = 16,
+    seed: int = 0,
+) -> list[Case]:
+    """Multiply the options out. Raises ValueError naming an option that does not exist."""
+    layouts = list(LAYOUTS if layouts is None else layouts)
+    dtypes = list(how.adapter.dtypes or ("float32", "bfloat16") if dtypes is None else dtypes)
+    heads = list(HEADS if heads is None else heads)
+    for field, values, choices in (("layouts", layouts, LAYOUTS), ("dtypes", dtypes, DTYPES)):
+        for value in values:
+            if value not in choices:
+                raise ValueError(f"{field}: {value!r} is unknown; choose from {', '.join(choices)}")
+        if not values:
+            raise ValueError(f"{field}: none given; choose from {', '.join(choices)}")
+    if not heads or any(k < 1 or h < 1 or h % k for h, k in heads):
+        raise ValueError(f"heads: {heads}; give (query heads, key/value heads) with the first a multiple of the second")
+    if head_dim < 1:
+        raise ValueError(f"head_dim: {head_dim}; give a positive number")
+    return [Case(LAYOUTS[name], h, k, head_dim, dtype, seed) for name in layouts for dtype in dtypes for h, k in heads]
+
+
+def choose_device(how: Resolved, device: str | None) -> str:
+    """The device to run on. Raises ValueError for one that is not there."""
+    if how.adapter.library == "jax":
+        import jax
+
+        chosen = device or ("cuda" if jax.default_backend() == "gpu" else "cpu")
+        try:
+            jax.devices("gpu" if chosen.startswith("cuda") else chosen)
+        except RuntimeError as error:
+            raise ValueError(f"device: {chosen!r}: {' '.join(str(error).split())}") from None
+        return chosen
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {chosen!r}: {str(error).splitlines()[0]}") from None
+    return chosen
+
+
+def check_command(
+    target: str,
+    *,
+    layouts: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    heads: Sequence[str] | None = None,
+    head_dim: int = 16,
+    backward: bool = True,
+    device: str | None = None,
+    seed: int = 0,
+    library: str | None = None,
+    layout: str | None = None,
+    documents: str | None = None,
+    like: str | None = None,
+    lacks: Sequence[str] = (),
+) -> int:
+    """`parity check`: print a table and the verdict in words. Returns 0 same, 1 different, 2 a mistake (one line on stderr).
+
+    target: `module:function` or `file.py:function`. heads: `4/2` is 4 query heads on 2 key/value heads. library, layout,
+    documents, like and lacks declare what the function takes, over what it declares itself. The others: `check_attention`.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        TextColumn("parity"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("")
+
+    def show(result: CaseResult, number: int, total: int) -> None:
+        bar.update(task, completed=number, total=total, description=result.case.id)
+
+    try:
+        declared = declare(library=library, layout=layout, documents=documents, like=like, lacks=lacks)  # type: ignore[arg-type]
+        pairs = None if heads is None else [_pair(text) for text in heads]
+        fn = load_target(target)
+        with bar:
+            result = check_attention(
+                fn,
+                layouts=layouts,
+                dtypes=dtypes,
+                heads=pairs,
+                head_dim=head_dim,
+                backward=backward,
+                device=device,
+                adapter=declared,
+                seed=seed,
+                progress=show,
+            )
+    except ValueError as error:
+        print(f"parity: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    Console().print(result.table())
+    print(result.explain())
+    return {"same": 0, "different": 1, "not judged": 2}[result.verdict]
+
+
+def _pair(text: str) -> tuple[int, int]:
+    head, slash, kv = text.partition("/")
+    if not (slash and head.isdecimal() and kv.isdecimal()):
+        raise ValueError(f"heads: {text!r}; give query heads / key-value heads, as in 4/2")
+    return int(head), int(kv)

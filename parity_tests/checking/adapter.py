@@ -1,0 +1,287 @@
+"""How an attention function is called: what it declares, and what its signature says by itself.
+
+Most functions need no declaration: the names of the parameters tell how documents are passed, annotations or the code tell
+the tensor library. What stays open is asked for in one line.
+"""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from parity_tests.checking.cases import DTYPES, FEATURES, LIKE
+
+Library = Literal["torch", "jax"]
+Tensors = Literal["BTHD", "BHTD", "varlen"]
+Documents = Literal["document_ids", "plan", "mask", "block_mask", "cu_seqlens", "none"]
+
+# Parameter names in use elsewhere, in lower case and without a suffix of shape letters.
+_NAMES = {
+    "document_ids": ("document_ids", "doc_ids", "documents", "document_id", "segment_ids"),
+    "plan": ("plan", "attention_plan"),
+    "mask": ("mask", "attn_mask", "attention_mask", "bool_mask"),
+    "block_mask": ("block_mask",),
+    "cu_seqlens_q": ("cu_seqlens_q", "cu_seq_lens_q", "cu_seq_q", "cu_seqlens"),
+    "cu_seqlens_k": ("cu_seqlens_k", "cu_seq_lens_k", "cu_seq_k", "cu_seqlens_kv"),
+    "max_seqlen_q": ("max_seqlen_q", "max_length_q", "max_q", "max_seqlen"),
+    "max_seqlen_k": ("max_seqlen_k", "max_length_k", "max_k", "max_seqlen_kv"),
+    "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
+    "causal": ("causal", "is_causal"),
+    "window_size": ("window_size",),
+    "enable_gqa": ("enable_gqa",),
+    "return_lse": ("return_lse",),
+}
+_MEANING = {name: meaning for meaning, names in _NAMES.items() for name in names}
+_KINDS = ("document_ids", "plan", "mask", "block_mask", "cu_seqlens_q")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a function takes and gives. None is read off the function (`resolve`).
+
+    library: `torch` or `jax`.
+    layout: of q, k, v and out: `BTHD` [batch, tokens, heads, head_dim], `BHTD`, or `varlen`: packed [tokens, heads, head_dim].
+    documents: how it is told about documents: `document_ids` (integers [B, T]), `plan` (torchtrain's AttentionPlan), `mask`
+        (bool [B, 1, T, T], True is visible), `block_mask` (FlexAttention's), `cu_seqlens` (int32, with the longest lengths
+        where it takes them; anchor rows stand in front of each document's keys; causal, aligned bottom-right) or `none`.
+    returns: `out`, or `out_lse` for a tuple (out, log-sum-exp [B, H, T], ...). None takes what comes.
+    like: whose roundings it is allowed in half precision: `flash` or `eager` (see jaxref/rounding.py).
+    dtypes: dtypes it takes; None is all of them.
+    lacks: names of `FEATURES` it does not support. Cases that need them are listed as not run.
+    """
+
+    library: Library | None = None
+    layout: Tensors | None = None
+    documents: Documents | None = None
+    returns: Literal["out", "out_lse"] | None = None
+    like: str | None = None
+    dtypes: tuple[str, ...] | None = None
+    lacks: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for field, choices in (
+            ("library", get_args(Library)),
+            ("layout", get_args(Tensors)),
+            ("documents", get_args(Documents)),
+            ("returns", ("out", "out_lse")),
+            ("like", LIKE),
+        ):
+            value = getattr(self, field)
+            if value is not None and value not in choices:
+                raise ValueError(f"{field}: {value!r} is unknown; choose from {', '.join(choices)}")
+        for field, values, choices in (("dtypes", self.dtypes or (), DTYPES), ("lacks", self.lacks, FEATURES)):
+            for value in values:
+                if value not in choices:
+                    near = difflib.get_close_matches(value, choices, n=1)
+                    raise ValueError(
+                        f"{field}: {value!r} is unknown; "
+                        + (f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}")
+                    )
+
+
+def declare(
+    *,
+    library: Library | None = None,
+    layout: Tensors | None = None,
+    documents: Documents | None = None,
+    returns: Literal["out", "out_lse"] | None = None,
+    like: str | None = None,
+    dtypes: Iterable[str] | str | None = None,
+    lacks: Iterable[str] | str = (),
+) -> Adapter:
+    """An `Adapter`; single names may stand for collections of one. Raises ValueError naming field, value and choices."""
+    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
+    lacks = (lacks,) if isinstance(lacks, str) else lacks
+    return Adapter(
+        library, layout, documents, returns, like, None if dtypes is None else tuple(dtypes), frozenset(lacks)
+    )
+
+
+def attention(**declared: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator that declares how a function is called; takes the fields of `Adapter`. The function itself is not changed."""
+    adapter = declare(**declared)
+
+    def mark(fn: Callable[..., Any]) -> Callable[..., Any]:
+        fn.parity_attention = adapter  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+def merge(first: Adapter | None, then: Adapter | None) -> Adapter:
+    """What `first` says, and where it says nothing what `then` says; both may add to `lacks`."""
+    first, then = first or Adapter(), then or Adapter()
+    given = {name: value for name, value in vars(first).items() if value is not None}
+    return replace(then, **given | {"lacks": first.lacks | then.lacks})
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A function's parameters by meaning. `positional` are q, k, v in the function's own order (indices into q, k, v)."""
+
+    positional: tuple[int, int, int]
+    keywords: dict[str, str]  # meaning -> parameter
+    fourth: str | None  # meaning of a fourth positional argument, where it has no name
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A complete declaration, and the parameters by meaning."""
+
+    adapter: Adapter
+    signature: Signature
+
+
+def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved:
+    """Complete a declaration by what the function's signature and code say.
+
+    Raises ValueError, one line that says what to declare: something is open or contradicts itself.
+    """
+    adapter = merge(declared, getattr(fn, "parity_attention", None))
+    name = name_of(fn)
+    parameters = _parameters(fn)
+    if parameters is None and adapter.documents is None:
+        raise ValueError(
+            f"{name}: its signature cannot be read; wrap it in a def, or declare documents=... and library=..."
+        )
+    meanings = {p.name: _MEANING.get(_plain(p.name)) for p in parameters or ()}
+    qkv, order = _first_three(name, parameters)
+    documents = adapter.documents or _documents_kind(name, {m for m in meanings.values() if m})
+    keywords = {meaning: parameter for parameter, meaning in meanings.items() if meaning}
+    fourth = None
+    wanted = "cu_seqlens_q" if documents == "cu_seqlens" else documents
+    if documents != "none" and wanted not in keywords:
+        unknown = [p.name for p in parameters or () if p.name not in qkv and meanings[p.name] is None and _required(p)]
+        if parameters is None:
+            fourth = wanted
+        elif unknown:
+            keywords[wanted] = unknown[0]
+        else:
+            raise ValueError(
+                f"{name}: declared documents={documents!r}, but none of its parameters can take it: {list(meanings)}"
+            )
+    for p in parameters or ():
+        if p.name not in qkv and p.name not in keywords.values() and _required(p):
+            raise ValueError(
+                f"{name}: parameter {p.name!r} has no default and is not known; wrap the function in one without it"
+            )
+    layout = adapter.layout or ("varlen" if documents == "cu_seqlens" else _layout_of(qkv))
+    if (layout == "varlen") != (documents == "cu_seqlens"):
+        raise ValueError(
+            f"{name}: layout {layout!r} with documents {documents!r}; varlen goes with cu_seqlens and nothing else"
+        )
+    library = adapter.library or _library_of(fn, name, documents)
+    if library == "jax" and documents in ("plan", "block_mask"):
+        raise ValueError(
+            f"{name}: documents {documents!r} is a torch object; with jax choose document_ids, mask or cu_seqlens"
+        )
+    lacks = set(adapter.lacks)
+    if documents == "none":
+        lacks.add("documents")
+    if documents == "cu_seqlens" and "cu_seqlens_k" not in keywords:
+        lacks.add("anchor")  # one set of lengths: queries and keys are the same tokens
+    full = replace(
+        adapter,
+        library=library,
+        layout=layout,
+        documents=documents,
+        like=adapter.like or "flash",
+        lacks=frozenset(lacks),
+    )
+    return Resolved(full, Signature(order, keywords, fourth))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """A name to speak of the function by."""
+    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        parameters = inspect.signature(getattr(fn, "forward", fn)).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is inspect.Parameter.empty
+
+
+def _plain(parameter: str) -> str:
+    """`document_ids_BT` -> `document_ids`."""
+    return re.sub(r"_[A-Z0-9]+$", "", parameter).lower()
+
+
+def _first_three(name: str, parameters: list[inspect.Parameter] | None) -> tuple[list[str], tuple[int, int, int]]:
+    if parameters is None:
+        return [], (0, 1, 2)
+    names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY][:3]
+    if len(names) < 3:
+        raise ValueError(
+            f"{name}: takes {len(names)} positional arguments; an attention function takes q, k, v and the documents"
+        )
+    letters = [_plain(n)[:1] for n in names]
+    i, j, k = ("qkv".index(letter) for letter in letters) if sorted(letters) == ["k", "q", "v"] else range(3)
+    return names, (i, j, k)
+
+
+def _documents_kind(name: str, meanings: set[str]) -> Documents:
+    kinds = [kind for kind in _KINDS if kind in meanings]
+    if "cu_seqlens_q" in kinds:
+        return "cu_seqlens"
+    if len(kinds) == 1:
+        return kinds[0]  # type: ignore[return-value]
+    what = f"takes {' and '.join(kinds)}" if kinds else "has no parameter that is known to take documents"
+    raise ValueError(f"{name}: {what}; declare documents= one of {', '.join(get_args(Documents))}")
+
+
+def _layout_of(qkv: list[str]) -> Tensors:
+    suffix = qkv[0].rpartition("_")[2] if qkv else ""
+    return "BHTD" if suffix in ("BHTD", "BHSD", "BHLD", "BHQD", "BNTD", "BNSD") else "BTHD"
+
+
+def _library_of(fn: Callable[..., Any], name: str, documents: str) -> Library:
+    if documents in ("plan", "block_mask"):
+        return "torch"
+    inner = inspect.unwrap(fn)
+    inner = getattr(inner, "func", inner)  # functools.partial
+    if not inspect.isroutine(inner):
+        inner = getattr(inner, "forward", None) or type(inner).__call__
+    made_of = [type(fn).__mro__, getattr(inner, "__module__", "")]
+    for places in (_annotations(inner), _used_globals(inner), made_of, _imported_modules(inner)):
+        found: list[Library] = [library for library in get_args(Library) if any(_belongs(x, library) for x in places)]
+        if len(found) == 1:
+            return found[0]
+    raise ValueError(
+        f"{name}: cannot tell whether it takes torch or jax arrays; declare library='torch' or library='jax'"
+    )
+
+
+def _annotations(fn: Any) -> list[Any]:
+    return list(getattr(fn, "__annotations__", {}).values())
+
+
+def _used_globals(fn: Any) -> list[Any]:
+    code, names = getattr(fn, "__code__", None), getattr(fn, "__globals__", {})
+    return [names[n] for n in code.co_names if n in names] if code else []
+
+
+def _imported_modules(fn: Any) -> list[Any]:
+    return [x for x in getattr(fn, "__globals__", {}).values() if inspect.ismodule(x)]
+
+
+def _belongs(x: Any, library: str) -> bool:
+    """Whether a module, a class, an object's class or an annotation's text belongs to the library."""
+    if isinstance(x, tuple):
+        return any(_belongs(part, library) for part in x)
+    text = x if isinstance(x, str) else getattr(x, "__module__", None) or getattr(x, "__name__", "")
+    roots = (library, "jaxlib") if library == "jax" else (library,)
+    return isinstance(text, str) and (
+        text.partition(".")[0] in roots or (isinstance(x, str) and text in _ANNOTATIONS[library])
+    )
+
+
+_ANNOTATIONS = {"torch": ("Tensor",), "jax": ("Array", "ArrayLike")}

@@ -1,0 +1,307 @@
+"""Calling a function of any library and layout: numpy in, numpy out, and in words what went wrong in between.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N packed query tokens · M packed keys.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from jaxref.mask import visible
+from parity_tests.checking.adapter import Resolved
+from parity_tests.checking.cases import Arrays, Case
+from parity_tests.layers import to_numpy
+from torchtrain.attention.plan import AttentionPlan, make_plan
+from torchtrain.attention.rule import visible as visible_to
+
+_NAMES = ("q", "k", "v")
+Pull = Callable[[np.ndarray], Arrays]
+
+
+class Unusable(Exception):  # noqa: N818, it is a finding and not our error
+    """What the function did instead of computing attention, in words."""
+
+
+class Torch:
+    """The calls in torch."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def array(self, x: np.ndarray) -> torch.Tensor:
+        """To the device, bit for bit and with the same strides: [B, H, T, D] is a transposed view, as models pass it."""
+        x = x.copy(order="K")
+        if x.dtype.name in ("bfloat16", "float16"):
+            return torch.from_numpy(x.view(np.int16)).view(getattr(torch, x.dtype.name)).to(self.device)
+        return torch.from_numpy(x).to(self.device)
+
+    def numpy(self, x: torch.Tensor) -> np.ndarray:
+        """Back, bit for bit."""
+        return to_numpy(x)
+
+    def is_array(self, x: Any) -> bool:
+        """Whether it is a tensor."""
+        return isinstance(x, torch.Tensor)
+
+    def dtype(self, x: torch.Tensor) -> str:
+        """The dtype's name."""
+        return str(x.dtype).removeprefix("torch.")
+
+    def forward(self, call: Callable[..., Any], qkv: Sequence[torch.Tensor]) -> Any:
+        """Call without gradients."""
+        with torch.no_grad():
+            return call(*qkv)
+
+    def vjp(self, call: Callable[..., Any], qkv: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """What comes back, and a function from the output's cotangent to the gradients of q, k and v."""
+
+        def run() -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
+            leaves = [x.detach().requires_grad_() for x in qkv]
+            with torch.enable_grad():
+                returned = call(*leaves)
+            return returned, returned[0] if isinstance(returned, tuple | list) else returned, leaves
+
+        def pull(weight: torch.Tensor) -> Sequence[torch.Tensor]:
+            # Forward anew each time: compiled code gives its saved tensors away, so that no graph can be kept.
+            _, out, leaves = run()
+            grads = torch.autograd.grad(out, leaves, weight, allow_unused=True)
+            for name, grad in zip(_NAMES, grads, strict=True):
+                if grad is None:
+                    raise Unusable(f"backward: no gradient reaches {name} (detached inside?)")
+            return grads
+
+        returned, out, _ = run()
+        if not out.requires_grad:
+            raise Unusable(
+                "its output carries no gradient (detached, or no_grad inside); declare lacks='backward' if so meant"
+            )
+        return returned, pull
+
+    def extra(self, kind: str, case: Case, plan: AttentionPlan) -> Any:
+        """The objects that only torch has: a plan, a BlockMask."""
+        plan = plan.to(self.device)
+        if kind == "plan":
+            return plan
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        ids_BT = plan.document_ids_BT
+        B, T = ids_BT.shape
+
+        def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return visible_to(ids_BT[b, q], ids_BT[b, k], q, k)
+
+        return create_block_mask(rule, B, None, T, T, device=self.device)
+
+
+class Jax:
+    """The calls in JAX. The oracle needs 64-bit JAX; the function is called with 32-bit defaults, as it is at home."""
+
+    def __init__(self, device: str) -> None:
+        self.device = jax.devices("gpu" if device.startswith("cuda") else device)[0]
+
+    def array(self, x: np.ndarray) -> jax.Array:
+        """To the device."""
+        return jax.device_put(x.astype(np.int32) if x.dtype == np.int64 else x, self.device)
+
+    def numpy(self, x: jax.Array) -> np.ndarray:
+        """Back, bit for bit."""
+        if x.is_deleted():
+            raise Unusable("gives its inputs away (donate_argnums): the caller's arrays are gone after the call")
+        return np.asarray(x)
+
+    def is_array(self, x: Any) -> bool:
+        """Whether it is an array of JAX."""
+        return isinstance(x, jax.Array)
+
+    def dtype(self, x: jax.Array) -> str:
+        """The dtype's name."""
+        return str(x.dtype)
+
+    def forward(self, call: Callable[..., Any], qkv: Sequence[jax.Array]) -> Any:
+        """Call it."""
+        with jax.enable_x64(False):
+            return jax.block_until_ready(call(*qkv))
+
+    def vjp(self, call: Callable[..., Any], qkv: Sequence[jax.Array]) -> tuple[Any, Any]:
+        """What comes back, and a function from the output's cotangent to the gradients of q, k and v."""
+
+        def split(*arrays: jax.Array) -> tuple[jax.Array, Any]:
+            returned = call(*arrays)
+            return (returned[0], returned) if isinstance(returned, tuple | list) else (returned, returned)
+
+        with jax.enable_x64(False):
+            _, vjp, returned = jax.vjp(split, *qkv, has_aux=True)
+
+        def pull(weight: jax.Array) -> Sequence[jax.Array]:
+            with jax.enable_x64(False):
+                return vjp(weight)
+
+        return returned, pull
+
+    def extra(self, kind: str, case: Case, plan: AttentionPlan) -> Any:
+        """JAX has none of them (`resolve` refuses)."""
+        raise AssertionError(kind)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A function ready to be called on a case's arrays."""
+
+    fn: Callable[..., Any]
+    how: Resolved
+    case: Case
+    device: str
+
+    @cached_property
+    def library(self) -> Torch | Jax:
+        """The library it is called in."""
+        return (Torch if self.how.adapter.library == "torch" else Jax)(self.device)
+
+    @cached_property
+    def _plan(self) -> AttentionPlan:
+        return make_plan(torch.from_numpy(self.case.document_ids_BT))
+
+    @cached_property
+    def _keywords(self) -> dict[str, Any]:
+        case, adapter = self.case, self.how.adapter
+        given: dict[str, Any] = {"scale": case.scale, "enable_gqa": case.kv_heads < case.heads, "return_lse": True}
+        # Whoever gets no mask hides the future itself. flash-attn has both words, torch's varlen_attn the second only.
+        given["causal"] = adapter.documents in ("document_ids", "cu_seqlens", "none")
+        if given["causal"] and "causal" not in self.how.signature.keywords:
+            given["window_size"] = (-1, 0)
+        if adapter.documents == "document_ids":
+            given["document_ids"] = self.library.array(case.document_ids_BT)
+        elif adapter.documents == "mask":
+            given["mask"] = self.library.array(visible(case.document_ids_BT)[:, None])
+        elif adapter.documents in ("plan", "block_mask"):
+            given[adapter.documents] = self.library.extra(adapter.documents, case, self._plan)
+        elif adapter.documents == "cu_seqlens":
+            given |= {
+                "cu_seqlens_q": self.library.array(self._plan.cu_seqlens_q.numpy()),
+                "cu_seqlens_k": self.library.array(self._plan.cu_seqlens_k.numpy()),
+                "max_seqlen_q": self._plan.max_seqlen_q,
+                "max_seqlen_k": self._plan.max_seqlen_k,
+            }
+        return given
+
+    def forward(self, q_BTHD: np.ndarray, k_BTKD: np.ndarray, v_BTKD: np.ndarray) -> Arrays:
+        """`out` and, where it comes back, `lse`, in the function's own dtypes. Raises Unusable, also for changed inputs."""
+        arrays = self._arrays(q_BTHD, k_BTKD, v_BTKD)
+        before = [self.library.numpy(x).copy() for x in arrays]
+        watched = {n: x for n, x in self._keywords.items() if self.library.is_array(x)}
+        watched_before = {n: self.library.numpy(x).copy() for n, x in watched.items()}
+        returned = self._guard("", lambda: self.library.forward(self._call, arrays))
+        for name, x, was in zip(_NAMES, arrays, before, strict=True):
+            if self.library.numpy(x).tobytes() != was.tobytes():
+                raise Unusable(f"changes its input {name} in place")
+        for name, x in watched.items():
+            if self.library.numpy(x).tobytes() != watched_before[name].tobytes():
+                raise Unusable(f"changes its input {self.how.signature.keywords.get(name, name)} in place")
+        return self._read(returned)
+
+    def forward_and_pull(self, q_BTHD: np.ndarray, k_BTKD: np.ndarray, v_BTKD: np.ndarray) -> tuple[Arrays, Pull]:
+        """The same with gradients: a function from the output's cotangent [B, T, H, D] to `dq`, `dk`, `dv`."""
+        arrays = self._arrays(q_BTHD, k_BTKD, v_BTKD)
+        returned, library_pull = self._guard("with gradients, ", lambda: self.library.vjp(self._call, arrays))
+
+        def pull(weight_BTHD: np.ndarray) -> Arrays:
+            weight = self.library.array(self._lay_out(weight_BTHD, 0))
+            grads = self._guard("backward ", lambda: library_pull(weight))
+            results = {}
+            for i, (name, grad, x) in enumerate(zip(_NAMES, grads, arrays, strict=True)):
+                if grad.shape != x.shape:
+                    raise Unusable(f"backward: d{name} has shape {list(grad.shape)}, {name} has {list(x.shape)}")
+                heads = (self.case.heads, self.case.kv_heads, self.case.kv_heads)[i]
+                results[f"d{name}"] = self._store(self.library.numpy(grad), i, heads)
+            return results
+
+        return self._read(returned), pull
+
+    def _guard(self, when: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Unusable:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise Unusable(f"{when}raises {type(error).__name__}: {text[:300] or '(no message)'}") from error
+
+    def _call(self, *qkv: Any) -> Any:
+        signature = self.how.signature
+        keywords = {parameter: self._keywords[m] for m, parameter in signature.keywords.items() if m in self._keywords}
+        fourth = () if signature.fourth is None else (self._keywords[signature.fourth],)
+        return self.fn(*(qkv[i] for i in signature.positional), *fourth, **keywords)
+
+    def _arrays(self, *qkv: np.ndarray) -> list[Any]:
+        return [self.library.array(self._lay_out(x, i)) for i, x in enumerate(qkv)]
+
+    def _index(self, which: int) -> np.ndarray:
+        return (self._plan.q_index_N if which == 0 else self._plan.k_index_M).numpy()
+
+    def _lay_out(self, x_BTHD: np.ndarray, which: int) -> np.ndarray:
+        """[B, T, H, D] in the function's layout; `which` tells queries (0) from keys and values."""
+        if self.how.adapter.layout == "varlen":
+            return x_BTHD.reshape(-1, *x_BTHD.shape[2:])[self._index(which)]
+        return x_BTHD.swapaxes(1, 2) if self.how.adapter.layout == "BHTD" else x_BTHD
+
+    def _store(self, x: np.ndarray, which: int, heads: int) -> np.ndarray:
+        """The inverse, in float64: copies of a token are added up, tokens that were left out are 0."""
+        x = x.astype(np.float64)
+        if self.how.adapter.layout == "BHTD":
+            return x.swapaxes(1, 2)
+        if self.how.adapter.layout == "BTHD":
+            return x
+        B, T = self.case.document_ids_BT.shape
+        stored = np.zeros((B * T, heads, self.case.head_dim))
+        np.add.at(stored, self._index(which), x)
+        return stored.reshape(B, T, heads, self.case.head_dim)
+
+    def _read(self, returned: Any) -> Arrays:
+        """Check what came back, and store it as `out` [B, T, H, D] and `lse` [B, H, T], in float64."""
+        out, lse = returned, None
+        if isinstance(returned, tuple | list):
+            if not returned:
+                raise Unusable("returns an empty tuple; expected out, or (out, lse)")
+            out = returned[0]
+            if len(returned) > 1 and self.how.adapter.returns != "out":
+                lse = getattr(returned[1], "lse", returned[1])
+        if self.how.adapter.returns == "out_lse" and lse is None:
+            raise Unusable("returns no log-sum-exp, although it is declared to (returns='out_lse')")
+        if not self.library.is_array(out):
+            what = "None" if out is None else f"a {type(out).__module__}.{type(out).__name__}"
+            raise Unusable(f"returns {what}; expected a {self.how.adapter.library} array")
+        expected = self._lay_out(self.case.draw()[0], 0).shape
+        if tuple(out.shape) != expected:
+            raise Unusable(
+                f"returns out of shape {list(out.shape)}; expected {list(expected)} ({self.how.adapter.layout})"
+            )
+        if self.library.dtype(out) != self.case.dtype:
+            raise Unusable(f"returns out in {self.library.dtype(out)}; its inputs are {self.case.dtype}")
+        results = {"out": self._store(self.library.numpy(out), 0, self.case.heads)}
+        if lse is not None:
+            results["lse"] = self._read_lse(lse)
+        return results
+
+    def _read_lse(self, lse: Any) -> np.ndarray:
+        """[B, H, T] or [B, T, H] (packed: [H, N] or [N, H]), told apart by shape. Tokens that were left out are -inf."""
+        B, T = self.case.document_ids_BT.shape
+        H, N = self.case.heads, len(self._plan.q_index_N)
+        varlen = self.how.adapter.layout == "varlen"
+        shapes = ((H, N), (N, H)) if varlen else ((B, H, T), (B, T, H))
+        if not self.library.is_array(lse) or tuple(lse.shape) not in shapes:
+            what = list(lse.shape) if self.library.is_array(lse) else type(lse).__name__
+            raise Unusable(
+                f"returns {what} in second place; expected the log-sum-exp {list(shapes[0])}, or declare returns='out'"
+            )
+        values = self.library.numpy(lse).astype(np.float64)
+        heads_first = tuple(lse.shape) == shapes[0]
+        if not varlen:
+            return values if heads_first else values.swapaxes(1, 2)
+        stored = np.full((H, B * T), -np.inf)
+        stored[:, self._index(0)] = values if heads_first else values.T
+        return stored.reshape(H, B, T).swapaxes(0, 1)

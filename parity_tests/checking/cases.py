@@ -1,0 +1,194 @@
+"""The cases an attention function is judged on, and what the oracle says of each.
+
+A layout is a batch of packed rows. What a function must understand to run it (anchors, padding, several rows, ...) is read
+off the rows, so a function that declares it lacks one of these is never judged, nor passed, on a layout that needs it.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import groupby
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxref.attention import attention
+from jaxref.mask import ANCHOR, PADDING
+from jaxref.rounding import Rounding, preset
+
+Arrays = dict[str, np.ndarray]
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+LIKE = ("flash", "eager")
+
+# What a function may declare it lacks, and what that means.
+FEATURES = {
+    "documents": "more than one document in a row",
+    "anchor": "an anchor that every document sees",
+    "padding": "tokens of no document",
+    "batch": "more than one row",
+    "apart": "documents whose tokens are not adjacent",
+    "gqa": "fewer key/value heads than query heads",
+    "backward": "gradients",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A batch of packed rows: document ids (0 anchor, 1.. documents, -1 padding), and the scale if it is not D ** -0.5."""
+
+    name: str
+    rows: tuple[tuple[int, ...], ...]
+    scale_factor: float = 1.0
+
+    @cached_property
+    def document_ids_BT(self) -> np.ndarray:
+        """Int64 [B, T]."""
+        return np.array(self.rows, dtype=np.int64)
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """Names of `FEATURES` without which the layout cannot be run, and `scale` where it is not the default."""
+        ids = self.document_ids_BT
+        found = {
+            "documents": (ids != 1).any(),
+            "anchor": (ids == ANCHOR).any(),
+            "padding": (ids == PADDING).any(),
+            "batch": len(ids) > 1,
+            "apart": any(_in_pieces(row) for row in self.rows),
+            "scale": self.scale_factor != 1.0,
+        }
+        return frozenset(name for name, needed in found.items() if needed)
+
+
+def _in_pieces(row: tuple[int, ...]) -> bool:
+    pieces = [document for document, _ in groupby(row) if document > ANCHOR]
+    return len(pieces) > len(set(pieces))
+
+
+def _row(*pieces: tuple[int, int]) -> tuple[int, ...]:
+    """A row from (document, tokens) pairs."""
+    return tuple(document for document, tokens in pieces for _ in range(tokens))
+
+
+# 47 and 523 tokens: multiples of nothing a kernel blocks by. Layouts share the two lengths, so that compiled code is made twice.
+_FULL = _row((1, 47))
+_INTRA = _row((1, 19), (2, 5), (3, 23))
+_ANCHOR = _row((0, 1), (1, 18), (2, 5), (3, 23))
+_PADDED = _row((0, 1), (1, 16), (2, 5), (3, 14), (-1, 11))
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        layout.name: layout
+        for layout in (
+            Layout("full", (_FULL,)),
+            Layout("intra", (_INTRA,)),  # intra_reset too: it differs in positions, which attention never sees
+            Layout("anchor", (_ANCHOR,)),
+            Layout("anchor_of_five", (_row((0, 5), (1, 14), (2, 3), (3, 25)),)),
+            Layout("one_token", (_row((1, 1), (2, 1), (3, 20), (4, 1), (5, 1), (6, 22), (7, 1)),)),
+            Layout("one_token_anchor", (_row((0, 1), (1, 1), (2, 1), (3, 19), (4, 1), (5, 23), (6, 1)),)),
+            Layout("padded_end", (_row((1, 19), (2, 5), (3, 12), (-1, 11)),)),
+            Layout("padded_end_anchor", (_PADDED,)),
+            Layout("padded_middle", (_row((1, 8), (-1, 3), (1, 2), (2, 13), (-1, 2), (3, 12), (-1, 7)),)),
+            Layout("padded_middle_anchor", (_row((0, 1), (1, 9), (-1, 3), (2, 13), (-1, 2), (3, 12), (-1, 7)),)),
+            Layout("apart", (_row((1, 7), (2, 6), (1, 9), (3, 3), (2, 11), (1, 1), (3, 10)),)),
+            Layout("apart_anchor", (_row((0, 2), (2, 6), (1, 8), (2, 1), (3, 12), (1, 9), (3, 2), (2, 7)),)),
+            Layout("rows", (_INTRA, _row((1, 30), (2, 17)))),
+            Layout("rows_of_every_kind", (_ANCHOR, _FULL, _PADDED, _row((0, 47)), _row((-1, 47)))),
+            Layout("off_blocks", (_row((1, 7), (2, 17), (3, 33), (4, 65), (5, 129), (6, 272)),)),
+            Layout("off_blocks_anchor", (_row((0, 3), (1, 131), (2, 15), (3, 259), (4, 1), (5, 103), (-1, 11)),)),
+            Layout("another_scale", (_INTRA,), scale_factor=0.5),
+        )
+    }
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout with its heads and dtype. Everything drawn follows from the case, so it is the same everywhere."""
+
+    layout: Layout
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        """Names the case: `anchor-h4k2d16-bfloat16`."""
+        return f"{self.layout.name}-h{self.heads}k{self.kv_heads}d{self.head_dim}-{self.dtype}"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a function must be able to do to be judged on it."""
+        return self.layout.needs | ({"gqa"} if self.kv_heads < self.heads else frozenset())
+
+    @property
+    def scale(self) -> float:
+        """Factor on the logits."""
+        return self.head_dim**-0.5 * self.layout.scale_factor
+
+    @property
+    def document_ids_BT(self) -> np.ndarray:
+        """Int64 [B, T]."""
+        return self.layout.document_ids_BT
+
+    def draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Standard normal q [B, T, H, D], k and v [B, T, K, D], and the output's cotangent [B, T, H, D], in the dtype."""
+        random = np.random.default_rng(self.seed)
+        B, T = self.document_ids_BT.shape
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        q, k, v, weight = (random.standard_normal((B, T, n, self.head_dim)).astype(DTYPES[self.dtype]) for n in heads)
+        return q, k, v, weight
+
+
+def preset_name(like: str, dtype: str) -> str:
+    """The oracle's rounding preset of a function that rounds like `flash` or like `eager` in this dtype."""
+    if dtype == "float32":
+        return "flash_fp32" if like == "flash" else "fp32"
+    prefix = "flash" if like == "flash" else "hf_eager"
+    return f"{prefix}_{'bf16' if dtype == 'bfloat16' else 'fp16'}"
+
+
+def judged_as(name: str, like: str, dtype: str) -> str:
+    """The dtype of an array's one rounding. FlashAttention's log-sum-exp is float32 whatever its inputs are."""
+    return "float32" if name == "lse" and like == "flash" else dtype
+
+
+@lru_cache(maxsize=512)
+def oracle(case: Case, rounding: str) -> Mapping[str, np.ndarray]:
+    """What the oracle computes under a preset: `out`, `lse`, `dq`, `dk`, `dv` as float64. Remembered: functions come and go."""
+    return MappingProxyType(_run_oracle(case, preset(rounding)))
+
+
+def _run_oracle(case: Case, rounding: Rounding) -> Arrays:
+    """Row by row, which the rule keeps apart: two lengths to compile for, however many rows a layout has."""
+    drawn = [x.astype(rounding.dtype) for x in case.draw()]
+    rows = [
+        _oracle_row(*(x[b : b + 1] for x in drawn), case.document_ids_BT[b : b + 1], rounding, case.scale)
+        for b in range(len(case.document_ids_BT))
+    ]
+    return {name: np.concatenate([row[name] for row in rows]).astype(np.float64) for name in rows[0]}
+
+
+@partial(jax.jit, static_argnames=("rounding", "scale"))
+def _oracle_row(
+    q_1THD: jax.Array,
+    k_1TKD: jax.Array,
+    v_1TKD: jax.Array,
+    weight_1THD: jax.Array,
+    document_ids_1T: jax.Array,
+    rounding: Rounding,
+    scale: float,
+) -> dict[str, jax.Array]:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attention(q, k, v, document_ids_1T, rounding, scale=scale)
+
+    (out, lse), pull = jax.vjp(run, q_1THD, k_1TKD, v_1TKD)
+    dq, dk, dv = pull((weight_1THD, jnp.zeros_like(lse)))
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

@@ -1,0 +1,203 @@
+"""One function on one case: its arrays by the one rule, and that nothing invisible has an effect, exactly.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxref.mask import ANCHOR, PADDING, visible
+from parity_tests.checking.adapter import Resolved
+from parity_tests.checking.call import Candidate, Pull, Unusable
+from parity_tests.checking.cases import Arrays, Case, judged_as, oracle, preset_name
+from parity_tests.tolerance import Verdict, judge
+
+ARRAYS = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What one case found."""
+
+    case: Case
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)  # by array, in the order of `ARRAYS`
+    isolated: bool | None = None  # nothing invisible has an effect; None: not run
+    problem: str | None = None  # what it did instead of computing attention, or how something invisible has an effect
+    not_run: str | None = None  # why the case was not run
+    remarks: tuple[str, ...] = ()  # what is worth knowing and breaks nothing
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)  # of a case that failed
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was judged, every array keeps the rule and nothing invisible has an effect."""
+        return bool(self.verdicts) and not self.broken and self.problem is None
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """Names of the arrays that break the rule."""
+        return tuple(name for name, verdict in self.verdicts.items() if not verdict.passed)
+
+
+def judge_case(fn: Callable[..., Any], how: Resolved, case: Case, *, backward: bool, device: str) -> CaseResult:
+    """Judge a function on a case. What the function does wrong comes back as words, never as an exception."""
+    missing = why_not_run(how, case)
+    if missing:
+        return CaseResult(case, not_run=missing)
+    candidate = Candidate(fn, how, case, device)
+    q, k, v, weight = case.draw()
+    arrays: Arrays = {}
+    remarks: list[str] = []
+    isolated: bool | None = None
+    try:
+        arrays |= candidate.forward(q, k, v)
+        repeatable = np.array_equal(arrays["out"], candidate.forward(q, k, v)["out"], equal_nan=True)
+        if not repeatable:
+            remarks.append("not deterministic: two calls on the same inputs differ")
+        _refuse_nan(case, arrays)
+        pull: Pull | None = None
+        if backward and "backward" not in how.adapter.lacks:
+            arrays_with_grad, pull = candidate.forward_and_pull(q, k, v)
+            arrays = arrays_with_grad | pull(weight)
+            _refuse_nan(case, arrays)
+        problem = _influence(candidate) if repeatable else None
+        if problem is None and pull is not None:
+            problem = _stray_gradient(case, pull, weight)
+        if repeatable or pull is not None:
+            isolated = problem is None
+        else:
+            remarks.append("isolation is not proved: without gradients it takes a function that repeats itself")
+    except Unusable as words:
+        problem = str(words)
+    verdicts = _verdicts(case, arrays, how.adapter.like or "flash")
+    failed = problem is not None or not all(verdict.passed for verdict in verdicts.values())
+    return CaseResult(case, verdicts, isolated, problem, None, tuple(remarks), arrays if failed else {})
+
+
+def why_not_run(how: Resolved, case: Case) -> str | None:
+    """Why a function cannot be judged on a case, or None."""
+    if how.adapter.dtypes is not None and case.dtype not in how.adapter.dtypes:
+        return f"takes no {case.dtype}"
+    lacks = sorted(case.needs & how.adapter.lacks)
+    if lacks:
+        return f"lacks {', '.join(lacks)}"
+    if "scale" in case.needs and "scale" not in how.signature.keywords:
+        return "takes no scale"
+    return None
+
+
+def _verdicts(case: Case, arrays: Arrays, like: str) -> dict[str, Verdict]:
+    truth, reference = oracle(case, "exact"), oracle(case, preset_name(like, case.dtype))
+    verdicts = {}
+    for name in (name for name in ARRAYS if name in arrays):
+        chosen = real_queries(case) if name == "lse" else True
+        values, right, rounded = (np.where(chosen, x[name], 0.0) for x in (arrays, truth, reference))
+        verdicts[name] = judge(values, right, rounded, judged_as(name, like, case.dtype))
+    return verdicts
+
+
+def real_queries(case: Case) -> np.ndarray:
+    """Bool [B, H, T]. The log-sum-exp of a token that sees nothing is not judged: kernels give -inf, +inf or a large number."""
+    return np.repeat((case.document_ids_BT != PADDING)[:, None], case.heads, axis=1)
+
+
+def _refuse_nan(case: Case, arrays: Arrays) -> None:
+    for name in (name for name in ARRAYS if name in arrays):
+        bad = np.isnan(arrays[name])
+        if name == "lse":
+            bad &= real_queries(case)
+        if bad.any():
+            where = tuple(int(i) for i in np.argwhere(bad)[0])
+            row, token = (where[0], where[2]) if name == "lse" else where[:2]
+            padding = (case.document_ids_BT == PADDING)[:, :, None, None]
+            only = (
+                " and only at padding: put rows that see nothing to 0"
+                if name != "lse" and not (bad & ~padding).any()
+                else ""
+            )
+            raise Unusable(f"{name} is NaN at {place(case, row, token)}{only}")
+
+
+def place(case: Case, row: int, token: int) -> str:
+    """`row 0, token 19 (document 2, its token 0)`."""
+    ids_T = case.document_ids_BT[row]
+    document = ids_T[token]
+    if document == PADDING:
+        return f"row {row}, token {token} (padding)"
+    own = int((ids_T[:token] == document).sum())
+    return (
+        f"row {row}, token {token} ({'the anchor' if document == ANCHOR else f'document {document}'}, its token {own})"
+    )
+
+
+def _probes(case: Case) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]]:
+    """Row, queries [T], keys [B, T] that none of them may see, and words: the first half of each document in turn.
+
+    The first half sees neither the second nor another document nor another row, so one probe tests causality, documents,
+    padding and the batch at once.
+    """
+    visible_BTT = visible(case.document_ids_BT)
+    for row, ids_T in enumerate(case.document_ids_BT):
+        for document in np.unique(ids_T[ids_T != PADDING]):
+            own = np.flatnonzero(ids_T == document)
+            queries_T = np.zeros(len(ids_T), dtype=bool)
+            queries_T[own[: -(-len(own) // 2)]] = True
+            hidden_BT = np.ones(case.document_ids_BT.shape, dtype=bool)
+            hidden_BT[row] = ~visible_BTT[row, queries_T].any(0)
+            if hidden_BT.any():
+                name = "the anchor" if document == ANCHOR else f"document {document}"
+                yield row, queries_T, hidden_BT, f"the first half of {name} in row {row}"
+
+
+def _influence(candidate: Candidate) -> str | None:
+    """Put other numbers into keys and values that are invisible: not a bit of the output may move."""
+    case = candidate.case
+    q, k, v, _ = case.draw()
+    random = np.random.default_rng(case.seed + 1)
+    base = candidate.forward(q, k, v)["out"]  # without gradients, as the calls below: another kernel may run with them
+    for row, queries_T, hidden_BT, words in _probes(case):
+        changed = [
+            np.where(hidden_BT[..., None, None], random.standard_normal(x.shape).astype(x.dtype), x) for x in (k, v)
+        ]
+        moved = candidate.forward(q, *changed)["out"][row, queries_T] != base[row, queries_T]
+        if moved.any():
+            token = int(np.flatnonzero(queries_T)[np.argwhere(moved)[0][0]])
+            seen = _first_seen(candidate, base, row, queries_T, hidden_BT)
+            return f"not isolated: the output of {words} changes (first at token {token}) when {seen} is changed, which it cannot see"
+    return None
+
+
+def _first_seen(candidate: Candidate, base: np.ndarray, row: int, queries_T: np.ndarray, hidden_BT: np.ndarray) -> str:
+    """Which invisible document has the effect: change one after the other."""
+    case = candidate.case
+    q, k, v, _ = case.draw()
+    for b, ids_T in enumerate(case.document_ids_BT):
+        for document in np.unique(ids_T[hidden_BT[b]]):
+            chosen_BT = np.zeros_like(hidden_BT)
+            chosen_BT[b] = hidden_BT[b] & (ids_T == document)
+            # A token's own numbers negated are other numbers of the same size.
+            changed = [np.where(chosen_BT[..., None, None], -x, x) for x in (k, v)]
+            if (candidate.forward(q, *changed)["out"][row, queries_T] != base[row, queries_T]).any():
+                what = {PADDING: "padding", ANCHOR: "the anchor"}.get(int(document), f"document {document}")
+                own = b == row and document == case.document_ids_BT[row][queries_T][0]
+                return f"what comes later in {what}" if own else f"{what} of row {b}"
+    return "several invisible documents at once"
+
+
+def _stray_gradient(case: Case, pull: Pull, weight: np.ndarray) -> str | None:
+    """Gradients of some queries' output at keys and values that they cannot see must be exactly zero."""
+    for row, queries_T, hidden_BT, words in _probes(case):
+        only = np.zeros_like(weight)
+        only[row, queries_T] = weight[row, queries_T]
+        grads = pull(only)
+        for name in ("dk", "dv"):
+            stray = np.abs(grads[name]) * hidden_BT[..., None, None]
+            if stray.any():
+                b, token, *_ = np.unravel_index(int(stray.argmax()), stray.shape)
+                return (
+                    f"not isolated: {words} gives {name[1]} at {place(case, int(b), int(token))} a gradient of "
+                    f"{stray.max():.2g}, which it cannot see: exactly 0 is right"
+                )
+    return None

@@ -1,0 +1,245 @@
+"""What was found, in words, as a table and as an exception."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from jaxref.mask import ANCHOR, PADDING
+from parity_tests.checking import mistakes
+from parity_tests.checking.adapter import Adapter
+from parity_tests.checking.cases import Case, judged_as, oracle, preset_name
+from parity_tests.checking.judging import ARRAYS, CaseResult, place
+from parity_tests.tolerance import judge
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class NotTheSame(AssertionError):  # noqa: N818, a verdict
+    """A function that does not compute attention under the mask rule; the message says how."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The verdict on one function.
+
+    verdict: `same`; `different`: some array breaks the rule, or it raises, returns no attention, is not isolated; `not judged`:
+        no case could be run.
+    hint: what it looks like, in words, where something is known.
+    """
+
+    name: str
+    adapter: Adapter
+    cases: tuple[CaseResult, ...]
+    hint: str | None = field(default=None)
+
+    @property
+    def verdict(self) -> Literal["same", "different", "not judged"]:
+        """The verdict in a word or two."""
+        if not self.judged:
+            return "not judged"
+        return "same" if all(result.passed for result in self.judged) else "different"
+
+    @property
+    def passed(self) -> bool:
+        """Whether some case was run and all that were run passed."""
+        return self.verdict == "same"
+
+    @property
+    def judged(self) -> tuple[CaseResult, ...]:
+        """The cases that were run."""
+        return tuple(result for result in self.cases if result.not_run is None)
+
+    @property
+    def failed(self) -> tuple[CaseResult, ...]:
+        """The cases that were run and did not pass."""
+        return tuple(result for result in self.judged if not result.passed)
+
+    def raise_if_different(self) -> None:
+        """Raise NotTheSame, an AssertionError, with `explain()`, unless it passed."""
+        if not self.passed:
+            raise NotTheSame(self.explain())
+
+    def explain(self) -> str:
+        """The verdict in words: what breaks, by how much, where, what it looks like, and what was not run."""
+        lines = [self._headline()]
+        if self.failed:
+            lines.append(_worst_in_words(self.failed, self.adapter.like or "flash"))
+        if self.hint:
+            lines.append(f"It looks like this: {self.hint}.")
+        lines += [f"Note: {remark}." for remark in dict.fromkeys(r for c in self.judged for r in c.remarks)]
+        lines += _not_run_in_words(self.cases)
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        layouts = len({result.case.layout.name for result in self.judged})
+        if self.verdict == "not judged":
+            return f"NOT JUDGED: {self.name}: no case is left to run"
+        if self.verdict == "different":
+            return f"DIFFERENT: {self.name}: {len(self.failed)} of {_count(len(self.judged), 'case')} failed"
+        ratio, array, case = max((v.ratio, n, r.case.id) for r in self.judged for n, v in r.verdicts.items())
+        arrays = ", ".join(name for name in ARRAYS if any(name in r.verdicts for r in self.judged))
+        isolation = (
+            "what is invisible has exactly no effect"
+            if all(result.isolated for result in self.judged)
+            else "isolation is NOT proved everywhere"
+        )
+        return (
+            f"SAME: {self.name}: {_count(len(self.judged), 'case')} on {_count(layouts, 'layout')}; {arrays} within their allowance, at worst "
+            f"{ratio:.2f} of it ({array} in {case}); {isolation}"
+        )
+
+    def table(self) -> "Table":
+        """A rich table: for each layout and dtype the worst error over allowance of each array, over all heads."""
+        from rich.table import Table
+
+        table = Table("layout", "dtype", *ARRAYS, "isolated", "", title="error / allowance (up to 1 passes)")
+        for key in dict.fromkeys((r.case.layout.name, r.case.dtype) for r in self.cases):
+            results = [r for r in self.cases if (r.case.layout.name, r.case.dtype) == key]
+            table.add_row(*key, *(_cell(results, name) for name in ARRAYS), _isolation(results), _remark(results))
+        return table
+
+
+def _cell(results: list[CaseResult], name: str) -> str:
+    ratios = [r.verdicts[name].ratio for r in results if name in r.verdicts]
+    if not ratios:
+        return "-"
+    return f"{max(ratios):.2f}" if max(ratios) <= 1 else f"[bold red]{max(ratios):.3g}[/]"
+
+
+def _isolation(results: list[CaseResult]) -> str:
+    found = {r.isolated for r in results}
+    return "[bold red]no[/]" if False in found else "exactly" if found - {None} else "-"
+
+
+def _remark(results: list[CaseResult]) -> str:
+    from rich.markup import escape
+
+    problem = next((r.problem for r in results if r.problem), None)
+    if problem:
+        return f"[red]{escape(problem)}[/]"
+    not_run = [r.not_run for r in results if r.not_run]
+    heads = "" if len(not_run) == len(results) else f"{len(not_run)} of {len(results)} heads "
+    return f"{heads}not run: {not_run[0]}" if not_run else ""
+
+
+def _not_run_in_words(cases: tuple[CaseResult, ...]) -> list[str]:
+    reasons: dict[str, list[CaseResult]] = {}
+    for result in cases:
+        if result.not_run:
+            reasons.setdefault(result.not_run, []).append(result)
+    lines = []
+    for reason, results in reasons.items():
+        layouts = ", ".join(dict.fromkeys(r.case.layout.name for r in results))
+        lines.append(f"Not run ({reason}): {_count(len(results), 'case')}: {layouts}.")
+    return lines
+
+
+def _worst_in_words(failed: tuple[CaseResult, ...], like: str) -> str:
+    """The first problem if the function broke down everywhere it failed; else the first case whose numbers are wrong."""
+    numbers = [r for r in failed if r.broken]
+    if not numbers:
+        first = failed[0]
+        where = dict.fromkeys(r.case.layout.name for r in failed if r.problem == first.problem)
+        return f"On {_some(list(where))} ({first.case.id}) it {_as_predicate(first.problem or '')}."
+    first = numbers[0]
+    name = first.broken[0]
+    others = ", ".join(f"{n} {first.verdicts[n].ratio:.3g}" for n in first.broken[1:])
+    text = f"First, {first.case.id}: {name} errs {first.verdicts[name].ratio:.3g} times its allowance, most at "
+    text += _where(first, name, like) + (f" (also {others})" if others else "") + "."
+    problems = [r for r in failed if r.problem]
+    if problems:
+        text += f"\nAlso, {problems[0].case.id}: {problems[0].problem}."
+    return text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _as_predicate(problem: str) -> str:
+    """Problems of the function read on after `it`; those of an array or of isolation after `fails:`."""
+    return problem if problem.startswith(("raises", "returns", "changes", "gives")) else f"fails: {problem}"
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    shown = ", ".join(repr(n) for n in names[:most])
+    return f"layout{'s' if len(names) > 1 else ''} {shown}" + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )
+
+
+def _where(result: CaseResult, name: str, like: str) -> str:
+    """The worst element, and which documents alone are wrong where that is not all of them."""
+    case, verdict = result.case, result.verdicts[name]
+    worst = verdict.worst
+    row, token, head = (worst[0], worst[2], worst[1]) if name == "lse" else worst[:3]
+    text = f"{place(case, row, token)}, head {head}"
+    if name == "lse":
+        return text
+    wrong, all_ = _documents_that_differ(result, name, like)
+    return (
+        text
+        if wrong == all_ or not wrong
+        else f"{text}; only {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} wrong"
+    )
+
+
+def _documents_that_differ(result: CaseResult, name: str, like: str) -> tuple[list[str], list[str]]:
+    """The rule, document by document."""
+    case = result.case
+    truth, reference = oracle(case, "exact")[name], oracle(case, preset_name(like, case.dtype))[name]
+    wrong, all_ = [], []
+    ids = case.document_ids_BT
+    for document in np.unique(ids):
+        chosen = ids == document
+        words = {PADDING: "padding", ANCHOR: "the anchor"}.get(int(document), f"document {document}")
+        all_.append(words)
+        candidate = result.arrays[name][chosen]
+        if not judge(candidate, truth[chosen], reference[chosen], judged_as(name, like, case.dtype)).passed:
+            wrong.append(words)
+    return wrong, all_
+
+
+Rejudge = Callable[[str, Case], bool]
+
+
+def diagnose(adapter: Adapter, results: list[CaseResult], right_in_layout: Rejudge) -> str | None:
+    """Name the mistake that explains most of the failing cases; among equals, the one it fits best.
+
+    right_in_layout: whether the function is right on a case if it is called with another layout of q, k and v.
+    """
+    like = adapter.like or "flash"
+    failed = [r for r in results if r.not_run is None and not r.passed]
+    for layout in ("BTHD", "BHTD"):
+        if (
+            failed
+            and adapter.layout in ("BTHD", "BHTD")
+            and layout != adapter.layout
+            and right_in_layout(layout, failed[0].case)
+        ):
+            return f"q, k and v were given as {adapter.layout}; as {layout} it is right: declare layout={layout!r}"
+    explained: dict[str, list[float]] = {}
+    broken = [r for r in failed if r.broken]
+    sample = _different_in_kind(broken)
+    for result in sample:
+        for words, ratio in mistakes.explain(result.case, result.arrays, result.broken, like).items():
+            explained.setdefault(words, []).append(ratio)
+    if explained:
+        words, ratios = max(explained.items(), key=lambda item: (len(item[1]), -max(item[1])))
+        return (
+            words
+            if len(ratios) == len(sample)
+            else f"{words} (explains {len(ratios)} of {len(sample)} failing layouts tried)"
+        )
+    for result in sample[:1]:
+        return mistakes.explain_precision(result.case, result.arrays, like)
+    return None
+
+
+def _different_in_kind(broken: list[CaseResult], most: int = 4) -> list[CaseResult]:
+    """One failing case of each layout, short rows first: a mistake that shows on several layouts has fewer explanations."""
+    by_layout = {r.case.layout.name: r for r in reversed(broken)}
+    return sorted(by_layout.values(), key=lambda r: r.case.document_ids_BT.size)[:most]

@@ -1,0 +1,68 @@
+"""From `mypackage.attention:my_function` to the function."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def load_target(target: str) -> Callable[..., Any]:
+    """Import `module:name` or `path/to/file.py:name`; names may have dots. The working directory is importable.
+
+    Raises ValueError, one line: nothing to import, the import fails, no such name, not callable.
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise ValueError(f"target {target!r}: expected module:function, or path/to/file.py:function")
+    found: Any = _load_file(Path(place)) if place.endswith(".py") else _import(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            raise ValueError(
+                f"target {target!r}: {place} has no {part!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        found = getattr(found, part)
+    if inspect.isclass(found):
+        raise ValueError(f"target {target!r}: is a class; name a function, or an instance that can be called")
+    if not callable(found):
+        raise ValueError(f"target {target!r}: is not callable, but a {type(found).__name__}")
+    return found
+
+
+def _import(module: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"target {module!r}: no module named {error.name!r} here or among the installed packages"
+            ) from None
+        raise ValueError(f"target {module!r}: importing it fails: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"target {module!r}: importing it raises {type(error).__name__}: {_line(error)}") from None
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"target {str(path)!r}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python path/to/file.py` does
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"target {str(path)!r}: importing it raises {type(error).__name__}: {_line(error)}") from None
+    return module
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
