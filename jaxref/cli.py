@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 
 MOST_TOKENS = 64  # of a drawing: a line of it fits a wide terminal
+MOST_POSITION = 2**24  # every rounding carries positions up to here exactly, float32 too
 _PAPER_LENGTHS = {f"paper-{k}k": k * 1024 for k in (32, 64, 128, 256)}
 
 
@@ -27,11 +28,14 @@ def mask(
         str, typer.Option(metavar="N,N,...", help="tokens of each document, in the order they are packed")
     ] = "3,5,2",
     variant: Annotated[
-        str, typer.Option(help="full, intra, intra_reset or anchor; each may be followed by +interleave")
+        str, typer.Option(help="full, intra, intra_reset or anchor; each may be followed by +tag and +interleave")
     ] = "anchor",
     anchor: Annotated[int, typer.Option(help="tokens of the prefix that opens the row in every variant")] = 1,
     padding: Annotated[int, typer.Option(help="tokens after the last document")] = 0,
-    tag: Annotated[int, typer.Option(help="tokens that open each document, such as the name of its domain")] = 0,
+    tag: Annotated[
+        int | None,
+        typer.Option(help="tokens that open each document, such as the name of its domain (0, and 2 under +tag)"),
+    ] = None,
     chunks: Annotated[int, typer.Option(help="pieces that +interleave cuts a document into")] = 4,
     seed: Annotated[int, typer.Option(help="of the order in which +interleave merges the pieces")] = 0,
     png: Annotated[
@@ -49,13 +53,16 @@ def mask(
     from jaxref.mask import VARIANTS, draw, layout, live_pairs
 
     lengths = _lengths(documents)
-    rest: dict[str, Any] = {"anchor": anchor, "padding": padding, "tag": tag, "chunks": chunks, "seed": seed}
-    row = layout(lengths, variant, **rest)
-    tokens = len(row.document_ids)
+    variant, tagged = _without_tag(variant)
+    if tag is None:
+        tag = 2 if tagged else 0
+    tokens = anchor + sum(tag + n for n in lengths) + padding
     if tokens > MOST_TOKENS:
         raise ValueError(
             f"documents: the row has {tokens} tokens, a drawing at most {MOST_TOKENS}; give shorter documents"
         )
+    rest: dict[str, Any] = {"anchor": anchor, "padding": padding, "tag": tag, "chunks": chunks, "seed": seed}
+    row = layout(lengths, variant, **rest)
     if png is not None:
         from jaxref.mask_figure import save_figure
 
@@ -110,8 +117,10 @@ def rope(
     from jaxref.rope import RopeSpec, cos_sin, inverse_frequencies
     from jaxref.rounding import PRESETS, Rounding, preset
 
-    if position < 0:
-        raise ValueError(f"position: {position} is negative")
+    if not 0 <= position <= MOST_POSITION:
+        raise ValueError(
+            f"position: {position}; give one from 0 to {MOST_POSITION}: beyond, float32 holds not every one"
+        )
     if config is None:
         rope_type = rope_type or "default"
         if original is None and rope_type in ("dynamic", "yarn", "llama3"):
@@ -167,6 +176,15 @@ def _lengths(documents: str) -> list[int]:
         return [int(length) for length in documents.split(",")]
     except ValueError:
         raise ValueError(f"documents: {documents!r}; give whole numbers between commas, for example 3,5,2") from None
+
+
+def _without_tag(variant: str) -> tuple[str, bool]:
+    """Take one `+tag` off: to the mask a tag is part of its document, only longer."""
+    base, *extras = variant.split("+")
+    if "tag" not in extras:
+        return variant, False
+    extras.remove("tag")
+    return "+".join([base, *extras]), True
 
 
 def _theta(theta: str) -> float:

@@ -104,7 +104,10 @@ class RopeSpec:
             if name not in _used(self.rope_type):
                 raise ValueError(f"{name}: rope_type {self.rope_type!r} does not use it; leave it out")
             least = {"factor": 1, "original_max_position_embeddings": 2}.get(name, 0)
-            numbers = value if isinstance(value, tuple) else (value,)
+            listed = name in ("short_factor", "long_factor")
+            if listed and not isinstance(value, tuple):
+                raise ValueError(f"{name}: {value!r}; give a list of numbers")
+            numbers: tuple[Any, ...] = value if listed else (value,)
             if name != "truncate" and not all(_is_number(x) and 0 < x < math.inf and x >= least for x in numbers):
                 raise ValueError(f"{name}: {value!r}; give numbers " + (f"from {least}" if least else "above 0"))
         for name in _REQUIRED[self.rope_type]:
@@ -125,12 +128,22 @@ class RopeSpec:
         What is absent falls back as in transformers. Raises ValueError as `RopeSpec` does, and for what would rotate
         otherwise: a part of the head, parameters that differ by layer type, keys that are unknown.
         """
+        for name in ("rope_scaling", "rope_parameters"):
+            if not isinstance(config.get(name) or {}, Mapping):
+                raise ValueError(f"{name}: {config[name]!r} is not a table of parameters")
         given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-        longest = config.get("max_position_embeddings")
+        longest = _length(config, "max_position_embeddings")
         rope_type = given.pop("rope_type", given.pop("type", "default"))
         given.pop("type", None)
         theta = given.pop("rope_theta", config.get("rope_theta", 10_000.0))
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        head_dim = _length(config, "head_dim")
+        if head_dim is None:
+            hidden, heads = _length(config, "hidden_size"), _length(config, "num_attention_heads")
+            if hidden is None or heads is None:
+                raise ValueError(
+                    "head_dim: missing, and so is hidden_size or num_attention_heads; give head_dim or both"
+                )
+            head_dim = hidden // heads
         partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
         if partial not in (None, 1):
             raise ValueError(f"partial_rotary_factor: {partial!r} is not implemented; known is 1")
@@ -147,7 +160,7 @@ class RopeSpec:
             given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         else:
             given.setdefault("original_max_position_embeddings", longest)
-        original = given["original_max_position_embeddings"]
+        original = _length(given, "original_max_position_embeddings")
         if given.get("factor") is None and rope_type in ("yarn", "longrope") and longest and original:
             given["factor"] = longest / original
         rest: dict[str, Any] = {
@@ -298,6 +311,13 @@ def _decimal(value: float | None) -> Decimal:
     """Exactly; what a type requires is there, `RopeSpec` has seen to it."""
     assert value is not None
     return Decimal(value)
+
+
+def _length(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{name}: {value!r} is not a positive whole number")
+    return value
 
 
 def _is_number(value: Any) -> bool:

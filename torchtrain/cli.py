@@ -100,7 +100,16 @@ def _fail(message: str, code: int) -> None:
 
 def main() -> None:
     """Entry point of the command `torchtrain`."""
-    app()
+    try:
+        sys.exit(app(standalone_mode=False))
+    except Exception as error:
+        # What typer says of arguments; its exceptions are click's own or not, by its version.
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            raise
+        if message := " ".join(describe().split()):  # empty where help was printed instead
+            print(f"torchtrain: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

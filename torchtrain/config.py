@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
@@ -23,6 +23,7 @@ PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Theta = Annotated[float, Field(gt=1)]
 
 
 class Section(BaseModel):
@@ -59,7 +60,7 @@ class RopeConfig(Section):
     """
 
     type: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = "keep"
-    theta: PositiveFloat | Literal["keep", "paper"] = Field(
+    theta: Theta | Literal["keep", "paper"] = Field(
         default="keep", description="rope_theta: a number, the model's own, or the paper's for this context length"
     )
     factor: PositiveFloat | None = Field(default=None, description="scale; default: new length / original length")
@@ -68,8 +69,8 @@ class RopeConfig(Section):
     beta_slow: PositiveFloat | None = None
     low_freq_factor: PositiveFloat | None = None
     high_freq_factor: PositiveFloat | None = None
-    short_factor: list[float] | None = None
-    long_factor: list[float] | None = None
+    short_factor: list[PositiveFloat] | None = None
+    long_factor: list[PositiveFloat] | None = None
 
     @model_validator(mode="after")
     def _parameters_fit_type(self) -> Self:
@@ -244,18 +245,28 @@ class Config(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses duplicate keys and reads 2e-5 as a number (PyYAML alone reads a string)."""
+    """Safe YAML: string keys, each once; 2e-5 is a number (PyYAML alone reads a string) and 2026-11-30 a string."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping; a key that stands twice is a mistake, not an override."""
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise UserError(f"line {key_node.start_mark.line + 1}: key {key!r} is no name; quote it")
             if key in seen:
                 raise UserError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice; remove one")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+
+# What yaml.load raises besides its own errors: bad dates and numbers under a `!!` tag, our own above, deep nesting.
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -266,19 +277,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, validate.
 
     Raises:
-        UserError: file missing or not YAML, a key unknown (with the nearest known one) or doubled, a value not allowed.
+        UserError: file not readable or not YAML, a key unknown (with the nearest known one) or doubled, a value not allowed.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"config {path}: no such file")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except yaml.YAMLError as error:
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise UserError(f"config {path}: {str(error.strerror).lower()}; give a YAML file that can be read") from None
+    except _NOT_YAML as error:
         raise UserError(f"config {path}: not valid YAML: {' '.join(str(error).split())}") from None
-    except (UserError, UnicodeDecodeError) as error:
-        raise UserError(f"config {path}: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"config {path}: expected sections such as `model:` and `data:`, found {type(tree).__name__}")
+    # `train:` with nothing under it is an empty section.
+    tree = {name: {} if section is None else section for name, section in tree.items()}
     for override in overrides:
         _apply_override(tree, override)
     try:
@@ -307,8 +317,9 @@ def _apply_override(tree: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {name!r} holds a value, not a section")
     try:
         value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value; quote it") from None
+    except _NOT_YAML as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value; quote it ({reason})") from None
     if isinstance(node, list):
         node[_list_index(node, leaf, dotted)] = value
     else:
@@ -327,27 +338,25 @@ def _explain(error: ValidationError) -> str:
 
 
 def _explain_one(item: Any) -> str:
-    # A union's members show up as parts of the location that are no field names (`literal['auto']`, `int`): drop them.
-    location = [str(part) for part in item["loc"] if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", part)]
+    unknown = item["type"] == "extra_forbidden"
+    # A union's members show up as parts of the location that are no fields (`literal['auto']`, `int`): they are left out.
+    section: Any = Config
+    location = []
+    for part in item["loc"][:-1] if unknown else item["loc"]:
+        field = getattr(section, "model_fields", {}).get(part)
+        if field is not None:
+            section = Source if field.annotation == list[Source] else field.annotation
+        if field is not None or isinstance(part, int):
+            location.append(str(part))
+    if unknown:
+        key, known = item["loc"][-1], list(section.model_fields)
+        nearest = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location, nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
+        return f"{'.'.join([*location, key])}: unknown key; {hint}"
     where = ".".join(location)
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*location[:-1], nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "missing":
         return f"{where}: missing; add it"
     if item["type"] == "value_error":
         return f"{where}: {message}" if where else message
     return f"{where}: {item['input']!r}: {message}"
-
-
-def _known_keys(location: list[str]) -> list[str]:
-    model: type[BaseModel] = Config
-    for name in location:
-        if name.isdecimal():
-            continue
-        annotation = model.model_fields[name].annotation
-        model = Source if annotation == list[Source] else annotation  # type: ignore[assignment]
-    return list(model.model_fields)

@@ -43,6 +43,16 @@ def test_mask(jaxref):
     assert "positions  0 1 2 0 1\n" in reset
 
 
+@pytest.mark.parametrize("extra", ["", "+interleave"])
+def test_mask_with_tags(jaxref, extra):
+    tagged = jaxref("mask", "--documents", "2,1", "--variant", f"anchor+tag{extra}")
+    assert tagged[0] == 0
+    assert tagged[1].startswith("  A 1 1 1 1 2 2 2\n")
+    assert tagged == jaxref("mask", "--documents", "2,1", "--variant", f"anchor{extra}", "--tag", "2")
+    _, three, _ = jaxref("mask", "--documents", "2,1", "--variant", f"anchor{extra}+tag", "--tag", "3")
+    assert three.startswith("  A 1 1 1 1 1 2 2 2 2\n")
+
+
 def test_mask_as_a_picture(jaxref, tmp_path):
     file = tmp_path / "masks.png"
     code, out, _ = jaxref("mask", "--documents", "3,5,2", "--padding", "1", "--png", str(file))
@@ -99,7 +109,14 @@ def test_rope_of_a_config(jaxref, tmp_path):
         ("rope --theta ten", "theta: 'ten' is neither a number nor one of paper-32k"),
         ("rope --type linear", "factor: missing, and rope_type 'linear' needs it"),
         ("rope --original 4096", "original_max_position_embeddings: rope_type 'default' does not use it"),
-        ("rope --position -1", "position: -1 is negative"),
+        ("mask --documents 99999999999", "documents: the row has 100000000000 tokens, a drawing at most 64"),
+        ("mask --anchor 99999999999", "documents: the row has 100000000009 tokens, a drawing at most 64"),
+        ("mask --documents 30,30 --variant anchor+tag", "documents: the row has 65 tokens, a drawing at most 64"),
+        ("mask --documents 99,-98", "lengths [99, -98], anchor 1"),
+        ("mask --variant anchor+tag+tag", "variant 'anchor+tag'; choose full, intra, intra_reset, anchor"),
+        ("rope --position -1", "position: -1; give one from 0 to 16777216: beyond,"),
+        ("rope --position 16777217", "position: 16777217; give one from 0 to 16777216: beyond,"),
+        ("rope --position 99999999999999999999", "position: 99999999999999999999; give one from 0 to 16777216"),
         ("rope --position far", "Invalid value for '--position'"),
         ("rope --head-dim 7", "head_dim: 7; RoPE rotates pairs"),
         ("rope --config {tmp}/config.json", "{tmp}/config.json: No such file or directory"),
@@ -118,6 +135,40 @@ def test_a_mistake_is_one_line_and_exit_2(jaxref, tmp_path, arguments, message):
     assert err.startswith(f"jaxref: {message.format(tmp=tmp_path)}")
     assert err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.json", "list.json"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 64}, "head_dim: missing, and so is hidden_size or num_attention_heads; give head_dim or both"),
+        ({"hidden_size": "abc", "num_attention_heads": 4}, "hidden_size: 'abc' is not a positive whole number"),
+        ({"hidden_size": 64, "num_attention_heads": 0}, "num_attention_heads: 0 is not a positive whole number"),
+        ({"head_dim": [64]}, "head_dim: [64] is not a positive whole number"),
+        ({"head_dim": 64, "rope_theta": None}, "theta: None; give a number above 1"),
+        ({"head_dim": 64, "rope_scaling": 3}, "rope_scaling: 3 is not a table of parameters"),
+        ({"head_dim": 64, "rope_parameters": ["yarn"]}, "rope_parameters: ['yarn'] is not a table of parameters"),
+        ({"head_dim": 64, "max_position_embeddings": "4K"}, "max_position_embeddings: '4K' is not a positive whole"),
+        (
+            {"head_dim": 64, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": "4K"}},
+            "original_max_position_embeddings: '4K' is not a positive whole number",
+        ),
+        ({"head_dim": 64, "rope_scaling": {"type": "linear", "factor": [2]}}, "factor: (2,); give numbers from 1"),
+        (
+            {
+                "head_dim": 4,
+                "max_position_embeddings": 8,
+                "rope_scaling": {"type": "longrope", "factor": 2, "short_factor": 1, "long_factor": [1, 2]},
+            },
+            "short_factor: 1; give a list of numbers",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_line(jaxref, tmp_path, fields, message):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    code, out, err = jaxref("rope", "--config", str(tmp_path / "config.json"))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"jaxref: {message}")
+    assert err.count("\n") == 1
 
 
 def test_help_teaches(jaxref):

@@ -13,6 +13,18 @@ from torchtrain.errors import UserError
 MAX_TOKENS = 8192  # a [1, H, T, T] float32 of 32 heads is 8 GiB there
 
 
+def check_tokens(tokens: int) -> None:
+    """Refuse rows whose mask would not fit in memory.
+
+    Raises:
+        UserError: more than 8,192 tokens.
+    """
+    if tokens > MAX_TOKENS:
+        raise UserError(
+            f"attention dense: {tokens} tokens a row need a T x T mask; it stops at {MAX_TOKENS}, choose sdpa"
+        )
+
+
 def attend_dense(
     q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -25,8 +37,7 @@ def attend_dense(
     """
     B, T, H, D = q_BTHD.shape
     K = k_BTKD.shape[2]
-    if T > MAX_TOKENS:
-        raise UserError(f"attention dense: {T} tokens a row need a T x T mask; it stops at {MAX_TOKENS}, choose sdpa")
+    check_tokens(T)
     q_BKGTD = q_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4)
     k_BK1TD = k_BTKD.permute(0, 2, 1, 3)[:, :, None]
     v_BK1TD = v_BTKD.permute(0, 2, 1, 3)[:, :, None]

@@ -14,6 +14,8 @@ from torchtrain.config import Source
 from torchtrain.data import demo
 from torchtrain.errors import UserError
 
+_MOST_KEYS = 8  # of a bad record that are named
+
 
 @dataclass(frozen=True)
 class Record:
@@ -25,14 +27,18 @@ class Record:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that gives no document: where it stands, why, and the domain it counts for (the source's, if unknown)."""
+    """A record that gives no document: where it stands, why, and the domain it counts for (the source's, if unknown).
+
+    As a string it is one line that any terminal and file takes: a record's keys and a file's name may hold anything.
+    """
 
     where: str
     reason: str
     domain: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
+        line = f"{self.where}: {self.reason}"
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 class _BadItemError(Exception):
@@ -128,7 +134,8 @@ def _string(item: Any, field: str, setting: str) -> str:
         raise _BadItemError(f"is no JSON object but {type(item).__name__}")
     value = _look_up(item, field)
     if value is None:
-        raise _BadItemError(f"has no {field!r} (it has {', '.join(map(str, item)) or 'nothing'}; see {setting})")
+        keys = [f"{key:.40}" for key in item][:_MOST_KEYS] + ["..."] * (len(item) > _MOST_KEYS)
+        raise _BadItemError(f"has no {field!r} (it has {', '.join(keys) or 'nothing'}; see {setting})")
     if not isinstance(value, str):
         raise _BadItemError(f"{field!r} is no string but {type(value).__name__}")
     if not value.strip():

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
@@ -31,12 +31,16 @@ _BATCH_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a preparation is: documents and tokens written, bad records met; `reused` if a finished store was found."""
+    """How far a preparation is: what it does, and over all sources the documents and tokens written, the bad records met."""
 
-    state: Literal["tokenising", "finished", "reused"]
+    state: str  # `tokenising NAME` of a source, then `tokenised`; `tokens reused` if a finished store was found
     documents: int
     tokens: int
     bad_records: int
+
+    def __str__(self) -> str:
+        counts = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bad_records:,} bad records"
+        return f"{self.state}: {counts}"
 
 
 def prepare(
@@ -49,7 +53,7 @@ def prepare(
     Args:
         data: sources and settings.
         tokenizer: a fast tokenizer (one with a `tokenizers` backend).
-        on_progress: called with the state so far after each batch, and once at the end.
+        on_progress: called with the state so far when a source begins, after each full batch, and once at the end.
 
     Raises:
         UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`; the
@@ -74,7 +78,7 @@ def prepare(
     store = TokenStore.open(final)
     for count in store.sources:
         _check_share(count, data)
-    report(Progress("reused", len(store), len(store.tokens), sum(count.bad_records for count in store.sources)))
+    report(Progress("tokens reused", len(store), len(store.tokens), sum(count.bad_records for count in store.sources)))
     return store
 
 
@@ -132,10 +136,10 @@ def _make(
         with StoreWriter(partial) as writer:
             counts = [_add_source(source, data, tokenizer, writer, report) for source in data.sources]
             if not writer.documents:
-                records = sum(count.records for count in counts)
+                records, bad = sum(count.records for count in counts), writer.bad_records
+                found = f"{records} records: {bad} bad, {records - bad} shorter than data.min_tokens {data.min_tokens}"
                 raise UserError(
-                    f"data.sources: the corpus is empty: {records} records, {writer.bad_records} of them bad, "
-                    f"the rest shorter than data.min_tokens {data.min_tokens}; check the sources"
+                    f"data.sources: the corpus is empty: {found if records else 'no records'}; check the sources"
                 )
             writer.finish(final.name, counts)
         partial.rename(final)
@@ -146,7 +150,7 @@ def _make(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    report(Progress("finished", writer.documents, writer.tokens, writer.bad_records))
+    report(Progress("tokenised", writer.documents, writer.tokens, writer.bad_records))
     return TokenStore.open(final)
 
 
@@ -160,6 +164,12 @@ def _add_source(
     records, bad, first_bad = 0, 0, ""
     batch: list[Record] = []
     characters = 0
+
+    def tell() -> None:
+        state = f"tokenising {source_name(source)}"
+        report(Progress(state, writer.documents, writer.tokens, writer.bad_records))
+
+    tell()
     for record in read(source):
         records += 1
         if isinstance(record, BadRecord):
@@ -170,32 +180,28 @@ def _add_source(
         batch.append(record)
         characters += len(record.text)
         if characters >= _BATCH_CHARACTERS:
-            _add_batch(batch, data, tokenizer, writer, report)
+            _add_batch(batch, data, tokenizer, writer)
             batch, characters = [], 0
-    _add_batch(batch, data, tokenizer, writer, report)
+            tell()
+    if batch:
+        _add_batch(batch, data, tokenizer, writer)
     count = SourceCount(source_name(source), records, bad, first_bad)
     _check_share(count, data)
     return count
 
 
 def _add_batch(
-    batch: list[Record],
-    data: DataConfig,
-    tokenizer: "PreTrainedTokenizerFast",
-    writer: StoreWriter,
-    report: Callable[[Progress], None],
+    batch: list[Record], data: DataConfig, tokenizer: "PreTrainedTokenizerFast", writer: StoreWriter
 ) -> None:
-    if batch:
-        # verbose=False: a document longer than the model's context is no mistake here, so no warning about it.
-        texts = [record.text for record in batch]
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        eos = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
-        for record, ids in zip(batch, encoded["input_ids"], strict=True):
-            if len(ids) < data.min_tokens:
-                writer.skip_short(record.domain, len(ids))
-            else:
-                writer.add(record.domain, ids + eos)
-    report(Progress("tokenising", writer.documents, writer.tokens, writer.bad_records))
+    # verbose=False: a document longer than the model's context is no mistake here, so no warning about it.
+    texts = [record.text for record in batch]
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    eos = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
+    for record, ids in zip(batch, encoded["input_ids"], strict=True):
+        if len(ids) < data.min_tokens:
+            writer.skip_short(record.domain, len(ids))
+        else:
+            writer.add(record.domain, ids + eos)
 
 
 def _check_share(count: SourceCount, data: DataConfig) -> None:

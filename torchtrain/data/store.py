@@ -4,16 +4,16 @@
 `bad_records.txt` one line each · `store.json` names, counts and the fingerprint.
 """
 
-import json
 import os
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from pydantic import BaseModel, ValidationError
 
 from torchtrain.errors import UserError
 
@@ -49,6 +49,16 @@ class SourceCount:
     first_bad: str
 
 
+class _Header(BaseModel):
+    """What `store.json` holds."""
+
+    fingerprint: str
+    domains: list[str]
+    largest_token: int
+    summaries: list[DomainSummary]
+    sources: list[SourceCount]
+
+
 @dataclass(frozen=True, eq=False)
 class TokenStore:
     """The tokens of a corpus, read-only. Pickles as its folder, so that worker processes map the same file."""
@@ -71,27 +81,33 @@ class TokenStore:
             UserError: there is no finished store in the folder, or its files do not fit together.
         """
         folder = Path(folder)
+        anew = "if it lies in data.cache, delete the folder and it is made anew"
         try:
-            header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+            header = _Header.model_validate_json((folder / HEADER).read_bytes())
             offsets = np.load(folder / OFFSETS, mmap_mode="r")
             document_domains = np.load(folder / DOMAINS, mmap_mode="r")
             tokens = np.memmap(folder / TOKENS, dtype=np.int32, mode="r")
         except FileNotFoundError as error:
-            raise UserError(f"{folder} holds no finished token store ({error.filename} is missing)") from None
-        except ValueError as error:
-            raise UserError(f"token store {folder} is damaged ({error}); delete the folder to make it anew") from None
-        if offsets[-1] != len(tokens) or len(document_domains) != len(offsets) - 1:
-            raise UserError(f"token store {folder} is damaged (its sizes differ); delete the folder to make it anew")
+            missing = Path(error.filename).name
+            raise UserError(f"{folder} holds no finished token store ({missing} is missing); {anew}") from None
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            reason = f"{HEADER}: {place} {error.errors()[0]['msg']}"
+            raise UserError(f"token store {folder} is damaged ({reason}); {anew}") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"token store {folder} is damaged ({error}); {anew}") from None
+        if (
+            len(document_domains) != len(offsets) - 1
+            or offsets[-1] != len(tokens)
+            or document_domains.max(initial=-1) >= len(header.domains)
+        ):
+            raise UserError(f"token store {folder} is damaged (its sizes differ); {anew}")
         return cls(
             folder=folder,
             tokens=tokens,
             offsets=offsets,
             document_domains=document_domains,
-            domains=header["domains"],
-            fingerprint=header["fingerprint"],
-            largest_token=header["largest_token"],
-            summaries=[DomainSummary(**item) for item in header["summaries"]],
-            sources=[SourceCount(**item) for item in header["sources"]],
+            **dict(header),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,9 +125,10 @@ class TokenStore:
         """Return the tokens of one document: an int32 view of the map, nothing copied."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
-    def bad_records(self) -> list[str]:
-        """Return every record that gave no document, as `place: reason`, in reading order."""
-        return (self.folder / BAD_RECORDS).read_text(encoding="utf-8").splitlines()
+    @property
+    def bad_records(self) -> Path:
+        """The file that names every record that gave no document, a line `place: reason` each, in reading order."""
+        return self.folder / BAD_RECORDS
 
 
 class StoreWriter:
@@ -171,15 +188,14 @@ class StoreWriter:
         document_domains = np.array(self.document_domains, dtype=np.int32)
         np.save(self.folder / OFFSETS, offsets)
         np.save(self.folder / DOMAINS, document_domains)
-        content = {
-            "fingerprint": fingerprint,
-            "domains": list(self.domain_ids),
-            "largest_token": self.largest_token,
-            "summaries": [asdict(item) for item in self._summaries(np.diff(offsets), document_domains)],
-            "sources": [asdict(item) for item in sources],
-        }
-        text = json.dumps(content, indent=2, ensure_ascii=False)
-        (self.folder / HEADER).write_text(text + "\n", encoding="utf-8")
+        header = _Header(
+            fingerprint=fingerprint,
+            domains=list(self.domain_ids),
+            largest_token=self.largest_token,
+            summaries=self._summaries(np.diff(offsets), document_domains),
+            sources=sources,
+        )
+        (self.folder / HEADER).write_text(header.model_dump_json(indent=2) + "\n", encoding="utf-8")
         self._tokens.flush()
         self._bad.flush()
         for path in (*self.folder.iterdir(), self.folder):

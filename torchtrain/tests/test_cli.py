@@ -1,19 +1,25 @@
 """The command: what it prints, what it refuses, in one line, with which exit code, leaving nothing."""
 
 import importlib.metadata
+import io
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from torchtrain.cli import app
+from torchtrain.cli import app, main
 from torchtrain.config import load_config
+from torchtrain.data import Progress
 from torchtrain.tests.conftest import POSITIONS, tiny_config, tiny_model, tiny_tokenizer
+from torchtrain.training.report import tell_tokenising
 
 
 @pytest.fixture
@@ -40,12 +46,84 @@ def test_config_prints_what_reads_back(call, tree, write_config, tmp_path):
 def test_train_and_the_table(call, tree):
     result = call("train", "train.steps=3")
     assert result.exit_code == 0
-    assert (Path(tree["run"]["folder"]) / "model" / "config.json").is_file()
+    folder = Path(tree["run"]["folder"])
+    assert (folder / "model" / "config.json").is_file()
     for word in ("numbers", "letters", "before", "after", "tokens seen", "tokens/s", "model in"):
         assert word in result.stdout
-    for word in ("anchor", "training 3/3", "tokens/s", "held out 2/2"):
+    for word in ("training 3/3", "tokens/s", "held out 2/2"):
         assert word in result.stderr
+    # Each stage says that it begins, in this order.
+    stages = ["tokenising ", "loading ", "variant   anchor: a token sees", "training 1/3", f"exporting to {folder}"]
+    places = [result.stderr.index(stage) for stage in stages]
+    assert places == sorted(places)
+    assert "left out" not in result.stderr
     assert "MFU" not in result.output  # no peak is known on a CPU
+
+
+def test_what_is_left_out_is_said_and_recorded(call, tree, corpus, tmp_path):
+    lines = [*corpus.read_text().splitlines(), "{broken", '{"txt": "x"}', '{"text": "short", "domain": "letters"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    overrides = [f"data.sources.0.files={tmp_path / 'a.jsonl'}", "data.bad_record_share=0.1", "data.min_tokens=10"]
+    result = call("train", "train.steps=2", "pack.last=drop", "run.seed=0", *overrides)
+    record = json.loads((Path(tree["run"]["folder"]) / "run.json").read_text())["corpus"]
+    (said,) = (line for line in result.stderr.splitlines() if line.startswith("left out  "))
+    (noted,) = Path(tree["data"]["cache"]).glob("corpus/*/bad_records.txt")
+    first = noted.read_text().splitlines()[0]
+    assert first.startswith(f"{tmp_path}/a.jsonl:49: is no JSON")
+    dropped = record["dropped_tokens"]
+    assert 0 < dropped < tree["pack"]["sequence_length"]
+    assert said == (
+        f"left out  2 bad records (first {first}; all in {noted}), 1 short documents (5 tokens), "
+        f"{dropped} tokens dropped with the last row"
+    )
+    assert (record["sources"][0]["records"], record["sources"][0]["bad_records"]) == (51, 2)
+    assert {d["domain"]: d["short_tokens"] for d in record["domains"]}["letters"] == 5
+
+
+def test_intra_reset_says_that_interleaving_changes_nothing(call):
+    result = call("train", "train.steps=2", "pack.variant=intra_reset+interleave")
+    assert "+interleave changes nothing here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config"], "Missing argument 'FILE'."),
+        (["confg", "x"], "No such command 'confg'. Did you mean 'config'?"),
+        (["train", "x", "--bogus"], "No such option: --bogus"),
+        (["train", "none.yaml"], "config none.yaml: no such file"),
+    ],
+)
+def test_mistakes_in_the_arguments_are_one_line(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["torchtrain", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchtrain: {message}")
+
+
+def test_off_a_terminal_tokenising_is_a_line_a_source_and_one_every_few_seconds(monkeypatch):
+    clock, said, console = iter([0, 1, 4, 5, 6, 7]), [], Console(file=io.StringIO())
+    monkeypatch.setattr("torchtrain.training.report.time.monotonic", lambda: next(clock))
+    tell = tell_tokenising(console, console.status(""), said.append)
+    for documents, state in enumerate(["tokenising a"] * 5 + ["tokenising b"]):
+        tell(Progress(state, documents, 0, 0))
+    assert [line.split(",")[0] for line in said] == [
+        "tokenising a: 0 documents",
+        "tokenising a: 3 documents",
+        "tokenising b: 5 documents",
+    ]
+
+
+def test_without_arguments_the_help_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torchtrain"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    printed = "".join(capsys.readouterr())
+    assert "Usage" in printed
+    assert "torchtrain:" not in printed
 
 
 def test_a_domain_whose_name_is_markup(call):
@@ -69,6 +147,9 @@ GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="flash runs on this m
         ("data.held_out_share=1.0", "data.held_out_share"),
         ("pack.anchor=100000", "pack.anchor 100000"),
         ("data.cache=/dev/null/cache", "data.cache"),
+        ("run.folder=/dev/null/run", "run.folder /dev/null/run: Not a directory; choose a folder that can be written"),
+        ("run.folder=/proc/run", "run.folder /proc/run: "),
+        (f"run.folder=/tmp/{'x' * 300}", "File name too long; choose a folder that can be written"),
         pytest.param("model.attention=flash", "attention flash: needs a CUDA device", marks=GPU),
         pytest.param("model.attention=flex", "attention flex: no backward pass on cpu", marks=GPU),
     ],
@@ -81,6 +162,60 @@ def test_mistakes_are_one_line_and_leave_no_folder(call, tree, override, message
 def test_an_empty_corpus(call, tree, corpus, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     assert "the corpus is empty" in one_line(call("train", f"data.sources.0.files={tmp_path / 'empty.jsonl'}"))
+    assert not Path(tree["run"]["folder"]).exists()
+
+
+def test_dense_attention_on_rows_it_cannot_hold(call, tree, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtrain.attention.dense.MAX_TOKENS", 100)
+    assert "attention dense: 128 tokens a row" in one_line(call("train", "model.attention=dense"))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_longrope_and_positions_that_restart(call, tree, tmp_path):
+    lists = "rope.short_factor=[1.0, 1.0, 1.0, 1.0]", "rope.long_factor=[1.0, 2.0, 4.0, 8.0]"
+    result = call("train", "pack.variant=intra_reset", "rope.type=longrope", *lists)
+    assert "pack.variant intra_reset: longrope" in one_line(result)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_made(call, tmp_path):
+    assert "run.folder /proc/run: " in one_line(call("train", "run.folder=/proc/run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("inside", ["", "/cache", "/../run/cache"])
+def test_a_cache_in_the_runs_folder(call, tree, tmp_path, inside):
+    message = one_line(call("train", f"data.cache={tree['run']['folder']}{inside}"))
+    assert f"stands in run.folder {tree['run']['folder']}; choose a folder outside it" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "abc"}, "its config.json is refused: .*'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 5}, r"its config.json is refused: .*\(32\) is not a multiple of .* \(5\)"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "its config.json is refused: .*factor"),
+        (
+            {"intermediate_size": 64},
+            r"6 weights do not fit its config.json, the first is model\.layers\.0\.mlp\.down_proj\.weight: \[32, 48\] in "
+            r"the file, \[32, 64\] by the config",
+        ),
+    ],
+)
+def test_a_config_that_does_not_fit(call, tree, model_folder, tmp_path, change, message):
+    source = shutil.copytree(model_folder(), tmp_path / "m")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | change))
+    assert re.search(message, one_line(call("train", f"model.source={source}")))
+    assert not Path(tree["run"]["folder"]).exists()
+
+
+def test_weights_that_are_cut_off(call, tree, model_folder, tmp_path):
+    source = shutil.copytree(model_folder(), tmp_path / "m")
+    weights = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "a safetensors file is damaged or cut off" in one_line(call("train", f"model.source={source}"))
     assert not Path(tree["run"]["folder"]).exists()
 
 

@@ -69,6 +69,15 @@ def test_overrides(load):
         ("trian.steps=20", r"trian: unknown key; did you mean train\?"),
         ("data.sources.0.demoo=code", r"data\.sources\.0\.demoo: unknown key; did you mean data\.sources\.0\.demo\?"),
         ("run.zzz=1", r"run\.zzz: unknown key; known: folder, seed"),
+        ("Train.steps=3", r"Train: unknown key; did you mean train\?"),
+        ("train.Steps=3", r"train\.Steps: unknown key; did you mean train\.steps\?"),
+        ("train.micro-batch=3", r"train\.micro-batch: unknown key; did you mean train\.micro_batch\?"),
+        ("data.sources.0.Demo=code", r"data\.sources\.0\.Demo: unknown key; did you mean data\.sources\.0\.demo\?"),
+        ("pack.anchor=[x]", r"pack\.anchor\.0: 'x': Input should be a valid integer$"),
+        ("rope.theta=1.0", r"rope\.theta: 1\.0: Input should be greater than 1"),
+        ("rope.long_factor=[0.0]", r"rope\.long_factor\.0: 0\.0: Input should be greater than 0"),
+        ("run.folder=!!timestamp 2026-11-31", r"is not a YAML value; quote it \(day is out of range"),
+        ("run={folder: a, folder: b}", r"is not a YAML value; quote it \(line 1: key 'folder' stands twice"),
         ("train.steps=0", r"train\.steps: 0: "),
         ("train.steps=twenty", r"train\.steps: 'twenty': "),
         ("train.steps=2.5", r"train\.steps: 2\.5: "),
@@ -138,6 +147,10 @@ def test_all_mistakes_are_told_at_once(load):
     ("text", "message"),
     [
         ("model: {source: a}\nmodel: {source: b}", "line 2: key 'model' stands twice"),
+        ("? [a, b]\n: c", r"line 1: key \['a', 'b'\] is no name; quote it"),
+        ("model:\n  1: a", "line 2: key 1 is no name; quote it"),
+        ("a: !!int x", "not valid YAML: invalid literal"),
+        ("[" * 10_000, "not valid YAML: maximum recursion depth"),
         ("a: [", "not valid YAML"),
         ("- a", "found list"),
         ("", "found NoneType"),
@@ -148,9 +161,24 @@ def test_files_that_are_no_config(load, text, message):
         load(text)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"none\.yaml: no such file"):
         load_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match=r": is a directory; give a YAML file"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(UserError, match=r"latin\.yaml: not valid YAML: .*utf-8"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_what_looks_like_a_date_is_a_name(load):
+    for folder in ("2026-11-30", "2026-11-31"):
+        assert load(MINIMAL, f"run.folder={folder}").run.folder == folder
+
+
+def test_an_empty_section_has_its_defaults(load):
+    assert load(f"{MINIMAL}\ntrain:\n") == load()
+    assert load(f"{MINIMAL}\ntrain:\n", "train.steps=3").train.steps == 3
 
 
 def test_a_config_does_not_change(load):

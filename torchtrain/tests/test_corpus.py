@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 
 import pyarrow as pa
@@ -49,6 +50,8 @@ def test_bad_lines_are_named_by_file_and_line_and_the_rest_goes_on(tmp_path):
         b'{"text": "\\ud800"}',
         b"[" * 100_000,
         b'{"text": null}',
+        b'{"\\ud800": 1, "a\\nb\\u001b[31m": 1}',
+        json.dumps({f"k{i}": i for i in range(9)}).encode(),
         b'{"text": "good 2"}',
     ]
     path.write_bytes(b"\n".join(lines))
@@ -65,10 +68,18 @@ def test_bad_lines_are_named_by_file_and_line_and_the_rest_goes_on(tmp_path):
         9: "'text' is not valid Unicode",
         10: "is no JSON: ",
         11: "has no 'text'",
+        12: r"has no 'text' (it has \ud800, a\nb\x1b[31m; see text_field)",
+        13: "has no 'text' (it has k0, k1, k2, k3, k4, k5, k6, k7, ...; see text_field)",
     }
     assert len(found) == len(expected)
     for (number, reason), line in zip(expected.items(), found, strict=True):
         assert line.startswith(f"{path}:{number}: {reason}")
+
+
+def test_a_file_whose_name_is_no_text(tmp_path):
+    (tmp_path / os.fsdecode(b"\xff\n.jsonl")).write_text("{broken")
+    (line,) = bad(Source(files=str(tmp_path / "*.jsonl")))
+    assert line.startswith(rf"{tmp_path}/\udcff\n.jsonl:1: is no JSON: ")
 
 
 def test_a_bad_record_counts_for_its_domain_where_that_is_known(tmp_path):

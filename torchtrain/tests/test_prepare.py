@@ -43,7 +43,9 @@ def test_documents_are_stored_in_order_with_eos(corpus, tmp_path):
     assert store.document_domains.tolist() == [0, 1]
     assert store.largest_token == 8
     assert store.summaries == [DomainSummary("left", 1, 4, 4, 0, 1, 1), DomainSummary("right", 1, 3, 3, 0, 0, 0)]
-    assert seen[-1] == Progress("finished", documents=2, tokens=7, bad_records=0)
+    assert seen[-1] == Progress("tokenised", documents=2, tokens=7, bad_records=0)
+    assert [progress.state for progress in seen] == ["tokenising left", "tokenising right", "tokenised"]
+    assert str(seen[-1]) == "tokenised: 2 documents, 7 tokens, 0 bad records"
     assert stored(tmp_path) == [store.fingerprint]
 
 
@@ -72,7 +74,7 @@ def test_text_is_encoded_batch_by_batch(corpus, monkeypatch, tmp_path):
     seen = []
     parts = prepare(corpus.model_copy(update={"cache": str(tmp_path / "other")}), word_tokenizer(), seen.append)
     np.testing.assert_array_equal(parts.tokens, whole.tokens)
-    assert len([progress for progress in seen if progress.state == "tokenising"]) > 3
+    assert len([progress for progress in seen if progress.state.startswith("tokenising")]) > 3
 
 
 def test_a_finished_store_is_reused_without_tokenising_and_says_so(corpus, monkeypatch):
@@ -81,7 +83,7 @@ def test_a_finished_store_is_reused_without_tokenising_and_says_so(corpus, monke
     monkeypatch.setattr(type(tokenizer), "__call__", lambda *_, **__: pytest.fail("tokenised again"))
     seen = []
     second = prepare(corpus, tokenizer, seen.append)
-    assert seen == [Progress("reused", documents=2, tokens=7, bad_records=0)]
+    assert seen == [Progress("tokens reused", documents=2, tokens=7, bad_records=0)]
     np.testing.assert_array_equal(second.tokens, first.tokens)
 
 
@@ -130,7 +132,8 @@ def test_bad_records_are_counted_noted_and_refused_past_the_share(tmp_path):
     store = prepare(lenient, word_tokenizer())
     assert len(store) == 8
     assert store.summaries[0].bad_records == 2
-    assert [line.split(": ")[0] for line in store.bad_records()] == [f"{tmp_path}/a.jsonl:9", f"{tmp_path}/a.jsonl:10"]
+    noted = store.bad_records.read_text().splitlines()
+    assert [line.split(": ")[0] for line in noted] == [f"{tmp_path}/a.jsonl:9", f"{tmp_path}/a.jsonl:10"]
 
     message = r"a: 2 of 10 records are bad, a share above data.bad_record_share 0.1; the first: .*a.jsonl:9: is no JSON"
     strict = config(tmp_path, ["a"], bad_record_share=0.1)
@@ -142,11 +145,17 @@ def test_bad_records_are_counted_noted_and_refused_past_the_share(tmp_path):
     assert stored(tmp_path / "new") == []
 
 
-@pytest.mark.parametrize("records", [[], [{"text": "w1"}]])
-def test_an_empty_corpus_is_refused(tmp_path, records):
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "no records; check"),
+        ([{"text": "w1"}, {"text": ""}], "2 records: 1 bad, 1 shorter than data.min_tokens 2; check"),
+    ],
+)
+def test_an_empty_corpus_is_refused(tmp_path, records, message):
     write_jsonl(tmp_path / "a.jsonl", records)
-    with pytest.raises(UserError, match=f"the corpus is empty: {len(records)} records, 0 of them bad"):
-        prepare(config(tmp_path, ["a"], min_tokens=2), word_tokenizer())
+    with pytest.raises(UserError, match=f"the corpus is empty: {message}"):
+        prepare(config(tmp_path, ["a"], min_tokens=2, bad_record_share=0.5), word_tokenizer())
     assert stored(tmp_path) == []
 
 
@@ -198,7 +207,7 @@ def test_two_processes_at_once_make_one_store(tmp_path):
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     expected = f"20000 {sum(i % 50 + 3 + 4 + 2 for i in range(20_000))}"
-    assert sorted(out.strip() for out, _ in outputs) == [f"finished {expected}", f"reused {expected}"]
+    assert sorted(out.strip() for out, _ in outputs) == [f"tokenised {expected}", f"tokens reused {expected}"]
     assert len(stored(tmp_path)) == 1
 
 
@@ -238,3 +247,29 @@ def test_a_store_that_is_missing_or_damaged_is_refused(corpus, tmp_path):
     (folder / "tokens.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"is damaged"):
         TokenStore.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("store.json", lambda header: header.pop("sources"), r"store\.json: sources Field required"),
+        ("store.json", lambda header: header["domains"].pop(), "its sizes differ"),
+        ("store.json", b"[]", r"store\.json: "),
+        ("store.json", b"{", r"store\.json: "),
+        ("offsets.npy", b"", "No data left"),
+        ("offsets.npy", b"text", "pickle"),
+    ],
+)
+def test_a_half_damaged_store_is_one_line_that_says_what_to_do(corpus, name, damage, message):
+    path = prepare(corpus, word_tokenizer()).folder / name
+    if callable(damage):
+        header = json.loads(path.read_text())
+        damage(header)
+        damage = json.dumps(header).encode()
+    path.write_bytes(damage)
+    with pytest.raises(UserError, match=rf"{path.parent} is damaged \(.*{message}.*delete the folder") as caught:
+        prepare(corpus, word_tokenizer())
+    assert "\n" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(UserError, match=rf"\({name} is missing\); .*delete the folder"):
+        prepare(corpus, word_tokenizer())

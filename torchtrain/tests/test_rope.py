@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from torchtrain.config import RopeConfig
 from torchtrain.errors import UserError
-from torchtrain.modeling.rope import describe, extend
+from torchtrain.modeling.rope import check_resets, describe, extend
 from torchtrain.tests.conftest import POSITIONS, tiny_config
 
 # float32 rounds once an operation. base ** e: e and then e * ln(base) carry a relative error into the exponent, so the power
@@ -48,7 +48,7 @@ CASES = {
     "linear": ({"type": "linear"}, default(1e4) / 4, 1.0),
     "linear, factor": ({"type": "linear", "factor": 8.0, "theta": 5e5}, default(5e5) / 8, 1.0),
     "ntk": ({"type": "ntk"}, default(1e4 * 4 ** (D / (D - 2))), 1.0),
-    "dynamic": ({"type": "dynamic", "factor": 2.0}, default(1e4), 1.0),
+    "dynamic": ({"type": "dynamic", "factor": 2.0, "theta": 5e5}, default(5e5), 1.0),
     "yarn": ({"type": "yarn"}, yarn(1e4, 4), 0.1 * math.log(4) + 1),
     "yarn, all": (
         {"type": "yarn", "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.25},
@@ -105,21 +105,71 @@ def test_the_models_own_config_is_left_as_it_is():
     assert config.to_dict() == before
 
 
-def test_a_second_extension_counts_from_the_original_length():
-    once = extend(tiny_config(), RopeConfig(type="yarn"), 2 * POSITIONS)
-    twice = extend(once, RopeConfig(type="yarn"), LENGTH)
-    assert twice.rope_parameters["factor"] == 4
-    assert twice.rope_parameters["original_max_position_embeddings"] == POSITIONS
+TYPES = {settings.get("type", "keep"): settings for settings, _, _ in CASES.values() if "factor" not in settings}
+TYPES["dynamic"] = {"type": "dynamic"}
+
+
+@pytest.mark.parametrize("second", ["linear", "ntk", "yarn", "llama3", "longrope"])
+@pytest.mark.parametrize("first", ["linear", "yarn", "llama3", "longrope"])
+def test_a_second_extension_counts_from_the_original_length(first, second):
+    once = extend(tiny_config(), RopeConfig(**TYPES[first]), 2 * POSITIONS)
+    twice = extend(once, RopeConfig(**TYPES[second]), 6 * POSITIONS)
+    assert twice.to_dict() == extend(tiny_config(), RopeConfig(**TYPES[second]), 6 * POSITIONS).to_dict()
+
+
+@pytest.mark.parametrize("rope_type", TYPES)
+def test_two_extensions_equal_one(rope_type):
+    config = tiny_config()
+    unscaled = rope_type in ("keep", "default", "dynamic")
+    for length, theta in [(2 * POSITIONS, 5e5), (6 * POSITIONS, 1e6)]:
+        rope = RopeConfig(**TYPES[rope_type] | ({"theta": theta} if unscaled else {}))
+        config = extend(config, rope, length)
+    once = extend(tiny_config(), rope, 6 * POSITIONS)
+    # ntk's base is a product of powers, each rounded: float64 rounds a power within 2 units, a product within 1/2.
+    theta = config.rope_parameters.pop("rope_theta")
+    assert theta == pytest.approx(once.rope_parameters.pop("rope_theta"), rel=8 * torch.finfo(torch.float64).eps, abs=0)
+    assert config.to_dict() == once.to_dict()
+
+
+def test_a_dynamic_model_is_unscaled_up_to_its_length_so_other_types_count_from_there():
+    once = extend(tiny_config(), RopeConfig(type="dynamic", theta=5e5), 2 * POSITIONS)
+    assert extend(once, RopeConfig(type="linear"), LENGTH).rope_parameters["factor"] == 2
+
+
+def test_what_stretched_the_model_does_not_count_once_it_is_replaced():
+    scaled = extend(tiny_config(), RopeConfig(type="yarn"), LENGTH)
+    assert extend(scaled, RopeConfig(type="yarn"), 2 * POSITIONS).max_position_embeddings == 2 * POSITIONS
+    with pytest.raises(UserError, match=f"sequence_length {LENGTH}: the model holds {POSITIONS} "):
+        extend(scaled, RopeConfig(type="default"), LENGTH)
 
 
 def test_shorter_rows_do_not_shorten_the_model():
     assert extend(tiny_config(), RopeConfig(theta=5e5), POSITIONS // 2).max_position_embeddings == POSITIONS
 
 
-@pytest.mark.parametrize("settings", [{}, {"type": "default"}], ids=["keep", "default"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"theta": 1.5}, {"type": "default"}, {"type": "default", "theta": 1.5}, {"type": "dynamic"}],
+    ids=str,
+)
 def test_a_length_that_nothing_is_done_for_is_refused(settings):
     with pytest.raises(UserError, match=r"sequence_length 65: the model holds 64 .*rope\.theta.*rope\.type"):
         extend(tiny_config(), RopeConfig(**settings), POSITIONS + 1)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.0001, 3.9])
+@pytest.mark.parametrize("rope_type", ["linear", "ntk", "yarn", "llama3", "longrope"])
+def test_a_factor_that_does_not_reach_the_length_is_refused(rope_type, factor):
+    with pytest.raises(UserError, match=rf"rope\.factor {factor:g}: .* the 64 .* below .* 256; give at least 4"):
+        extend(tiny_config(), RopeConfig(**TYPES[rope_type], factor=factor), LENGTH)
+
+
+def test_longrope_needs_positions_that_run_through_the_row():
+    longrope = RopeConfig(**TYPES["longrope"])
+    with pytest.raises(UserError, match=r"intra_reset: longrope .*another variant"):
+        check_resets(extend(tiny_config(), longrope, LENGTH), LENGTH)
+    check_resets(extend(tiny_config(), longrope, POSITIONS), POSITIONS)  # always the short factors
+    check_resets(extend(tiny_config(), RopeConfig(type="yarn"), LENGTH), LENGTH)
 
 
 def test_a_length_the_model_holds_needs_no_setting():
@@ -147,13 +197,12 @@ def test_a_model_without_plain_rope_can_only_be_kept():
 
 
 def test_dynamic_says_what_it_means_for_training():
-    assert "unscaled up to 256 positions" in describe(extend(tiny_config(), RopeConfig(type="dynamic"), LENGTH))
+    config = extend(tiny_config(), RopeConfig(type="dynamic", theta=5e5), LENGTH)
+    assert "unscaled up to 256 positions" in describe(config)
 
 
 def test_dynamic_only_scales_beyond_the_new_length():
-    config = extend(
-        tiny_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4}), RopeConfig(type="dynamic"), LENGTH
-    )
+    config = extend(tiny_config(), RopeConfig(type="dynamic", theta=5e5), LENGTH)
     rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
     plain = rotary.inv_freq.clone()
     rotary(torch.zeros(1), torch.arange(LENGTH)[None])

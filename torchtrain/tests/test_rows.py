@@ -65,13 +65,24 @@ def test_tags_belong_to_their_document_and_are_no_targets(variant, document_ids,
     )
 
 
-def test_an_anchor_of_several_tokens_is_document_0():
+@pytest.mark.parametrize(
+    ("variant", "document_ids"),
+    [
+        ("full", [1, 1, 1, 1, 1, 1, 1, 1, -1]),
+        ("intra", [1, 1, 1, 1, 1, 1, 2, 2, -1]),
+        ("intra_reset", [1, 1, 1, 1, 1, 1, 2, 2, -1]),
+        ("anchor", [0, 0, 0, 1, 1, 1, 2, 2, -1]),
+    ],
+)
+def test_an_anchor_of_several_tokens_predicts_nothing_within_itself(variant, document_ids):
     check(
-        row_of("anchor", anchor=(5, 6), T=8),
-        input_ids=[5, 6, 10, 11, 12, 20, 21, 7],
-        document_ids=[0, 0, 1, 1, 1, 2, 2, -1],
-        shift_labels=[X, X, 11, 12, X, 21, X, X],
+        row_of(variant, anchor=(5, 6, 8), T=9),
+        input_ids=[5, 6, 8, 10, 11, 12, 20, 21, 7],
+        document_ids=document_ids,
+        shift_labels=[X, X, X, 11, 12, X, 21, X, X],
     )
+    crossing = row_of(variant, anchor=(5, 6, 8), T=9, cross_document_targets=True)
+    check(crossing, shift_labels=[6, 8, 10, 11, 12, 20, 21, X, X])
 
 
 def test_cross_document_targets_are_the_next_token_of_the_row():

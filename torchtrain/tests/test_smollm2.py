@@ -76,11 +76,14 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def test_converts_once_and_records_where_from(package, tmp_path, monkeypatch):
-    folder = smollm2_folder(tmp_path / "cache")
+    said = []
+    folder = smollm2_folder(tmp_path / "cache", said.append)
     sha256 = hashlib.sha256(package.read_bytes()).hexdigest()
     origin = json.loads((folder / ORIGIN).read_text())
     assert (origin["file"], origin["sha256"]) == ("tiny.gguf", sha256)
     assert folder.name.endswith(sha256[:16])
+    assert [line.split(" (")[0] for line in said] == ["converting tiny.gguf"]
+    assert sha256 in said[0]
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
     read = AutoModelForCausalLM.from_pretrained(package.parent, gguf_file=package.name, dtype=torch.float32)
@@ -95,7 +98,8 @@ def test_converts_once_and_records_where_from(package, tmp_path, monkeypatch):
     assert AutoTokenizer.from_pretrained(folder).encode("abcab") == [7, 6]
 
     monkeypatch.setattr(smollm2, "_convert", lambda *_: pytest.fail("converted twice"))
-    assert smollm2_folder(tmp_path / "cache") == folder
+    assert smollm2_folder(tmp_path / "cache", said.append) == folder
+    assert len(said) == 1
 
 
 def test_another_file_is_another_folder(package, tmp_path):

@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtrain
-from torchtrain.config import Config, TrainConfig, load_config
+from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
 from torchtrain.data import PackedRows, collate, prepare
 from torchtrain.errors import UserError
 from torchtrain.modeling.load import hidden_states, load_model, open_config, open_tokenizer
-from torchtrain.tests.conftest import FAMILIES, POSITIONS, VOCABULARY, tiny_model, tiny_tokenizer
+from torchtrain.modeling.rope import extend
+from torchtrain.tests.conftest import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 from torchtrain.training.evaluate import HeldOut, evaluate
 from torchtrain.training.loop import backward, step_batches, train
 from torchtrain.training.loss import IGNORE
@@ -179,6 +180,24 @@ def test_a_step_is_the_same_however_it_is_cut_into_micro_batches(tree, write_con
         assert max((a - b).abs().max() for a, b in zip(taken, other_taken, strict=True)) <= bound
         moved = max((a - b).abs().max() for a, b in zip(weights, other_weights, strict=True))
         assert moved <= bound * rate / settings.epsilon
+
+
+@pytest.mark.parametrize("variant", ["full", "intra", "anchor", "full+interleave", "anchor+tag+interleave"])
+def test_longrope_takes_the_same_factors_whatever_the_micro_batch(tree, write_config, variant):
+    """It goes by the batch's largest position: rows reach the last one, padded ones too."""
+    lists = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    config = extend(tiny_config(), RopeConfig(type="longrope", **lists), 2 * POSITIONS)
+    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    _, rows, held_out, _ = packed(tree, write_config, f"pack.variant={variant}")
+    assert any((row["document_ids"] < 0).any() for row in held_out)
+    short = rotary.inv_freq.clone()
+    rotary(torch.zeros(1), torch.arange(2 * POSITIONS)[None])
+    long = rotary.inv_freq.clone()
+    assert not torch.equal(short, long)
+    for batch in [[row] for row in held_out] + [[rows[0], rows[1]]]:
+        rotary(torch.zeros(1), torch.arange(2)[None])  # back to the short ones
+        rotary(torch.zeros(1), collate(batch)["position_ids"])
+        assert torch.equal(rotary.inv_freq, long)
 
 
 def test_the_order_of_rows_does_not_depend_on_the_micro_batch(tree, write_config):

@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,31 @@ class RunFolder:
         self.model = self.path / "model"
         self.partial_model = self.path / "model.partial"
 
-    def check(self, replace: bool) -> None:
+    def check(self, replace: bool, cache: str | Path) -> None:
         """Refuse a place that cannot take a run.
+
+        Args:
+            replace: whether a run that stands there may be removed.
+            cache: `data.cache`, which must stand elsewhere: a run finds its folder empty, and is removed with it.
 
         Raises:
             UserError: it is a file, or a folder that holds something: a run without `replace`, or anything else. Or it
-                cannot be written.
+                cannot be written, or holds the cache.
         """
+        try:
+            self._check_writable()
+            self._check_content(replace)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        if Path(os.path.realpath(Path(cache).expanduser())).is_relative_to(os.path.realpath(self.path)):
+            raise UserError(f"data.cache {str(cache)!r}: stands in run.folder {self.path}; choose a folder outside it")
+
+    def _check_writable(self) -> None:
+        """Make and remove a folder where ours will stand: permissions alone do not tell (root, read-only disks, /proc)."""
+        nearest = next(parent for parent in self.path.absolute().parents if os.path.lexists(parent))
+        os.rmdir(tempfile.mkdtemp(dir=nearest))
+
+    def _check_content(self, replace: bool) -> None:
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise UserError(f"run.folder {self.path}: exists and is no folder; choose another")
         if self.path.is_dir() and any(self.path.iterdir()):
@@ -51,7 +71,7 @@ class RunFolder:
         Raises:
             UserError: as `check`, or the folder cannot be made.
         """
-        self.check(replace)
+        self.check(replace, config.data.cache)
         try:
             if self.path.exists():
                 shutil.rmtree(self.path)
@@ -60,7 +80,10 @@ class RunFolder:
             self.record.write_text(json.dumps(_identity() | record, indent=2) + "\n", encoding="utf-8")
             self.config.write_text(dump_config(config), encoding="utf-8")
         except OSError as error:
-            raise UserError(f"run.folder {self.path}: {error.strerror}; choose a folder that can be written") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"run.folder {self.path}: {error.strerror}; choose a folder that can be written")
 
     def _is_run(self) -> bool:
         """A run has our record and nothing that we do not write."""

@@ -27,7 +27,7 @@ from torchtrain.training.folder import RunFolder
 from torchtrain.training.loss import IGNORE, chunked_cross_entropy
 from torchtrain.training.metrics import Losses, MetricsFile, read_metrics
 from torchtrain.training.optimizer import Optimizer
-from torchtrain.training.report import Display, plot, step_status
+from torchtrain.training.report import Display, plot, step_status, tell_tokenising
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.setup import Setup, set_up
 
@@ -59,11 +59,11 @@ def train(config: Config, *, replace: bool = False, console: Console | None = No
     """
     console = console or Console(stderr=True)
     folder = RunFolder(config.run.folder)
-    folder.check(replace)
+    folder.check(replace, config.data.cache)
     torch.manual_seed(config.run.seed)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    with console.status("preparing") as status:
-        setup = set_up(config, say, lambda p: status.update(f"{p.state}: {p.documents:,} documents"))
+    with console.status("preparing") as spinner:
+        setup = set_up(config, say, tell_tokenising(console, spinner, say))
     folder.create(config, setup.record, replace)
 
     with MetricsFile(folder.metrics) as metrics, Display(console) as display:
@@ -84,6 +84,7 @@ def train(config: Config, *, replace: bool = False, console: Console | None = No
             on_step(step_status(event))
         after = held_out(config.train.steps, tokens_seen)
 
+    say(f"exporting to {folder.model}")
     export(setup.model, setup.tokenizer, folder.partial_model, folder.model)
     plot(read_metrics(folder.metrics), folder.plot)
     return Result(before, after, tokens_seen, tokens_seen / seconds, folder.model)

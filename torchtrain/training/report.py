@@ -1,6 +1,7 @@
 """What a person sees of a run: the opening lines, the progress bar, the final table, `loss.png`."""
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -8,10 +9,33 @@ from typing import Any, Self
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
+from torchtrain import data
 from torchtrain.training.evaluate import HeldOut
 from torchtrain.training.metrics import Mean
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def tell_tokenising(console: Console, spinner: Status, say: Callable[[str], None]) -> Callable[[data.Progress], None]:
+    """Return what takes the progress of tokenising: it stands at the spinner on a terminal; anywhere else it is a line when
+    its state changes, and one every few seconds.
+    """
+    if console.is_terminal:
+        return lambda progress: spinner.update(Text(str(progress)))
+    state, told = "", 0.0
+
+    def tell(progress: data.Progress) -> None:
+        nonlocal state, told
+        now = time.monotonic()
+        if progress.state != state or now - told >= _SECONDS_BETWEEN_LINES:
+            say(str(progress))
+            state, told = progress.state, now
+
+    return tell
 
 
 class Display:

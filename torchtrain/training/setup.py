@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchtrain.attention import resolve_engine
+from torchtrain.attention.dense import check_tokens
 from torchtrain.config import Config
 from torchtrain.data import (
     PackedRows,
@@ -18,6 +19,7 @@ from torchtrain.data import (
     anchor_ids,
     check_store,
     check_tokenizer,
+    describe,
     pad_id,
     prepare,
     split_documents,
@@ -25,7 +27,8 @@ from torchtrain.data import (
 )
 from torchtrain.errors import UserError
 from torchtrain.modeling.load import check_config, load_model, open_config, open_tokenizer, resolve_source
-from torchtrain.modeling.rope import describe, extend
+from torchtrain.modeling.rope import check_resets, extend
+from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
 
     Args:
         config: the run's.
-        say: takes one line at a time on what was found and chosen.
+        say: takes one line at a time on what begins, what was found and what was chosen.
         on_progress: passed to `torchtrain.data.prepare`.
 
     Raises:
@@ -61,12 +64,16 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = resolve_engine(config.model.attention, device, getattr(torch, config.model.dtype))
     length = config.pack.sequence_length
+    if engine == "dense":
+        check_tokens(length)
 
-    source = resolve_source(config.model.source, config.data.cache)
+    source = resolve_source(config.model.source, config.data.cache, say)
     own_config = open_config(source)
     check_config(own_config, length)
     own_positions: int = own_config.max_position_embeddings
     model_config = extend(own_config, config.rope, length)
+    if config.pack.base_variant == "intra_reset":
+        check_resets(model_config, length)
     tokenizer = open_tokenizer(source)
     check_tokenizer(tokenizer, model_config.vocab_size)
     anchor_ids(tokenizer, config.pack)
@@ -75,11 +82,16 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer)
 
+    say(f"loading {config.model.source}")
     model = load_model(source, model_config, config.model, engine, device)
     say(f"model     {config.model.source}: {model.num_parameters():,} parameters in {config.model.dtype} on {device}")
-    say(f"attention {engine} · {config.pack.variant} · {length:,} tokens a row (the model held {own_positions:,})")
-    say(f"rope      {describe(model_config)}")
+    say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
+    say(f"variant   {describe(config.pack)}")
+    say(f"rope      {describe_rope(model_config)}")
     say(f"data      {len(store.domains)} domains, {rows.plan(0).tokens:,} training tokens in {len(rows):,} rows")
+    dropped = rows.plan(0).dropped_tokens
+    if missing := _left_out(store, dropped):
+        say(f"left out  {missing}")
     steps, per_step = config.train.steps, config.train.sequences_per_step
     say(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
     record = {
@@ -87,6 +99,11 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
         "engine": engine,
         "model_origin": _origin(source),
         "corpus_fingerprint": store.fingerprint,
+        "corpus": {
+            "domains": [asdict(summary) for summary in store.summaries],
+            "sources": [asdict(count) for count in store.sources],
+            "dropped_tokens": dropped,
+        },
     }
     return Setup(device, engine, model, tokenizer, own_positions, store, rows, held_out, record)
 
@@ -123,6 +140,20 @@ def pack_rows(
     held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]
     held_out = [rows[i] for rows in held_out_rows for i in range(min(config.eval.sequences, len(rows)))]
     return packed(train, config.pack.last), held_out
+
+
+def _left_out(store: TokenStore, dropped: int) -> str:
+    """Return, in words, what of the sources no row holds; empty where there is nothing."""
+    parts = []
+    if bad := [count for count in store.sources if count.bad_records]:
+        total = sum(count.bad_records for count in bad)
+        parts.append(f"{total:,} bad records (first {bad[0].first_bad}; all in {store.bad_records})")
+    if short := sum(summary.short_documents for summary in store.summaries):
+        tokens = sum(summary.short_tokens for summary in store.summaries)
+        parts.append(f"{short:,} short documents ({tokens:,} tokens)")
+    if dropped:
+        parts.append(f"{dropped:,} tokens dropped with the last row")
+    return ", ".join(parts)
 
 
 def _origin(source: str) -> dict[str, str]:
