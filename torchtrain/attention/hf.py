@@ -131,14 +131,11 @@ def _remembered_plan(document_ids: Tensor, query: Tensor) -> AttentionPlan:
         raise UserError(f"document_ids: a {type(document_ids).__name__}; give an integer tensor [batch, tokens]")
     version = None if document_ids.is_inference() else document_ids._version
     seen, plan = getattr(document_ids, "_anchor_plan", (None, None))
-    unchanged = (
-        plan is not None
-        and seen == version
-        and (version is not None or torch.equal(plan.document_ids_BT.to(document_ids), document_ids))
-    )
-    if not unchanged or plan.document_ids_BT.device != query.device:
-        plan = make_plan(document_ids).to(query.device)
-        document_ids._anchor_plan = (version, plan)  # type: ignore[attr-defined]
+    remembered = isinstance(plan, AttentionPlan) and seen == version and plan.document_ids_BT.device == query.device
+    if remembered and (version is not None or torch.equal(plan.document_ids_BT.to(document_ids), document_ids)):
+        return plan
+    plan = make_plan(document_ids).to(query.device)
+    document_ids._anchor_plan = (version, plan)  # type: ignore[attr-defined]
     return plan
 
 
