@@ -130,10 +130,12 @@ def _remembered_plan(document_ids: Tensor, query: Tensor) -> AttentionPlan:
     if not isinstance(document_ids, Tensor):
         raise UserError(f"document_ids: a {type(document_ids).__name__}; give an integer tensor [batch, tokens]")
     version = None if document_ids.is_inference() else document_ids._version
-    seen, plan = getattr(document_ids, "_anchor_plan", (None, None))
-    remembered = isinstance(plan, AttentionPlan) and seen == version and plan.document_ids_BT.device == query.device
-    if remembered and (version is not None or torch.equal(plan.document_ids_BT.to(document_ids), document_ids)):
-        return plan
+    remembered: tuple[int | None, AttentionPlan] | None = getattr(document_ids, "_anchor_plan", None)
+    if remembered is not None and remembered[0] == version:
+        plan = remembered[1]
+        unchanged = version is not None or torch.equal(plan.document_ids_BT.to(document_ids), document_ids)
+        if unchanged and plan.document_ids_BT.device == query.device:
+            return plan
     plan = make_plan(document_ids).to(query.device)
     document_ids._anchor_plan = (version, plan)  # type: ignore[attr-defined]
     return plan
