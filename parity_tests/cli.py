@@ -78,6 +78,7 @@ def _compare(model: str, variant: str, engine: str, dtype: str, tokens: int, see
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = resolve_engine(engine, device, torch_dtype, training=False)
     implementation = implementation_name(chosen)
+    candidate: Any
     if model in FAMILIES:
         candidate = tiny_model(model, torch_dtype, implementation, seed, max_position_embeddings=tokens)
         lengths = (tokens * 2 // 5, 1, tokens // 4, tokens // 8)
