@@ -1,6 +1,7 @@
-"""The command line of the judge: `parity run` compares one model, layer by layer, with the oracle.
+"""The command line of the judge: `parity run` compares one model, layer by layer, with the oracle; `parity check` judges
+anyone's attention function.
 
-Exit codes: 0 every tap within its allowance, 1 some tap breaks the rule, 2 a user's mistake.
+Exit codes: 0 the same within the allowance, 1 something breaks the rule, 2 a user's mistake.
 """
 
 import sys
@@ -16,11 +17,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-@app.callback()
-def _parity() -> None:
-    """Keep the verbs verbs: typer makes a single command the whole program."""
 
 
 @app.command()
@@ -54,6 +50,46 @@ def run(
         raise typer.Exit(1)
     worst, verdict = report.worst
     print(f"SAME: {len(report.verdicts)} taps within their allowance; the worst is {worst}, ratio {verdict.ratio:.2f}")
+
+
+@app.command()
+def check(
+    target: Annotated[str, typer.Argument(help="module:function or file.py:function")],
+    layouts: Annotated[list[str] | None, typer.Option(help="layouts of documents; default: all")] = None,
+    dtypes: Annotated[list[str] | None, typer.Option(help="float32, bfloat16, float16")] = None,
+    heads: Annotated[list[str] | None, typer.Option(help="query heads / key-value heads, such as 4/2")] = None,
+    head_dim: Annotated[int, typer.Option(help="size of a head")] = 16,
+    backward: Annotated[bool, typer.Option(help="judge gradients too")] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one")] = None,
+    seed: Annotated[int, typer.Option(help="of q, k and v")] = 0,
+    library: Annotated[str | None, typer.Option(help="torch or jax")] = None,
+    layout: Annotated[str | None, typer.Option(help="order of the axes it takes: BTHD, BHTD, ...")] = None,
+    documents: Annotated[str | None, typer.Option(help="how it is told of documents: document_ids, plan, ...")] = None,
+    like: Annotated[str | None, typer.Option(help="whose roundings it is allowed: flash or eager")] = None,
+    lacks: Annotated[list[str] | None, typer.Option(help="what it does not do, and is not asked for")] = None,
+) -> None:
+    """Judge anyone's attention function on every layout of documents. docs/checking-your-kernel.md says how it is called.
+
+    Example: parity check mypackage.attention:my_varlen_attention --dtypes bfloat16
+    """
+    from parity_tests.check import check_command
+
+    code = check_command(
+        target,
+        layouts=layouts,
+        dtypes=dtypes,
+        heads=heads,
+        head_dim=head_dim,
+        backward=backward,
+        device=device,
+        seed=seed,
+        library=library,
+        layout=layout,
+        documents=documents,
+        like=like,
+        lacks=lacks or (),
+    )
+    raise typer.Exit(code)
 
 
 def _compare(model: str, variant: str, engine: str, dtype: str, tokens: int, seed: int, cache: Path) -> Any:
