@@ -1,1 +1,0 @@
-"""The gate: which cases a configuration asks for, both sides of a case, the verdict, the run."""

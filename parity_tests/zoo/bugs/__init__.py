@@ -1,1 +1,0 @@
-"""One file a bug; see `parity_tests.zoo`."""
