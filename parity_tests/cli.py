@@ -1,10 +1,12 @@
-"""The command line of the judge: `parity run` compares one model, layer by layer, with the oracle; `parity check` judges
-anyone's attention function.
+"""The command line of the judge.
 
-Exit codes: 0 the same within the allowance, 1 something breaks the rule, 2 a user's mistake.
+Exit codes: 0 the same, 1 something is not, 2 a user's mistake, 130 interrupted.
 """
 
+import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,38 +20,93 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+OUT = Path("runs/parity")  # of a configuration, unless told otherwise
+QUICK = {"model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed", "stages"}
+
 
 @app.command()
 def run(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="a gate, such as configs/parity/ci.yaml")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="changes to it: seeds=[1,2] matrix.0.tokens=64")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="report.html, report.json, junit.xml; of a gate: runs/parity")
+    ] = None,
+    case: Annotated[str | None, typer.Option(help="run this case of the gate alone")] = None,
     model: Annotated[
-        str, typer.Option(help="llama, mistral, qwen2, qwen3 (tiny, random); smollm2; a folder; or a hub id")
+        str, typer.Option(help="llama, mistral, qwen2, qwen3, tied (tiny, random); smollm2; a folder; or a hub id")
     ] = "llama",
+    against: Annotated[
+        str | None, typer.Option(help="a second folder or id of the same weights: judge both by its config and weights")
+    ] = None,
     variant: Annotated[str, typer.Option(help="full, intra, intra_reset, anchor; with +tag, +interleave")] = "anchor",
+    rope: Annotated[str, typer.Option(help="keep, default, linear, ntk, dynamic, yarn, llama3, longrope")] = "keep",
     engine: Annotated[str, typer.Option(help="auto, flash, flex, sdpa, dense")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
-    tokens: Annotated[int, typer.Option(help="tokens a row", min=32)] = 192,
-    seed: Annotated[int, typer.Option(help="of random weights, tokens and interleaving", min=0)] = 0,
-    cache: Annotated[Path, typer.Option(help="folder for converted models")] = Path("cache"),
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16")] = "bfloat16",
+    against_dtype: Annotated[str, typer.Option(help="dtype in which the second model runs")] = "float32",
+    tokens: Annotated[int, typer.Option(help="tokens a row")] = 192,
+    position_offset: Annotated[int, typer.Option(help="added to every position")] = 0,
+    seed: Annotated[int, typer.Option(help="of random weights, tokens and interleaving")] = 0,
+    stages: Annotated[str, typer.Option(help="of forward,loss,gradients,step,trajectory")] = "forward",
 ) -> None:
-    """Compare a transformers model on our attention with the oracle in float64, tap by tap.
+    """Compare a transformers model on our attention with the oracle in float64, array by array.
 
-    The allowance of each tap is twice what the oracle errs under the same roundings, plus one rounding. The table shows
-    the worst tap of each layer; error over allowance passes up to 1.
+    With a configuration: every case of it, and a report. Interrupted, the same command goes on where it stopped.
+    Without: one model, and a table of the worst tap of each layer.
 
-    Example: parity run --model smollm2 --variant anchor+interleave --dtype bfloat16
+    The allowance of each array is twice what the oracle errs under the same roundings, plus one rounding; error over
+    allowance passes up to 1.
+
+    \b
+    Examples:
+      parity run configs/parity/ci.yaml --out runs/parity
+      parity run configs/parity/ci.yaml --case llama-anchor-yarn-sdpa-float32-t53-o8139-s0
+      parity run --model smollm2 --variant anchor+interleave --dtype bfloat16
+      parity run --model my/export --against my/original --dtype bfloat16
     """
-    try:
-        report = _compare(model, variant, engine, dtype, tokens, seed, cache)
-    except (ValueError, OSError) as error:  # UserError is a ValueError
-        print(f"parity: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    _show(report)
-    name = report.first_divergence
-    if name is not None:
-        print(f"DIFFERENT: {name} is the first to break the rule: {report.verdicts[name]}")
+    given = {name for name in context.params if _is_given(context, name)}
+    with _mistakes_in_one_line():
+        if config is None:
+            _refuse_options(given & {"case"}, "needs a configuration")
+            gate = _quick_gate(
+                model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
+                position_offset=position_offset, seed=seed, stages=stages,
+            )  # fmt: skip
+        else:
+            from parity_tests.gate.spec import load_gate
+
+            _refuse_options(given & (QUICK | {"against", "against_dtype"}), "has no effect beside a configuration")
+            gate = load_gate(config, overrides or [])
+            out = OUT if out is None and case is None else out
+        report = _run(gate, out, case)
+    if len(report.cases) == 1:
+        _show_case(report.cases[0])
+    _conclude(report, out)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="report.json of the earlier run")],
+    b: Annotated[Path, typer.Argument(help="report.json of the later run")],
+) -> None:
+    """Show what moved between two reports. Exits with 1 if a case got worse, is missing, or is new and does not pass.
+
+    Example: parity diff runs/before/report.json runs/after/report.json
+    """
+    from rich.console import Console
+
+    from parity_tests.report import diff as differences
+    from parity_tests.report.schema import read_report
+
+    with _mistakes_in_one_line():
+        found = differences.diff(read_report(a), read_report(b))
+    Console().print(differences.show(found))
+    counts = f"{found.same} with the same verdict, {len(found.better)} better, {len(found.worse)} worse"
+    missing = f", {len(found.only_a)} missing" if found.only_a else ""
+    new = f", {len(found.only_b)} new" if found.only_b else ""
+    print(f"{'WORSE' if found.got_worse else 'NO WORSE'}: {counts}{missing}{new}")
+    if found.got_worse:
         raise typer.Exit(1)
-    worst, verdict = report.worst
-    print(f"SAME: {len(report.verdicts)} taps within their allowance; the worst is {worst}, ratio {verdict.ratio:.2f}")
 
 
 @app.command()
@@ -92,57 +149,179 @@ def check(
     raise typer.Exit(code)
 
 
-def _compare(model: str, variant: str, engine: str, dtype: str, tokens: int, seed: int, cache: Path) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+@app.command()
+def zoo(
+    config: Annotated[Path, typer.Argument(help="the gate to try")] = Path("configs/parity/ci.yaml"),
+    bugs: Annotated[list[str] | None, typer.Argument(help="names of bugs; all of them")] = None,
+) -> None:
+    """Run a gate against every bug of the zoo and print which case catches which.
 
-    import torchtrain
-    from parity_tests.layers import compare_layers
-    from parity_tests.models import FAMILIES, packed_batch, text_batch, tiny_model
-    from torchtrain.attention import resolve_engine
-    from torchtrain.attention.hf import implementation_name
+    Exits with 1 if a bug survives, or if the gate fails on the correct code.
+
+    Example: parity zoo configs/parity/ci.yaml rope_interleaved causal_top_left
+    """
+    from rich.console import Console
+
+    with _mistakes_in_one_line():
+        from parity_tests.gate.case import why_not_here
+        from parity_tests.gate.spec import GateConfig, expand, load_gate
+        from parity_tests.zoo.run import run_zoo, show
+
+        _quiet()
+        gate = load_gate(config)
+        here = [spec for spec in expand(gate) if why_not_here(spec) is None]
+        with _progress() as bar:
+            report = run_zoo(
+                GateConfig(title=gate.title, cases=here),
+                bugs,
+                lambda what, done, steps: bar(f"{what}", done, steps),
+            )
+    Console().print(show(report))
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    from_default = {"DEFAULT", "DEFAULT_MAP"}
+    where = context.get_parameter_source(name)
+    return where is not None and where.name not in from_default
+
+
+def _refuse_options(given: set[str], why: str) -> None:
     from torchtrain.errors import UserError
-    from torchtrain.modeling.load import resolve_source
 
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype {dtype!r}: choose float32 or bfloat16")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torchtrain.register()
-    torch_dtype = getattr(torch, dtype)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = resolve_engine(engine, device, torch_dtype, training=False)
-    implementation = implementation_name(chosen)
-    candidate: Any
-    if model in FAMILIES:
-        candidate = tiny_model(model, torch_dtype, implementation, seed, max_position_embeddings=tokens)
-        lengths = (tokens * 2 // 5, 1, tokens // 4, tokens // 8)
-        lengths = (*lengths, tokens - 1 - sum(lengths))
-        batch = packed_batch(variant, lengths, seed=seed)
-    else:
-        source = resolve_source(model, cache)
-        batch = text_batch(AutoTokenizer.from_pretrained(source), variant, tokens, seed)
-        candidate = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, attn_implementation=implementation)
-    print(f"parity: {model} · {variant} · {chosen} · {dtype} · 2 x {tokens} tokens on {device}", file=sys.stderr)
-    batch = {name: x.to(device) for name, x in batch.items()}
-    return compare_layers(candidate.eval().to(device), batch, chosen)
+    if given:
+        raise UserError(f"--{min(given).replace('_', '-')}: {why}")
 
 
-def _show(report: Any) -> None:
+def _quick_gate(
+    model: str, against: str | None, against_dtype: str, engine: str, stages: str, dtype: str, **fields: Any
+) -> Any:
+    """The gate of the options alone: one case, or with --against two."""
+    import torch
+    from pydantic import ValidationError
+
+    from parity_tests.gate.candidate import device, why_not_here
+    from parity_tests.gate.spec import CaseSpec, GateConfig, explain
+    from torchtrain.attention import resolve_engine
+    from torchtrain.errors import UserError
+
+    def spec(model: str, dtype: str, against: str | None = None) -> CaseSpec:
+        given = fields | {"model": model, "dtype": dtype, "against": against, "stages": tuple(stages.split(","))}
+        try:
+            made = CaseSpec.model_validate(given)
+            chosen = resolve_engine(engine, device(), getattr(torch, dtype), training=made.stages != ("forward",))
+            made = CaseSpec.model_validate(given | {"engine": chosen})
+        except ValidationError as error:
+            raise UserError(explain(error)) from None
+        reason = why_not_here(made)
+        if reason is not None:
+            raise UserError(reason)
+        return made
+
+    specs = [spec(model, dtype, against)]
+    if against is not None:
+        from parity_tests.gate.weights import check_same_weights
+
+        check_same_weights(model, against)
+        specs += [spec(against, against_dtype)]
+    return GateConfig(title=model if against is None else f"{model} against {against}", cases=specs)
+
+
+def _run(gate: Any, out: Path | None, case: str | None) -> Any:
+    from parity_tests.gate.run import run_gate
+
+    _quiet()
+    command = shlex.join(["parity", *sys.argv[1:]])
+    with _progress() as bar:
+        return run_gate(gate, out, case, lambda done, number, total: bar(_line(done), number, total), command)
+
+
+def _line(case: Any) -> str:
+    """One case in one line."""
+    if case.skipped is not None:
+        return f"skipped  {case.id}: {case.skipped}"
+    if case.problem is not None:
+        return f"FAILS    {case.id}: {case.problem}"
+    if case.first_divergence is not None:
+        return f"FAILS    {case.id}: {case.first_divergence.words}"
+    return f"passes   {case.id} in {case.seconds:.1f} s"
+
+
+def _conclude(report: Any, out: Path | None) -> None:
+    if out is not None:
+        print(f"report: {out / 'report.html'}")
+    cases = [case for case in report.cases if case.skipped is None]
+    broken = [case for case in cases if not case.passed]
+    if broken:
+        first = broken[0]
+        what = first.problem or first.first_divergence.words
+        more = f"; {len(broken)} of {len(cases)} cases fail" if len(cases) > 1 else ""
+        print(f"DIFFERENT: {what} [{first.id}]{more}")
+        raise typer.Exit(1)
+    skipped = len(report.cases) - len(cases)
+    also = f", {skipped} cases cannot run here" if skipped else ""
+    if not cases:
+        print(f"NOT JUDGED: no case can run here: {report.cases[0].skipped}")
+        raise typer.Exit(1)
+    ratio, name, where = max((m.ratio, m.name, case.id) for case in cases for m in case.measures)
+    arrays = sum(len(case.measures) for case in cases)
+    of = f" of {len(cases)} cases" if len(cases) > 1 else ""
+    print(f"SAME: {arrays} arrays{of} within their allowance{also}")
+    print(f"the worst is {name}, ratio {ratio:.2f} [{where}]")
+
+
+def _show_case(case: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    places: dict[str, dict[str, Any]] = {}
-    for name, verdict in report.verdicts.items():
-        layer, _, tap = name.removeprefix("layers.").rpartition(".")
-        places.setdefault(f"layer {layer}" if layer else tap, {})[tap] = verdict
-    table = Table("where", "worst tap", "error", "allowance", "error / allowance")
-    for place, verdicts in places.items():
-        tap, worst = max(verdicts.items(), key=lambda item: item[1].ratio)
+    places: dict[str, list[Any]] = {}
+    for measure in case.measures:
+        place = measure.group if measure.layer is None else f"{measure.group}, layer {measure.layer}"
+        places.setdefault(place, []).append(measure)
+    table = Table("where", "worst", "error", "allowance", "error / allowance")
+    for place, measures in places.items():
+        worst = max(measures, key=lambda measure: measure.ratio)
         ratio = f"{worst.ratio:.2f}" if worst.passed else f"[bold red]{worst.ratio:.3g}[/]"
-        table.add_row(place, tap, f"{worst.error:.2e}", f"{worst.allowance:.2e}", ratio)
+        table.add_row(place, worst.tap, f"{worst.error:.2e}", f"{worst.allowance:.2e}", ratio)
     Console().print(table)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A bar on standard error, and above it a line for each step that is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def advance(line: str, done: int, total: int) -> None:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            progress.update(task, completed=done, total=total)
+
+        yield advance
+
+
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def _mistakes_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:  # UserError is a ValueError
+        print(f"parity: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("parity: interrupted; with --out finished cases are kept, and the same command goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def main() -> None:

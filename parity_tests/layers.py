@@ -75,10 +75,11 @@ def oracle_taps(decoder: Decoder, batch: dict[str, Tensor], rounding: Rounding, 
     """Run the oracle on a batch of the five arrays and return its taps as float64."""
     ids, positions, documents = (batch[name].cpu().numpy() for name in ("input_ids", "position_ids", "document_ids"))
     _, taps = decoder(ids, positions, documents, rounding, block=block, taps=True)
-    return {name: np.asarray(taps[name], dtype=np.float64) for name in sorted(taps, key=_forward_order)}
+    return {name: np.asarray(taps[name], dtype=np.float64) for name in sorted(taps, key=forward_order)}
 
 
-def _forward_order(name: str) -> tuple[int, int, int]:
+def forward_order(name: str) -> tuple[int, int, int]:
+    """Sort key of a tap: the order in which the forward pass makes them."""
     if name.startswith("layers."):
         _, layer, tap = name.split(".")
         return 1, int(layer), _LAYER_ORDER.index(tap)

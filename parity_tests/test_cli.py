@@ -1,28 +1,36 @@
 """The command `parity`: its verdicts are its exit codes, its mistakes are one line."""
 
+import json
+from unittest.mock import patch
+
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from parity_tests import cli, layers
-from parity_tests.taps import capture_taps
+from parity_tests import cli
+from parity_tests.gate.case import oracle_side
+from parity_tests.gate.spec import CaseSpec
+from parity_tests.zoo.patch import positions
+from torchtrain.tests.data_fixtures import word_tokenizer
 
 runner = CliRunner()
+QUICK = ["run", "--tokens", "48", "--engine", "sdpa"]
 
 
 def test_the_same_computation_exits_with_0():
-    result = runner.invoke(cli.app, ["run", "--model", "qwen3", "--tokens", "48"])
+    result = runner.invoke(cli.app, [*QUICK, "--model", "qwen3"])
     assert result.exit_code == 0, result.output
-    assert "SAME: 45 taps" in result.stdout
+    assert "SAME: 48 arrays within their allowance" in result.stdout
+    assert "forward, layer 2" in result.stdout
 
 
-def test_another_computation_exits_with_1_and_says_where(monkeypatch):
-    def shifted(model, **inputs):
-        return capture_taps(model, **inputs | {"position_ids": inputs["position_ids"] + (inputs["position_ids"] > 20)})
-
-    monkeypatch.setattr(layers, "capture_taps", shifted)
-    result = runner.invoke(cli.app, ["run", "--tokens", "48", "--dtype", "float32"])
+def test_another_computation_exits_with_1_and_says_where():
+    oracle_side(CaseSpec(tokens=48))
+    with positions(lambda position_ids, _: position_ids + (position_ids > 20)):
+        result = runner.invoke(cli.app, [*QUICK, "--dtype", "float32"])
     assert result.exit_code == 1
-    assert "DIFFERENT: layers.0.q_rope is the first to break the rule" in result.stdout
+    assert "DIFFERENT: layer 0, q after RoPE: " in result.stdout
+    assert "positions are off by +1 from token 21 on" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -30,15 +38,121 @@ def test_another_computation_exits_with_1_and_says_where(monkeypatch):
     [
         (["--model", "no such/"], "no folder with a config.json"),
         (["--variant", "anchr"], "variant 'anchr'"),
+        (["--rope", "yarrn"], "rope 'yarrn'"),
         (["--engine", "flahs"], "unknown engine"),
-        (["--engine", "flash"], "needs a CUDA device"),
         (["--dtype", "fp8"], "dtype 'fp8'"),
+        (["--tokens", "3"], "tokens 3: input should be greater"),
+        (["--stages", "forwards"], "stages.0 'forwards'"),
+        (["--case", "x"], "--case: needs a configuration"),
+        (["none.yaml"], "config none.yaml: no such file"),
+        (["configs/parity/ci.yaml", "--dtype", "bfloat16"], "--dtype: has no effect beside a configuration"),
+        (["--against", "llama"], "'llama' is a tiny random model"),
     ],
 )
 def test_a_mistake_is_one_line_and_exits_with_2(options, says):
     result = runner.invoke(cli.app, ["run", *options])
     assert result.exit_code == 2
-    line, *more = [line for line in result.stderr.splitlines() if not line.startswith("parity: llama")]
-    assert not more
+    (line,) = result.stderr.splitlines()
     assert line.startswith("parity: ")
     assert says in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device runs it")
+def test_an_engine_that_cannot_run_here_is_a_mistake():
+    result = runner.invoke(cli.app, ["run", "--engine", "flash"])
+    assert result.exit_code == 2
+    assert "needs a CUDA device" in result.stderr
+
+
+def test_a_configuration_leaves_a_report(tmp_path):
+    path, out = tmp_path / "gate.yaml", tmp_path / "out"
+    path.write_text("title: Small\nmatrix: [{tokens: [48, 49]}, {engine: flash}]\n")
+    result = runner.invoke(cli.app, ["run", str(path), "matrix.0.dtype=bfloat16", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "of 2 cases within their allowance, 1 cases cannot run here" in result.stdout
+    assert {file.name for file in out.iterdir()} == {"report.json", "report.html", "junit.xml", "cases"}
+    report = json.loads((out / "report.json").read_text())
+    assert [case["dtype"] for case in report["cases"]] == ["bfloat16", "bfloat16", "float32"]
+    case = report["cases"][0]["id"]
+    alone = runner.invoke(cli.app, ["run", str(path), "matrix.0.dtype=bfloat16", "--case", case])
+    assert alone.exit_code == 0
+    assert "forward, layer 2" in alone.stdout
+
+
+# -- two checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A tiny model in float32, in bfloat16, with one weight changed, and with another theta."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from parity_tests.gate.material import SIZES
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    config = LlamaConfig(**(SIZES | {"vocab_size": 60, "max_position_embeddings": 256}))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder / "original")
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    model.save_pretrained(folder / "other_theta")
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    with torch.no_grad():
+        model.model.norm.weight[3] = 2.0
+    model.save_pretrained(folder / "changed")
+    half = AutoModelForCausalLM.from_pretrained(folder / "original", dtype=torch.bfloat16)
+    half.save_pretrained(folder / "half")
+    for name in ("original", "other_theta", "changed", "half"):
+        word_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def held_against(checkpoints, model: str, against: str):
+    folders = ["--model", str(checkpoints / model), "--against", str(checkpoints / against)]
+    return runner.invoke(cli.app, [*QUICK, *folders])
+
+
+def test_two_dtypes_of_the_same_weights_are_both_judged(checkpoints):
+    result = held_against(checkpoints, "half", "original")
+    assert result.exit_code == 0, result.output
+    assert "of 2 cases within their allowance" in result.stdout
+
+
+def test_an_export_that_lost_its_theta_is_another_computation(checkpoints):
+    result = held_against(checkpoints, "other_theta", "original")
+    assert result.exit_code == 1
+    assert "DIFFERENT: layer 0, q after RoPE: " in result.stdout
+    assert "theta is off by a factor of 50" in result.stdout
+
+
+def test_other_weights_are_refused_by_name(checkpoints):
+    result = held_against(checkpoints, "changed", "original")
+    assert result.exit_code == 2
+    assert "1 of 30 tensors hold other weights than" in result.stderr
+    assert "model.norm.weight" in result.stderr
+
+
+# -- the other verbs ---------------------------------------------------------------------------------------------------------
+
+
+def test_check_passes_its_options_on():
+    with patch("parity_tests.check.check_command", return_value=1) as command:
+        result = runner.invoke(cli.app, ["check", "m:f", "--dtypes", "float32", "--layout", "BHTD", "--no-backward"])
+    assert result.exit_code == 1
+    assert command.call_args.args == ("m:f",)
+    given = command.call_args.kwargs
+    assert (given["dtypes"], given["layout"], given["backward"]) == (["float32"], "BHTD", False)
+
+
+def test_zoo_prints_the_kill_table(tmp_path):
+    path = tmp_path / "gate.yaml"
+    path.write_text("title: Small\nmatrix: [{tokens: 48}, {engine: flash}]\n")
+    caught = runner.invoke(cli.app, ["zoo", str(path), "rope_sign"])
+    assert caught.exit_code == 0, caught.output
+    assert "1 of 1 bugs caught, 0 false alarms in 1 cases" in " ".join(caught.stdout.split())
+    survives = runner.invoke(cli.app, ["zoo", str(path), "longrope_short_factors"])
+    assert survives.exit_code == 1
+    assert "SURVIVES" in survives.stdout
+    unknown = runner.invoke(cli.app, ["zoo", str(path), "no_such_bug"])
+    assert unknown.exit_code == 2
+    assert "parity: bug 'no_such_bug'" in unknown.stderr

@@ -78,13 +78,14 @@ class Case(_Part):
     problem: str | None = Field(
         default=None, description="why the case could not be judged (raised, NaN, shape), in words"
     )
+    skipped: str | None = Field(default=None, description="why this machine cannot run the case, in words")
     first_divergence: Divergence | None = None
     measures: list[Measure] = []
 
     @property
     def passed(self) -> bool:
         """Whether the case was judged and every measure keeps the rule."""
-        return self.problem is None and self.first_divergence is None
+        return self.problem is None and self.skipped is None and self.first_divergence is None
 
 
 class Environment(_Part):
@@ -110,8 +111,9 @@ class Report(_Part):
 
     @property
     def passed(self) -> bool:
-        """The verdict: some case, and every case passed."""
-        return bool(self.cases) and all(case.passed for case in self.cases)
+        """The verdict: some case was run, and every one that was has passed."""
+        run = [case for case in self.cases if case.skipped is None]
+        return bool(run) and all(case.passed for case in run)
 
 
 def write_report(report: Report, path: Path) -> None:

@@ -1,0 +1,218 @@
+"""What would explain a divergence: mistakes made on purpose, in float64, from the candidate's own arrays just before it.
+
+A mistake explains a divergence if what it gives differs from the candidate by no more than the allowance.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · C = D / 2 rotated pairs.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+
+from jaxref.mask import visible
+from jaxref.rope import RopeSpec, inverse_frequencies
+from parity_tests.checking.mistakes import _wrong_masks
+from parity_tests.gate.material import decoder_config
+from parity_tests.gate.oracle import Arrays, OracleArrays
+from parity_tests.gate.spec import CaseSpec
+from parity_tests.report.schema import Measure
+
+SHIFTS = (0, *(sign * by for by in range(1, 9) for sign in (1, -1)))
+LONGEST = 512  # tokens for which a [T, T] mask is tried
+
+
+def cause(spec: CaseSpec, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str | None:
+    """Words for the first mistake that explains the measure, or None."""
+    array = candidate[measure.name]
+    if not np.isfinite(array).all():
+        return None
+    if measure.tap in ("q_rope", "k_rope"):
+        return _rotation(spec, measure, candidate, oracle)
+    if measure.tap == "attn":
+        return _attention(spec, measure, candidate, oracle) or _scaled(measure, array, truth)
+    if measure.name == "inputs.position_ids":
+        return _shifts(array - truth)
+    if measure.name == "loss.tokens":
+        return _labels(array, truth)
+    if measure.group == "step":
+        before = candidate.get(f"step.before.{measure.name.removeprefix('step.')}")
+        return None if before is None else _update(measure, array, truth, before)
+    return None if measure.allowance == 0 else _scaled(measure, array, truth)
+
+
+def _update(measure: Measure, array: np.ndarray, truth: np.ndarray, before: np.ndarray) -> str | None:
+    if np.array_equal(array, before):
+        return "the step changes nothing"
+    decay = float(np.vdot(array - truth, before) / np.vdot(before, before))
+    if _explains(measure, array, truth + decay * before):
+        return "weight decay is applied and should not be" if decay < 0 else "weight decay is left out"
+    factor = float(np.vdot(array - before, truth - before) / np.vdot(truth - before, truth - before))
+    if _explains(measure, array, before + factor * (truth - before)):
+        return f"the update is {factor:.4g} times what it should be"
+    return None
+
+
+def _explains(measure: Measure, array: np.ndarray, mistake: np.ndarray) -> bool:
+    return bool(np.sqrt(np.mean(np.square(array - mistake))) <= measure.allowance)
+
+
+def _scaled(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:
+    if not array.any():
+        return "it is all zeros"
+    factor = float(np.vdot(array, truth) / np.vdot(truth, truth)) if truth.any() else 1.0
+    if truth.size > 1 and factor != 1 and _explains(measure, array, factor * truth):
+        return f"everything is {factor:.4g} times what it should be"
+    return None
+
+
+def _labels(array: np.ndarray, truth: np.ndarray) -> str | None:
+    lost, gained = int(((array == 0) & (truth != 0)).sum()), int(((array != 0) & (truth == 0)).sum())
+    parts = [f"{lost} tokens have no loss that should have one"] * bool(lost)
+    parts += [f"{gained} tokens have a loss that should have none"] * bool(gained)
+    return " and ".join(parts) or None
+
+
+# -- rotation ----------------------------------------------------------------------------------------------------------------
+
+
+def _rotation(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
+    stem = measure.name.removesuffix("_rope")
+    x_BTHD = np.asarray(candidate.get(f"{stem}_norm", candidate[stem]), np.float64)
+    array, truth = candidate[measure.name], oracle.truth[measure.name]
+    positions, documents = oracle.exact["inputs.position_ids"], oracle.exact["inputs.document_ids"]
+    rope = decoder_config(spec.model_copy(update={"model": spec.against or spec.model})).rope  # the truth's
+    frequencies, scaling = inverse_frequencies(rope, int(positions.max()) + 1)
+
+    for words, moved in _positions(positions, documents, spec.tokens):
+        wrong = not np.array_equal(moved, positions)
+        if wrong and _explains(measure, array, _rotate(x_BTHD, moved, frequencies, scaling)):
+            return words
+    shifted = np.stack([_rotate(x_BTHD, positions + shift, frequencies, scaling) for shift in SHIFTS])
+    errors_SBT = np.square(shifted - array).sum((-2, -1))
+    shifts_BT = np.asarray(SHIFTS)[errors_SBT.argmin(0)]
+    if _explains(measure, array, _rotate(x_BTHD, positions + shifts_BT, frequencies, scaling)):
+        return _shifts(shifts_BT)
+    for words, mistake in _wrong_rotations(x_BTHD, positions, rope, frequencies, scaling):
+        if _explains(measure, array, mistake()):
+            return words
+    return _scaled(measure, array, truth) or _wrong_pairs(measure, array, truth)
+
+
+def _positions(positions: np.ndarray, documents: np.ndarray, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
+    index = np.broadcast_to(np.arange(tokens), positions.shape)
+    begins = np.concatenate([np.ones((len(documents), 1), bool), documents[:, 1:] != documents[:, :-1]], axis=1)
+    yield "position_ids are ignored: tokens take their index in the row", index
+    yield "positions restart in every document", index - np.maximum.accumulate(np.where(begins, index, 0), axis=1)
+    yield "every row takes the positions of the first", np.broadcast_to(positions[:1], positions.shape)
+    yield "positions are rounded to bfloat16", positions.astype(ml_dtypes.bfloat16).astype(np.float64)
+    yield "nothing is rotated", np.zeros_like(positions)
+    for length in 2 ** np.arange(9, 18):
+        yield f"positions are clamped to {length - 1}", positions.clip(max=length - 1)
+
+
+def _shifts(shifts_BT: np.ndarray) -> str | None:
+    moved = np.flatnonzero(shifts_BT.any(0))
+    if not len(moved):
+        return None
+    sizes = sorted({int(shift) for shift in shifts_BT[shifts_BT != 0]}, key=abs)
+    by = f"by {sizes[0]:+d}" if len(sizes) == 1 else f"by up to {sizes[-1]:+d}"
+    return (
+        f"positions are off {by} from token {moved[0]} on"
+        if len(moved) > 1
+        else f"the position of token {moved[0]} is off {by}"
+    )
+
+
+def _rotate(x_BTHD: np.ndarray, positions_BT: np.ndarray, frequencies_C: np.ndarray, scaling: float) -> np.ndarray:
+    return _turn(x_BTHD, np.asarray(positions_BT, np.float64)[..., None] * frequencies_C, scaling)
+
+
+def _turn(x_BTHD: np.ndarray, angle_BTC: np.ndarray, scaling: float) -> np.ndarray:
+    a, b = np.split(x_BTHD, 2, axis=-1)
+    cos, sin = (scaling * table(angle_BTC)[:, :, None] for table in (np.cos, np.sin))
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _interleaved(x_BTHD: np.ndarray) -> np.ndarray:
+    """Neighbours become halves."""
+    return np.concatenate([x_BTHD[..., ::2], x_BTHD[..., 1::2]], axis=-1)
+
+
+def _wrong_rotations(
+    x_BTHD: np.ndarray, positions: np.ndarray, rope: RopeSpec, frequencies: np.ndarray, scaling: float
+) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    seq_len = int(positions.max()) + 1
+    half = len(frequencies) // 2
+
+    def with_frequencies(other: np.ndarray) -> Callable[[], np.ndarray]:
+        return lambda: _rotate(x_BTHD, positions, other, scaling)
+
+    def neighbours() -> np.ndarray:
+        turned = _rotate(_interleaved(x_BTHD), positions, frequencies, scaling)
+        return np.stack(np.split(turned, 2, axis=-1), axis=-1).reshape(x_BTHD.shape)
+
+    angle = positions[..., None] * frequencies
+    rounded = angle.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    stored = frequencies.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    plain = RopeSpec(head_dim=rope.head_dim, theta=rope.theta)
+    yield "the rotation goes in the other direction", lambda: _rotate(x_BTHD, -positions, frequencies, scaling)
+    yield "neighbours are rotated as pairs, not the two halves of the head", neighbours
+    yield "angles are rounded to bfloat16", lambda: _turn(x_BTHD, rounded, scaling)
+    yield "inverse frequencies are rounded to bfloat16", with_frequencies(stored)
+    yield "the attention factor is missing", lambda: _rotate(x_BTHD, positions, frequencies, 1.0)
+    yield f"RoPE is not scaled: {rope.rope_type} is ignored", with_frequencies(inverse_frequencies(plain)[0])
+    yield "frequencies are divided by the factor twice", with_frequencies(frequencies / (rope.factor or 1.0))
+    yield (
+        "half of the head is not rotated",
+        with_frequencies(np.where(np.arange(len(frequencies)) < half, frequencies, 0.0)),
+    )
+    for factor in (10.0, 0.1, 50.0, 100.0):
+        other = replace(rope, theta=rope.theta * factor) if rope.theta * factor > 1 else rope
+        yield f"theta is off by a factor of {factor:g}", with_frequencies(inverse_frequencies(other, seq_len)[0])
+
+
+def _wrong_pairs(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:
+    """Pairs of which one half or the other errs."""
+    square_D = np.square(array - truth).mean((0, 1, 2))
+    wrong_C = np.sqrt(sum(np.split(square_D, 2))) > measure.allowance
+    C = len(wrong_C)
+    if wrong_C.all() or not wrong_C.any():
+        return None
+    return f"of {C} rotated pairs only {', '.join(map(str, wrong_C.nonzero()[0]))} are wrong: other frequencies"
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------------
+
+
+def _attention(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
+    if spec.tokens > LONGEST:
+        return None
+    stem = measure.name.removesuffix(".attn")
+    names = (f"{stem}.q_rope", f"{stem}.k_rope", f"{stem}.v")
+    q, k, v = (np.asarray(candidate[name], np.float64).swapaxes(1, 2) for name in names)
+    documents = oracle.exact["inputs.document_ids"]
+    H, K, D = q.shape[1], k.shape[1], q.shape[3]
+    grouped, scale = np.arange(H) // (H // K), D**-0.5
+    right = visible(documents)
+
+    def attend(mask: np.ndarray, scale: float = scale, head: np.ndarray = grouped) -> np.ndarray:
+        logits = np.where(mask[:, None], q @ k[:, head].swapaxes(2, 3) * scale, -np.inf)
+        top = logits.max(-1, keepdims=True)
+        weights = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
+        total = weights.sum(-1, keepdims=True)
+        return (weights / np.where(total > 0, total, 1.0) @ v[:, head]).swapaxes(1, 2)
+
+    array = candidate[measure.name]
+    for words, mask in _wrong_masks(documents):
+        if _explains(measure, array, attend(mask)):
+            return words
+    if _explains(measure, array, attend(right, scale=1.0)):
+        return "the softmax scale is missing"
+    if _explains(measure, array, attend(right, head=np.arange(H) % K)):
+        return "query heads read key/value heads in the wrong order"
+    k, v = v, k
+    if _explains(measure, array, attend(right)):
+        return "keys and values are swapped"
+    return None

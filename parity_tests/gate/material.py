@@ -1,0 +1,177 @@
+"""What both sides of a case are given: documents of tokens, a model's config and weights. Nothing of the mask, the
+positions or RoPE's frequencies: those each side makes itself.
+
+Legend: T tokens of a row.
+"""
+
+import dataclasses
+import inspect
+import json
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxref.decoder_config import DecoderConfig
+from jaxref.weights import parameter_shapes
+from parity_tests.gate.spec import CaseSpec
+from parity_tests.models import FAMILIES
+from torchtrain.config import TrainConfig
+from torchtrain.modeling.load import resolve_source
+
+TINY = (*FAMILIES, "tied")
+CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
+
+ANCHOR_TOKENS, TAG_TOKENS, CHUNKS = 2, 2, 4
+LONG = 1024
+
+# Every array of a tiny model, down to the gradient of a norm, has 64 elements or more: the root mean squares of fewer vary by
+# more than twice from one correct implementation to the next.
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 256,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+# A tiny model's own length, from which RoPE is stretched; both sides get the same settings and derive the rest themselves.
+ORIGINAL, FACTOR = 1024, 8.0
+
+# Epsilon is of the size of the gradients. Where it is far below them, the first steps are the sign of each gradient, whatever
+# its clipping, and an element near zero turns by rounding alone: nothing could be said of either.
+TRAIN = TrainConfig(
+    steps=20, learning_rate=2e-4, weight_decay=0.1, clip_norm=0.5, epsilon=1e-3, loss_chunk=7, sequences_per_step=2
+)
+# torch's decay rounds each weight once more than the oracle's: judged in one step, and left out of twenty, where it adds up.
+TRAJECTORY = TRAIN.model_copy(update={"weight_decay": 0.0})
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of one packed row, before any variant: each document is opened by its tag, padding fills the rest."""
+
+    anchor: np.ndarray  # int64 [ANCHOR_TOKENS]
+    documents: tuple[np.ndarray, ...]  # int64 [length of each]
+    tags: tuple[np.ndarray, ...]  # int64 [TAG_TOKENS], or empty
+    padding: int
+    seed: int  # of the merge order
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document, without its tag."""
+        return tuple(len(document) for document in self.documents)
+
+
+def rows(spec: CaseSpec) -> tuple[Row, ...]:
+    """Two rows: five documents, one of them a single token; and four of these lengths with padding in place of the last.
+
+    The second alone where a row is long: every tap of both would fill memory.
+    """
+    random = np.random.default_rng((spec.seed, 1))
+    tag = TAG_TOKENS if "+tag" in spec.variant else 0
+    text = spec.tokens - ANCHOR_TOKENS - 5 * tag
+    lengths = (text * 2 // 5, 1, text // 4, text // 8)
+    lengths = (*lengths, text - sum(lengths))
+    stream = iter(_tokens(spec, 2 * spec.tokens, random).tolist())
+
+    def take(count: int) -> np.ndarray:
+        return np.array([next(stream) for _ in range(count)], dtype=np.int64)
+
+    def row(own: tuple[int, ...], number: int) -> Row:
+        padding = spec.tokens - ANCHOR_TOKENS - sum(own) - tag * len(own)
+        documents, tags = tuple(take(n) for n in own), tuple(take(tag) for _ in own)
+        return Row(take(ANCHOR_TOKENS), documents, tags, padding, seed=2 * spec.seed + number)
+
+    # In another order, so that no boundary and no position is where the first row has it.
+    padded = row((lengths[2], lengths[1], lengths[3], lengths[0]), 1)
+    return (padded,) if spec.tokens > LONG else (row(lengths, 0), padded)
+
+
+def _tokens(spec: CaseSpec, count: int, random: np.random.Generator) -> np.ndarray:
+    if spec.model in TINY:
+        return random.integers(0, SIZES["vocab_size"], count)
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(source(spec.against or spec.model))
+    ids = np.asarray(tokenizer(inspect.getsource(textwrap), add_special_tokens=False).input_ids)
+    return np.roll(np.resize(ids, max(count, len(ids))), -spec.seed)[:count]
+
+
+def source(model: str) -> str:
+    """The folder of a model with real weights. Raises UserError for what is none."""
+    found = resolve_source(model, CACHE)
+    if Path(found).is_dir():
+        return found
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "tokenizer*"])
+
+
+def tiny_config(model: str) -> Any:
+    """The transformers config of a tiny model with default RoPE."""
+    changes: dict[str, Any] = {"max_position_embeddings": ORIGINAL}
+    if model == "tied":
+        model, changes["tie_word_embeddings"] = "llama", True
+    if model == "mistral":
+        changes["sliding_window"] = None
+    return FAMILIES[model](**(SIZES | changes))
+
+
+@lru_cache(maxsize=64)
+def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
+    """Random float32 weights by name, which both sides load.
+
+    Larger than a fresh model's, those of q and k most, so that attention is far from uniform and a wrong mask or position
+    shows; biases and norms are drawn too, so that they count.
+    """
+    shapes = parameter_shapes(DecoderConfig.from_hf(tiny_config(model).to_dict()))
+    random = np.random.default_rng((seed, 0))
+    weights = {}
+    for name, shape in shapes.items():
+        drawn = random.standard_normal(shape)
+        if name.endswith("bias"):
+            drawn = 0.1 * drawn
+        elif len(shape) == 1:
+            drawn = 1 + 0.1 * drawn
+        else:
+            drawn *= (1.3 if "q_proj" in name or "k_proj" in name else 0.64) / shape[1] ** 0.5
+        weights[name] = drawn.astype(np.float32)
+    return weights
+
+
+def rope_settings(rope: str, pairs: int) -> dict[str, Any]:
+    """Parameters of a RoPE type, beyond theta and the original length. `pairs`: half of head_dim."""
+    settings: dict[str, Any] = {} if rope in ("keep", "default") else {"factor": FACTOR}
+    if rope == "llama3":
+        settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if rope == "longrope":
+        rising = np.linspace(0, 1, pairs)
+        settings |= {"short_factor": (1 + 0.5 * rising).tolist(), "long_factor": (FACTOR**rising).tolist()}
+    return settings
+
+
+def decoder_config(spec: CaseSpec) -> DecoderConfig:
+    """The oracle's own reading of the case's model and RoPE type."""
+    if spec.model in TINY:
+        config = DecoderConfig.from_hf(tiny_config(spec.model).to_dict())
+    else:
+        text = (Path(source(spec.model)) / "config.json").read_text(encoding="utf-8")
+        config = DecoderConfig.from_hf(json.loads(text))
+    if spec.rope == "keep":
+        return config
+    settings = rope_settings(spec.rope, config.head_dim // 2)
+    if spec.rope in ("dynamic", "yarn", "llama3", "longrope"):
+        own = config.rope.original_max_position_embeddings
+        settings["original_max_position_embeddings"] = own or config.max_position_embeddings
+    listed: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
+    }
+    base = type(config.rope)(head_dim=config.head_dim, theta=config.rope.theta, rope_type=spec.rope, **listed)
+    return dataclasses.replace(config, rope=base)

@@ -1,0 +1,203 @@
+"""The oracle's side of a case: truth and reference of every array, each computed once a process.
+
+Nothing here depends on the candidate, so that the zoo can ask for it again and again.
+
+Legend: B batch · T tokens of a row.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from optax import GradientTransformation
+
+from jaxref.loss import IGNORED, batch_nll, mean_and_gradients, token_nll
+from jaxref.mask import layout
+from jaxref.model import Decoder
+from jaxref.optim import adamw, step
+from jaxref.rounding import Rounding, preset
+from jaxref.weights import cast, from_arrays, load_hf, to_arrays
+from parity_tests.gate.material import CHUNKS, TINY, TRAJECTORY, Row, decoder_config, rows, source, tiny_weights
+from parity_tests.gate.spec import CaseSpec
+from parity_tests.layers import forward_order
+from torchtrain.config import TrainConfig
+
+Arrays = dict[str, np.ndarray]
+
+QUERY_BLOCK = 256  # longer rows are attended by blocks of queries
+
+
+@dataclass(frozen=True)
+class OracleArrays:
+    """Truth in float64 and what the rounding preset makes of it, by the same names. Exact arrays have a truth alone."""
+
+    truth: Mapping[str, np.ndarray]
+    reference: Mapping[str, np.ndarray]
+    exact: Mapping[str, np.ndarray]
+
+
+class _Key(NamedTuple):
+    """The fields of a case that the oracle depends on."""
+
+    model: str
+    variant: str
+    rope: str
+    dtype: str
+    tokens: int
+    position_offset: int
+    seed: int
+
+    @classmethod
+    def of(cls, spec: CaseSpec) -> "_Key":
+        model = spec.against or spec.model
+        return cls(model, *(getattr(spec, name) for name in cls._fields[1:]))
+
+    @property
+    def spec(self) -> CaseSpec:
+        return CaseSpec(**self._asdict())
+
+
+def oracle_side(spec: CaseSpec) -> OracleArrays:
+    """Truth and reference of the case's stages: forward taps, `loss`, `loss.tokens`, `gradients.*`, `trajectory.*`.
+
+    The AdamW step is not among them: it is judged on the candidate's own gradients.
+    """
+    key = _Key.of(spec)
+    run = {"forward": _forward, "loss": _loss, "gradients": _gradients, "trajectory": _trajectory}
+    truth: Arrays = {}
+    reference: Arrays = {}
+    for stage in spec.stages:
+        if stage in run:
+            truth |= run[stage](key, "exact")
+            reference |= run[stage](key, preset_of(spec))
+    batch, _ = _layout(key)
+    inputs = {"forward": ("input_ids", "position_ids", "document_ids"), "loss": ("shift_labels",)}
+    exact = {f"inputs.{name}": batch[name] for stage in spec.stages for name in inputs.get(stage, ())}
+    return OracleArrays(truth, reference, exact)
+
+
+def forget() -> None:
+    """Drop everything remembered: a real model's arrays fill memory."""
+    for remembered in (_decoder, _layout, _forward, _loss, _gradients, _trajectory):
+        remembered.cache_clear()
+
+
+def preset_of(spec: CaseSpec) -> str:
+    """The rounding preset of a case: `dense` rounds like transformers' eager, the others like FlashAttention-2."""
+    kind = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[spec.dtype]
+    if spec.engine == "dense":
+        return "fp32" if kind == "fp32" else f"hf_eager_{kind}"
+    return f"flash_{kind}"
+
+
+@cache
+def _decoder(key: _Key, weights: str) -> Decoder:
+    """The case's weights, rounded to its dtype; for the truth held in float64, so that gradients come out in it."""
+    spec = key.spec
+    config = decoder_config(spec)
+    if spec.model in TINY:
+        decoder = from_arrays(config, tiny_weights(spec.model, spec.seed))
+    else:
+        _, loaded = load_hf(Path(source(spec.model)))
+        decoder = from_arrays(config, to_arrays(loaded))
+    return cast(cast(decoder, spec.dtype), weights)
+
+
+def _side(key: _Key, name: str) -> tuple[Decoder, Rounding]:
+    return _decoder(key, "float64" if name == "exact" else key.dtype), preset(name)
+
+
+@cache
+def _layout(key: _Key) -> tuple[Arrays, list[Arrays]]:
+    """The five arrays (less the domains) of both rows together [2, T], and of each row [1, T]."""
+    parts = [_lay_out(row, key.variant, key.position_offset) for row in rows(key.spec)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, parts
+
+
+def _lay_out(row: Row, variant: str, offset: int) -> Arrays:
+    pieces = np.repeat(np.arange(len(row.lengths)), [min(CHUNKS, n) for n in row.lengths])
+    laid = layout(
+        row.lengths,
+        variant.replace("+tag", ""),
+        anchor=len(row.anchor),
+        padding=row.padding,
+        tag=len(row.tags[0]),
+        chunks=CHUNKS,
+        turns=np.random.default_rng(row.seed).permutation(pieces).tolist(),
+    )
+    tokens, labels = [row.anchor], [np.full_like(row.anchor, IGNORED)]
+    for tag, document in zip(row.tags, row.documents, strict=True):
+        tokens += [tag, document]
+        labels += [np.full_like(tag, IGNORED), document[1:], np.array([IGNORED])]
+    tokens.append(np.zeros(row.padding, dtype=np.int64))
+    labels.append(np.full(row.padding, IGNORED))
+    return {
+        "input_ids": np.concatenate(tokens)[laid.source][None],
+        "position_ids": laid.position_ids[None] + offset,
+        "document_ids": laid.document_ids[None],
+        "shift_labels": np.concatenate(labels)[laid.source][None],
+    }
+
+
+def _block(key: _Key) -> int | None:
+    return QUERY_BLOCK if key.tokens > 2 * QUERY_BLOCK else None
+
+
+@cache
+def _forward(key: _Key, name: str) -> Arrays:
+    decoder, rounding = _side(key, name)
+    batch, _ = _layout(key)
+    arguments = (batch["input_ids"], batch["position_ids"], batch["document_ids"], rounding)
+    _, taps = decoder(*arguments, block=_block(key), taps=True)
+    return {tap: np.asarray(taps[tap]) for tap in sorted(taps, key=forward_order)}
+
+
+@cache
+def _loss(key: _Key, name: str) -> Arrays:
+    logits_BTV, labels_BT = _forward(key, name)["logits"], _layout(key)[0]["shift_labels"]
+    starts = range(0, key.tokens, QUERY_BLOCK)
+    parts = [(logits_BTV[:, at : at + QUERY_BLOCK], labels_BT[:, at : at + QUERY_BLOCK]) for at in starts]
+    nll_BT = np.concatenate([np.asarray(token_nll(jnp.asarray(logits), labels)) for logits, labels in parts], axis=1)
+    return {"loss": nll_BT.sum().reshape(1) / (labels_BT != IGNORED).sum(), "loss.tokens": nll_BT}
+
+
+@cache
+def _gradients(key: _Key, name: str) -> Arrays:
+    gradients = _step_gradients(*_side(key, name), key)
+    return {f"gradients.{parameter}": np.asarray(gradient) for parameter, gradient in gradients.items()}
+
+
+def _step_gradients(decoder: Decoder, rounding: Rounding, key: _Key) -> dict[str, Any]:
+    """Of a step of two micro-batches: each rounded where its parameter is stored, the sum taken in the carrier."""
+    batch, parts = _layout(key)
+    labelled = int((batch["shift_labels"] != IGNORED).sum())
+    each = [mean_and_gradients(decoder, part, rounding, _block(key), count=labelled)[1] for part in parts]
+    wide = jnp.float64 if rounding.carrier == "float64" else jnp.float32
+    return {parameter: sum(gradients[parameter].astype(wide) for gradients in each) for parameter in each[0]}
+
+
+@cache
+def _trajectory(key: _Key, name: str) -> Arrays:
+    """The loss of every token before each of the steps, which all take the same two rows."""
+    decoder, rounding = _side(key, name)
+    batch, _ = _layout(key)
+    masters = to_arrays(cast(decoder, rounding.carrier))
+    optimizer = adamw_of(TRAJECTORY, lambda parameter: masters[parameter].ndim >= 2)
+    state, losses = optimizer.init(masters), {}
+    for number in range(TRAJECTORY.steps):
+        losses[f"trajectory.{number}"] = np.asarray(batch_nll(decoder, batch, rounding))
+        gradients = _step_gradients(decoder, rounding, key)
+        masters, state, _ = step(optimizer, masters, state, gradients)
+        decoder = cast(from_arrays(decoder.config, masters), "float64" if name == "exact" else key.dtype)
+    return losses
+
+
+def adamw_of(train: TrainConfig, decays: Callable[[str], bool]) -> GradientTransformation:
+    """The oracle's AdamW under the gate's settings."""
+    return adamw(
+        train.learning_rate, decays, *train.betas, train.epsilon, train.weight_decay, max_grad_norm=train.clip_norm
+    )

@@ -1,0 +1,165 @@
+"""A run of the gate: case after case, each kept as soon as it is finished, then the report in three forms."""
+
+import difflib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ValidationError
+
+from parity_tests.gate.case import run_case
+from parity_tests.gate.material import TINY
+from parity_tests.gate.oracle import forget
+from parity_tests.gate.spec import CaseSpec, GateConfig, expand
+from parity_tests.report.html import render
+from parity_tests.report.junit import to_junit
+from parity_tests.report.schema import Case, Environment, Report, write_report
+from torchtrain.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("jaxref", "torchtrain", "parity_tests")
+LIBRARIES = ("torch", "transformers", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "pydantic", "anchorline")
+
+Progress = Callable[[Case, int, int], None]  # the case, its number, how many there are
+
+
+class _Kept(BaseModel):
+    """A finished case on disk, and what its numbers depend on."""
+
+    key: str
+    case: Case
+
+
+def run_gate(
+    config: GateConfig,
+    out: Path | None = None,
+    only: str | None = None,
+    progress: Progress | None = None,
+    command: str = "parity run",
+) -> Report:
+    """Judge every case of a gate.
+
+    Args:
+        config: the gate.
+        out: where `report.json`, `report.html` and `junit.xml` go, and `cases/` with each finished case: a run that was
+            interrupted goes on from there, as long as the case, the sources and the libraries are the same. None: nowhere.
+        only: the id of the one case to run.
+        progress: called after each case.
+        command: how the run was started, for the report.
+
+    Raises:
+        UserError: no case of that id; a model that does not exist.
+    """
+    started, created = time.perf_counter(), datetime.now(UTC)
+    specs = expand(config)
+    if only is not None:
+        specs = [spec for spec in specs if spec.id == only] or _no_such_case(only, specs)
+    cases = []
+    for number, spec in enumerate(specs, start=1):
+        cases.append(_kept_or_run(spec, out))
+        if spec.model not in TINY:
+            forget()
+        if progress:
+            progress(cases[-1], number, len(specs))
+    report = Report(
+        title=config.title,
+        created=created.isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - started,
+        command=command,
+        environment=environment(),
+        cases=cases,
+    )
+    if out is not None:
+        write(report, out)
+    return report
+
+
+def write(report: Report, out: Path) -> None:
+    """Leave the report in its three forms."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_report(report, out / "report.json")
+    _write(out / "report.html", render(report))
+    _write(out / "junit.xml", to_junit(report))
+
+
+def environment() -> Environment:
+    """Where this process runs."""
+    commit = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
+    return Environment(
+        versions={"python": platform.python_version()} | _versions(),
+        hardware=_hardware(),
+        threads=torch.get_num_threads(),
+        git_commit=commit,
+        git_dirty=None if status is None else bool(status),
+    )
+
+
+def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:
+    if out is None:
+        return run_case(spec)
+    path = out / "cases" / f"{spec.id}.json"
+    key = hashlib.sha256(f"{spec.model_dump_json()} {_fingerprint()}".encode()).hexdigest()
+    try:
+        kept = _Kept.model_validate_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValidationError, UnicodeDecodeError):
+        kept = None
+    if kept is None or kept.key != key:
+        kept = _Kept(key=key, case=run_case(spec))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, kept.model_dump_json())
+    return kept.case
+
+
+@cache
+def _fingerprint() -> str:
+    """Of everything but the case that its numbers depend on: the three packages' sources, libraries, machine, threads."""
+    digest = hashlib.sha256(f"{platform.python_version()} {_versions()} {_hardware()}".encode())
+    digest.update(str(torch.get_num_threads()).encode())
+    for file in sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in LIBRARIES if importlib.util.find_spec(name)} | (
+        {"anchorline": importlib.metadata.version("anchorline")}
+    )
+
+
+@cache
+def _hardware() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return f"{torch.cuda.get_device_name()}; {cpu}" if torch.cuda.is_available() else cpu
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _no_such_case(only: str, specs: list[CaseSpec]) -> list[CaseSpec]:
+    ids = [spec.id for spec in specs]
+    nearest = difflib.get_close_matches(only, ids, n=1, cutoff=0.0)[0]
+    raise UserError(f"case {only!r}: none of the {len(ids)} of this configuration; the nearest is {nearest}")
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,174 @@
+"""What a gate compares: cases, and the YAML that multiplies out to them.
+
+    title: CI
+    seeds: [0]
+    matrix:
+      - model: [llama, qwen3]
+        dtype: [float32, bfloat16]
+        stages: [forward, loss]
+
+Every value of an entry may be a list: the entry is the product of its lists. What is left out has `CaseSpec`'s default.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from parity_tests.report.schema import Group
+from torchtrain.config import PackConfig, _apply_override, _Loader
+from torchtrain.errors import UserError
+
+Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
+Engine = Literal["dense", "sdpa", "flex", "flash"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+STAGES: tuple[Group, ...] = get_args(Group)
+# Float32 holds every whole number below this, and RoPE takes positions in float32.
+_POSITIONS = 2**24
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CaseSpec(_Strict):
+    """One cell: one model under one variant, RoPE type, engine and dtype, on two packed rows."""
+
+    model: str = Field(
+        default="llama", description="llama, mistral, qwen2, qwen3, tied (tiny, random); smollm2; a folder; or a hub id"
+    )
+    variant: str = Field(default="anchor", description="full, intra, intra_reset, anchor; with +tag, +interleave")
+    rope: Rope = Field(default="keep", description="keep is the model's own")
+    engine: Engine = "sdpa"
+    dtype: Dtype = "float32"
+    tokens: int = Field(default=53, ge=32, description="of a row; the default is no multiple of any block")
+    position_offset: int = Field(default=0, ge=0, description="added to every position")
+    seed: int = Field(default=0, ge=0, description="of random weights, tokens and the interleaving")
+    stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
+    against: str | None = Field(default=None, description="the model whose config and weights the oracle takes instead")
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        PackConfig(sequence_length=2, variant=self.variant)  # says what is wrong with a variant
+        if self.position_offset + self.tokens > _POSITIONS:
+            raise ValueError(f"position_offset {self.position_offset}: positions stay below {_POSITIONS}")
+        return self
+
+    @field_validator("stages")
+    @classmethod
+    def _in_order(cls, stages: tuple[Group, ...]) -> tuple[Group, ...]:
+        return tuple(stage for stage in STAGES if stage in stages)
+
+    @property
+    def id(self) -> str:
+        """The case's name in every report; fit for a file name."""
+        model = self.model if self.against in (None, self.model) else f"{self.model}+against+{self.against}"
+        parts = [model, self.variant, self.rope, self.engine, self.dtype, f"t{self.tokens}"]
+        parts += [f"o{self.position_offset}"] * bool(self.position_offset) + [f"s{self.seed}"]
+        return "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
+
+    @property
+    def command(self) -> str:
+        """What to type to run this case alone."""
+        against = f" --against {self.against}" if self.against else ""
+        return (
+            f"parity run --model {self.model}{against} --variant {self.variant} --rope {self.rope} --engine {self.engine} "
+            f"--dtype {self.dtype} --tokens {self.tokens} --position-offset {self.position_offset} --seed {self.seed} "
+            f"--stages {','.join(self.stages)}"
+        )
+
+
+class Entry(_Strict):
+    """Lists that multiply out to cases. A single value may stand for a list of one."""
+
+    model: list[str] = Field(default=["llama"], min_length=1)
+    variant: list[str] = Field(default=["anchor"], min_length=1)
+    rope: list[Rope] = Field(default=["keep"], min_length=1)
+    engine: list[Engine] = Field(default=["sdpa"], min_length=1)
+    dtype: list[Dtype] = Field(default=["float32"], min_length=1)
+    tokens: list[int] = Field(default=[53], min_length=1)
+    position_offset: list[int] = Field(default=[0], min_length=1)
+    stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return value if isinstance(value, list | tuple) else [value]
+
+    def cases(self, seed: int) -> Iterator[CaseSpec]:
+        """The product, the first field turning slowest."""
+        lists = {name: getattr(self, name) for name in type(self).model_fields if name != "stages"}
+        for values in product(*lists.values()):
+            yield CaseSpec(**dict(zip(lists, values, strict=True)), seed=seed, stages=self.stages)
+
+
+class GateConfig(_Strict):
+    """A gate: every entry of the matrix under every seed, then the cases that are written out."""
+
+    title: str
+    seeds: list[int] = Field(default=[0], min_length=1)
+    matrix: list[Entry] = []
+    cases: list[CaseSpec] = []
+
+    @model_validator(mode="after")
+    def _cases_are_distinct(self) -> Self:
+        specs = expand(self)
+        if not specs:
+            raise ValueError("no case; give `matrix` an entry, or `cases`")
+        seen: set[str] = set()
+        for spec in specs:
+            if spec.id in seen:
+                raise ValueError(f"case {spec.id} is asked for twice; remove one")
+            seen.add(spec.id)
+        return self
+
+
+def expand(config: GateConfig) -> list[CaseSpec]:
+    """Every case, in the order of the file."""
+    return [case for seed in config.seeds for entry in config.matrix for case in entry.cases(seed)] + list(config.cases)
+
+
+def load_gate(path: str | Path, overrides: Sequence[str] = ()) -> GateConfig:
+    """Read a gate from YAML, apply overrides such as `seeds=[1,2]` and `matrix.0.dtype=float32`, validate.
+
+    Raises:
+        UserError: no such file, not YAML, a key unknown or written twice, a value not allowed, a case asked for twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"config {path}: no such file")
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UserError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"config {path}: expected `title:` and `matrix:`, found {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return GateConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"config {path}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """One line for all of it: field, value, what is allowed."""
+    return "; ".join(_explain_one(item) for item in error.errors())
+
+
+def _explain_one(item: Any) -> str:
+    where = ".".join(map(str, item["loc"]))
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        fields = Entry.model_fields if len(item["loc"]) > 1 else GateConfig.model_fields
+        return f"{where}: unknown key; known are {', '.join(fields)}"
+    if item["type"] == "missing":
+        return f"{where}: missing; add it"
+    if item["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where} {item['input']!r}: {message[0].lower()}{message[1:]}"

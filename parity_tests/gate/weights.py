@@ -1,0 +1,52 @@
+"""Whether two checkpoints hold the same weights, up to the dtype in which they are stored."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxref.weights import cast, load_hf, to_arrays
+from parity_tests.gate.material import TINY, source
+from torchtrain.errors import UserError
+
+SHOWN = 3
+_COARSEST = ("float16", "bfloat16", "float32", "float64")
+
+
+def check_same_weights(model: str, against: str) -> None:
+    """Check that each tensor of the one is the other's, rounded to the coarser of the two dtypes.
+
+    Raises:
+        UserError: naming the tensors that differ; or a tiny model, whose weights are drawn, not stored.
+    """
+    for name in (model, against):
+        if name in TINY:
+            raise UserError(f"--against: {name!r} is a tiny random model; name two folders or ids")
+    arrays_x, arrays_y = _arrays(model), _arrays(against)
+    for one, other, where in ((arrays_x, arrays_y, against), (arrays_y, arrays_x, model)):
+        if missing := sorted(set(one) - set(other)):
+            raise UserError(f"--against {against}: {_some(missing)} not in {where}; these are two models")
+    different = [name for name in arrays_x if not _same(arrays_x[name], arrays_y[name])]
+    if different:
+        raise UserError(
+            f"--against {against}: {len(different)} of {len(arrays_x)} tensors hold other weights than {model}: "
+            f"{_some(different)}; only models of the same weights can be held against each other"
+        )
+
+
+def _arrays(model: str) -> dict[str, jnp.ndarray]:
+    config, decoder = load_hf(Path(source(model)))
+    arrays = to_arrays(decoder)
+    if config.tie_word_embeddings:
+        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    return arrays
+
+
+def _same(x: jnp.ndarray, y: jnp.ndarray) -> bool:
+    coarser = min(str(x.dtype), str(y.dtype), key=_COARSEST.index)
+    x, y = cast((x, y), coarser)  # type: ignore[arg-type]
+    return x.shape == y.shape and np.array_equal(np.asarray(x), np.asarray(y))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

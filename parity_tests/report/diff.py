@@ -1,0 +1,145 @@
+"""Two reports side by side: what moved.
+
+A case is the same case in both reports if it has the same id, a measure if it has the same name in the same case.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from parity_tests.report.schema import Case, Report
+
+# A ratio counts as moved if it has changed by this factor; reruns of one computation do not move at all.
+FACTOR = 1.5
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One measure whose error over allowance is another in `b`."""
+
+    case: str
+    measure: str
+    before: float
+    after: float
+
+    @property
+    def factor(self) -> float:
+        """How many times larger the larger is; infinite where the smaller is 0."""
+        low, high = sorted((self.before, self.after))
+        return 1.0 if low == high else high / low if low else float("inf")
+
+
+@dataclass(frozen=True)
+class Changed:
+    """One case whose verdict is another in `b`."""
+
+    case: str
+    before: str
+    after: str
+    words: str  # of the report in which it does not pass
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What moved from report `a` to report `b`."""
+
+    worse: list[Changed]
+    better: list[Changed]
+    moved: list[Moved]  # the largest factor first
+    only_a: list[str]
+    only_b: list[str]
+    failed_only_b: list[str]
+    settings: list[str]  # what else differs: versions, hardware, commit
+    same: int  # cases in both with the same verdict
+
+    @property
+    def got_worse(self) -> bool:
+        """Whether a case that passed does not any more, was not judged any more, or is new and does not pass."""
+        return bool(self.worse or self.failed_only_b or self.only_a)
+
+
+def verdict(case: Case) -> str:
+    """`passed`, `broken`, `not judged` or `skipped`."""
+    if case.skipped is not None:
+        return "skipped"
+    if case.problem is not None:
+        return "not judged"
+    return "passed" if case.passed else "broken"
+
+
+_RANK = {"passed": 0, "skipped": 1, "broken": 2, "not judged": 2}
+
+
+def diff(a: Report, b: Report) -> Diff:
+    """Compare two reports; `b` is the later one."""
+    first, second = ({case.id: case for case in report.cases} for report in (a, b))
+    shared = [name for name in first if name in second]
+    worse, better, moved = [], [], []
+    for name in shared:
+        before, after = first[name], second[name]
+        if verdict(before) != verdict(after):
+            broken = after if _RANK[verdict(after)] >= _RANK[verdict(before)] else before
+            change = Changed(name, verdict(before), verdict(after), _words(broken))
+            (worse if broken is after else better).append(change)
+        moved += _moved(before, after)
+    return Diff(
+        worse=worse,
+        better=better,
+        moved=sorted(moved, key=lambda move: move.factor, reverse=True),
+        only_a=[name for name in first if name not in second],
+        only_b=[name for name in second if name not in first],
+        failed_only_b=[
+            name for name, case in second.items() if name not in first and verdict(case) in ("broken", "not judged")
+        ],
+        settings=_settings(a, b),
+        same=len(shared) - len(worse) - len(better),
+    )
+
+
+def _moved(before: Case, after: Case) -> list[Moved]:
+    earlier = {measure.name: measure for measure in before.measures}
+    moves = [
+        Moved(after.id, measure.name, earlier[measure.name].ratio, measure.ratio)
+        for measure in after.measures
+        if measure.name in earlier
+    ]
+    return [move for move in moves if move.factor >= FACTOR]
+
+
+def _words(case: Case) -> str:
+    first = case.first_divergence
+    return case.problem or case.skipped or (first.words if first else "")
+
+
+def _settings(a: Report, b: Report) -> list[str]:
+    before, after = a.environment, b.environment
+    pairs = {"hardware": (before.hardware, after.hardware), "threads": (before.threads, after.threads)}
+    pairs["commit"] = (before.git_commit, after.git_commit)
+    for name in sorted(before.versions.keys() | after.versions.keys()):
+        pairs[name] = (before.versions.get(name), after.versions.get(name))
+    return [f"{name}: {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
+
+
+def show(found: Diff, limit: int = 20) -> Any:
+    """For rich: tables of what got worse, what got better and what moved most."""
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.table import Table
+
+    parts: list[Any] = []
+    for title, changes, style in (("worse", found.worse, "bold red"), ("better", found.better, "green")):
+        if changes:
+            table = Table("case", "before", "after", "why", title=title, title_style=style)
+            for change in changes:
+                table.add_row(escape(change.case), change.before, change.after, escape(change.words))
+            parts.append(table)
+    if found.moved:
+        table = Table("case", "measure", "ratio before", "after", title=f"moved by {FACTOR} times or more")
+        for move in found.moved[:limit]:
+            table.add_row(escape(move.case), escape(move.measure), f"{move.before:.3g}", f"{move.after:.3g}")
+        parts.append(table)
+        if len(found.moved) > limit:
+            parts.append(f"and {len(found.moved) - limit} more")
+    for title, names in (("only in the first", found.only_a), ("only in the second", found.only_b)):
+        parts += [f"{title}: {escape(', '.join(names))}"] if names else []
+    parts += [f"differs: {escape(line)}" for line in found.settings]
+    return Group(*parts)

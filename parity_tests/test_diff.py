@@ -1,0 +1,104 @@
+"""Two reports: what moved, and whether anything got worse."""
+
+import pytest
+from typer.testing import CliRunner
+
+from parity_tests import cli
+from parity_tests.report.diff import FACTOR, diff
+from parity_tests.report.schema import Case, Divergence, Environment, Measure, Report, write_report
+
+
+def measure(name: str, ratio: float) -> Measure:
+    return Measure(name=name, group="forward", layer=0, tap="q", shape=[1], error=ratio * 2.0, allowance=2.0, worst=[0])
+
+
+def case(name: str, *ratios: float, **changes) -> Case:
+    measures = [measure(f"layers.{i}.q", ratio) for i, ratio in enumerate(ratios)]
+    broken = next((m for m in measures if not m.passed), None)
+    first = broken and Divergence(name=broken.name, ratio=broken.ratio, words=f"{broken.name} breaks")
+    fields = {"model": "llama", "variant": "anchor", "rope": "keep", "engine": "sdpa", "dtype": "float32"}
+    numbers = {"tokens": 40, "position_offset": 0, "seed": 0, "seconds": 1.0}
+    rest = {"preset": "flash_fp32", "command": "parity run", "first_divergence": first, "measures": measures}
+    return Case(id=name, **fields, **numbers, **rest, **changes)
+
+
+def report(*cases: Case, torch: str = "2.13") -> Report:
+    environment = Environment(versions={"torch": torch}, hardware="one", threads=1, git_commit="abc", git_dirty=False)
+    return Report(
+        title="t",
+        created="2026-01-01T00:00:00+00:00",
+        seconds=1.0,
+        command="c",
+        environment=environment,
+        cases=list(cases),
+    )
+
+
+def test_the_same_report_has_not_moved():
+    one = report(case("a", 0.5, 0.1), case("b", 3.0))
+    found = diff(one, one)
+    assert (found.same, found.worse, found.better, found.moved, found.settings) == (2, [], [], [], [])
+    assert not found.got_worse
+
+
+def test_a_case_that_breaks_is_worse_and_one_that_is_mended_better():
+    found = diff(report(case("a", 0.5), case("b", 3.0)), report(case("a", 4.0), case("b", 0.2)))
+    (worse,), (better,) = found.worse, found.better
+    assert (worse.case, worse.before, worse.after, worse.words) == ("a", "passed", "broken", "layers.0.q breaks")
+    assert (better.case, better.before, better.after, better.words) == ("b", "broken", "passed", "layers.0.q breaks")
+    assert found.got_worse
+
+
+def test_the_ratio_that_moved_most_stands_first():
+    before, after = report(case("a", 0.1, 0.2, 0.3, 0.0)), report(case("a", 0.1 * FACTOR, 0.2, 0.9, 0.4))
+    moved = diff(before, after).moved
+    assert [move.measure for move in moved] == ["layers.3.q", "layers.2.q", "layers.0.q"]
+    assert moved[0].factor == float("inf")
+    assert not diff(before, after).got_worse
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "worse"),
+    [
+        ([case("a", 0.5)], [case("a", 0.5, problem="it raises")], True),
+        ([case("a", 0.5)], [case("a", skipped="no GPU")], True),
+        ([case("a", skipped="no GPU")], [case("a", 0.5)], False),
+        ([case("a", 0.5)], [], True),
+        ([], [case("a", 0.5)], False),
+        ([], [case("a", 5.0)], True),
+        ([case("a", 5.0)], [case("a", 5.0, problem="it raises")], True),
+        ([case("a", 5.0)], [case("a", 50.0)], False),
+    ],
+    ids=["raises", "skipped", "run at last", "missing", "new", "new and broken", "broken and raises", "still broken"],
+)
+def test_what_counts_as_worse(before, after, worse):
+    always = case("other", 0.1)
+    assert diff(report(always, *before), report(always, *after)).got_worse is worse
+
+
+def test_other_versions_are_named():
+    assert diff(report(case("a", 0.5)), report(case("a", 0.5), torch="2.14")).settings == ["torch: 2.13 -> 2.14"]
+
+
+def invoke(tmp_path, a: Report, b: Report):
+    for name, one in (("a", a), ("b", b)):
+        write_report(one, tmp_path / f"{name}.json")
+    return CliRunner().invoke(cli.app, ["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+
+
+def test_the_command_exits_with_1_only_where_something_got_worse(tmp_path):
+    good, bad = report(case("a", 0.5)), report(case("a", 7.0))
+    same = invoke(tmp_path, good, good)
+    assert (same.exit_code, "NO WORSE: 1 with the same verdict" in same.stdout) == (0, True)
+    worse = invoke(tmp_path, good, bad)
+    assert (worse.exit_code, "WORSE: 0 with the same verdict, 0 better, 1 worse" in worse.stdout) == (1, True)
+    assert "layers.0.q breaks" in worse.stdout
+    assert invoke(tmp_path, bad, good).exit_code == 0
+
+
+def test_a_file_that_is_no_report_is_a_mistake(tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    result = CliRunner().invoke(cli.app, ["diff", str(tmp_path / "a.json"), str(tmp_path / "none.json")])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("parity: report ")

@@ -1,0 +1,355 @@
+"""The gate: what a configuration multiplies out to, what a case says when something is wrong, and that a run can go on."""
+
+from unittest.mock import patch
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+import torchtrain
+from parity_tests import cli
+from parity_tests.gate import candidate, run
+from parity_tests.gate.case import candidate_side, judge_case, oracle_side, run_case, why_not_here
+from parity_tests.gate.material import SIZES, TRAIN, decoder_config, rows, tiny_weights
+from parity_tests.gate.run import ROOT, run_gate
+from parity_tests.gate.spec import STAGES, CaseSpec, GateConfig, expand, explain, load_gate
+from parity_tests.report.junit import to_junit
+from parity_tests.report.schema import read_report
+from parity_tests.zoo.patch import attention, frequencies, positions
+from torchtrain.data import rows as packer
+from torchtrain.training.optimizer import Optimizer
+
+CONFIGS = sorted((ROOT / "configs" / "parity").glob("*.yaml"))
+SPEC = CaseSpec(model="llama", tokens=40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plug_in():
+    torchtrain.register()
+
+
+# -- the configuration -------------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_is_the_product_of_its_lists():
+    config = GateConfig.model_validate(
+        {
+            "title": "t",
+            "seeds": [3, 4],
+            "matrix": [{"model": ["llama", "qwen3"], "dtype": "bfloat16", "tokens": [40, 64]}],
+        }
+    )
+    specs = expand(config)
+    assert len(specs) == 2 * 2 * 2
+    assert {(spec.model, spec.tokens, spec.seed) for spec in specs} == {
+        (model, tokens, seed) for model in ("llama", "qwen3") for tokens in (40, 64) for seed in (3, 4)
+    }
+    assert {spec.dtype for spec in specs} == {"bfloat16"}
+
+
+def test_stages_stand_in_the_order_in_which_they_run():
+    assert CaseSpec(stages=("loss", "forward")) == CaseSpec(stages=("forward", "loss"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configurations_in_the_repository(path):
+    specs = expand(load_gate(path))
+    assert specs
+    assert all("/" not in spec.id for spec in specs)
+
+
+def test_ci_covers_what_it_promises():
+    specs = expand(load_gate(ROOT / "configs/parity/ci.yaml"))
+    assert {spec.model for spec in specs} >= {"llama", "mistral", "qwen2", "qwen3", "tied"}
+    assert {spec.rope for spec in specs} >= {"default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"}
+    assert {spec.engine for spec in specs} == {"dense", "sdpa", "flex", "flash"}
+    assert {spec.dtype for spec in specs} == {"float32", "bfloat16", "float16"}
+    assert max(spec.position_offset + spec.tokens for spec in specs) == 131_072
+    assert {stage for spec in specs for stage in spec.stages} == set(STAGES)
+    merges = {f"{base}{tag}" for base in ("full", "intra", "anchor") for tag in ("+interleave", "+tag+interleave")}
+    assert merges <= {spec.variant for spec in specs}
+    assert any(1 in row.lengths for spec in specs for row in rows(spec))
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "says"),
+    [
+        ("title: t\nmatrix: [{modl: llama}]", [], "matrix.0.modl: unknown key; known are model, variant"),
+        ("title: t\nmatrix: [{dtype: fp8}]", [], "matrix.0.dtype.0 'fp8': input should be 'float32'"),
+        ("title: t\nmatrix: [{variant: anchr}]", [], "variant 'anchr'"),
+        ("title: t\nmatrix: [{}, {}]", [], "llama-anchor-keep-sdpa-float32-t53-s0 is asked for twice"),
+        ("title: t", [], "no case"),
+        ("matrix: [{}]", [], "title: missing"),
+        ("title: [", [], "config"),
+        ("- a", [], "expected `title:`"),
+        ("title: t\ntitle: u", [], "stands twice"),
+        ("title: t\nmatrix: [{}]", ["matrix.1.tokens=40"], "'1' is no index"),
+        ("title: t\nmatrix: [{}]", ["matrix.0.tokens=4"], "tokens 4: input should be greater than or equal to 32"),
+    ],
+)
+def test_a_mistake_in_a_configuration_is_named(tmp_path, text, overrides, says):
+    path = tmp_path / "gate.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"\A[^\n]*\Z") as error:
+        load_gate(path, overrides)
+    assert says in str(error.value)
+
+
+def test_a_case_beyond_float32_positions_is_refused():
+    with pytest.raises(ValidationError) as error:
+        CaseSpec(position_offset=2**24)
+    assert "position_offset 16777216" in explain(error.value)
+
+
+# -- what both sides are given -----------------------------------------------------------------------------------------------
+
+
+def test_rows_differ_in_their_boundaries_and_their_labels():
+    first, second = rows(SPEC)
+    assert first.lengths != second.lengths
+    assert (first.padding, second.padding > 0) == (0, True)
+    labels = oracle_side(CaseSpec(tokens=40, stages=("loss",))).exact["inputs.shift_labels"]
+    counts = (labels != -100).sum(1)
+    assert counts[0] != counts[1], "micro-batches of one size could not tell a mean per token from a mean of means"
+
+
+def test_every_judged_array_has_enough_elements_to_be_judged():
+    assert min(array.size for array in tiny_weights("qwen3", 0).values()) >= SIZES["head_dim"] >= 64
+
+
+def test_attention_is_far_from_uniform():
+    case = oracle_side(SPEC)
+    q, k = case.truth["layers.1.q_rope"], case.truth["layers.1.k_rope"]
+    logits = q[0, :, 0] @ k[0, :, 0].T * SIZES["head_dim"] ** -0.5
+    assert logits.std() > 1
+
+
+@pytest.mark.parametrize("rope", ["linear", "ntk", "dynamic", "yarn", "llama3", "longrope"])
+def test_every_rope_type_is_another(rope):
+    far = {"tokens": 40, "position_offset": 8000}
+    plain, other = (oracle_side(CaseSpec(rope=name, **far)).truth["layers.0.k_rope"] for name in ("default", rope))
+    assert not np.allclose(plain, other, rtol=0.01)
+    assert decoder_config(CaseSpec(rope=rope)).rope.rope_type == rope
+
+
+def test_clipping_and_epsilon_count_in_the_step():
+    """Else an AdamW step would be the sign of each gradient, and say nothing of either."""
+    arrays = candidate_side(CaseSpec(tokens=40, stages=("step",)))
+    gradients = np.concatenate([x.ravel() for name, x in arrays.items() if name.startswith("gradients.")])
+    assert TRAIN.clip_norm is not None
+    assert np.linalg.norm(gradients) > TRAIN.clip_norm
+    clipped = gradients * TRAIN.clip_norm / np.linalg.norm(gradients)
+    assert 0.01 < np.sqrt(np.mean(clipped**2)) / TRAIN.epsilon < 100
+
+
+# -- a case ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_whole_case_passes(dtype):
+    spec = CaseSpec(tokens=40, dtype=dtype, stages=("forward", "loss", "gradients", "step"))
+    case = run_case(spec)
+    assert case.problem is None
+    assert case.first_divergence is None, case.first_divergence
+    names = [measure.name for measure in case.measures]
+    assert len(names) == len(set(names))
+    parameters = len(tiny_weights("llama", 0))
+    assert [measure.group for measure in case.measures].count("gradients") == parameters
+    assert [measure.group for measure in case.measures].count("step") == parameters + 1
+    for name in ("inputs.position_ids", "embed", "layers.2.k_rope", "logits", "loss", "loss.tokens", "step.stored"):
+        assert name in names
+    profile = next(measure.profile for measure in case.measures if measure.name == "logits")
+    assert profile is not None
+    assert len(profile.starts) == len(profile.error) == len(profile.allowance) > 1
+
+
+def test_biases_are_judged_with_their_weights():
+    case = run_case(CaseSpec(model="qwen2", tokens=40, stages=("gradients",)))
+    (measure,) = [
+        measure for measure in case.measures if measure.name.endswith("layers.0.self_attn.k_proj.weight+bias")
+    ]
+    assert measure.shape == [2 * SIZES["head_dim"], SIZES["hidden_size"] + 1]
+    assert case.passed
+
+
+def test_the_oracle_remembers_and_does_not_look_at_the_engine():
+    one, two = (oracle_side(CaseSpec(tokens=40, engine=engine)) for engine in ("sdpa", "flash"))
+    assert one.truth["logits"] is two.truth["logits"]
+    assert one.reference["logits"] is two.reference["logits"]
+    assert oracle_side(CaseSpec(tokens=40, engine="dense", dtype="bfloat16")).truth["logits"] is not one.truth["logits"]
+
+
+def test_what_cannot_run_here_is_skipped_with_a_reason():
+    assert why_not_here(CaseSpec(engine="sdpa", stages=STAGES)) is None
+    if torch.cuda.is_available():
+        return
+    case = run_case(CaseSpec(engine="flash"))
+    assert "needs a CUDA device" in str(case.skipped)
+    assert not case.passed
+    assert "no backward pass on cpu" in str(why_not_here(CaseSpec(engine="flex", dtype="bfloat16", stages=("loss",))))
+    assert "20-bit exponential" in str(why_not_here(CaseSpec(engine="flex")))
+
+
+def words_of(patched, spec=SPEC) -> str:
+    with patched:
+        case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+    assert case.first_divergence is not None
+    return case.first_divergence.words
+
+
+def shifted(position_ids, document_ids):
+    return position_ids + (torch.arange(position_ids.shape[1]) >= 17)
+
+
+def doubled(original):
+    def attend(*args, **kwargs):
+        out, lse = original(*args, **kwargs)
+        return 2 * out, lse
+
+    return attend
+
+
+def test_the_words_for_positions_say_from_which_token_on():
+    text = words_of(positions(shifted))
+    assert text.startswith("layer 0, q after RoPE: ")
+    assert text.endswith("times the allowance; positions are off by +1 from token 17 on")
+
+
+def test_the_words_for_frequencies_name_the_pairs():
+    def bent(rotary, inv_freq_C):
+        return torch.where(torch.arange(len(inv_freq_C)) == 3, 1.01 * inv_freq_C, inv_freq_C)
+
+    assert words_of(frequencies(bent)).endswith("of 32 rotated pairs only 3 are wrong: other frequencies")
+
+
+def test_the_words_for_a_factor():
+    assert words_of(attention(doubled)).endswith("everything is 2 times what it should be")
+
+
+def test_a_packer_that_is_wrong_is_caught_by_its_arrays():
+    def restart(document_ids):
+        return np.arange(len(document_ids)) + 1
+
+    spec = CaseSpec(variant="intra_reset", tokens=40)
+    with patch.object(packer, "_restarting", restart):
+        case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+    assert case.measures[1].name == "inputs.position_ids"
+    assert (case.measures[1].error > 0, case.measures[1].allowance) == (True, 0)
+    assert case.first_divergence is not None
+    assert "position_ids: " in case.first_divergence.words
+    assert "entries differ, and none may; positions are off" in case.first_divergence.words
+
+
+def raises(*_):
+    raise RuntimeError("no\nsuch kernel")
+
+
+def test_a_candidate_that_raises_is_a_problem_in_words():
+    with patch.object(candidate, "make_plan", raises):
+        case = run_case(SPEC)
+    assert case.problem == "the candidate raises RuntimeError: no such kernel"
+    assert not case.passed
+
+
+def test_nan_shapes_and_missing_arrays_are_problems_in_words():
+    oracle, arrays = oracle_side(SPEC), candidate_side(SPEC)
+    broken = dict(arrays) | {"layers.1.q": arrays["layers.1.q"].copy(), "embed": arrays["embed"][:, 1:]}
+    broken["layers.1.q"][0, 3, 1, 2] = np.nan
+    del broken["logits"]
+    broken["layers.7.q"] = arrays["embed"]
+    case = judge_case(SPEC, broken, oracle)
+    assert "embed has shape [2, 39, 256]; the oracle's is [2, 40, 256]" in str(case.problem)
+    assert "layers.1.q is NaN at [0, 3, 1, 2], 1 of 20480 elements" in str(case.problem)
+    assert "logits is missing" in str(case.problem)
+    assert "1 more such" in str(case.problem)
+    assert not case.passed
+
+
+def test_stored_weights_are_the_masters_rounded():
+    step = Optimizer.step
+
+    def forgetful(self, learning_rate):
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        norm = step(self, learning_rate)
+        with torch.no_grad():
+            for parameter, old in zip(self.parameters, before, strict=True):
+                parameter.copy_(old)
+        return norm
+
+    spec = CaseSpec(dtype="bfloat16", tokens=40, stages=("step",))
+    with patch.object(Optimizer, "step", forgetful):
+        case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+    assert [measure.name for measure in case.measures if not measure.passed] == ["step.stored"]
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------------
+
+
+def gate(*specs: CaseSpec) -> GateConfig:
+    return GateConfig(title="Test", cases=list(specs))
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
+    config = gate(SPEC, CaseSpec(tokens=41), CaseSpec(tokens=40, engine="flash"))
+    real, calls = run.run_case, []
+
+    def interrupted(spec):
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        calls.append(spec)
+        return real(spec)
+
+    with patch.object(run, "run_case", interrupted), pytest.raises(KeyboardInterrupt):
+        run_gate(config, tmp_path)
+    assert not (tmp_path / "report.json").exists()
+    again = []
+    with patch.object(run, "run_case", lambda spec: again.append(spec) or real(spec)):
+        report = run_gate(config, tmp_path)
+    assert calls + again == expand(config)
+    assert report.passed
+    assert read_report(tmp_path / "report.json") == report
+    assert "<html" in (tmp_path / "report.html").read_text()
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_kept_case_of_other_sources_is_not_taken(tmp_path):
+    run_gate(gate(SPEC), tmp_path)
+    taken = []
+    with patch.object(run, "run_case", lambda spec: taken.append(spec) or run_case(spec)):
+        run_gate(gate(SPEC), tmp_path)
+        assert not taken
+        with patch.object(run, "_fingerprint", lambda: "other"):
+            run_gate(gate(SPEC), tmp_path)
+    assert taken == [SPEC]
+
+
+def test_one_case_of_a_gate():
+    config = gate(SPEC, CaseSpec(tokens=41))
+    report = run_gate(config, only=SPEC.id)
+    assert [case.id for case in report.cases] == [SPEC.id]
+    with pytest.raises(ValueError, match=rf"'nope': none of the 2 .* the nearest is {SPEC.id[:5]}"):
+        run_gate(config, only="nope")
+
+
+def test_the_command_of_a_case_runs_that_case():
+    result = CliRunner().invoke(cli.app, SPEC.command.split()[1:])
+    assert result.exit_code == 0, result.output
+    assert SPEC.id in result.stdout
+
+
+def test_junit_counts_and_says_why():
+    ok, skipped = run_case(SPEC), run_case(SPEC).model_copy(update={"id": "b", "skipped": "needs \x00 a <GPU>"})
+    problem = ok.model_copy(update={"id": "c", "problem": "it raises"})
+    with patch.object(candidate, "rope_settings", lambda *_: {"factor": 9.0}):
+        wrong = CaseSpec(rope="linear", tokens=40)
+        broken = judge_case(wrong, candidate_side(wrong), oracle_side(wrong))
+    report = run_gate(gate(SPEC)).model_copy(update={"cases": [ok, skipped, problem, broken]})
+    suite = ElementTree.fromstring(to_junit(report))
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["4", "1", "1", "1"]
+    assert suite.find(".//skipped").get("message") == "needs ? a <GPU>"
+    assert suite.find(".//error").get("message") == "it raises"
+    assert "layers.0.q_rope: error" in suite.find(".//failure").text
+    assert "parity run --model llama" in suite.find(".//failure").text

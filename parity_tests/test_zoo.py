@@ -1,0 +1,120 @@
+"""The zoo: every bug is found, undone without a trace and caught; the correct code is not."""
+
+from contextlib import contextmanager, nullcontext
+from typing import get_args
+
+import pytest
+
+import torchtrain
+from parity_tests.gate.case import candidate_side, judge_case, oracle_side
+from parity_tests.gate.spec import CaseSpec
+from parity_tests.report.schema import Group
+from parity_tests.zoo import Bug, discover, plain
+from parity_tests.zoo.patch import documents, every_engine
+from parity_tests.zoo.run import choose, fingerprint, order, try_bug
+
+BUGS = discover()
+FORWARD = CaseSpec(model="llama", variant="anchor", dtype="float32", tokens=61, stages=("forward",))
+TRAINING = FORWARD.model_copy(update={"stages": ("loss", "gradients", "step")})
+WHOLE = FORWARD.model_copy(update={"stages": ("forward", "loss", "gradients", "step")})
+# One of each kind that needs no case of its own; `parity zoo` runs all of them.
+QUICK = (
+    *("rope_angles_in_bf16", "rope_interleaved", "rope_sign", "positions_reset", "causal_top_left", "documents_leak"),
+    *("anchor_for_first_document", "gqa_heads_tiled", "softmax_scale_missing", "lse_without_anchor", "padding_visible"),
+    *("rmsnorm_epsilon_outside", "gelu_for_silu", "weight_transposed", "labels_shifted_twice", "loss_per_micro_batch"),
+    *("anchor_key_gradient_dropped", "clip_per_parameter", "weight_decay_on_norms", "adam_epsilon_inside"),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plug_in():
+    torchtrain.register()
+
+
+@pytest.fixture(scope="module")
+def clean() -> dict[CaseSpec, str | None]:
+    return {}
+
+
+def test_every_bug_says_what_it_is_and_where_it_happened():
+    assert len(BUGS) >= 44
+    for bug in BUGS.values():
+        assert bug.stage in get_args(Group)
+        assert set(bug.likely) <= set(CaseSpec.model_fields)
+        for line in (bug.what, bug.where):
+            assert line == line.strip() != ""
+            assert "\n" not in line
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="'no_such_bug': not in the zoo; choose from adam_"):
+        choose(["no_such_bug"])
+
+
+@pytest.fixture(scope="module")
+def untouched() -> str:
+    return fingerprint(candidate_side(WHOLE))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_leaves_no_trace(name, untouched):
+    """The model is built, run, trained and stepped inside the bug, and comes out bit for bit the same after it."""
+    with BUGS[name].apply():
+        candidate_side(WHOLE)
+    assert fingerprint(candidate_side(WHOLE)) == untouched
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_bug_is_caught(name, clean):
+    bug = BUGS[name]
+    kill = try_bug(bug, order(bug, [FORWARD, TRAINING]), clean)
+    assert kill.caught
+    assert kill.reversible
+
+
+def test_the_ground_that_bugs_are_made_on_is_sound(monkeypatch):
+    """What is caught of a bug in plain attention or plain AdamW is the bug."""
+    monkeypatch.setattr("torch.optim.AdamW", plain.AdamW)
+    with every_engine(plain.attend):
+        for spec in (FORWARD, TRAINING):
+            case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+            assert case.passed, case.first_divergence or case.problem
+
+
+def test_what_is_no_bug_survives(clean):
+    nothing = Bug("nothing", "nowhere", "forward", nullcontext)
+    kill = try_bug(nothing, [FORWARD], clean)
+    assert not kill.caught
+    assert kill.cases_tried == 1
+
+
+def test_a_patch_that_no_longer_fits_catches_nothing(clean):
+    kill = try_bug(Bug("misfit", "here", "forward", lambda: every_engine(lambda q: q)), [FORWARD], clean)
+    assert not kill.caught
+    assert kill.broken is not None
+    assert kill.broken.startswith("TypeError: ")
+
+
+def test_a_bug_that_is_not_undone_is_told(clean):
+    leak = documents(lambda ids: ids.clamp(max=1))
+
+    @contextmanager
+    def enter_and_stay():
+        leak.__enter__()
+        yield
+
+    try:
+        kill = try_bug(Bug("leak", "here", "forward", enter_and_stay), [FORWARD], clean)
+    finally:
+        leak.__exit__(None, None, None)
+    assert kill.caught
+    assert not kill.reversible
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_false_alarm(seed):
+    """The correct code passes whatever the weights and tokens. docs/zoo.md has the whole CI gate on these seeds."""
+    for dtype in ("float32", "bfloat16"):
+        spec = FORWARD.model_copy(update={"seed": seed, "dtype": dtype, "stages": ("forward", "loss", "gradients")})
+        case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+        assert case.passed, case.first_divergence or case.problem

@@ -1,0 +1,1 @@
+"""One file a bug; see `parity_tests.zoo`."""

@@ -1,0 +1,21 @@
+"""The loss takes logits that were rounded to bfloat16."""
+
+import torch.nn.functional as F
+
+from parity_tests.zoo import Bug
+from parity_tests.zoo.patch import swap
+from torchtrain.training.loss import _cross_entropy
+
+
+def _rounded(head, hidden_nM, labels_n):
+    logits_nV = head(hidden_nM)
+    return F.cross_entropy(logits_nV.bfloat16().to(logits_nV.dtype), labels_n, reduction="none")
+
+
+BUG = Bug(
+    what="logits rounded to bf16 before the loss",
+    where="optax issue 1020, modalities PR 464, marin PR 8217 (its loss erred 0.25 at most, unnoticed)",
+    stage="loss",
+    apply=lambda: swap(_cross_entropy, _rounded),
+    likely={"dtype": "float32"},
+)

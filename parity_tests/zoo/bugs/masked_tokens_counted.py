@@ -1,0 +1,22 @@
+"""The mean divides by all tokens, those without a label included."""
+
+from parity_tests.zoo import Bug
+from parity_tests.zoo.patch import wrap
+from torchtrain.training.loss import IGNORE, chunked_cross_entropy
+
+
+def _make(original):
+    def diluted(head, hidden, shift_labels, chunk):
+        total, each = original(head, hidden, shift_labels, chunk)
+        share = (shift_labels != IGNORE).float().mean()
+        return total * share, each * share
+
+    return diluted
+
+
+BUG = Bug(
+    what="tokens without a label counted in the mean",
+    where="Fast-LLM PR 426: a cross entropy whose mean divided by all tokens, masked ones too",
+    stage="loss",
+    apply=lambda: wrap(chunked_cross_entropy, _make),
+)

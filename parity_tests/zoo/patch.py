@@ -1,0 +1,160 @@
+"""How a bug reaches into the candidate: context managers over attributes of torchtrain, transformers and torch.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from torchtrain.attention import engines, hf
+from torchtrain.attention.plan import make_plan
+from torchtrain.training.loop import backward
+
+Context = AbstractContextManager[Any]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+# Family -> the prefix of its classes.
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# `from x import f` leaves a name for f in the importing module: a bug in f must be seen under each. The judge's own modules
+# count where they call the candidate.
+_WHERE_NAMES_ARE = ("torchtrain.", "parity_tests.gate", "parity_tests.engines")
+
+
+@contextmanager
+def swap(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+    """Put `replacement` wherever a module of the candidate holds `function` under a name."""
+    with ExitStack() as stack:
+        places = [
+            (module, name)
+            for module_name, module in list(sys.modules.items())
+            if f"{module_name}.".startswith(_WHERE_NAMES_ARE)
+            for name, value in list(vars(module).items())
+            if value is function
+        ]
+        assert places, f"nobody holds {function}"
+        for module, name in places:
+            stack.enter_context(patch.object(module, name, replacement))
+        yield
+
+
+def wrap(function: Callable[..., Any], make: Wrap) -> Context:
+    """`swap` with what `make` builds around the function."""
+    return swap(function, make(function))
+
+
+@contextmanager
+def in_every_family(class_name: str, method: str, make: Wrap) -> Iterator[None]:
+    """Wrap a method of a class that every family has its own of: `RMSNorm`, `MLP`, `RotaryEmbedding`, ...
+
+    Llama's stands in where a family borrows it.
+    """
+    with ExitStack() as stack:
+        for family, prefix in FAMILIES.items():
+            modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            cls = getattr(modeling, f"{prefix}{class_name}", None)
+            if cls is not None and method in vars(cls):
+                stack.enter_context(patch.object(cls, method, make(getattr(cls, method))))
+        yield
+
+
+@contextmanager
+def rotation(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Replace transformers' `apply_rotary_pos_emb(q_BHTD, k_BKTD, cos_BTD, sin_BTD)`."""
+    with ExitStack() as stack:
+        for family in FAMILIES:
+            modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            stack.enter_context(patch.object(modeling, "apply_rotary_pos_emb", rotate))
+        yield
+
+
+def tables(make: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Context:
+    """Replace the making of cos and sin by `make(rotary, position_ids_BT, inv_freq_C) -> (cos, sin)`, each [B, T, 2 C] float32."""
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.no_grad()
+        def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            original(self, x, position_ids)  # `dynamic` and `longrope` choose their frequencies as they go
+            cos, sin = make(self, position_ids, self.inv_freq.float())
+            return (cos * self.attention_scaling).to(x.dtype), (sin * self.attention_scaling).to(x.dtype)
+
+        return forward
+
+    return in_every_family("RotaryEmbedding", "forward", build)
+
+
+def frequencies(change: Callable[[Any, Tensor], Tensor]) -> Context:
+    """Use `change(rotary, inv_freq_C)` for the inverse frequencies."""
+
+    def make(rotary: Any, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tensor, Tensor]:
+        angle = position_ids_BT[..., None].float() * change(rotary, inv_freq_C)
+        angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos(), angle.sin()
+
+    return tables(make)
+
+
+def positions(change: Callable[[Tensor, Tensor], Tensor]) -> Context:
+    """Give the decoder `change(position_ids_BT, document_ids_BT)` for its positions."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            changed = change(kwargs["position_ids"], kwargs["document_ids"])
+            return original(self, *args, **kwargs | {"position_ids": changed})
+
+        return forward
+
+    return in_every_family("Model", "forward", make)
+
+
+@contextmanager
+def documents(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Build every attention plan from `change(document_ids_BT)`."""
+
+    def wrong_plan(document_ids_BT: Tensor) -> Any:
+        return make_plan(change(document_ids_BT.clone()))
+
+    # The plug-in remembers a plan with its tensor, which may outlive this block.
+    def unremembered(document_ids_BT: Tensor, query: Tensor) -> Any:
+        return wrong_plan(document_ids_BT).to(query.device)
+
+    with swap(make_plan, wrong_plan), swap(hf._remembered_plan, unremembered):
+        yield
+
+
+def attention(make: Wrap) -> Context:
+    """Wrap `torchtrain.attention.attend(q_BTHD, k_BTKD, v_BTKD, plan, *, engine, scale)`."""
+    return wrap(engines.attend, make)
+
+
+def every_engine(attend: engines.Engine) -> Context:
+    """Run `attend` in place of each engine."""
+    return patch.dict(engines.ENGINES, dict.fromkeys(engines.ENGINES, attend))
+
+
+def batches(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context:
+    """Train on `change(batch)` for every micro-batch, a dict of int64 [B, T]."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(model: Any, parts: list[dict[str, Tensor]], *args: Any) -> Any:
+            return original(model, [change(dict(part)) for part in parts], *args)
+
+        return changed
+
+    return wrap(backward, make)
+
+
+def loaded_weights(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context:
+    """Load `change(state_dict)` into every module."""
+    original = nn.Module.load_state_dict
+
+    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, change(dict(state_dict)), *args, **kwargs)
+
+    return patch.object(nn.Module, "load_state_dict", load_state_dict)

@@ -1,0 +1,78 @@
+"""Attention and AdamW written out plainly, correct as they stand: the ground on which bugs inside a fused kernel are made.
+
+`test_zoo.py` holds that both pass the gate, so that what is caught is the bug and not the ground.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtrain.attention.plan import AttentionPlan
+from torchtrain.attention.rule import visible_BTT
+
+
+def softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Probabilities over the last axis where `mask`; 0 in rows that see nothing."""
+    return logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1) * mask
+
+
+def attend(
+    q_BTHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    probabilities: Callable[[Tensor, Tensor], Tensor] = softmax,
+) -> tuple[Tensor, None]:
+    """An engine: dense attention in float32 (float64 for float64), rounded once at its end.
+
+    `probabilities` maps logits [B, K, G, T, T] and the mask, which broadcasts to them, to what multiplies the values.
+    """
+    B, T, H, D = q_BTHD.shape
+    K = k_BTKD.shape[2]
+    wide = torch.promote_types(q_BTHD.dtype, torch.float32)
+    q_BKGTD = q_BTHD.to(wide).view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4)
+    k_BK1TD, v_BK1TD = (x.to(wide).permute(0, 2, 1, 3)[:, :, None] for x in (k_BTKD, v_BTKD))
+    mask = visible_BTT(plan.document_ids_BT)[:, None, None]
+    out_BKGTD = probabilities(q_BKGTD @ k_BK1TD.mT * scale, mask) @ v_BK1TD
+    return out_BKGTD.permute(0, 3, 1, 2, 4).reshape(B, T, H, D).to(q_BTHD.dtype), None
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch's AdamW (arXiv 1711.05101), one parameter at a time, in parts that a bug can override."""
+
+    def __init__(self, params: Any, lr: Any, betas: Any, eps: float, weight_decay: float = 0.01, **_: Any) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, group)
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Decay, then step."""
+        state = self.state[parameter]
+        if not state:
+            state |= {"step": 0, "mean": torch.zeros_like(parameter), "square": torch.zeros_like(parameter)}
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        state["mean"].lerp_(gradient, 1 - beta1)
+        state["square"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        mean, square = self.corrected(state, beta1, beta2)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(group["lr"] * mean / self.denominator(square, group["eps"]))
+
+    def corrected(self, state: dict[str, Any], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+        """First and second moment without the bias of their zero start."""
+        return state["mean"] / (1 - beta1 ** state["step"]), state["square"] / (1 - beta2 ** state["step"])
+
+    def denominator(self, square: Tensor, epsilon: float) -> Tensor:
+        """Root of the second moment, kept from zero."""
+        return square.sqrt() + epsilon

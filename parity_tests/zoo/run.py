@@ -1,0 +1,235 @@
+"""Ask a gate which bugs it catches: first the correct code on every case, then each bug on the likeliest cases first.
+
+The oracle's side of a case is computed once; a bug costs only the candidate's, on as many cases as it takes to catch it.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from parity_tests.gate.case import OracleArrays, candidate_side, empty_case, judge_case, oracle_side, run_case
+from parity_tests.gate.material import TINY
+from parity_tests.gate.spec import CaseSpec, GateConfig, expand
+from parity_tests.report.schema import Case
+from parity_tests.zoo import Bug, discover
+from torchtrain.errors import UserError
+
+Progress = Callable[[str, int, int], None]  # what was done, how many are, of how many
+
+_DTYPES_BY_POWER = ("float32", "float16", "bfloat16")  # the finer, the more it shows
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What became of one bug."""
+
+    bug: Bug
+    case: Case | None  # what caught it; None: nothing did
+    cases_tried: int
+    reversible: bool  # the candidate without the bug is bitwise what it was before
+    seconds: float
+    broken: str | None = None  # what the patch itself raised: it fits the candidate no more, and nothing was asked
+
+    @property
+    def caught(self) -> bool:
+        """Whether some case caught the bug."""
+        return self.case is not None
+
+
+@dataclass(frozen=True)
+class ZooReport:
+    """Which bugs a gate catches, and what it says of the correct code."""
+
+    title: str
+    correct: list[Case]
+    kills: list[Kill]
+    seconds: float
+    elsewhere: list[Bug] = field(default_factory=list)  # caught by a configuration of their own, not tried here
+
+    @property
+    def false_alarms(self) -> list[Case]:
+        """Cases that fail on the correct code."""
+        return [case for case in self.correct if not (case.passed or case.skipped)]
+
+    @property
+    def survivors(self) -> list[Kill]:
+        """Bugs that no case caught, those with a broken patch among them."""
+        return [kill for kill in self.kills if not kill.caught]
+
+    @property
+    def passed(self) -> bool:
+        """No false alarm, every bug that was tried is caught, and each left the candidate as it found it."""
+        sound = all(kill.caught and kill.reversible for kill in self.kills)
+        return any(case.passed for case in self.correct) and not self.false_alarms and sound
+
+
+def run_zoo(config: GateConfig, names: Sequence[str] | None = None, progress: Progress | None = None) -> ZooReport:
+    """Run a gate against the zoo.
+
+    Args:
+        config: the gate.
+        names: bugs to try; None tries all but those that only another configuration catches.
+        progress: called with a line on what was done, how many steps are done and how many there are.
+
+    Raises:
+        ValueError: a name that is no bug's.
+    """
+    started = time.perf_counter()
+    chosen = choose(names)
+    elsewhere = [] if names is not None else [bug for bug in chosen if bug.caught_by]
+    chosen = [bug for bug in chosen if bug not in elsewhere]
+    specs = expand(config)
+    steps, done = len(specs) + len(chosen), 0
+
+    def advance(what: str) -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(what, done, steps)
+
+    correct: list[Case] = []
+    for spec in specs:
+        correct.append(run_case(spec))
+        advance(f"correct code on {spec.id}: {_word(correct[-1])}")
+    possible = [spec for spec, case in zip(specs, correct, strict=True) if not case.skipped]
+    kills, clean = [], {}
+    for bug in chosen:
+        kills.append(try_bug(bug, order(bug, possible), clean))
+        advance(f"{bug.name}: {'caught' if kills[-1].caught else kills[-1].broken or 'SURVIVES'}")
+    return ZooReport(config.title, correct, kills, time.perf_counter() - started, elsewhere)
+
+
+def _word(case: Case) -> str:
+    if case.skipped:
+        return f"skipped, {case.skipped}"
+    return "passes" if case.passed else "FALSE ALARM"
+
+
+def choose(names: Sequence[str] | None) -> list[Bug]:
+    """The bugs of these names, in the order given; None is all. Raises ValueError for a name that is no bug's."""
+    known = discover()
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"bug {name!r}: not in the zoo; choose from {', '.join(known)}")
+    return list(known.values()) if names is None else [known[name] for name in names]
+
+
+def order(bug: Bug, specs: Iterable[CaseSpec]) -> list[CaseSpec]:
+    """The cases that run the bug's stage: those it likely shows in first, then the finer dtype, then the cheaper ones.
+
+    The plainest come before those far out, where even float32 errs much and allows much.
+    """
+
+    def unlikely(spec: CaseSpec) -> tuple[int, int, bool, int, int]:
+        wanted = {name: (values,) if isinstance(values, str) else values for name, values in bug.likely.items()}
+        missed = sum(str(getattr(spec, name)) not in values for name, values in wanted.items())
+        real = spec.model not in TINY
+        return missed, _DTYPES_BY_POWER.index(spec.dtype), real, spec.tokens, spec.position_offset
+
+    return sorted((spec for spec in specs if bug.stage in spec.stages), key=unlikely)
+
+
+def try_bug(bug: Bug, specs: Iterable[CaseSpec], clean: dict[CaseSpec, str | None]) -> Kill:
+    """Run the candidate with the bug on case after case, until one catches it.
+
+    `clean` remembers of every case that was tried the fingerprint of the candidate without a bug, from one bug to the
+    next; None where the case fails without any, and so says nothing about one.
+    """
+    started, tried = time.perf_counter(), 0
+    for spec in (only(spec, bug.stage) for spec in specs):
+        oracle = oracle_side(spec)
+        if spec not in clean:
+            candidate = candidate_side(spec)
+            clean[spec] = fingerprint(candidate) if judge_case(spec, candidate, oracle).passed else None
+        if clean[spec] is None:
+            continue
+        try:
+            case = _judge_with(bug, spec, oracle)
+        except Exception as error:
+            broken = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return Kill(bug, None, tried, True, time.perf_counter() - started, broken)
+        tried += 1
+        if not case.passed:
+            reversible = fingerprint(candidate_side(spec)) == clean[spec]
+            return Kill(bug, case, tried, reversible, time.perf_counter() - started)
+    return Kill(bug, None, tried, True, time.perf_counter() - started)
+
+
+def _judge_with(bug: Bug, spec: CaseSpec, oracle: OracleArrays) -> Case:
+    """Judge the candidate with the bug, after it is gone: only the candidate may have it.
+
+    What the trainer refuses is caught. Any other exception passes through: a patch that no longer fits catches nothing.
+    """
+    try:
+        with bug.apply():
+            candidate = candidate_side(spec)
+    except UserError as error:
+        return empty_case(spec).model_copy(update={"problem": f"the trainer refuses: {error}"})
+    return judge_case(spec, candidate, oracle)
+
+
+def only(spec: CaseSpec, stage: str) -> CaseSpec:
+    """The same case with this stage alone: what a bug does to the others costs time and says nothing new."""
+    return spec.model_copy(update={"stages": (stage,)})
+
+
+def fingerprint(candidate: Mapping[str, np.ndarray]) -> str:
+    """A digest of every bit of a candidate's arrays, their names, shapes and dtypes."""
+    digest = hashlib.sha256()
+    for name in sorted(candidate):
+        array = np.ascontiguousarray(candidate[name])
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def show(report: ZooReport) -> Any:
+    """The kill table, for rich."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    survivors, alarms = len(report.survivors), len(report.false_alarms)
+    caption = (
+        f"{len(report.kills) - survivors} of {len(report.kills)} bugs caught, {alarms} false alarms in "
+        f"{len(report.correct)} cases of the correct code, {report.seconds:.0f} s"
+    )
+    table = Table(title=f"Kill table · {escape(report.title)}", caption=caption)
+    for column in ("bug", "where it happened", "caught by"):
+        table.add_column(column, overflow="fold")
+    table.add_column("error / allowance", justify="right")
+    table.add_column("s", justify="right")
+    for kill in report.kills:
+        first = kill.case.first_divergence if kill.case else None
+        if kill.case:
+            by = f"{escape(kill.case.id)}\n[bold]{escape(first.name if first else kill.case.problem or '')}[/]"
+        elif kill.broken:
+            by = f"[bold red]PATCH BROKEN[/] {escape(kill.broken)}"
+        else:
+            by = f"[bold red]SURVIVES[/] {kill.cases_tried} cases"
+        if not kill.reversible:
+            by += "\n[bold red]NOT REVERSIBLE[/]"
+        ratio = f"{first.ratio:.3g}" if first else ""
+        table.add_row(_name(kill.bug), escape(kill.bug.where), by, ratio, f"{kill.seconds:.1f}")
+    for bug in report.elsewhere:
+        table.add_row(_name(bug), escape(bug.where), f"[dim]not tried here: {bug.caught_by}[/]")
+    return table
+
+
+def _name(bug: Bug) -> str:
+    return f"[bold]{bug.name}[/]\n{bug.what}"
+
+
+def to_markdown(report: ZooReport) -> str:
+    """The kill table as `docs/zoo.md` holds it."""
+    lines = ["| bug | where it happened | caught by | error / allowance |", "| --- | --- | --- | ---: |"]
+    for kill in report.kills:
+        first = kill.case.first_divergence if kill.case else None
+        by = "**survives**" if kill.case is None else f"{kill.case.id}: `{first.name if first else kill.case.problem}`"
+        ratio = f"{first.ratio:.2g}" if first else ""
+        lines.append(f"| {kill.bug.what} (`{kill.bug.name}`) | {kill.bug.where} | {by} | {ratio} |")
+    lines += [f"| {bug.what} (`{bug.name}`) | {bug.where} | `{bug.caught_by}` | |" for bug in report.elsewhere]
+    return "\n".join(lines) + "\n"
