@@ -153,6 +153,7 @@ def check(
 def zoo(
     config: Annotated[Path, typer.Argument(help="the gate to try")] = Path("configs/parity/ci.yaml"),
     bugs: Annotated[list[str] | None, typer.Argument(help="names of bugs; all of them")] = None,
+    table: Annotated[Path | None, typer.Option(help="write the kill table to this file as Markdown too")] = None,
 ) -> None:
     """Run a gate against every bug of the zoo and print which case catches which.
 
@@ -165,8 +166,11 @@ def zoo(
     with _mistakes_in_one_line():
         from parity_tests.gate.case import why_not_here
         from parity_tests.gate.spec import GateConfig, expand, load_gate
-        from parity_tests.zoo.run import run_zoo, show
+        from parity_tests.zoo.run import run_zoo, show, to_markdown
+        from torchtrain.errors import UserError
 
+        if table is not None and not table.absolute().parent.is_dir():
+            raise UserError(f"--table {table}: no such folder; make it first")
         _quiet()
         gate = load_gate(config)
         here = [spec for spec in expand(gate) if why_not_here(spec) is None]
@@ -176,6 +180,8 @@ def zoo(
                 bugs,
                 lambda what, done, steps: bar(f"{what}", done, steps),
             )
+        if table is not None:
+            table.write_text(to_markdown(report), encoding="utf-8")
     Console().print(show(report))
     if not report.passed:
         raise typer.Exit(1)

@@ -21,6 +21,7 @@ from jaxref.weights import parameter_shapes
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.models import FAMILIES
 from torchtrain.config import TrainConfig
+from torchtrain.errors import UserError
 from torchtrain.modeling.load import resolve_source
 
 TINY = (*FAMILIES, "tied")
@@ -105,13 +106,20 @@ def _tokens(spec: CaseSpec, count: int, random: np.random.Generator) -> np.ndarr
 
 
 def source(model: str) -> str:
-    """The folder of a model with real weights. Raises UserError for what is none."""
-    found = resolve_source(model, CACHE)
+    """The folder of a model with real weights. Raises UserError for what is none or cannot be reached."""
+    try:
+        found = resolve_source(model, CACHE)
+    except UserError as error:
+        raise UserError(str(error).replace("model.source", "model", 1)) from None
     if Path(found).is_dir():
         return found
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "tokenizer*"])
+    try:
+        return snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "tokenizer*"])
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise UserError(f"model {model!r}: no folder here, and the hub has no such id or cannot be reached: {reason}") from None
 
 
 def tiny_config(model: str) -> Any:

@@ -162,7 +162,7 @@ def _loss(key: _Key, name: str) -> Arrays:
     starts = range(0, key.tokens, QUERY_BLOCK)
     parts = [(logits_BTV[:, at : at + QUERY_BLOCK], labels_BT[:, at : at + QUERY_BLOCK]) for at in starts]
     nll_BT = np.concatenate([np.asarray(token_nll(jnp.asarray(logits), labels)) for logits, labels in parts], axis=1)
-    return {"loss": nll_BT.sum().reshape(1) / (labels_BT != IGNORED).sum(), "loss.tokens": nll_BT}
+    return {"loss.tokens": nll_BT, "loss": nll_BT.sum().reshape(1) / (labels_BT != IGNORED).sum()}
 
 
 @cache

@@ -57,16 +57,19 @@ def run_gate(
         command: how the run was started, for the report.
 
     Raises:
-        UserError: no case of that id; a model that does not exist.
+        UserError: no case of that id; a model that does not exist; `out` cannot be written.
     """
     started, created = time.perf_counter(), datetime.now(UTC)
     specs = expand(config)
     if only is not None:
         specs = [spec for spec in specs if spec.id == only] or _no_such_case(only, specs)
+    if out is not None:
+        _make_folder(out)
     cases = []
     for number, spec in enumerate(specs, start=1):
         cases.append(_kept_or_run(spec, out))
-        if spec.model not in TINY:
+        last_of_seed = number == len(specs) or specs[number].seed != spec.seed
+        if spec.model not in TINY or last_of_seed:
             forget()
         if progress:
             progress(cases[-1], number, len(specs))
@@ -85,7 +88,7 @@ def run_gate(
 
 def write(report: Report, out: Path) -> None:
     """Leave the report in its three forms."""
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     write_report(report, out / "report.json")
     _write(out / "report.html", render(report))
     _write(out / "junit.xml", to_junit(report))
@@ -115,7 +118,6 @@ def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:
         kept = None
     if kept is None or kept.key != key:
         kept = _Kept(key=key, case=run_case(spec))
-        path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, kept.model_dump_json())
     return kept.case
 
@@ -151,6 +153,16 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def _make_folder(out: Path) -> None:
+    """Before anything is computed, so that nothing is lost."""
+    try:
+        (out / "cases").mkdir(parents=True, exist_ok=True)
+        (out / "cases" / ".probe").touch()
+        (out / "cases" / ".probe").unlink()
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror or error}; name a folder that can be written") from None
 
 
 def _no_such_case(only: str, specs: list[CaseSpec]) -> list[CaseSpec]:

@@ -130,7 +130,10 @@ def read_report(path: Path) -> Report:
     try:
         return Report.model_validate_json(path.read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as error:
-        first = str(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         raise ValueError(
-            f"report {path}: not a report of schema version {VERSION}: {' '.join(first.split())}"
+            f"report {path}: not a report of schema version {VERSION}: {' '.join(reason.split())}"
         ) from None

@@ -1,0 +1,303 @@
+"""One computation however it is spread: 2 and 4 real processes on gloo against one process, and against the oracle.
+
+Two launches run all cases (`torchtrain/tests/distributed_worker.py`): starting processes takes longer than what they do.
+
+Legend: B batch · T tokens of a row · V vocabulary.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import torchtrain
+from jaxref.loss import mean_and_gradients
+from jaxref.optim import adamw, step
+from jaxref.rounding import preset
+from parity_tests.layers import oracle_of, preset_name
+from parity_tests.models import packed_batch, tiny_model
+from parity_tests.tolerance import Verdict, judge
+from torchtrain.tests import distributed_worker as worker
+
+ROOT = Path(__file__).parents[1]
+VOCABULARY = 97
+ROWS = 4
+# 31 and 95 tokens: neither 2 nor 4 ranks divide them. A document lies across every place where ranks part.
+LENGTHS = {31: ((9, 1, 15, 5), (12, 8, 3, 7)), 95: ((40, 1, 30, 23), (10, 50, 2, 32)), 96: ((40, 1, 30, 24), (10, 50, 3, 32))}
+SETTINGS = {"sequences_per_step": ROWS, "loss_chunk": 7, "clip_norm": 0.5, "learning_rate": 1e-2}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0],
+    "original_max_position_embeddings": 64,
+}
+# Name -> family and what of its config is changed.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "longrope": ("llama", {"rope_parameters": LONGROPE}),
+}
+
+
+def batch_of(variant: str, tokens: int) -> dict[str, torch.Tensor]:
+    """Four rows, unevenly labelled (the last not at all), documents of two domains by turns; int64 [4, T]."""
+    rows = [packed_batch(variant, lengths, VOCABULARY, seed) for seed, lengths in enumerate(LENGTHS[tokens])]
+    batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, VOCABULARY, batch["input_ids"].shape, generator=generator)
+    masked = torch.rand(labels.shape, generator=generator) < torch.tensor([[0.2], [0.7], [0.5], [1.1]])
+    batch["shift_labels"] = labels.masked_fill(masked | (batch["document_ids"] <= 0), -100)
+    batch["domain_ids"] = torch.where(batch["document_ids"] > 0, batch["document_ids"] % 2, -1)
+    return batch
+
+
+def _logit_cases() -> list[dict[str, Any]]:
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        for variant in ("full", "intra", "intra_reset", "anchor"):
+            for tokens in (95, 96):
+                found.append({"name": f"logits-{variant}-{tokens}-{dtype}", "model": "llama", "dtype": dtype})
+                found[-1] |= {"variant": variant, "tokens": tokens, "logits": True}
+    found.append({"name": "logits-longrope-float32", "model": "longrope", "dtype": "float32"})
+    found[-1] |= {"variant": "anchor", "tokens": 95, "logits": True}
+    return found
+
+
+def _train_case(dtype: str, stage: int, shared: int, micro_batch: int = 1, offload: str = "none", **more: Any) -> dict:
+    case = {"model": "llama", "variant": "anchor", "tokens": 31, "dtype": dtype, "train": True} | more
+    case["distributed"] = {"zero_stage": stage, "sequence_parallel": shared, "offload": offload}
+    case["settings"] = SETTINGS | {"micro_batch": micro_batch}
+    traits = [str(x) for x in more.values()] + ([offload] if offload != "none" else [])
+    case["name"] = "-".join([f"zero{stage}", f"sp{shared}", f"rows{micro_batch}", *traits, dtype])
+    return case
+
+
+def _cases() -> dict[int, list[dict[str, Any]]]:
+    """Cases by number of processes."""
+    cases: dict[int, list[dict[str, Any]]] = {2: [], 4: []}
+    for dtype in ("float32", "bfloat16"):
+        for stage in range(4):
+            cases[2].append(_train_case(dtype, stage, 2, 1 + stage % 2, checkpointing=stage == 3))
+            cases[2].append(_train_case(dtype, stage, 1, 2 - stage % 2))
+            cases[4].append(_train_case(dtype, stage, 2, 1 + stage // 2))
+            cases[4].append(_train_case(dtype, stage, 4))
+        cases[2].append(_train_case(dtype, 3, 2, model="tied"))
+        cases[4].append(_train_case(dtype, 2, 1, offload="optimizer"))
+        cases[4].append(_train_case(dtype, 3, 2, offload="all"))
+    for processes, found in cases.items():
+        for case in _logit_cases():
+            # The models have 2 key/value heads: 4 ranks are more than that.
+            found.append(case | {"distributed": {"sequence_parallel": processes}, "settings": SETTINGS})
+    return cases
+
+
+CASES = _cases()
+TRAINED = [(processes, case["name"]) for processes, found in CASES.items() for case in found if "train" in case]
+LOGITS = [(processes, case["name"]) for processes, found in CASES.items() for case in found if "logits" in case]
+
+
+@cache
+def model_of(name: str, dtype: str) -> Any:
+    family, changes = MODELS[name]
+    return tiny_model(family, getattr(torch, dtype), **changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The models and batches of all cases."""
+    torchtrain.register()
+    folder = tmp_path_factory.mktemp("distributed")
+    for name in MODELS:
+        model_of(name, "float32").save_pretrained(folder / name)
+    for case in (case for found in CASES.values() for case in found):
+        torch.save(batch_of(case["variant"], case["tokens"]), folder / f"{case['variant']}-{case['tokens']}.pt")
+    return folder
+
+
+def located(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return case | {
+        "model": str(folder / case["model"]),
+        "batch": str(folder / f"{case['variant']}-{case['tokens']}.pt"),
+    }
+
+
+def launch(processes: int, *arguments: str, timeout: int = 240) -> subprocess.CompletedProcess:
+    """torchrun, on a port that is free."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
+    return subprocess.run(
+        [sys.executable, *torchrun, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture(scope="module")
+def spread(folder):
+    """Return a function from processes and a case's name to its arrays; a number of processes is launched once."""
+    launched: set[int] = set()
+
+    def arrays(processes: int, name: str) -> dict[str, np.ndarray]:
+        out = folder / f"on-{processes}"
+        if processes not in launched:
+            launched.add(processes)
+            out.mkdir()
+            path = folder / f"cases-{processes}.json"
+            path.write_text(json.dumps([located(case, folder) for case in CASES[processes]]))
+            done = launch(processes, "torchtrain.tests.distributed_worker", str(path), str(out))
+            assert done.returncode == 0, done.stderr[-6000:]
+        with np.load(out / f"{name}.npz") as found:
+            return dict(found)
+
+    return arrays
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Return a function from a case to the arrays that this process alone computes, in one micro-batch."""
+    known: dict[str, dict[str, np.ndarray]] = {}
+
+    def arrays(case: dict[str, Any]) -> dict[str, np.ndarray]:
+        traits = ("model", "dtype", "variant", "tokens")
+        key = "-".join(str(case[trait]) for trait in traits) + str("logits" in case)
+        if key not in known:
+            plain = {k: v for k, v in case.items() if k in (*traits, "logits", "train")}
+            micro_batch = 1 if "logits" in case else ROWS
+            plain |= {"settings": SETTINGS | {"micro_batch": micro_batch}}
+            known[key] = worker.run(located(plain, folder), 0, 1)
+        return known[key]
+
+    return arrays
+
+
+def case_of(processes: int, name: str) -> dict[str, Any]:
+    return next(case for case in CASES[processes] if case["name"] == name)
+
+
+# --- logits ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("processes", "name"), LOGITS)
+def test_logits_under_sequence_parallelism_are_those_of_one_process(spread, alone, processes, name):
+    """Bitwise, in both dtypes, for every variant: documents cut where ranks part, rows padded, key/value heads repeated."""
+    case = case_of(processes, name)
+    found, expected = spread(processes, name)["logits"], alone(case)["logits"]
+    tokens = case["tokens"]
+    assert found.shape == (ROWS, -(-tokens // processes) * processes, VOCABULARY)
+    document_ids = batch_of(case["variant"], tokens)["document_ids"]
+    cut = found.shape[1] // processes
+    assert (document_ids[:, cut - 1] == document_ids[:, cut]).any(), "no document lies across the ranks' border"
+    real = (document_ids >= 0).numpy()
+    np.testing.assert_array_equal(found[:, :tokens][real], expected[real])
+
+
+def test_longrope_takes_other_factors_for_short_rows(alone):
+    """What the longrope case above is about: the first rank's own positions alone would choose the short factors."""
+    rotary = model_of("longrope", "float32").model.rotary_emb
+    short, _ = rotary(torch.zeros(1), torch.arange(48)[None])
+    long, _ = rotary(torch.zeros(1), torch.arange(95)[None])
+    assert not torch.equal(short, long[:, :48])
+
+
+# --- loss, gradient, norm, clipping ---------------------------------------------------------------------------------------
+
+
+@cache
+def oracle(model: str, dtype: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(truth, reference) of a step: loss, gradients, norm and first moments, by the worker's names.
+
+    The moments are those of the oracle's AdamW with clipping, from its own gradients.
+    """
+    candidate, batch = model_of(model, dtype), batch_of("anchor", 31)
+    arrays = {name: x.numpy() for name, x in batch.items()}
+    found = []
+    for rounding, carrier in (("exact", jnp.float64), (preset_name("sdpa", getattr(torch, dtype)), jnp.float32)):
+        loss, gradients = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding), chunk=7)
+        gradients = {name: jnp.asarray(x, carrier) for name, x in gradients.items()}
+        optimizer = adamw(1e-2, lambda _: True, 0.9, 0.95, 1e-8, 0.1, SETTINGS["clip_norm"])
+        weights = {n: jnp.asarray(p.detach().float().numpy(), carrier) for n, p in candidate.named_parameters()}
+        _, state, norm = step(optimizer, weights, optimizer.init(weights), gradients)
+        found.append({"loss": np.asarray([loss]), "norm": np.asarray([norm])})
+        found[-1] |= {f"gradient.{name}": np.asarray(x) for name, x in gradients.items()}
+        found[-1] |= {f"moment.{name}": np.asarray(x) for name, x in first_moment(state).items()}
+    return found[0], found[1]
+
+
+def first_moment(state: Any) -> dict[str, Any]:
+    """`mu` of optax's Adam, wherever it stands in the chain's state."""
+    if hasattr(state, "mu"):
+        return state.mu
+    return next(found for part in state if isinstance(part, tuple) and (found := first_moment(part)))
+
+
+def verdicts(arrays: dict[str, np.ndarray], model: str, dtype: str) -> dict[str, Verdict]:
+    truth, reference = oracle(model, dtype)
+    total, tokens = arrays["loss"]
+    judged = {"loss": np.asarray([total / tokens]), "norm": np.asarray([float(arrays["norm"])])}
+    judged |= {name: x for name, x in arrays.items() if name.startswith(("gradient.", "moment."))}
+    assert judged.keys() == truth.keys()
+    return {name: judge(x, truth[name], reference[name], dtype) for name, x in judged.items()}
+
+
+@pytest.mark.parametrize(("processes", "name"), TRAINED)
+def test_loss_gradient_norm_and_clipping_are_the_same_however_a_step_is_spread(spread, processes, name):
+    case = case_of(processes, name)
+    arrays = spread(processes, name)
+    found = verdicts(arrays, case["model"], case["dtype"])
+    assert not {what: str(verdict) for what, verdict in found.items() if not verdict.passed}
+    assert float(arrays["norm"]) > SETTINGS["clip_norm"], "the test is about a gradient that is clipped"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_process_passes_the_same_rule(alone, dtype):
+    found = verdicts(alone(_train_case(dtype, 0, 1, ROWS)), "llama", dtype)
+    assert not {what: str(verdict) for what, verdict in found.items() if not verdict.passed}
+
+
+@pytest.mark.parametrize(("processes", "name"), TRAINED)
+def test_counts_domains_and_weights_are_whole(spread, alone, processes, name):
+    """Tokens and live pairs exactly; a domain's loss against its own tokens alone; every weight moved and gathered."""
+    case = case_of(processes, name)
+    arrays, expected = spread(processes, name), alone(case)
+    assert arrays["pairs"] == expected["pairs"]
+    batch = batch_of("anchor", 31)
+    labelled = batch["shift_labels"] != -100
+    truths = oracle_domains(case["model"], case["dtype"])
+    for index, domain in enumerate(worker.DOMAINS):
+        total, tokens = arrays[f"domains.{domain}"]
+        assert tokens == (labelled & (batch["domain_ids"] == index)).sum()
+        truth, reference = (x[index] for x in truths)
+        assert judge([total], [truth], [reference], case["dtype"]).passed, domain
+    assert arrays["loss"][1] == labelled.sum()
+    weights = {name.removeprefix("weight.") for name in arrays if name.startswith("weight.")}
+    model = model_of(case["model"], case["dtype"])
+    assert weights == set(model.state_dict())
+    for parameter, before in model.named_parameters():
+        after = arrays[f"weight.{parameter}"]
+        assert after.shape == tuple(before.shape)
+        assert (after != before.detach().float().numpy()).any(), parameter
+
+
+@cache
+def oracle_domains(model: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """(truth, reference): the sums of the losses of each domain."""
+    from jaxref.loss import batch_nll, domain_totals
+
+    batch = {name: x.numpy() for name, x in batch_of("anchor", 31).items()}
+    found = []
+    for rounding in ("exact", preset_name("sdpa", getattr(torch, dtype))):
+        nll_BT = batch_nll(oracle_of(model_of(model, dtype)), batch, preset(rounding), chunk=7)
+        sums, _ = domain_totals(nll_BT, batch["shift_labels"], batch["domain_ids"], len(worker.DOMAINS))
+        found.append(np.asarray(sums))
+    return found[0], found[1]
