@@ -1,6 +1,7 @@
 """The zoo: every bug is found, undone without a trace and caught; the correct code is not."""
 
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -44,6 +45,11 @@ def test_every_bug_says_what_it_is_and_where_it_happened():
         for line in (bug.what, bug.where):
             assert line == line.strip() != ""
             assert "\n" not in line
+
+
+def test_the_documented_kill_table_has_every_bug():
+    page = Path(__file__).parents[1].joinpath("docs", "zoo.md").read_text(encoding="utf-8")
+    assert [name for name in BUGS if f"(`{name}`)" not in page] == []
 
 
 def test_an_unknown_name_is_refused():
