@@ -15,6 +15,7 @@ many shows (a leak, a mask off by one) is not left to it: isolation is proved by
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,13 +25,12 @@ UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, 
 _AT_ONCE = 2**22  # elements widened to float64 at a time: the logits of a real model fill gigabytes
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What came out for one array. Both figures are root mean squares in the array's own units."""
+class Judged:
+    """Has an error and what is allowed, both root mean squares in the array's own units."""
 
-    error: float  # of the candidate
-    allowance: float
-    worst: tuple[int, ...]  # where the candidate errs most
+    if TYPE_CHECKING:  # whoever inherits declares its fields, in its own order
+        error: float
+        allowance: float
 
     @property
     def passed(self) -> bool:
@@ -43,6 +43,15 @@ class Verdict:
         if self.error == 0:
             return 0.0
         return self.error / self.allowance if self.allowance > 0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Verdict(Judged):
+    """What came out for one array."""
+
+    error: float  # of the candidate
+    allowance: float
+    worst: tuple[int, ...]  # where the candidate errs most
 
     def __str__(self) -> str:
         word = "within" if self.passed else "BREAKS"

@@ -119,7 +119,9 @@ def source(model: str) -> str:
         return snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "tokenizer*"])
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
-        raise UserError(f"model {model!r}: no folder here, and the hub has no such id or cannot be reached: {reason}") from None
+        raise UserError(
+            f"model {model!r}: no folder here, and the hub has no such id or cannot be reached: {reason}"
+        ) from None
 
 
 def tiny_config(model: str) -> Any:

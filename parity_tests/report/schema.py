@@ -10,6 +10,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from parity_tests.tolerance import Judged
+
 VERSION = 1
 Group = Literal["forward", "loss", "gradients", "step", "trajectory"]
 
@@ -26,7 +28,7 @@ class Profile(_Part):
     allowance: list[float] = Field(description="by the same rule, within the run")
 
 
-class Measure(_Part):
+class Measure(_Part, Judged):
     """One judged array."""
 
     name: str = Field(description="`layers.7.k_rope`, `loss`, `gradients.model.norm.weight`, `trajectory.12`")
@@ -38,18 +40,6 @@ class Measure(_Part):
     allowance: float
     worst: list[int] = Field(description="index of the element that errs most")
     profile: Profile | None = Field(default=None, description="of forward arrays, where the sequence is an axis")
-
-    @property
-    def passed(self) -> bool:
-        """Whether the rule holds."""
-        return self.error <= self.allowance < float("inf")
-
-    @property
-    def ratio(self) -> float:
-        """Error over allowance; up to 1 passes."""
-        if self.error == 0:
-            return 0.0
-        return self.error / self.allowance if self.allowance > 0 else float("inf")
 
 
 class Divergence(_Part):
