@@ -6,9 +6,6 @@ Legend: B batch · T tokens of a row · V vocabulary.
 """
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,12 +23,16 @@ from parity_tests.layers import oracle_of, preset_name
 from parity_tests.models import packed_batch, tiny_model
 from parity_tests.tolerance import Verdict, judge
 from torchtrain.tests import distributed_worker as worker
+from torchtrain.tests.launch import torchrun
 
-ROOT = Path(__file__).parents[1]
 VOCABULARY = 97
 ROWS = 4
 # 31 and 95 tokens: neither 2 nor 4 ranks divide them. A document lies across every place where ranks part.
-LENGTHS = {31: ((9, 1, 15, 5), (12, 8, 3, 7)), 95: ((40, 1, 30, 23), (10, 50, 2, 32)), 96: ((40, 1, 30, 24), (10, 50, 3, 32))}
+LENGTHS = {
+    31: ((9, 1, 15, 5), (12, 8, 3, 7)),
+    95: ((40, 1, 30, 23), (10, 50, 2, 32)),
+    96: ((40, 1, 30, 24), (10, 50, 3, 32)),
+}
 SETTINGS = {"sequences_per_step": ROWS, "loss_chunk": 7, "clip_norm": 0.5, "learning_rate": 1e-2}
 LONGROPE = {
     "rope_type": "longrope",
@@ -129,19 +130,6 @@ def located(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def launch(processes: int, *arguments: str, timeout: int = 240) -> subprocess.CompletedProcess:
-    """torchrun, on a port that is free."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
-    return subprocess.run(
-        [sys.executable, *torchrun, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
 @pytest.fixture(scope="module")
 def spread(folder):
     """Return a function from processes and a case's name to its arrays; a number of processes is launched once."""
@@ -154,7 +142,7 @@ def spread(folder):
             out.mkdir()
             path = folder / f"cases-{processes}.json"
             path.write_text(json.dumps([located(case, folder) for case in CASES[processes]]))
-            done = launch(processes, "torchtrain.tests.distributed_worker", str(path), str(out))
+            done = torchrun(processes, "-m", "torchtrain.tests.distributed_worker", str(path), str(out))
             assert done.returncode == 0, done.stderr[-6000:]
         with np.load(out / f"{name}.npz") as found:
             return dict(found)
@@ -222,7 +210,7 @@ def oracle(model: str, dtype: str) -> tuple[dict[str, np.ndarray], dict[str, np.
     arrays = {name: x.numpy() for name, x in batch.items()}
     found = []
     for rounding, carrier in (("exact", jnp.float64), (preset_name("sdpa", getattr(torch, dtype)), jnp.float32)):
-        loss, gradients = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding), chunk=7)
+        loss, gradients = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding))
         gradients = {name: jnp.asarray(x, carrier) for name, x in gradients.items()}
         optimizer = adamw(1e-2, lambda _: True, 0.9, 0.95, 1e-8, 0.1, SETTINGS["clip_norm"])
         weights = {n: jnp.asarray(p.detach().float().numpy(), carrier) for n, p in candidate.named_parameters()}
@@ -296,7 +284,7 @@ def oracle_domains(model: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     batch = {name: x.numpy() for name, x in batch_of("anchor", 31).items()}
     found = []
     for rounding in ("exact", preset_name("sdpa", getattr(torch, dtype))):
-        nll_BT = batch_nll(oracle_of(model_of(model, dtype)), batch, preset(rounding), chunk=7)
+        nll_BT = batch_nll(oracle_of(model_of(model, dtype)), batch, preset(rounding))
         sums, _ = domain_totals(nll_BT, batch["shift_labels"], batch["domain_ids"], len(worker.DOMAINS))
         found.append(np.asarray(sums))
     return found[0], found[1]

@@ -1,6 +1,11 @@
-"""The command line. A mistake is one line on standard error and exit code 2; an interruption is one line and 130."""
+"""The command line. A mistake is one line on standard error and exit code 2; an interruption is one line and 130.
 
+`torchtrain train` is one process; torchrun starts many: torchrun --nproc_per_node 8 -m torchtrain train CONFIG.
+"""
+
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +13,12 @@ from typing import Annotated
 
 import typer
 
-from torchtrain.errors import UserError
+from torchtrain.errors import OtherRankFailed, RankLost, UserError
+
+# torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits in case
+# rank 0 found the same; one with nothing to say leaves last.
+_SECONDS_BEFORE_SPEAKING = 2.0
+_SECONDS_BEFORE_LEAVING = 5.0
 
 app = typer.Typer(
     help="Extend a language model's context: train it on packed long sequences, AnchorAttention and others.",
@@ -45,6 +55,8 @@ def train(
     checked before run.folder is made.
 
     Example: torchtrain train configs/demo.yaml train.steps=20 run.folder=runs/short
+
+    On several GPUs, as the file's `distributed` section says: torchrun --nproc_per_node 8 -m torchtrain train FILE
     """
     with _one_line_errors():
         from torchtrain.config import load_config
@@ -62,9 +74,77 @@ def train(
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         result = run(config, replace=replace)
+        if result is None:  # rank 0 speaks
+            return
         out = Console()
         out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
         out.print(f"model in {result.model}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def plan(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="how many, each with its own GPU")] = 1,
+    gpu_memory: Annotated[float, typer.Option("--memory", min=0, help="GiB of each GPU")] = 80,
+    document_tokens: Annotated[
+        int | None, typer.Option(min=1, help="mean tokens of a document, which says how much attention is left")
+    ] = None,
+    tokens_per_second: Annotated[float | None, typer.Option(min=1e-9, help="of all processes together")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="folder of a run on the same kind of GPU: its FLOP/s per process")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="name of the GPU, whose peak --mfu is a share of")] = None,
+    mfu: Annotated[float | None, typer.Option(min=0.001, max=1, help="share of the peak, of --gpu")] = None,
+) -> None:
+    """Tell before a run: memory of each GPU, tokens, FLOPs, expected time, and what to change if it does not fit.
+
+    Reads the config and the model's config.json, no weights and no data. Exit code 0: it fits; 1: it does not.
+
+    Example: torchtrain plan configs/paper/llama2-7b-128k-anchor.yaml -n 8 --document-tokens 1060 --gpu A100 --mfu 0.4
+    """
+    with _one_line_errors():
+        from torchtrain.config import load_config
+
+        config = load_config(file, overrides or [])
+
+        from torchtrain.training import plan as planning  # isort: skip
+        from rich.console import Console
+
+        from torchtrain.distributed.layout import check_layout
+        from torchtrain.training.report import memory_table, time_line
+
+        ways = sum(way is not None for way in (tokens_per_second, measured, mfu))
+        if ways > 1 or (mfu is None) != (gpu is None):
+            raise UserError("--tokens-per-second, --measured, --gpu with --mfu: give one of the three")
+        check_layout(config, processes)
+        shapes = planning.Shapes(planning.model_config(config))
+        limit = int(gpu_memory * planning.GIB)
+        memory = planning.memory(config, shapes, processes)
+        work = planning.work(config, shapes, document_tokens)
+        seconds = None
+        if tokens_per_second is not None:
+            seconds = work.tokens / tokens_per_second
+        elif measured is not None:
+            seconds = planning.seconds_like(work, measured, processes)
+        elif mfu is not None and gpu is not None:
+            seconds = planning.seconds_by_mfu(work, gpu, mfu, processes)
+        out = Console()
+        out.print(memory_table(memory, limit, processes))
+        bound = "" if work.exact else "at most "
+        hint = "" if work.exact else " (attention counted as full: give --document-tokens)"
+        print(f"weights   {work.weights:,}")
+        print(f"tokens    {work.tokens:,} in {config.train.steps:,} steps")
+        print(f"FLOPs     {bound}{work.flops:.3g}{hint}")
+        print(f"time      {time_line(seconds, bound)}")
+        if memory.gpu <= limit:
+            print(f"fits      {memory.gpu / limit:.0%} of the memory; the CUDA context, NCCL and fragments come on top")
+            return
+        changes, after = planning.remedies(config, shapes, processes, limit)
+        print(f"too much  {(memory.gpu - limit) / planning.GIB:.1f} GiB more than there is")
+        verdict = "fits" if after.gpu <= limit else "is still too much: take more or larger GPUs"
+        print(f"change    {' '.join(changes) or 'nothing helps'}: {after.gpu / planning.GIB:.1f} GiB, {verdict}")
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -84,7 +164,16 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _fail(str(error), 2)
+        rank, message = os.environ.get("RANK", "0"), str(error)
+        if rank != "0":
+            time.sleep(_SECONDS_BEFORE_SPEAKING)
+            message = message if message.startswith("rank ") else f"rank {rank}: {message}"
+        _fail(message, 2)
+    except OtherRankFailed:
+        time.sleep(_SECONDS_BEFORE_LEAVING)
+        raise typer.Exit(2) from None
+    except RankLost as error:
+        _fail(str(error), 1)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "torchtrain":
             raise

@@ -217,6 +217,34 @@ class TrainConfig(Section):
         return self
 
 
+class DistributedConfig(Section):
+    """How a step is spread over the processes that torchrun starts. Whatever stands here, it computes the same.
+
+    Rows in work at a time are processes / sequence_parallel, of train.micro_batch rows each; what train.sequences_per_step
+    holds beyond them is gradient accumulation.
+    """
+
+    sequence_parallel: PositiveInt = Field(
+        default=1, description="processes that share a row (DeepSpeed Ulysses); divides the processes and the heads"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="what is spread over the processes: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 nothing",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none", description="kept in host memory: the optimizer's state, or (stage 3) the weights as well"
+    )
+
+    @model_validator(mode="after")
+    def _offload_has_a_stage(self) -> Self:
+        needed = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        if self.zero_stage < needed:
+            raise ValueError(
+                f"offload {self.offload!r} needs zero_stage {needed} or more, and zero_stage is {self.zero_stage}; change one"
+            )
+        return self
+
+
 class EvalConfig(Section):
     """Held-out loss, before and after training."""
 
@@ -232,6 +260,7 @@ class Config(Section):
     data: DataConfig
     pack: PackConfig
     train: TrainConfig = TrainConfig()
+    distributed: DistributedConfig = DistributedConfig()
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")

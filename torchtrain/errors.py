@@ -1,5 +1,13 @@
-"""The one exception for a user's mistake: the command line prints it as a single line and exits with 2."""
+"""The exceptions that the command line ends with one line or none, and an exit code."""
 
 
 class UserError(ValueError):
     """A mistake of the user's: one line that names the field, the value and the fix."""
+
+
+class OtherRankFailed(Exception):  # noqa: N818 - it is no error of this process
+    """Another process of the run stopped and says why; this one stops in silence."""
+
+
+class RankLost(Exception):  # noqa: N818
+    """Another process of the run is gone without a word; the message says so."""

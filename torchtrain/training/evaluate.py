@@ -1,9 +1,9 @@
 """Held-out loss: the same packed rows of documents the training never sees, before it and after.
 
-Legend: B batch · T tokens of a row.
+Legend: B batch · T tokens of a row · t tokens of this rank's part.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,10 @@ import torch
 
 from torchtrain.attention import make_plan
 from torchtrain.data import collate
-from torchtrain.modeling.load import head_of, hidden_states
-from torchtrain.training.loss import IGNORE, chunked_cross_entropy
+from torchtrain.distributed.shard import deal_out, pad, part_of
+from torchtrain.distributed.world import World
+from torchtrain.training.engine import Engine, Replicated
+from torchtrain.training.loss import IGNORE
 from torchtrain.training.metrics import Losses, Mean
 
 if TYPE_CHECKING:
@@ -32,40 +34,50 @@ class HeldOut(Losses):
         self.own_positions = own_positions
         self.new_positions = Mean()
 
+    def means(self) -> list[Mean]:
+        """As `Losses.means`."""
+        return [*super().means(), self.new_positions]
+
     def as_dict(self) -> dict[str, Any]:
         """As `Losses.as_dict`, with `new_positions` where a token had one."""
         new = {"loss": self.new_positions.value, "labelled_tokens": self.new_positions.tokens}
         return super().as_dict() | ({"new_positions": new} if self.new_positions.tokens else {})
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(
     model: "PreTrainedModel",
-    rows: Iterable[Mapping[str, np.ndarray]],
+    rows: Sequence[Mapping[str, np.ndarray]],
     result: HeldOut,
     chunk: int,
     on_row: Callable[[str], None] = lambda status: None,
+    engine: Engine | None = None,
+    micro_batch: int = 1,
 ) -> HeldOut:
-    """Add the losses of rows, one row at a time, to `result` and return it. The model is left in training mode.
+    """Add the losses of rows, one micro-batch at a time, to `result` and return it. The model is left in training mode.
 
     Args:
         model: what is evaluated.
         rows: arrays [T] by name, as `PackedRows` gives them.
         result: an empty `HeldOut`.
         chunk: tokens whose logits exist at one time.
-        on_row: called with the loss so far, in words, after each row.
+        on_row: called with the loss so far, in words, after each micro-batch.
+        engine: runs the model; default: this process alone.
+        micro_batch: rows of one forward.
     """
+    engine = engine or Replicated(model, None, World(device=model.device))
+    world = engine.world
     model.eval()
-    for row in rows:
-        batch = collate([row])
-        plan = make_plan(batch["document_ids"]).to(model.device)
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        _, each_BT = chunked_cross_entropy(
-            head_of(model), hidden_states(model, batch, plan), batch["shift_labels"], chunk
-        )
-        result.add(each_BT, batch)
-        new_BT = (batch["position_ids"] >= result.own_positions) & (batch["shift_labels"] != IGNORE)
-        result.new_positions.add(each_BT[new_BT])
-        on_row(f"loss {result.overall}")
+    for numbers in deal_out(rows, micro_batch, world):
+        batch = pad(collate(numbers), world.sequence_parallel)
+        plan = make_plan(batch["document_ids"]).to(world.device)
+        part = {name: tensor.to(world.device) for name, tensor in part_of(batch, world).items()}
+        _, each_Bt = engine.losses(part, plan, chunk)
+        result.add(each_Bt, part)
+        new_Bt = (part["position_ids"] >= result.own_positions) & (part["shift_labels"] != IGNORE)
+        result.new_positions.add(each_Bt[new_Bt])
+        total, tokens = world.sum([result.overall.total, result.overall.tokens])
+        on_row(f"loss {Mean(total, int(tokens))}")
+    result.sum_over(world)
     model.train()
     return result

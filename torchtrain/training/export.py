@@ -4,11 +4,19 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
-def export(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", partial: Path, target: Path) -> None:
+def export(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerFast",
+    partial: Path,
+    target: Path,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
     """Write model and tokenizer into `partial`, then rename it to `target`: it is there whole or not at all.
 
     What is written loads with plain transformers: the config carries the new length and RoPE parameters, and says nothing
@@ -19,8 +27,9 @@ def export(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", parti
         tokenizer: saved with the model's length as `model_max_length`.
         partial: a folder beside the target, not there yet.
         target: not there yet.
+        weights: the state dict, where the model does not hold it whole.
     """
-    model.save_pretrained(partial)
+    model.save_pretrained(partial, state_dict=weights)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(partial)
     os.rename(partial, target)

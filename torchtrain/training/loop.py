@@ -1,6 +1,6 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-Legend: B batch · T tokens of a row.
+It is the same on one process and on many: every rank runs it, rank 0 writes and speaks.
 """
 
 import math
@@ -9,30 +9,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
-from torchtrain.attention import make_plan
 from torchtrain.config import Config, TrainConfig
-from torchtrain.data import PackedRows, collate
-from torchtrain.errors import UserError
-from torchtrain.modeling.load import head_of, hidden_states
+from torchtrain.distributed.layout import check_layout
+from torchtrain.distributed.world import World, join
+from torchtrain.errors import OtherRankFailed, UserError
+from torchtrain.training.engine import Engine, make_engine
 from torchtrain.training.evaluate import HeldOut, evaluate
 from torchtrain.training.export import export
 from torchtrain.training.flops import FlopCounter, peak_flops
 from torchtrain.training.folder import RunFolder
-from torchtrain.training.loss import IGNORE, chunked_cross_entropy
-from torchtrain.training.metrics import Losses, MetricsFile, read_metrics
-from torchtrain.training.optimizer import Optimizer
+from torchtrain.training.metrics import MetricsFile, read_metrics
 from torchtrain.training.report import Display, plot, step_status, tell_tokenising
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.setup import Setup, set_up
+from torchtrain.training.step import accumulate, backward, step_batches
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+__all__ = ["Result", "backward", "step_batches", "steps", "train"]
 
 
 @dataclass(frozen=True)
@@ -46,69 +43,99 @@ class Result:
     model: Path
 
 
-def train(config: Config, *, replace: bool = False, console: Console | None = None) -> Result:
+def train(config: Config, *, replace: bool = False, console: Console | None = None) -> Result | None:
     """Train as the config says; leave the model, `metrics.jsonl`, `loss.png` and the config in the run's folder.
+
+    Every process that torchrun started calls this.
 
     Args:
         config: what `load_config` returned.
         replace: remove the run that the folder holds.
         console: where people look; default: standard error.
 
+    Returns:
+        What the run gave, on rank 0; None on the others.
+
     Raises:
         UserError: something does not fit, and then no run folder was made; or the loss is not finite any more.
+        OtherRankFailed: another rank found what does not fit, and says so.
     """
-    console = console or Console(stderr=True)
+    with join(config) as world:
+        return _train(config, replace, console or Console(stderr=True), world)
+
+
+def _train(config: Config, replace: bool, console: Console, world: World) -> Result | None:
+    leads = world.rank == 0
+    console = console if leads else Console(quiet=True)
     folder = RunFolder(config.run.folder)
-    folder.check(replace, config.data.cache)
+    with world.together():
+        check_layout(config, world.size)
+        if leads:
+            folder.check(replace, config.data.cache)
     torch.manual_seed(config.run.seed)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    with console.status("preparing") as spinner:
-        setup = set_up(config, say, tell_tokenising(console, spinner, say))
-    folder.create(config, setup.record, replace)
+    with world.together(), console.status("preparing") as spinner:
+        setup = set_up(config, say, tell_tokenising(console, spinner, say), world)
+    with world.together():
+        if leads:
+            folder.create(config, setup.record, replace)
+    counter = FlopCounter.of(setup.model)  # before an engine cuts the weights up
+    engine = make_engine(setup.model, setup.engine, config, world)
 
-    with MetricsFile(folder.metrics) as metrics, Display(console) as display:
+    with MetricsFile(folder.metrics if leads else None) as metrics, Display(console) as display:
 
         def held_out(step: int, tokens_seen: int) -> HeldOut:
             losses = HeldOut(setup.store.domains, setup.own_positions)
-            on_row = display.task("held out", len(setup.held_out))
-            evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row)
+            micro_batch = 1 if world.size == 1 else config.train.micro_batch
+            on_row = display.task("held out", -(-len(setup.held_out) // (micro_batch * world.data_parallel)))
+            evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row, engine, micro_batch)
             metrics.write("evaluation", {"step": step, "tokens_seen": tokens_seen, **losses.as_dict()})
             return losses
 
         before = held_out(0, 0)
         on_step = display.task("training", config.train.steps)
         tokens_seen, seconds = 0, 0.0
-        for event in steps(config.train, setup):
+        for event in steps(config.train, setup, engine, counter):
             tokens_seen, seconds = event["tokens_seen"], seconds + event["seconds"]
             metrics.write("step", event)
             on_step(step_status(event))
         after = held_out(config.train.steps, tokens_seen)
 
     say(f"exporting to {folder.model}")
-    export(setup.model, setup.tokenizer, folder.partial_model, folder.model)
-    plot(read_metrics(folder.metrics), folder.plot)
-    return Result(before, after, tokens_seen, tokens_seen / seconds, folder.model)
+    weights = engine.weights()
+    if leads:
+        export(setup.model, setup.tokenizer, folder.partial_model, folder.model, weights)
+        plot(read_metrics(folder.metrics), folder.plot)
+    world.wait()
+    return Result(before, after, tokens_seen, tokens_seen / seconds, folder.model) if leads else None
 
 
-def steps(train: TrainConfig, setup: Setup) -> Iterator[dict[str, Any]]:
-    """Train, step by step; yield the event of each."""
-    optimizer = Optimizer(setup.model, train)
-    counter = FlopCounter.of(setup.model)
-    peak = peak_flops(setup.device, setup.model.dtype)
+def steps(train: TrainConfig, setup: Setup, engine: Engine, counter: FlopCounter) -> Iterator[dict[str, Any]]:
+    """Train, step by step; yield the event of each, the same on every rank but for the seconds.
+
+    Raises:
+        UserError: loss or gradient is not finite. All ranks find it, rank 0 says it.
+        OtherRankFailed: on the others.
+    """
+    world = engine.world
+    peak = peak_flops(world.device, setup.model.dtype)
     tokens_seen = 0
     for step in range(train.steps):
         started = time.perf_counter()
         rate = learning_rate(step, train)
-        batches = step_batches(setup.rows, step, train)
-        losses, live_pairs = backward(setup.model, batches, setup.store.domains, train.loss_chunk)
-        norm = optimizer.step(rate)
+        batches = step_batches(setup.rows, step, train, world)
+        losses, live_pairs = accumulate(engine, batches, setup.store.domains, train.loss_chunk)
+        norm = engine.step(rate)
         if not (math.isfinite(losses.overall.total) and math.isfinite(norm)):
+            if world.rank:
+                raise OtherRankFailed("rank 0 stopped")
             raise UserError(
                 f"step {step + 1}: the loss is {losses.overall.value} and its gradient's norm {norm}; lower "
                 f"train.learning_rate ({train.learning_rate}), warm up longer, or set model.dtype: float32"
             )
         seconds = time.perf_counter() - started
-        tokens = sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)
+        (tokens,) = world.sum([sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)])
+        tokens = int(tokens) // world.sequence_parallel
         tokens_seen += tokens
         flops = counter.flops(tokens, losses.overall.tokens, live_pairs)
         event = {
@@ -122,38 +149,4 @@ def steps(train: TrainConfig, setup: Setup) -> Iterator[dict[str, Any]]:
             "live_pairs": live_pairs,
             "flops": flops,
         }
-        yield event | ({"mfu": flops / seconds / peak} if peak else {})
-
-
-def step_batches(rows: PackedRows, step: int, train: TrainConfig) -> list[dict[str, Tensor]]:
-    """Return a step's micro-batches, on the host. Rows follow each other by number, through epochs."""
-    first = step * train.sequences_per_step
-    starts = range(first, first + train.sequences_per_step, train.micro_batch)
-    return [collate([rows.row_at(i) for i in range(start, start + train.micro_batch)]) for start in starts]
-
-
-def backward(
-    model: "PreTrainedModel", batches: list[dict[str, Tensor]], domains: list[str], chunk: int
-) -> tuple[Losses, int]:
-    """Add up the gradient of the mean loss over all labelled tokens of the step, whatever micro-batch they stand in.
-
-    Args:
-        model: in training mode.
-        batches: the step's micro-batches, tensors [B, T] on the host.
-        domains: names, by index.
-        chunk: tokens whose logits exist at one time.
-
-    Returns:
-        The losses, and the live (query, key) pairs of the step.
-    """
-    labelled = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
-    losses, live_pairs = Losses(domains), 0
-    for batch in batches:
-        plan = make_plan(batch["document_ids"])
-        live_pairs += plan.live_pairs
-        batch = {name: tensor.to(model.device, non_blocking=True) for name, tensor in batch.items()}
-        hidden_BTM = hidden_states(model, batch, plan.to(model.device))
-        total, each_BT = chunked_cross_entropy(head_of(model), hidden_BTM, batch["shift_labels"], chunk)
-        (total / max(labelled, 1)).backward()  # no token of the step has a label: a gradient of zeros
-        losses.add(each_BT, batch)
-    return losses, live_pairs
+        yield event | ({"mfu": flops / seconds / (peak * world.size)} if peak else {})

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 IGNORE = -100
 
 
-def chunked_cross_entropy(head: nn.Module, hidden: Tensor, shift_labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def chunked_cross_entropy(
+    head: nn.Module, hidden: Tensor, shift_labels: Tensor, chunk: int, *, calls: int = 0
+) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of the labels, `chunk` tokens at a time.
 
     Tokens without a label (-100) never reach the head. A chunk's logits are dropped after its losses are taken and made
@@ -22,6 +24,8 @@ def chunked_cross_entropy(head: nn.Module, hidden: Tensor, shift_labels: Tensor,
         hidden: hidden states [.., M].
         shift_labels: the next token of each, int64 [..], -100 where no loss is taken.
         chunk: tokens whose logits exist at one time.
+        calls: how often the head is called at least, if need be on no tokens. Ranks that hold a part of its weights each
+            (ZeRO 3) must call it equally often, however many labels each has.
 
     Returns:
         The sum, a scalar to call backward on, in float32 (or in hidden's dtype if that is wider); and each token's loss
@@ -29,14 +33,17 @@ def chunked_cross_entropy(head: nn.Module, hidden: Tensor, shift_labels: Tensor,
     """
     labelled = shift_labels != IGNORE
     hidden_nM, labels_n = hidden[labelled], shift_labels[labelled]
-    losses = [
-        checkpoint(_cross_entropy, head, part_M, part, use_reentrant=False)
-        for part_M, part in zip(hidden_nM.split(chunk), labels_n.split(chunk), strict=True)
-    ]
-    losses_n = torch.cat(losses)
+    losses_n = chunked_loss(head, hidden_nM, labels_n, chunk, calls)
     each = losses_n.new_zeros(shift_labels.shape)
     each[labelled] = losses_n.detach()
     return losses_n.sum(), each
+
+
+def chunked_loss(head: nn.Module, hidden_nM: Tensor, labels_n: Tensor, chunk: int, calls: int = 0) -> Tensor:
+    """Return the loss of each of n tokens, all labelled; see `chunked_cross_entropy`."""
+    parts = list(zip(hidden_nM.split(chunk), labels_n.split(chunk), strict=True))
+    parts += [(hidden_nM[:0], labels_n[:0])] * (calls - len(parts))
+    return torch.cat([checkpoint(_cross_entropy, head, part_M, part, use_reentrant=False) for part_M, part in parts])
 
 
 def _cross_entropy(head: nn.Module, hidden_nM: Tensor, labels_n: Tensor) -> Tensor:

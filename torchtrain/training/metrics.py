@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
+from torchtrain.distributed.world import World
 from torchtrain.training.loss import IGNORE
 
 
@@ -52,6 +53,17 @@ class Losses:
         for index, mean in enumerate(self.by_domain.values()):
             mean.add(each_BT[labelled_BT & (batch["domain_ids"] == index)])
 
+    def means(self) -> list[Mean]:
+        """Everything that is counted, always in the same order."""
+        return [self.overall, *self.by_domain.values()]
+
+    def sum_over(self, world: World) -> None:
+        """Add up what all ranks have counted, each its own tokens."""
+        means = self.means()
+        sums = world.sum([x for mean in means for x in (mean.total, mean.tokens)])
+        for mean, total, tokens in zip(means, sums[::2], sums[1::2], strict=True):
+            mean.total, mean.tokens = total, int(tokens)
+
     def as_dict(self) -> dict[str, Any]:
         """For `metrics.jsonl`: `loss`, `labelled_tokens`, and `domains` with the same two for each that had tokens."""
         present = {domain: mean for domain, mean in self.by_domain.items() if mean.tokens}
@@ -63,25 +75,29 @@ class Losses:
 
 
 class MetricsFile:
-    """`metrics.jsonl`, a context manager: every event is on disk when `write` returns."""
+    """`metrics.jsonl`, a context manager: every event is on disk when `write` returns.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file; None writes nothing (on all ranks but the first).
+    """
+
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._file: TextIO | None = None
 
     def __enter__(self) -> "MetricsFile":
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path and self._path.open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._file is not None
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
         """Append one line: the event's name, then its values."""
-        assert self._file is not None
-        self._file.write(json.dumps({"event": event, **values}) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, **values}) + "\n")
+            self._file.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ its master's. A float32 model is its own master. Within one micro-batch autograd
 a sum over the chunks of `train.loss_chunk`, in bfloat16 (docs/LOG.md has what that costs).
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -30,15 +31,7 @@ class Optimizer:
         self.clip_norm = train.clip_norm
         for parameter, master in self._pairs():
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
-        decayed = [m for m in self.masters if m.ndim >= 2]
-        spared = [m for m in self.masters if m.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": train.weight_decay},
-            {"params": spared, "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=train.betas, eps=train.epsilon, fused=True
-        )
+        self.adamw = adamw(self.masters, train)
 
     def step(self, learning_rate: float) -> float:
         """Clip, update the weights, drop the gradients. Returns the global norm of the gradient before clipping."""
@@ -57,6 +50,16 @@ class Optimizer:
     def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters that have a master of their own."""
         return [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+
+
+def adamw(parameters: Sequence[Tensor], train: TrainConfig) -> torch.optim.AdamW:
+    """Return torch's AdamW over parameters, decaying those of two or more dimensions; its learning rate is still 0."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.epsilon, fused=True)
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -25,6 +25,9 @@ from torchtrain.data import (
     split_documents,
     tag_ids,
 )
+from torchtrain.distributed.layout import check_heads
+from torchtrain.distributed.layout import describe as describe_layout
+from torchtrain.distributed.world import ALONE, World
 from torchtrain.errors import UserError
 from torchtrain.modeling.load import check_config, load_model, open_config, open_tokenizer, resolve_source
 from torchtrain.modeling.rope import check_resets, extend
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
 class Setup:
     """A model and rows that fit each other, ready to train."""
 
-    device: torch.device
     engine: str
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerFast"
@@ -50,18 +52,24 @@ class Setup:
     record: dict[str, Any]  # for `run.json`
 
 
-def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Progress], None] | None = None) -> Setup:
-    """Find and check everything. Writes only into `data.cache`.
+def set_up(
+    config: Config,
+    say: Callable[[str], None],
+    on_progress: Callable[[Progress], None] | None = None,
+    world: World = ALONE,
+) -> Setup:
+    """Find and check everything. Writes only into `data.cache`, where ranks wait for the one that comes first.
 
     Args:
         config: the run's.
         say: takes one line at a time on what begins, what was found and what was chosen.
         on_progress: passed to `torchtrain.data.prepare`.
+        world: this rank's place; its device is where the model goes.
 
     Raises:
         UserError: anything that does not fit; see the functions that are called here.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = world.device
     engine = resolve_engine(config.model.attention, device, getattr(torch, config.model.dtype))
     length = config.pack.sequence_length
     if engine == "dense":
@@ -70,6 +78,7 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
     source = resolve_source(config.model.source, config.data.cache, say)
     own_config = open_config(source)
     check_config(own_config, length)
+    check_heads(config, own_config)
     own_positions: int = own_config.max_position_embeddings
     model_config = extend(own_config, config.rope, length)
     if config.pack.base_variant == "intra_reset":
@@ -85,6 +94,8 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
     say(f"loading {config.model.source}")
     model = load_model(source, model_config, config.model, engine, device)
     say(f"model     {config.model.source}: {model.num_parameters():,} parameters in {config.model.dtype} on {device}")
+    if world.size > 1:
+        say(f"processes {world.size}: {describe_layout(config, world)}")
     say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
     say(f"variant   {describe(config.pack)}")
     say(f"rope      {describe_rope(model_config)}")
@@ -97,6 +108,7 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
+        "processes": world.size,
         "model_origin": _origin(source),
         "corpus_fingerprint": store.fingerprint,
         "corpus": {
@@ -105,7 +117,7 @@ def set_up(config: Config, say: Callable[[str], None], on_progress: Callable[[Pr
             "dropped_tokens": dropped,
         },
     }
-    return Setup(device, engine, model, tokenizer, own_positions, store, rows, held_out, record)
+    return Setup(engine, model, tokenizer, own_positions, store, rows, held_out, record)
 
 
 def pack_rows(

@@ -1,0 +1,82 @@
+"""Which layouts of processes are possible: refused in words before a model or a corpus is loaded."""
+
+from typing import TYPE_CHECKING
+
+from torchtrain.config import Config
+from torchtrain.distributed.world import World
+from torchtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_layout(config: Config, processes: int) -> None:
+    """Check that the processes can be cut into groups that share a row, and the step into their micro-batches.
+
+    Args:
+        config: the run's.
+        processes: how many torchrun started.
+
+    Raises:
+        UserError: they cannot.
+    """
+    shared = config.distributed.sequence_parallel
+    if processes % shared:
+        raise UserError(
+            f"distributed.sequence_parallel {shared}: does not divide {_processes(processes)}; start as many with "
+            f"torchrun --nproc_per_node N as are a multiple of {shared}, or lower it"
+        )
+    train, data_parallel = config.train, processes // shared
+    if train.sequences_per_step % (train.micro_batch * data_parallel):
+        raise UserError(
+            f"train.sequences_per_step {train.sequences_per_step}: no multiple of {train.micro_batch * data_parallel} = "
+            f"train.micro_batch {train.micro_batch} x {data_parallel} rows in work at a time ({_processes(processes)} / "
+            f"distributed.sequence_parallel {shared}); change one of them"
+        )
+
+
+def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
+    """Check that the attention heads can be dealt out to the ranks that share a row.
+
+    Query heads must divide evenly. Fewer key/value heads than ranks are repeated, if evenly.
+
+    Raises:
+        UserError: they cannot be dealt out, or the model does not say how many it has.
+    """
+    shared = config.distributed.sequence_parallel
+    if shared == 1:
+        return
+    text_config = model_config.get_text_config()
+    heads, kv_heads = (getattr(text_config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if heads is None or kv_heads is None:
+        raise UserError(
+            f"distributed.sequence_parallel {shared}: {model_config.model_type} names no num_attention_heads and "
+            "num_key_value_heads in its config.json and is not supported; set it to 1"
+        )
+    if heads % shared:
+        raise UserError(
+            f"distributed.sequence_parallel {shared}: does not divide the model's {heads} attention heads; choose a divisor"
+        )
+    if kv_heads % shared and shared % kv_heads:
+        raise UserError(
+            f"distributed.sequence_parallel {shared}: the model's {kv_heads} key/value heads can neither be dealt out to nor "
+            f"repeated for as many ranks; choose a divisor or a multiple of {kv_heads}"
+        )
+
+
+def describe(config: Config, world: World) -> str:
+    """Return, for people, how a step is spread."""
+    distributed, train = config.distributed, config.train
+    rows = train.micro_batch * world.data_parallel
+    shared = f", each shared by {world.sequence_parallel}" if world.sequence_parallel > 1 else ""
+    turns = train.sequences_per_step // rows
+    spread = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")
+    kept = {"none": "", "optimizer": "; optimizer state", "all": "; optimizer state and weights"}[distributed.offload]
+    return (
+        f"{rows} rows at a time{shared}, {turns} times a step; {spread[distributed.zero_stage]} spread over all"
+        f"{kept}{' in host memory' if kept else ''}"
+    )
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

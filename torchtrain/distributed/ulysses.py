@@ -1,0 +1,100 @@
+"""Sequence parallelism: ranks hold parts of a row, and exchange them for heads around every attention call.
+
+DeepSpeed's `UlyssesSPAttentionHF` does the exchange. Inside it our attention function sees whole rows and this rank's heads, so
+the plan is built from whole rows, once, and is not cut. Registration is global to the process: once it has been done, every
+model of this process runs split.
+
+Upstream: deepspeed/runtime/sequence_parallel/ulysses_sp.py and parallel_state_sp.py (arXiv 2309.14509, 2506.13996).
+
+Legend: B batch · t tokens of this rank's part · D head_dim.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtrain.attention.hf import implementation_name
+from torchtrain.distributed.world import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class SequenceParallelOnly:
+    """DeepSpeed's sequence-parallel state, with no model parallelism.
+
+    `parallel_state_sp` calls the ranks that share a row model-parallel as well. ZeRO 1 in bfloat16 then takes all of them but
+    the first for holders of copies, finds no gradient there to take the norm of, and fails.
+    """
+
+    def __init__(self, state: Any, own_group: Any) -> None:
+        self._state, self._own_group = state, own_group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def get_model_parallel_rank(self) -> int:
+        """0: there is one."""
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        """1: there is one."""
+        return 1
+
+    def get_model_parallel_group(self) -> Any:
+        """Return this rank alone."""
+        return self._own_group
+
+
+def split_attention(
+    model: "PreTrainedModel", engine: str, micro_batch: int, world: World
+) -> SequenceParallelOnly | None:
+    """Make the model's attention exchange parts of rows for heads. Once in a process.
+
+    Args:
+        model: loaded with the engine's attention implementation.
+        engine: what `torchtrain.attention.resolve_engine` returned.
+        micro_batch: rows of every forward, those of evaluation too.
+        world: with `sequence_parallel` > 1; else nothing happens.
+
+    Returns:
+        What `deepspeed.initialize` takes as `mpu`.
+    """
+    if world.sequence_parallel == 1:
+        return None
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    state: Any = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation=implementation_name(engine),
+        sequence_parallel_size=world.sequence_parallel,
+        micro_batch_size=micro_batch,
+        seq_length_is_variable=True,
+    )
+    own_group, _ = dist.new_subgroups(group_size=1)
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            _tell_largest_position(module, state.get_sequence_parallel_group())
+    return SequenceParallelOnly(state, own_group)
+
+
+def _tell_largest_position(rotary: nn.Module, group: Any) -> None:
+    """Let RoPE that goes by the largest position of the batch (`longrope`, `dynamic`) see that of whole rows.
+
+    It is appended to this rank's positions as one column, and the column cut off again.
+    """
+
+    def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        position_ids_Bt: Tensor = kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]
+        largest = position_ids_Bt.max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        column_B1 = largest.expand(len(position_ids_Bt), 1)
+        return args[:1], {**kwargs, "position_ids": torch.cat([position_ids_Bt, column_B1], dim=1)}
+
+    def narrow(_: nn.Module, __: Any, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(table_BtD[:, :-1] for table_BtD in tables)
+
+    rotary.register_forward_pre_hook(widen, with_kwargs=True)
+    rotary.register_forward_hook(narrow)

@@ -1,0 +1,143 @@
+"""The processes of a run and this one's place among them.
+
+Consecutive ranks share a row: with 4 processes and a sequence-parallel degree of 2, ranks 0 and 1 work on one row, 2 and 3 on
+another. `size // sequence_parallel` rows are in work at a time (data parallelism).
+
+torchrun tells each process its place in the environment. Without it there is one process, and a process group only where
+DeepSpeed's engine asks for one.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from torchtrain.config import Config
+from torchtrain.errors import OtherRankFailed, RankLost, UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place. Made by `join`; `ALONE` is a process that has no other."""
+
+    rank: int = 0
+    size: int = 1
+    sequence_parallel: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def data_parallel(self) -> int:
+        """How many groups of ranks work on rows of their own."""
+        return self.size // self.sequence_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these groups this rank belongs to."""
+        return self.rank // self.sequence_parallel
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which part of the row is this rank's."""
+        return self.rank % self.sequence_parallel
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up each value over all ranks, in float64: counts below 2 ** 53 stay exact."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a block on all ranks; a mistake that any of them finds stops all of them.
+
+        Raises:
+            UserError: on the lowest rank that found a mistake; its rank is named unless all found the same.
+            OtherRankFailed: on the others, which have nothing to say.
+        """
+        mistake = None
+        try:
+            yield
+        except UserError as error:
+            mistake = error
+        if self.size == 1:
+            if mistake is not None:
+                raise mistake
+            return
+        told: list[str | None] = [None] * self.size
+        dist.all_gather_object(told, None if mistake is None else str(mistake))
+        speaker = next((rank for rank, text in enumerate(told) if text is not None), None)
+        if speaker is None:
+            return
+        if speaker != self.rank:
+            raise OtherRankFailed(f"rank {speaker} stopped")
+        text = told[speaker]
+        assert text is not None
+        raise UserError(text if all(other == text for other in told) else f"rank {speaker}: {text}")
+
+
+ALONE = World()
+
+
+def here() -> tuple[int, int, int]:
+    """Return (rank, size, local rank) as torchrun gives them; (0, 1, 0) without it."""
+    return tuple(int(os.environ.get(name, default)) for name, default in _PLACE)  # type: ignore[return-value]
+
+
+_PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+@contextmanager
+def join(config: Config) -> Iterator[World]:
+    """Join the other processes, if there are any, for as long as the block lasts.
+
+    NCCL where there is CUDA (each process its own GPU), gloo anywhere else.
+
+    Raises:
+        UserError: more processes on this machine than GPUs.
+        RankLost: a process is gone, found when this one waited for it.
+    """
+    rank, size, local_rank = here()
+    # transformers imports DeepSpeed where it is installed, and without this it warns of what it found.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    cuda = torch.cuda.is_available()
+    if cuda and local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; "
+            f"give torchrun --nproc_per_node {torch.cuda.device_count()}"
+        )
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if size == 1 and config.distributed.zero_stage == 0:
+        yield World(device=device)
+        return
+    backend = "nccl" if cuda else "gloo"
+    if size > 1:
+        dist.init_process_group(backend, device_id=device if cuda else None)
+    else:
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world = World(rank, size, config.distributed.sequence_parallel, device)
+    try:
+        yield world
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        raise RankLost(f"rank {rank}: stopped, because another process of the run is gone") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether a collective failed because a process did not take part: NCCL has a class of its own, gloo a text."""
+    return isinstance(error, dist.DistError) or ("gloo" in str(error) and "onnection" in str(error))

@@ -1,0 +1,65 @@
+"""DeepSpeed's configuration, made from ours: no value of a run stands anywhere else."""
+
+import warnings
+from typing import Any
+
+from torchtrain.config import Config
+from torchtrain.distributed.world import World
+
+# Elements. DeepSpeed's own sizes (5e8, 1e9) reserve gigabytes before anything is trained. A parameter that is larger than a
+# bucket goes alone.
+BUCKET = 50_000_000
+GATHERED = 500_000_000
+
+
+def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
+    """Return the dictionary for `deepspeed.initialize`, for `distributed.zero_stage` 1 to 3.
+
+    Gradients are summed in float32, between micro-batches and between ranks. The optimizer is ours (torch's AdamW, on the CPU
+    too), and so is the learning rate.
+    """
+    distributed, train = config.distributed, config.train
+    pinned = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
+    zero: dict[str, Any] = {
+        "stage": distributed.zero_stage,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+    }
+    if distributed.offload != "none":
+        zero["offload_optimizer"] = pinned
+    if distributed.zero_stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": BUCKET, "stage3_max_live_parameters": GATHERED}
+        zero["stage3_max_reuse_distance"] = GATHERED
+        if distributed.offload == "all":
+            zero["offload_param"] = pinned
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+        "gradient_accumulation_steps": train.sequences_per_step // (train.micro_batch * world.data_parallel),
+        "gradient_clipping": train.clip_norm or 0.0,
+        # A gradient that is not finite leaves the weights as they are.
+        "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "seq_parallel_communication_data_type": "fp32",
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def gradient_divisor(config: Config, world: World) -> int:
+    """Return what DeepSpeed divides a gradient by that it summed over all ranks.
+
+    ZeRO 1 and 2 take the mean over data-parallel groups and the sum inside each. ZeRO 3 takes the mean over all ranks.
+    """
+    return world.size if config.distributed.zero_stage == 3 else world.data_parallel
+
+
+def import_deepspeed() -> Any:
+    """Import DeepSpeed without the operation that it would compile (a minute and a half) for sums on a CPU."""
+    # torch 2.13 renamed two collectives; DeepSpeed 0.19 calls them by their old names, once per layer.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # pyright: ignore[reportAttributeAccessIssue]
+    return deepspeed

@@ -1,0 +1,174 @@
+"""What the processes of a distributed test run: `python -m torch.distributed.run ... -m torchtrain.tests.distributed_worker CASES OUT`.
+
+CASES is a JSON list. Each case is run by all ranks, one after another, and rank 0 leaves its arrays in OUT as NAME.npz:
+
+    logits              [rows, T, V] float32, of the model alone                     (where the case has "logits")
+    loss, domains.*     [sum, tokens]
+    pairs               live pairs
+    gradient.PARAMETER  of the step, before clipping                                 (where the case has "train")
+    norm                before clipping
+    moment.PARAMETER    AdamW's first moment after the step: (1 - beta1) x the clipped gradient
+    weight.PARAMETER    after the step, as `Engine.weights` gathers them
+
+Legend: B batch · T tokens of a row · t tokens of this rank's part · V vocabulary.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import torchtrain
+from torchtrain.attention import make_plan
+from torchtrain.attention.hf import implementation_name
+from torchtrain.config import Config
+from torchtrain.distributed.shard import pad, part_of, rows_of_rank
+from torchtrain.distributed.world import World, here
+from torchtrain.distributed.zero import import_deepspeed
+from torchtrain.modeling.load import head_of, hidden_states
+from torchtrain.training.engine import Engine, Replicated, Zero, make_engine
+from torchtrain.training.step import accumulate
+
+ENGINE = "sdpa"
+DOMAINS = ["first", "second"]
+
+
+def config_of(case: dict[str, Any]) -> Config:
+    """A case's settings, with those that every run must have."""
+    return Config.model_validate(
+        {
+            "run": {"folder": "unused"},
+            "model": {"source": case["model"], "dtype": case["dtype"]},
+            "data": {"sources": [{"demo": "code"}]},
+            "pack": {"sequence_length": 128},
+            "train": case.get("settings", {}),
+            "distributed": case.get("distributed", {}),
+        }
+    )
+
+
+def load(case: dict[str, Any]) -> Any:
+    """The case's model, in its dtype, with our attention."""
+    torchtrain.register()
+    model = AutoModelForCausalLM.from_pretrained(
+        case["model"], dtype=getattr(torch, case["dtype"]), attn_implementation=implementation_name(ENGINE)
+    )
+    if case.get("checkpointing"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def micro_batches(case: dict[str, Any], config: Config, world: World) -> list[dict[str, Tensor]]:
+    """This rank's rows of the step [B, T]."""
+    rows = torch.load(case["batch"], weights_only=True)
+    count = len(rows["input_ids"])
+    assert count == config.train.sequences_per_step
+    return [
+        {name: x[numbers.start : numbers.stop] for name, x in rows.items()}
+        for numbers in rows_of_rank(0, count, config.train.micro_batch, world)
+    ]
+
+
+@torch.no_grad()
+def logits(engine: Engine, batches: list[dict[str, Tensor]]) -> np.ndarray:
+    """Logits of all rows [rows, T, V], whole on every rank."""
+    world, found = engine.world, []
+    for batch in batches:
+        batch = pad(batch, world.sequence_parallel)
+        hidden_BtM = hidden_states(engine.model, part_of(batch, world), make_plan(batch["document_ids"]))
+        own_BtV = head_of(engine.model)(hidden_BtM).float().contiguous()
+        parts = [torch.empty_like(own_BtV) for _ in range(world.size)]
+        if world.size > 1:
+            dist.all_gather(parts, own_BtV)
+        else:
+            parts = [own_BtV]
+        shared = world.sequence_parallel
+        found += [torch.cat(parts[i : i + shared], dim=1) for i in range(0, world.size, shared)]
+    return torch.cat(found).numpy()
+
+
+def trained(engine: Engine, batches: list[dict[str, Tensor]], config: Config) -> dict[str, np.ndarray]:
+    """One step: losses, gradients, norm, moments and weights."""
+    names = {id(p): name for name, p in engine.model.named_parameters()}
+    losses, pairs = accumulate(engine, batches, DOMAINS, config.train.loss_chunk)
+    arrays: dict[str, Any] = {"loss": [losses.overall.total, losses.overall.tokens], "pairs": pairs}
+    arrays |= {f"domains.{name}": [mean.total, mean.tokens] for name, mean in losses.by_domain.items()}
+    state = gradient_and_moment(engine)
+    arrays |= {f"gradient.{names[key]}": value for key, value in state("gradient").items()}
+    arrays["norm"] = engine.step(config.train.learning_rate)
+    arrays |= {f"moment.{names[key]}": value for key, value in state("moment").items()}
+    weights = engine.weights()
+    return {} if weights is None else arrays | {f"weight.{n}": x.float().numpy() for n, x in weights.items()}
+
+
+def gradient_and_moment(engine: Engine) -> Any:
+    """Return a function from `gradient` or `moment` to whole float32 arrays by the parameter's id; all ranks must call it."""
+    if isinstance(engine, Replicated):
+        pairs = list(zip(engine.optimizer.parameters, engine.optimizer.masters, strict=True))
+        states = engine.optimizer.adamw.state
+        take = {"gradient": lambda master: master.grad, "moment": lambda master: states[master]["exp_avg"]}
+        return lambda what: {id(p): take[what](master).float().numpy().copy() for p, master in pairs}
+    assert isinstance(engine, Zero)
+    from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
+
+    def moment(parameter: Any) -> Tensor:
+        # ZeRO 1 and 2 link parameters to states after the first group's first step, when the second group has none yet.
+        optimizer = engine.deepspeed.optimizer
+        optimizer._hp_optimizer_states_linked = False
+        if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+            optimizer._lazy_init_hp_params_optimizer_state()
+        return safe_get_full_optimizer_state(parameter, "exp_avg")
+
+    get = {"gradient": safe_get_full_grad, "moment": moment}
+    return lambda what: {id(p): get[what](p).float().numpy().copy() for p in engine.model.parameters()}
+
+
+def forget(engine: Engine) -> None:
+    """Undo what registration left in the process, so that the next case starts as a fresh process does."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if isinstance(engine, Zero):
+        engine.deepspeed.destroy()
+    ALL_ATTENTION_FUNCTIONS._local_mapping.pop(implementation_name(ENGINE), None)
+    parallel_state_sp._release_sequence_parallel_groups()
+    groups.mpu = None
+
+
+def run(case: dict[str, Any], rank: int, size: int) -> dict[str, np.ndarray]:
+    """One case on this rank."""
+    config = config_of(case)
+    world = World(rank, size, config.distributed.sequence_parallel)
+    engine = make_engine(load(case), ENGINE, config, world)
+    batches = micro_batches(case, config, world)
+    arrays = {"logits": logits(engine, batches)} if case.get("logits") else {}
+    if case.get("train"):
+        arrays |= trained(engine, batches, config)
+    if size > 1:
+        forget(engine)
+    return {name: np.asarray(value) for name, value in arrays.items()}
+
+
+def main() -> None:
+    """Run all cases."""
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    rank, size, _ = here()
+    dist.init_process_group("gloo")
+    import_deepspeed()
+    for case in cases:
+        arrays = run(case, rank, size)
+        if rank == 0:
+            np.savez(out / f"{case['name']}.npz", **arrays)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

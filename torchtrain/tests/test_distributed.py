@@ -1,0 +1,262 @@
+"""Layouts and how rows are cut, in this process; whole runs and mistakes, as real processes on gloo."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from torchtrain.config import Config, load_config
+from torchtrain.distributed.layout import check_heads, check_layout
+from torchtrain.distributed.shard import deal_out, pad, part_of, rows_of_rank
+from torchtrain.distributed.world import World
+from torchtrain.distributed.zero import deepspeed_config
+from torchtrain.errors import UserError
+from torchtrain.tests.conftest import POSITIONS, tiny_config
+from torchtrain.tests.launch import torchrun
+from torchtrain.training.loop import train
+from torchtrain.training.metrics import read_metrics
+
+
+@pytest.fixture
+def load(tree, write_config):
+    """Return a function from overrides to the config."""
+    return lambda *overrides: load_config(write_config(tree), overrides)
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "message"),
+    [
+        (1, ["distributed.sequence_parallel=2"], "distributed.sequence_parallel 2: does not divide 1 process"),
+        (4, ["distributed.sequence_parallel=3"], "distributed.sequence_parallel 3: does not divide 4 processes"),
+        (4, [], "train.sequences_per_step 2: no multiple of 4 = train.micro_batch 1 x 4 rows in work at a time"),
+        (2, ["train.micro_batch=2"], "train.sequences_per_step 2: no multiple of 4 = train.micro_batch 2 x 2 rows"),
+        (
+            6,
+            ["distributed.sequence_parallel=2"],
+            r"no multiple of 3 .*\(6 processes / distributed.sequence_parallel 2\)",
+        ),
+    ],
+)
+def test_impossible_layouts(load, processes, overrides, message):
+    with pytest.raises(UserError, match=message):
+        check_layout(load(*overrides), processes)
+
+
+def test_possible_layouts(load):
+    for processes, shared, micro_batch in [(1, 1, 2), (2, 1, 1), (2, 2, 2), (4, 2, 1), (8, 4, 1), (3, 3, 1)]:
+        check_layout(load(f"distributed.sequence_parallel={shared}", f"train.micro_batch={micro_batch}"), processes)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "shared", "message"),
+    [
+        (4, 2, 3, "does not divide the model's 4 attention heads"),
+        (12, 4, 6, "the model's 4 key/value heads can neither be dealt out to nor repeated"),
+        (12, 3, 2, "the model's 3 key/value heads can neither"),
+        (4, 2, 4, None),
+        (4, 2, 2, None),
+        (12, 1, 6, None),
+    ],
+)
+def test_heads_that_can_and_cannot_be_dealt_out(load, heads, kv_heads, shared, message):
+    model = tiny_config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
+    config = load(f"distributed.sequence_parallel={shared}")
+    if message is None:
+        check_heads(config, model)
+    else:
+        with pytest.raises(UserError, match=f"distributed.sequence_parallel {shared}: {message}"):
+            check_heads(config, model)
+
+
+def test_a_model_that_names_no_key_value_heads(load):
+    with pytest.raises(UserError, match="gpt2 names no num_attention_heads and num_key_value_heads"):
+        check_heads(load("distributed.sequence_parallel=2"), GPT2Config())
+    check_heads(load(), GPT2Config())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["distributed.offload=optimizer"], "distributed: offload 'optimizer' needs zero_stage 1 or more"),
+        (["distributed.offload=all", "distributed.zero_stage=2"], "offload 'all' needs zero_stage 3 or more"),
+        (["distributed.zero_stage=4"], "distributed.zero_stage: 4"),
+        (["distributed.sequence_parallel=0"], "distributed.sequence_parallel: 0"),
+        (["distributed.stage=1"], "distributed.stage: unknown key; did you mean distributed.zero_stage"),
+    ],
+)
+def test_the_section_is_strict(load, overrides, message):
+    with pytest.raises(UserError, match=message):
+        load(*overrides)
+
+
+def test_deepspeeds_dictionary_is_made_of_ours(load):
+    config = load("train.sequences_per_step=24", "train.micro_batch=3", "distributed.sequence_parallel=2")
+    made = deepspeed_config(config, World(0, 8, 2))
+    assert made["train_micro_batch_size_per_gpu"] * made["gradient_accumulation_steps"] * 4 == 24
+    assert made["gradient_clipping"] == config.train.clip_norm
+    assert not made["bf16"]["enabled"]
+    assert deepspeed_config(load("model.dtype=bfloat16"), World())["bf16"]["enabled"]
+    assert deepspeed_config(load("train.clip_norm=null"), World())["gradient_clipping"] == 0
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "shared", "micro_batch"), [(1, 1, 1), (2, 1, 3), (4, 2, 2), (6, 1, 2), (4, 4, 4)])
+def test_a_steps_rows_are_dealt_out_once_and_in_turn(size, shared, micro_batch):
+    given = [rows_of_rank(24, 12, micro_batch, World(rank, size, shared)) for rank in range(size)]
+    for rank, ranges in enumerate(given):
+        assert ranges == given[rank - rank % shared], "ranks that share rows get the same"
+        assert {len(numbers) for numbers in ranges} == {micro_batch}
+    turns = zip(*given[::shared], strict=True)
+    assert [number for turn in turns for numbers in turn for number in numbers] == list(range(24, 36))
+
+
+def test_held_out_rows_are_made_up_to_whole_turns_without_labels():
+    rows = [{"shift_labels": np.array([i, -100]), "input_ids": np.array([i, i])} for i in range(5)]
+    dealt = [deal_out(rows, 2, World(rank, 2)) for rank in range(2)]
+    assert [len(batches) for batches in dealt] == [2, 2]
+    labels = [row["shift_labels"][0] for batches in dealt for batch in batches for row in batch]
+    assert sorted(labels) == [-100, -100, -100, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("tokens", [8, 9, 10, 11])
+def test_parts_of_padded_rows_make_the_rows_and_documents_stay_whole(tokens):
+    batch = {"input_ids": torch.arange(2 * tokens).view(2, tokens), "document_ids": torch.ones(2, tokens).long()}
+    batch |= {
+        "shift_labels": batch["input_ids"] + 1,
+        "domain_ids": batch["document_ids"],
+        "position_ids": batch["input_ids"],
+    }
+    padded = pad(batch, 4)
+    parts = [part_of(padded, World(rank, 4, 4)) for rank in range(4)]
+    for name, x in batch.items():
+        assert torch.equal(padded[name][:, :tokens], x)
+        if name != "document_ids":
+            assert torch.equal(torch.cat([part[name] for part in parts], dim=1), padded[name])
+    assert all(torch.equal(part["document_ids"], padded["document_ids"]) for part in parts)
+    assert (padded["document_ids"][:, tokens:] == -1).all()
+    assert (padded["shift_labels"][:, tokens:] == -100).all()
+    assert (padded["domain_ids"][:, tokens:] == -1).all()
+
+
+# --- real processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config, tmp_path):
+    """ZeRO 3 and sequence parallelism, bfloat16, checkpointed activations: the road of the paper's configs."""
+    common = ["model.dtype=bfloat16", "model.activation_checkpointing=true", "eval.sequences=1", "train.steps=4"]
+    spread = ["distributed.sequence_parallel=2", "distributed.zero_stage=3", f"run.folder={tmp_path / 'two'}"]
+    path = write_config(tree)
+    done = torchrun(2, "-m", "torchtrain", "train", str(path), *common, *spread)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Held-out loss") == 1
+    for line in (
+        "loading ",
+        "processes 2: 1 rows at a time, each shared by 2, 2 times a step; optimizer state, gradients and weights",
+        "training 4/4",
+    ):
+        assert done.stderr.count(line) == 1, line
+    for noise in ("Warning", "WARNING", "Traceback"):
+        assert noise not in done.stdout + done.stderr
+
+    alone = train(load_config(path, [*common, f"run.folder={tmp_path / 'one'}"]), console=Console(quiet=True))
+    assert alone is not None
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert len(one) == len(two) == 6
+    for a, b in zip(one, two, strict=True):
+        for exact in ("event", "step", "tokens_seen", "labelled_tokens", "live_pairs", "flops", "learning_rate"):
+            assert a.get(exact) == b.get(exact), exact
+        assert a["domains"].keys() == b["domains"].keys()
+    assert two[-1]["loss"] < two[0]["loss"] - 0.5
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
+    assert model.config.max_position_embeddings == 2 * POSITIONS
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
+
+
+def test_a_mistake_is_one_line_whichever_rank_finds_it(tree, write_config):
+    """A layout that all ranks refuse, a config that none can read, then a rank that is alone with its mistake."""
+    done = torchrun(2, "-m", "torchtrain", "train", str(write_config(tree)), "distributed.sequence_parallel=3")
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("torchtrain:")]
+    assert line.startswith("torchtrain: distributed.sequence_parallel 3: does not divide 2 processes")
+    assert "[rank" not in done.stderr, "a traceback of ours"
+    assert not Path(tree["run"]["folder"]).exists()
+
+    done = torchrun(2, "-m", "torchtrain", "train", str(write_config(tree)), "train.step=3")
+    assert [line for line in done.stderr.splitlines() if line.startswith("torchtrain:")] == [
+        f"torchtrain: config {write_config(tree)}: train.step: unknown key; did you mean train.steps?"
+    ]
+
+    code = """
+import sys
+from torchtrain.cli import _one_line_errors
+from torchtrain.config import load_config
+from torchtrain.distributed.world import join
+from torchtrain.errors import UserError
+with _one_line_errors(), join(load_config(sys.argv[1])) as world:
+    assert world.sum([1, world.rank]) == [3, 3]
+    with world.together():
+        pass
+    with world.together():
+        if world.rank == 1:
+            raise UserError("its disk is full")
+    print("went on")
+"""
+    done = torchrun(3, sys.executable, "-c", code, str(write_config(tree)), python=False)
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("torchtrain:")] == [
+        "torchtrain: rank 1: its disk is full"
+    ]
+    assert "went on" not in done.stdout
+
+
+def test_a_process_that_is_gone_is_told_in_one_line(tree, write_config):
+    code = """
+import os, sys, time
+from torchtrain.cli import _one_line_errors
+from torchtrain.config import load_config
+from torchtrain.distributed.world import join
+with _one_line_errors(), join(load_config(sys.argv[1])) as world:
+    world.sum([1])
+    if world.rank == 1:
+        os._exit(0)
+    world.sum([1])
+"""
+    done = torchrun(2, sys.executable, "-c", code, str(write_config(tree)), python=False)
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("torchtrain:")]
+    assert told == ["torchtrain: rank 0: stopped, because another process of the run is gone"]
+
+
+def test_zero_on_one_process_needs_no_torchrun(tree, write_config, tmp_path):
+    """DeepSpeed's engine in a process of its own, for its offload."""
+    code = """
+import sys
+from rich.console import Console
+from torchtrain.config import load_config
+from torchtrain.training.loop import train
+train(load_config(sys.argv[1], sys.argv[2:]), console=Console(quiet=True))
+"""
+    overrides = ["train.steps=2", "distributed.zero_stage=2", "distributed.offload=optimizer", "eval.sequences=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(write_config(tree)), *overrides], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [e for e in read_metrics(Path(tree["run"]["folder"]) / "metrics.jsonl") if e["event"] == "step"]
+    assert [event["step"] for event in steps] == [1, 2]
+
+
+def test_the_whole_config_round_trips(load):
+    config: Config = load("distributed.zero_stage=3", "distributed.offload=all", "distributed.sequence_parallel=2")
+    assert config.distributed.model_dump() == {"sequence_parallel": 2, "zero_stage": 3, "offload": "all"}

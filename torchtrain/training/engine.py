@@ -1,0 +1,198 @@
+"""The engines: who holds weights and optimizer state, adds gradients up and steps.
+
+`Replicated` keeps everything on every rank. `Zero` is DeepSpeed's engine, which spreads it. Both compute the gradient of
+
+    sum of the losses of all labelled tokens of the step / their number
+
+over all ranks and micro-batches, in float32 sums, its norm, and the same AdamW step.
+
+Legend: B batch · T tokens of a row · t tokens of this rank's part.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtrain.attention import AttentionPlan
+from torchtrain.config import Config, TrainConfig
+from torchtrain.distributed.ulysses import split_attention
+from torchtrain.distributed.world import ALONE, World
+from torchtrain.distributed.zero import deepspeed_config, gradient_divisor, import_deepspeed
+from torchtrain.modeling.load import head_of, hidden_states
+from torchtrain.training.loss import chunked_cross_entropy
+from torchtrain.training.optimizer import Optimizer, adamw
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Engine(ABC):
+    """A model, its optimizer and their state on this rank.
+
+    Args:
+        model: on this rank's device.
+        world: this rank's place.
+    """
+
+    def __init__(self, model: "PreTrainedModel", world: World) -> None:
+        self.model, self.world = model, world
+
+    @abstractmethod
+    def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+        """Run the model on this rank's part of a micro-batch: as `chunked_cross_entropy`, the sum and each token's [B, t]."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add a scalar's gradient to the step's. Over all ranks and calls of a step, scalars add up to the mean loss.
+
+        Args:
+            loss: this rank's share.
+            last: whether the step has no other.
+        """
+
+    @abstractmethod
+    def step(self, learning_rate: float) -> float:
+        """Clip, update the weights, drop the gradients. Returns the gradient's norm before clipping, nan if it has none."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor] | None:
+        """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others. All ranks must call it."""
+
+
+def make_engine(model: "PreTrainedModel", attention: str, config: Config, world: World) -> Engine:
+    """Return the engine that `distributed` asks for.
+
+    Args:
+        model: loaded, whole, on every rank.
+        attention: what `torchtrain.attention.resolve_engine` returned.
+        config: the run's.
+        world: this rank's place.
+    """
+    if config.distributed.zero_stage:
+        return Zero(model, attention, config, world)
+    if world.sequence_parallel > 1:
+        import_deepspeed().init_distributed(verbose=False)
+        split_attention(model, attention, config.train.micro_batch, world)
+    return Replicated(model, config.train, world)
+
+
+class Replicated(Engine):
+    """Weights, float32 masters and AdamW whole on every rank; gradients are added up over ranks before a step.
+
+    Args:
+        model: on this rank's device.
+        train: settings of the optimizer; None only evaluates.
+        world: this rank's place.
+    """
+
+    def __init__(self, model: "PreTrainedModel", train: TrainConfig | None, world: World = ALONE) -> None:
+        super().__init__(model, world)
+        self._optimizer = None if train is None else Optimizer(model, train)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Masters and AdamW."""
+        assert self._optimizer is not None, "made without settings of an optimizer"
+        return self._optimizer
+
+    def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `Engine`."""
+        hidden_BtM = hidden_states(self.model, part, plan)
+        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["shift_labels"], chunk)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """See `Engine`."""
+        loss.backward()
+        if last and self.world.size > 1:
+            for master in self.optimizer.masters:
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                dist.all_reduce(master.grad)
+
+    def step(self, learning_rate: float) -> float:
+        """See `Engine`."""
+        return self.optimizer.step(learning_rate)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """See `Engine`."""
+        return {name: x.cpu() for name, x in self.model.state_dict().items()} if self.world.rank == 0 else None
+
+
+class Zero(Engine):
+    """DeepSpeed's engine: optimizer state, gradients and weights spread over all ranks, as far as `zero_stage` says.
+
+    Args:
+        model: whole; with stage 3 its weights are cut up here.
+        attention: name of the attention engine.
+        config: the run's.
+        world: this rank's place.
+    """
+
+    def __init__(self, model: "PreTrainedModel", attention: str, config: Config, world: World) -> None:
+        super().__init__(model, world)
+        deepspeed = import_deepspeed()
+        deepspeed.init_distributed(verbose=False)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        mpu = split_attention(model, attention, config.train.micro_batch, world)
+        self.cut = config.distributed.zero_stage == 3
+        with redirect_stdout(StringIO()):  # its optimizer for bfloat16 prints the memory at every turn, asked or not
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=_WithLoss(model, self.cut),
+                optimizer=adamw(parameters, config.train),
+                config=deepspeed_config(config, world),
+                mpu=mpu,
+                dist_init_required=False,
+            )
+        self._divisor = gradient_divisor(config, world)
+        self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
+
+    def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `Engine`."""
+        return self.deepspeed(part, plan, chunk)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """See `Engine`."""
+        self.deepspeed.backward(loss * self._divisor, scale_wrt_gas=False)
+        if not last:
+            self.deepspeed.step()  # only counts the micro-batch
+
+    def step(self, learning_rate: float) -> float:
+        """See `Engine`."""
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.deepspeed.step()
+        norm = float(self.deepspeed.get_global_grad_norm())
+        return norm if norm >= 0 else float("nan")  # -1 stands for a norm that is not finite
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """See `Engine`. One parameter at a time is whole."""
+        state = {}
+        for name, x in self.model.state_dict(keep_vars=True).items():
+            with self._gathered([x] if self.cut and isinstance(x, nn.Parameter) else []):
+                if self.world.rank == 0:
+                    state[name] = x.detach().to("cpu", copy=True)
+        return state if self.world.rank == 0 else None
+
+
+class _WithLoss(nn.Module):
+    """Hidden states and loss in one forward, which is where DeepSpeed begins and ends a micro-batch.
+
+    Args:
+        model: the model.
+        evenly: call the head as often on every rank, however many labels each has.
+    """
+
+    def __init__(self, model: "PreTrainedModel", evenly: bool) -> None:
+        super().__init__()
+        self.model, self.evenly = model, evenly
+
+    def forward(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+        hidden_BtM = hidden_states(self.model, part, plan)
+        calls = -(-part["shift_labels"].numel() // chunk) if self.evenly else 0
+        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["shift_labels"], chunk, calls=calls)
