@@ -88,16 +88,20 @@ def _by_blocks(
     return out_BKGTD, jnp.moveaxis(lse, 0, 3).reshape(B, K, G, n * block)[:, :, :, :T]
 
 
-def _softmax_parts(
+def masked_logits(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """exp(logit - max) [B, K, G, Q, T], its sum and the log-sum-exp [B, K, G, Q].
+) -> jax.Array:
+    """Scaled logits [B, K, G, Q, T] in the carrier, -inf where the bool `mask`, broadcastable to them, is false."""
+    qk_BKGQT = rounding.round("qk", _einsum("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD))
+    return jnp.where(mask, rounding.round("scaled", qk_BKGQT * scale), -jnp.inf)
+
+
+def softmax_parts(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """exp(logit - max) [B, K, G, Q, T], its sum and the log-sum-exp [B, K, G, Q] of masked logits.
 
     A row that sees nothing: its maximum is put to 0 and its sum to 1, so that nothing is -inf - -inf or 0 / 0.
     """
     sees = mask.any(-1)
-    qk_BKGQT = rounding.round("qk", _einsum("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD))
-    logits = jnp.where(mask, rounding.round("scaled", qk_BKGQT * scale), -jnp.inf)
     top = lax.stop_gradient(jnp.where(sees, logits.max(-1), 0.0))
     weights = jnp.exp(logits - top[..., None])
     total = jnp.where(sees, weights.sum(-1), 1.0)
@@ -108,7 +112,7 @@ def _eager(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax, then P V; the backward pass is JAX's own."""
-    weights, total, lse_BKGQ = _softmax_parts(q_BQKGD, k_BTKGD, mask, rounding, scale)
+    weights, total, lse_BKGQ = softmax_parts(masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale), mask)
     probs = rounding.round("probs", weights / total[..., None])
     pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", probs, v_BTKGD))
     return rounding.round("attn_out", pv_BKGQD), lse_BKGQ
@@ -119,7 +123,7 @@ def _flash(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1): exp(logit - max) V, divided by the sum at the end."""
-    weights, total, lse_BKGQ = _softmax_parts(q_BQKGD, k_BTKGD, mask, rounding, scale)
+    weights, total, lse_BKGQ = softmax_parts(masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale), mask)
     pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", rounding.round("probs", weights), v_BTKGD))
     return rounding.round("attn_out", pv_BKGQD / total[..., None]), lse_BKGQ
 

@@ -98,6 +98,15 @@ class Attention(nnx.Module):
         block: int | None,
     ) -> tuple[jax.Array, Taps]:
         """[B, T, M] -> ([B, T, M], taps)."""
+        q_BTHD, k_BTKD, v_BTKD, taps = self.project(x_BTM, rounding)
+        q_BTHD = taps["q_rope"] = rotate(q_BTHD, cos_BTC, sin_BTC, rounding, "q_rotated")
+        k_BTKD = taps["k_rope"] = rotate(k_BTKD, cos_BTC, sin_BTC, rounding, "k_rotated")
+        taps["attn"], taps["lse"] = attention(q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding, block=block)
+        out_BTM = taps["attn_out"] = self.output(taps["attn"], rounding)
+        return out_BTM, taps
+
+    def project(self, x_BTM: jax.Array, rounding: Rounding) -> tuple[jax.Array, jax.Array, jax.Array, Taps]:
+        """[B, T, M] -> q [B, T, H, D], k and v [B, T, K, D] before the rotation, and the taps up to there."""
         by_head = (*x_BTM.shape[:2], -1, self.head_dim)
         taps = {}
         q_BTHD = taps["q"] = self.q_proj(x_BTM, rounding, "proj").reshape(by_head)
@@ -106,12 +115,11 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD = taps["q_norm"] = self.q_norm(q_BTHD, rounding)
             k_BTKD = taps["k_norm"] = self.k_norm(k_BTKD, rounding)
-        q_BTHD = taps["q_rope"] = rotate(q_BTHD, cos_BTC, sin_BTC, rounding, "q_rotated")
-        k_BTKD = taps["k_rope"] = rotate(k_BTKD, cos_BTC, sin_BTC, rounding, "k_rotated")
-        taps["attn"], taps["lse"] = attention(q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding, block=block)
-        heads_together = (*x_BTM.shape[:2], -1)
-        out_BTM = taps["attn_out"] = self.o_proj(taps["attn"].reshape(heads_together), rounding, "proj")
-        return out_BTM, taps
+        return q_BTHD, k_BTKD, v_BTKD, taps
+
+    def output(self, attn_BTHD: jax.Array, rounding: Rounding) -> jax.Array:
+        """The output projection of the heads' results: [B, T, H, D] -> [B, T, M]."""
+        return self.o_proj(attn_BTHD.reshape(*attn_BTHD.shape[:2], -1), rounding, "proj")
 
 
 class MLP(nnx.Module):
@@ -154,7 +162,12 @@ class Block(nnx.Module):
         taps = {}
         normed_BTM = taps["input_norm"] = self.input_layernorm(x_BTM, rounding)
         attn_out_BTM, attention_taps = self.self_attn(normed_BTM, cos_BTC, sin_BTC, document_ids_BT, rounding, block)
-        taps |= attention_taps
+        x_BTM, later_taps = self.after_attention(x_BTM, attn_out_BTM, rounding)
+        return x_BTM, taps | attention_taps | later_taps
+
+    def after_attention(self, x_BTM: jax.Array, attn_out_BTM: jax.Array, rounding: Rounding) -> tuple[jax.Array, Taps]:
+        """Both sums and the MLP: the layer's input and its attention's output [B, T, M] -> ([B, T, M], taps)."""
+        taps = {}
         x_BTM = taps["attn_residual"] = rounding.round("residual", x_BTM + attn_out_BTM)
         normed_BTM = taps["post_norm"] = self.post_attention_layernorm(x_BTM, rounding)
         mlp_BTM = taps["mlp"] = self.mlp(normed_BTM, rounding)
