@@ -1,6 +1,7 @@
 """The command line: print or draw what the oracle holds. A mistake is one line on standard error and exit code 2."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -169,6 +170,49 @@ def rope(
     table.add_section()
     table.add_row("", "", "", "", "largest", *(f"{max(errors):.1e}" for errors in columns))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@app.command()
+def study(
+    config: Annotated[Path, typer.Argument(help="a study, such as configs/study/demo.yaml")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="changes to it: shift_pairs.tokens=128 masks=off")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder of results.json and the finished cells")] = Path("runs/study"),
+) -> None:
+    """Study which rounding breaks RoPE's invariance to shifts, where, and what it costs; leave results and a report.
+
+    Every finished cell is kept under --out: interrupted, the same command goes on where it stopped.
+
+    \b
+    Examples:
+      jaxref study configs/study/demo.yaml --out runs/study
+      jaxref study configs/study/paper.yaml model.source=my/model --out runs/study-paper
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from jaxref.study.spec import load_study
+
+    resolved = load_study(config, overrides or [])
+    from jaxref.study.report import write_report
+    from jaxref.study.run import RESULTS, run_study
+
+    console = Console(stderr=True)
+    columns = (TextColumn("study"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    command = shlex.join(["jaxref", *sys.argv[1:]])
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=None)
+
+            def advance(line: str, done: int, total: int) -> None:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                bar.update(task, completed=done, total=total)
+
+            found = run_study(resolved, out, advance, command)
+    except KeyboardInterrupt:
+        _fail("interrupted; finished cells are kept, and the same command goes on", 130)
+    print(f"{len(found.records)} records in {out / RESULTS}")
+    print(f"report: {write_report(found, out)}")
 
 
 def _lengths(documents: str) -> list[int]:

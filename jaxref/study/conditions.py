@@ -1,0 +1,134 @@
+"""Conditions by name: a preset of roundings, or one with a change; and the lists that the experiments run through."""
+
+from dataclasses import dataclass
+
+from jaxref.rounding import PRESETS, SITES, Rounding, preset
+from jaxref.study.methods import AS_THE_ORACLE, ROPE_SITES, Method
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a model is computed under. Hashable; its name is unique among the conditions of a study."""
+
+    name: str
+    rounding: Rounding
+    method: Method = AS_THE_ORACLE
+    about: str = ""
+    base: str | None = None  # the preset it starts from
+    site: str | None = None  # the site that it switches
+
+
+EXACT = Condition("exact", preset("exact"), about="float64, nothing rounded")
+
+
+def _named() -> dict[str, Condition]:
+    found = {name: Condition(name, rounding, about=f"the preset {name}") for name, rounding in PRESETS.items()}
+    found["fp32_angles64"] = Condition(
+        "fp32_angles64", preset("fp32"), Method(angles="float64"), "float32, but angles, cos and sin in float64", "fp32"
+    )
+    for name in ("hf_eager_bf16", "flash_bf16"):
+        found[f"{name}_inv_freq"] = Condition(
+            f"{name}_inv_freq",
+            preset(name).replace(inv_freq="bf16"),
+            about="inverse frequencies rounded to bf16 as well, as model.to(bfloat16) does",
+            base=name,
+        )
+    return found
+
+
+CONDITIONS = _named()
+
+
+def condition(name: str) -> Condition:
+    """A condition of `CONDITIONS`. Raises ValueError for a name that is not there."""
+    check_condition("condition", name)
+    return CONDITIONS[name]
+
+
+def check_condition(field: str, name: str) -> None:
+    """Raise ValueError, one line naming the field, if there is no such condition."""
+    if name not in CONDITIONS:
+        raise ValueError(f"{field}: {name!r} is no condition; choose from {', '.join(CONDITIONS)}")
+
+
+def on_alone(fmt: str) -> list[Condition]:
+    """Every site of `Rounding` rounded to `fmt` and nothing else, in a float64 carrier.
+
+    Sites that transformers keeps in float32 are also there with that format.
+    """
+    kept = preset(f"hf_eager_{fmt}")
+    found = []
+    for site in SITES:
+        for form in dict.fromkeys((fmt, getattr(kept, site))):
+            name = f"on {site}" + (f" {form}" if form != fmt else "")
+            rounding = EXACT.rounding.replace(**{site: form})
+            found.append(Condition(name, rounding, about=f"{site} alone in {form}", base="exact", site=site))
+    return found
+
+
+def off_alone(base: str) -> list[Condition]:
+    """A preset with one of its sites not rounded, for every site that it rounds.
+
+    Where the preset rounds to fp32, a float32 carrier would round all the same: there the carrier is float64.
+    """
+    rounding = preset(base)
+    found = []
+    for site in SITES:
+        form = getattr(rounding, site)
+        if form is None:
+            continue
+        without = rounding.without(site)
+        if form == "fp32":
+            without = without.replace(carrier="float64")
+        about = f"{base} without rounding {site}" + (" (in a float64 carrier)" if form == "fp32" else "")
+        found.append(Condition(f"{base} - {site}", without, about=about, base=base, site=site))
+    return found
+
+
+def remedies(base: str) -> list[Condition]:
+    """The preset, and what people do about it."""
+    rounding = preset(base)
+    half = rounding.q_rotated
+    rotation = rounding.replace(table="fp32", rope_product="fp32", rope_sum="fp32")
+
+    def change(name: str, rounding: Rounding, about: str, **method: object) -> Condition:
+        return Condition(f"{base}: {name}", rounding, Method(**method), about, base)  # type: ignore[arg-type]
+
+    return [
+        change("fp32 tables", rounding.replace(table="fp32"), "cos and sin stay in float32"),
+        change("fp32 rotation", rotation, "tables, products and sums in float32; q and k rounded once"),
+        change("float64 angles", rounding, "angles, cos and sin in float64, then rounded as ever", angles="float64"),
+        change("fp32 rotation, float64 angles", rotation, "both of the above", angles="float64"),
+        change(
+            "split q and k",
+            rotation.replace(kv_heads=None),
+            "fp32 rotation, and q, k as hi + lo of two half precision terms",
+            split=half,
+        ),
+        change(
+            "fp32 q and k",
+            rotation.replace(q_rotated="fp32", k_rotated="fp32", kv_heads=None),
+            "q and k never rounded again",
+        ),
+        change("fp32 logits", rounding.replace(qk="fp32", scaled="fp32"), "QK^T and the scaled logits in float32"),
+        change("bf16 inverse frequencies", rounding.replace(inv_freq="bf16"), "what .to(bfloat16) does: no remedy"),
+    ]
+
+
+def before_and_after(base: str) -> list[Condition]:
+    """Rounding q and k before the rotation against after it, alone and in a preset."""
+    half = preset(base).q_rotated
+    exact = EXACT.rounding
+    return [
+        Condition("q, k rounded before RoPE", exact, Method(before=half), "else float64", "exact"),
+        Condition(
+            "q, k rounded after RoPE", exact.replace(q_rotated=half, k_rotated=half), about="else float64", base="exact"
+        ),
+        Condition(
+            f"{base}: q, k rounded before RoPE",
+            preset(base).without(*ROPE_SITES, "kv_heads"),
+            Method(before=half),
+            f"{base}, but nothing of RoPE rounded",
+            base,
+        ),
+    ]

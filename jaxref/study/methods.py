@@ -1,0 +1,131 @@
+"""What is done to q, k and the tables that no `Rounding` can say: controls and remedies, one small function each.
+
+Legend: S runs of one row (each with its own positions) · T tokens of a row · H query heads · K key/value heads · D head_dim ·
+C = D / 2 rotated pairs.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxref.mask import ANCHOR
+from jaxref.rope import cos_sin, rotate
+from jaxref.rounding import FORMATS, Format, Rounding, round_to
+
+ROPE_SITES = ("inv_freq", "angle", "table", "rope_product", "rope_sum", "q_rotated", "k_rotated")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How q and k are rotated and normalised, beside the roundings. Hashable. The default is the oracle's own way.
+
+    angles: `float64` computes angles, cos and sin in float64 in any carrier; `inv_freq` and `angle` then round nothing.
+    phases: seed of one constant random phase per rotary pair, added to every angle of q and k alike: it cancels in each dot
+        product as a shift does. With float64 angles only.
+    before: q and k are rounded to this format before they are rotated. What is not rounded after, the rounding says.
+    split: rotated q and k are kept as hi + lo, each of this format: the operands of a product in several terms. The four
+        products hi hi + hi lo + lo hi + lo lo are one product of the sums here.
+    pairs: only the rotary pairs first..last are rounded at RoPE's sites; every other is rotated as the carrier computes.
+    sink: a logit per head that takes part in every softmax and has no position and no value, in place of a first token.
+    """
+
+    angles: Literal["carrier", "float64"] = "carrier"
+    phases: int | None = None
+    before: Format = None
+    split: Format = None
+    pairs: tuple[int, int] | None = None
+    sink: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.phases is None or self.angles == "float64", "phases are added to float64 angles"
+        assert {self.before, self.split} <= {None, *FORMATS}
+
+
+AS_THE_ORACLE = Method()
+
+
+class Tables(NamedTuple):
+    """cos and sin [S, T, C] in the carrier, as rounded, and as the carrier computes them (None where it is not needed)."""
+
+    cos: jax.Array
+    sin: jax.Array
+    plain: tuple[jax.Array, jax.Array] | None
+
+    def take(self, runs: list[int]) -> "Tables":
+        """Of these runs alone."""
+        index = np.asarray(runs)
+        plain = None if self.plain is None else (self.plain[0][index], self.plain[1][index])
+        return Tables(self.cos[index], self.sin[index], plain)
+
+
+def tables(positions_ST: Any, inv_freq_C: Any, attention_scaling: float, rounding: Rounding, method: Method) -> Tables:
+    """The tables of every run.
+
+    positions_ST: integers [S, T]; inv_freq_C: float64 [C]; attention_scaling: as `jaxref.rope.cos_sin` takes them.
+    """
+
+    def computed(rounding: Rounding) -> tuple[jax.Array, jax.Array]:
+        if method.angles == "carrier":
+            return cos_sin(positions_ST, inv_freq_C, attention_scaling, rounding)
+        # In numpy: float64 whatever the carrier is, and one cast to it, which a float32 carrier's own table has too.
+        angle_STC = np.asarray(positions_ST, np.float64)[..., None] * np.asarray(inv_freq_C) + phases_C(
+            method, len(inv_freq_C)
+        )
+        cos, sin = (jnp.asarray(f(angle_STC) * attention_scaling, rounding.dtype) for f in (np.cos, np.sin))
+        return rounding.round("table", cos), rounding.round("table", sin)
+
+    cos, sin = computed(rounding)
+    return Tables(cos, sin, None if method.pairs is None else computed(rounding.without(*ROPE_SITES)))
+
+
+def phases_C(method: Method, pairs: int) -> np.ndarray:
+    """The constant phase of each rotary pair in radians, float64 [C]; zeros without."""
+    if method.phases is None:
+        return np.zeros(pairs)
+    return np.random.default_rng((method.phases, 7)).uniform(0, 2 * np.pi, pairs)
+
+
+def rotated(x_STHD: jax.Array, tables: Tables, rounding: Rounding, method: Method, site: str) -> jax.Array:
+    """`jaxref.rope.rotate`, changed as the method says; the same shape, in the carrier. site: `q_rotated` or `k_rotated`."""
+    if method.before is not None:
+        x_STHD = round_to(x_STHD, method.before)
+    if method.split is not None:
+        return two_terms(rotate(x_STHD, tables.cos, tables.sin, rounding.without(site), site), method.split)
+    turned = rotate(x_STHD, tables.cos, tables.sin, rounding, site)
+    if method.pairs is None:
+        return turned
+    assert tables.plain is not None
+    plain = rotate(x_STHD, *tables.plain, rounding.without(*ROPE_SITES), site)
+    C = turned.shape[-1] // 2
+    first, last = method.pairs
+    chosen_D = np.tile((np.arange(C) >= first) & (np.arange(C) <= last), 2)
+    return jnp.where(chosen_D, turned, plain)
+
+
+def two_terms(x: jax.Array, fmt: str) -> jax.Array:
+    """hi + lo with hi = x and lo = x - hi, both rounded to `fmt`: exact in the carrier, where a bf16 split needs 17 bits."""
+    high: jax.Array = round_to(x, fmt)  # type: ignore[assignment]
+    low: jax.Array = round_to(x - high, fmt)  # type: ignore[assignment]
+    return high + low
+
+
+def with_sink(
+    q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, document_ids_T: Any, sink_H: Any, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The same attention with one key more in front: its logit for head h is `sink_H[h]`, its value 0, and everyone sees it.
+
+    It is an anchor (document 0) on a head dimension of its own, so the oracle's attention needs to know nothing of it.
+    Returns q, k, v [S, T + 1, ., D + 1] and document ids [T + 1]; row 0 of the result and column 0 belong to the sink.
+    """
+
+    def wider(x: jax.Array, first: Any, others: Any) -> jax.Array:
+        """One token in front and one dimension behind, which holds `first` in that token and `others` in the rest."""
+        x = jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 1)))
+        return x.at[:, 0, :, -1].set(first).at[:, 1:, :, -1].set(others)
+
+    document_ids = jnp.concatenate([jnp.full(1, ANCHOR), jnp.asarray(document_ids_T)])
+    q = wider(q_STHD, 0.0, jnp.asarray(sink_H, q_STHD.dtype) / scale)
+    return q, wider(k_STKD, 1.0, 0.0), wider(v_STKD, 0.0, 0.0), document_ids

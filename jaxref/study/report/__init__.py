@@ -1,0 +1,40 @@
+"""What becomes of `results.json`: `report.html`, figures and tables.
+
+`claims_*` judge, `figures_*` draw, `html` puts the page together. Nothing here computes attention: a study
+is rendered anew from its file alone, `python -m jaxref.study.report runs/study`.
+"""
+
+from pathlib import Path
+
+from jaxref.study.report.figure import write_png
+from jaxref.study.report.html import figures_of, render
+from jaxref.study.report.tables import write_tables
+from jaxref.study.schema import Results
+
+PAGE, FIGURES, TABLES = "report.html", "figures", "tables"
+
+__all__ = ["render", "write_figures", "write_report"]
+
+
+def write_report(results: Results, folder: Path) -> Path:
+    """Write `report.html`, `figures/*.png` and `tables/*.csv` into an existing folder; return the page's path.
+
+    Every file is written beside and renamed. Figures and tables that this study does not have are not written.
+    """
+    write_figures(results, folder / FIGURES)
+    write_tables(figures_of(results), folder / TABLES)
+    page = folder / PAGE
+    partial = page.with_name(f".{PAGE}.partial")
+    partial.write_text(render(results), encoding="utf-8")
+    partial.replace(page)
+    return page
+
+
+def write_figures(results: Results, folder: Path) -> list[Path]:
+    """Write every figure as a PNG, made with matplotlib's Agg: `shift.png`, `length.png`, ...; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for figure in figures_of(results):
+        made.append(folder / f"{figure.name}.png")
+        write_png(figure, made[-1])
+    return made

@@ -1,0 +1,160 @@
+"""The numbers in docs/precision.md: Markdown tables from a study, put between two marks of the document.
+
+python -m jaxref.study.report runs/study --document docs/precision.md
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxref.study.report.claims import Claim
+from jaxref.study.report.claims_cause import cause_claims
+from jaxref.study.report.claims_context import context_claims
+from jaxref.study.report.claims_paper import paper_claims
+from jaxref.study.report.figure import write_png
+from jaxref.study.report.figures_sites import ranked
+from jaxref.study.report.html import figures_of
+from jaxref.study.report.select import baseline, count, is_half, name_of, number, of_kind, scores, times, unique
+from jaxref.study.schema import ByLength, OwnError, Results, Score
+
+BEGIN = "<!-- Numbers: made by `python -m jaxref.study.report FOLDER --document FILE`; edit the study, not this. -->"
+END = "<!-- End of the numbers. -->"
+FIGURES = ("shift", "on-alone", "position")  # shown in the document
+
+
+def refresh(results: Results, document: Path) -> None:
+    """Replace what stands between the marks of the document, and its figures in `figures/` beside it.
+
+    Raises ValueError, one line, if the document is not there or has not both marks.
+    """
+    text = document.read_text(encoding="utf-8") if document.is_file() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"--document {document}: no file with one line {BEGIN!r} and one {END!r}; add them")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    drawn = [figure for figure in figures_of(results) if figure.name in FIGURES]
+    folder = document.parent / "figures"
+    if drawn:
+        folder.mkdir(exist_ok=True)
+    for figure in drawn:
+        write_png(figure, folder / f"precision-{figure.name}.png")
+    partial = document.with_name(f".{document.name}.partial")
+    partial.write_text(f"{before}{BEGIN}\n\n{numbers(results)}\n{END}{after}", encoding="utf-8")
+    partial.replace(document)
+
+
+def numbers(results: Results) -> str:
+    """Every table, with where and how it was measured."""
+    parts = [
+        _where(results),
+        _verdicts("The paper's claims", paper_claims(results)),
+        _verdicts("Beyond them", [*cause_claims(results), *context_claims(results)]),
+        _presets(results),
+        _sites(results),
+        *_remedies(results),
+        _models(results),
+        _positions(results),
+        _lengths(results),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    return "\n".join([f"### {title}", "", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|", *lines])
+
+
+def _where(results: Results) -> str:
+    environment = results.environment
+    commit = (environment.git_commit or "no commit")[:12] + (" with changes" if environment.git_dirty else "")
+    seen = [f"{tokens:,}" for tokens in sorted({r.tokens for r in results.records})]
+    return (
+        f"Measured with `{results.command}` ({results.title}) on {results.created[:10]}: {results.model.source}, "
+        f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text {results.text.source}; sequences of "
+        f"{', '.join(seen)} tokens; {environment.hardware}, JAX on {environment.device}, computing {results.seconds:,.0f} s; {commit}."
+    )
+
+
+def _verdicts(title: str, claims: Sequence[Claim]) -> str:
+    rows = []
+    for claim in claims:
+        verdict = claim.verdict + (f" on {claim.depends}" if claim.depends else "")
+        rows.append([claim.says, verdict, claim.numbers])
+    return _table(title, ("claim", "verdict", "number"), rows)
+
+
+MEASURES = ("shift error, local", "shift error, propagated", "error, local", "error, propagated", "KL from float64")
+
+
+def _measures(score: Score) -> list[float]:
+    rows = [side[mode].row.mean for side in (score.shift, score.error) for mode in ("local", "propagated")]
+    return [*rows, score.kl_error.kl.mean]
+
+
+def _absolute(title: str, head: str, rows: Sequence[tuple[str, Score]]) -> str:
+    return _table(
+        title,
+        (head, *MEASURES),
+        [[name, *map(number, _measures(score))] for name, score in rows],
+    )
+
+
+def _presets(results: Results) -> str:
+    found = {score.condition: score for score in scores(results, "baseline")}
+    found |= {score.condition: score for score in scores(results, "control") if score.condition.startswith("fp32")}
+    return _absolute("Whole presets: probability moved per query (0 to 2)", "preset", list(found.items()))
+
+
+def _sites(results: Results) -> str:
+    rows = [(score.condition.removeprefix("on "), score) for score in ranked(scores(results, "on_alone"))]
+    return _absolute("Every rounding alone: probability moved per query (0 to 2)", "site", rows)
+
+
+def _remedies(results: Results) -> list[str]:
+    rows = scores(results, "remedy")
+    made = []
+    for base in unique([row.base or "" for row in rows]):
+        cells = []
+        for row in rows:
+            whole = baseline(results, row)
+            if row.base == base and whole:
+                left = [times(x, y) for x, y in zip(_measures(row), _measures(whole), strict=True)]
+                cells.append([row.condition.removeprefix(f"{base}: "), *(f"{fraction:.2f}" for fraction in left)])
+        made.append(_table(f"Remedies: fraction left of {base}'s", ("remedy", *MEASURES), cells))
+    return made
+
+
+def _models(results: Results) -> str:
+    rows = {(r.model, r.condition): r for r in scores(results, "control") if r.model != "pretrained"}
+    conditions = {condition for _, condition in rows}
+    own = {(r.model, r.condition): r for r in scores(results, "baseline") if r.condition in conditions} if rows else {}
+    named = [
+        (model if len(conditions) == 1 else f"{model}, {condition}", r)
+        for (model, condition), r in (own | rows).items()
+    ]
+    return _absolute(f"Other weights, under {', '.join(sorted(conditions))}", "weights", named)
+
+
+def _positions(results: Results) -> str:
+    records = of_kind(results, OwnError)
+    records = [r for r in records if r.mode == records[0].mode]
+    shifts = sorted({p.shift for r in records for p in r.points})
+    rows = []
+    for r in records:
+        by_shift = {p.shift: p.error.row.mean for p in r.points}
+        rows.append([name_of(r), *(number(by_shift[d]) if d in by_shift else "" for d in shifts)])
+    title = f"Distance from float64 per query by shift of the positions{f', {records[0].mode}' if records else ''}"
+    return _table(title, ("arithmetic", *(f"{d:,}" for d in shifts)), rows)
+
+
+def _lengths(results: Results) -> str:
+    rows = []
+    for r in of_kind(results, ByLength):
+        if is_half(r.condition):
+            for p in r.points:
+                stats = (p.shift.d_logit_first, p.shift.d_logit_rest, p.shift.row)
+                error = number(p.error.row.mean) if p.error else ""
+                rows.append([f"{name_of(r)}, {r.mode}", f"{p.tokens:,}", *(number(s.mean) for s in stats), error])
+    heads = ("run", "tokens", "D_logit, first column", "mean of all others", "shift error per query", "error per query")
+    return _table("By length", heads, rows)

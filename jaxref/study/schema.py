@@ -1,0 +1,312 @@
+"""`results.json`, version 1: what one study found. The report reads only this.
+
+A study is a flat list of records. Each says which experiment it belongs to, which model and condition it is of, over how many
+sequences of how many tokens, and holds its numbers as `Stat`: the mean over sequences, their spread, and each one's own
+value (a single sample of the paper is `values[i]`).
+
+What is compared is always the attention of two runs that are the same function in exact arithmetic. A run is a condition
+(roundings, and what `Rounding` cannot say) and the position ids; a shift d is added to all of these. `Difference` holds every
+measure of one pair of runs. Its two modes:
+
+    local       both runs are given the same input at every layer: the first condition's own, from its run at shift 0
+    propagated  each run is a forward pass of its own, as a model has it
+
+Two warnings that belong beside every share shown. The rows of attention sum to one, so what one column loses others gain: a
+column's *unweighted* share of sum |dATTN| cannot exceed a half. And n (`measures.weights`) divides a column by the queries
+that see it, so the last columns weigh most in D: both forms are recorded.
+
+Legend: T tokens of a row · L layers · H heads · j column (key) · i row (query).
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+VERSION = 1
+Mode = Literal["local", "propagated"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Stat(_Part):
+    """One number over the sequences."""
+
+    mean: float
+    std: float = Field(description="sample standard deviation over sequences; 0 of a single one")
+    values: list[float] = Field(description="each sequence's own")
+
+
+class Difference(_Part):
+    """Every measure of the attention of two runs a, b of one row, each summed over all layers and heads."""
+
+    d: Stat = Field(description="eq. 5: sum over layers, heads, columns j of n_j sum_i |ATTN_ij(a) - ATTN_ij(b)|")
+    d_unweighted: Stat = Field(description="the same with every n_j = 1")
+    first_share: Stat = Field(description="column 0's part of d, 0 to 1")
+    first_share_unweighted: Stat = Field(description="column 0's part of d_unweighted, 0 to a half")
+    first_mass: Stat = Field(description="column 0's part of the attention mass, weighted by n as d is")
+    first_mass_unweighted: Stat = Field(description="column 0's part of the attention mass: its mean probability")
+    first_per_mass: Stat = Field(description="column 0: sum_i |dATTN| over its mass sum_i ATTN")
+    rest_per_mass: Stat = Field(description="all other columns together: the same quotient")
+    d_logit_first: Stat = Field(description="eq. 6: n_0 sum_i |dLOGIT_i0|, logits before softmax, scaled as in softmax")
+    d_logit_rest: Stat = Field(description="the mean over columns j > 0 of n_j sum_i |dLOGIT_ij|, visible pairs only")
+    logit_rms: Stat = Field(description="root mean square of the logits' difference over all visible pairs")
+    row: Stat = Field(description="mean over queries, layers, heads of sum_j |dATTN_ij|: 0 to 2, does not grow with T")
+    by_layer: list[float] = Field(description="[L]: each layer's part of d, mean over sequences")
+    by_head: list[list[float]] = Field(description="[L][H]: each head's part of d, mean over sequences")
+
+
+class Columns(_Part):
+    """Token by token, each list [T], means over sequences (and the spread of the first)."""
+
+    d: list[float] = Field(description="the paper's per-token D: n_j sum_i |dATTN_ij|, over layers and heads")
+    d_std: list[float]
+    unweighted: list[float] = Field(description="sum_i |dATTN_ij|")
+    mass: list[float] = Field(description="sum_i ATTN_ij of run a")
+    d_logit: list[float] = Field(description="n_j sum_i |dLOGIT_ij|")
+    row: list[float] = Field(description="by query i: mean over layers and heads of sum_j |dATTN_ij|")
+
+
+class Record(_Part):
+    """What every record says of itself."""
+
+    model: str = Field(description="pretrained, shuffled, or an initialisation of `models.INITIALISATIONS`")
+    condition: str = Field(description="name of the roundings: a preset, or `on table`, `hf_eager_bf16 - table`, ...")
+    attention_from: str = Field(
+        default="oracle", description="`oracle`, or the torch implementation that computed it, such as `torch eager`"
+    )
+    tokens: int = Field(description="of each sequence")
+    sequences: int
+
+
+class PairDifference(_Part):
+    """One pair of shifts."""
+
+    d1: int
+    d2: int
+    difference: Difference
+
+
+class ShiftPairs(Record):
+    """The paper's figure 1, left, and the appendix: D of many pairs of shifts.
+
+    `d2 == 16` are the paper's points; `d1 == 0` the same with d2 varied; all together the grid over d1 and d2. Every pair is
+    there once with d1 < d2: D is symmetric, and a reader takes it from either side. Pairs of equal shifts are left out, theirs
+    is 0.
+    """
+
+    kind: Literal["shift_pairs"] = "shift_pairs"
+    mode: Mode
+    pairs: list[PairDifference]
+
+
+class PerToken(Record):
+    """Figure 1, middle: the difference of one pair of shifts, token by token."""
+
+    kind: Literal["per_token"] = "per_token"
+    mode: Mode
+    d1: int
+    d2: int
+    difference: Difference
+    columns: Columns
+
+
+class LengthPoint(_Part):
+    """One length."""
+
+    tokens: int
+    sequences: int
+    shift: Difference = Field(description="shift d1 against d2")
+    error: Difference | None = Field(description="the condition against float64, both at d1; None of `exact` itself")
+    columns: dict[int, float] = Field(
+        description="n_j sum_i |dLOGIT_ij| of some columns j between the two shifts, means"
+    )
+    columns_d: dict[int, float] = Field(description="n_j sum_i |dATTN_ij| of the same columns")
+
+
+class ByLength(Record):
+    """Figure 1, right: what grows with the length. `tokens` is the longest."""
+
+    kind: Literal["by_length"] = "by_length"
+    mode: Mode
+    d1: int
+    d2: int
+    points: list[LengthPoint]
+
+
+class Divergence(_Part):
+    """Of two output distributions p, q: mean over positions of sum p log(p / q), in nats, and how often the argmax differs."""
+
+    kl: Stat
+    argmax_differs: Stat = Field(description="fraction of positions")
+
+
+class Score(Record):
+    """One condition on every scale: a row of the factorial, of the remedies, the controls, the first token's or the masks'.
+
+    `shift`: the condition at d1 against itself at d2. `error`: the condition at shift d1 against `exact` at d1, same mask and
+    text. Keys of both are modes. KL is always propagated. The control of random phases has d2 == d1: its `shift` compares the
+    condition without the phases (a) and with them (b).
+    """
+
+    kind: Literal["score"] = "score"
+    group: Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
+    base: str | None = Field(description="preset the condition starts from; None of those that stand for themselves")
+    site: str | None = Field(description="of on_alone and off_alone: the site of `Rounding`")
+    text: str = Field(description="where the BOS is: first, none, middle")
+    mask: str = Field(description="full, intra, intra_reset, anchor, anchor_reset")
+    about: str = Field(description="the condition in words")
+    d1: int
+    d2: int
+    shift: dict[Mode, Difference]
+    error: dict[Mode, Difference]
+    kl_shift: Divergence = Field(description="of the outputs at d1 from those at d2")
+    kl_error: Divergence = Field(description="of `exact`'s outputs from the condition's, at d1")
+
+
+class OwnErrorPoint(_Part):
+    """One shift, beside float64 at the same shift and beside the condition's own shift 0."""
+
+    shift: int
+    error: Difference
+    from_zero: Difference | None = Field(description="None of shift 0")
+
+
+class OwnError(Record):
+    """Is shift 0 privileged, and does the error grow with the position? Each shift's own distance from float64.
+
+    The same record for the small shifts of the paper and for offsets that put the last token at up to 131,071. The truth is
+    float64 at shift 0, which every shift is in exact arithmetic.
+    """
+
+    kind: Literal["own_error"] = "own_error"
+    mode: Mode
+    points: list[OwnErrorPoint]
+
+
+class PairGroup(_Part):
+    """Rotary pairs [first, last], rounded alone: every other pair is rotated without a rounding."""
+
+    first: int
+    last: int
+    wavelengths: tuple[float, float] = Field(description="of the first and the last pair, in tokens")
+    shift: Difference
+    error: Difference
+
+
+class ByFrequency(Record):
+    """Which rotary pairs carry the difference."""
+
+    kind: Literal["by_frequency"] = "by_frequency"
+    mode: Mode
+    d1: int
+    d2: int
+    groups: list[PairGroup]
+
+
+class MaskPair(Record):
+    """Packed documents: the same tokens under two choices of position ids, or two masks.
+
+    `a` and `b` are names of masks; at shift 0. In `exact`, intra against intra_reset is zero to float64's own noise; anchor
+    against anchor_reset (documents restart at 1, behind the anchor at 0) is not, because their distances to the anchor differ:
+    that is what the anchor changes mathematically.
+    """
+
+    kind: Literal["mask_pair"] = "mask_pair"
+    mode: Mode
+    a: str
+    b: str
+    documents: list[int] = Field(description="tokens of each document of the first sequence")
+    difference: Difference
+    kl: Divergence = Field(description="of the outputs under a from those under b; propagated in either mode")
+
+
+class EmulationCheck(Record):
+    """The oracle's attention beside a torch model's, both judged against float64 by the repository's one rule.
+
+    error and allowance are root mean squares of the attention probabilities of all layers, or of one; `ratio` up to 1 passes.
+    """
+
+    kind: Literal["emulation_check"] = "emulation_check"
+    dtype: str
+    layers: list[int]
+    error: list[float] = Field(description="of torch's attention against float64, by layer")
+    reference: list[float] = Field(description="of the oracle's under `condition` against float64, by layer")
+    ratio: list[float] = Field(description="error over allowance, by layer")
+    between: list[float] = Field(description="root mean square between the two, by layer")
+    identical: list[float] = Field(description="fraction of visible probabilities that are the same number, by layer")
+    d_oracle: Stat = Field(description="eq. 5 between d1 and d2, propagated, from the oracle")
+    d_torch: Stat = Field(description="the same from torch's attention")
+    d1: int
+    d2: int
+
+
+AnyRecord = Annotated[
+    ShiftPairs | PerToken | ByLength | Score | OwnError | ByFrequency | MaskPair | EmulationCheck,
+    Field(discriminator="kind"),
+]
+
+
+class Environment(_Part):
+    """Where the study took place."""
+
+    versions: dict[str, str] = Field(description="python, jax, jaxlib, flax, numpy, ..., anchorline")
+    hardware: str
+    device: str = Field(description="what JAX computes on: cpu, gpu")
+    git_commit: str | None
+    git_dirty: bool | None
+
+
+class ModelDescription(_Part):
+    """The model that was studied."""
+
+    source: str = Field(description="as the configuration names it")
+    config: dict[str, Any] = Field(description="as config.json has it")
+    weights: str = Field(description="dtype to which every parameter was rounded before anything else")
+    parameters: int
+    sha256: str = Field(description="of the parameters as stored, in the order of their names")
+    pair_wavelengths: list[float] = Field(description="2 pi / inverse frequency of each rotary pair, in tokens")
+    initialisations: dict[str, str] = Field(description="each random model that was used, in words")
+
+
+class TextDescription(_Part):
+    """The text that was read."""
+
+    source: str
+    bos: int | None = Field(description="token id that opens each sequence; None if the tokenizer has none")
+    documents: list[str] = Field(description="where the sequences come from, in their order")
+
+
+class Results(_Part):
+    """The whole of a study."""
+
+    schema_version: Literal[1] = VERSION
+    title: str
+    created: str = Field(description="ISO 8601, UTC")
+    seconds: float = Field(description="of computing, all cells together, also those kept from an earlier run")
+    command: str
+    environment: Environment
+    config: dict[str, Any] = Field(description="the resolved configuration, every default written out")
+    model: ModelDescription
+    text: TextDescription
+    records: list[AnyRecord]
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Write `results.json`, beside and renamed."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(results.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_results(path: Path) -> Results:
+    """Read a study. Raises ValueError, one line: no file, not JSON, not this version of the schema."""
+    if not path.is_file():
+        raise ValueError(f"results {path}: no such file")
+    try:
+        return Results.model_validate_json(path.read_text(encoding="utf-8"))
+    except (ValidationError, UnicodeDecodeError) as error:
+        first = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
+        raise ValueError(f"results {path}: not of schema version {VERSION}: {' '.join(first.split())}") from None

@@ -1,0 +1,319 @@
+"""The configuration of a study: strict, from YAML, with `key.sub=value` overrides.
+
+Every experiment is a section: one that is left out, or `off`, is not run; an empty one has every default. All lengths are in tokens.
+"""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from jaxref.study.schema import Mode
+
+# Positions are int32 in every framework's kernels, and RoPE's float32 angles hold each whole number only up to here.
+MOST_POSITION = 2**24
+INT32 = 2**31
+
+ModelName = Literal[
+    "pretrained", "shuffled", "kaiming", "kaiming_sqrt5", "kaiming_small_embedding", "kaiming_all", "normal_002"
+]
+MaskName = Literal["full", "intra", "intra_reset", "anchor", "anchor_reset"]
+Half = Literal["bf16", "fp16"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Strict):
+    """What is studied."""
+
+    source: str = Field(
+        default="smollm2", description="smollm2, a folder with config.json and safetensors, or a hub id"
+    )
+    weights: Literal["bfloat16", "float16", "float32", "stored"] = Field(
+        default="bfloat16",
+        description="dtype every parameter is rounded to, once, in every condition: differences are then the arithmetic's",
+    )
+    cache: str = Field(default="cache", description="where the trainer's converted smollm2 is looked for")
+
+
+class TextConfig(_Strict):
+    """What it reads."""
+
+    source: str = Field(
+        default="demo",
+        description="demo (addresses, factbook, standard library), or a .jsonl/.txt/.parquet file or folder",
+    )
+    field: str = Field(default="text", description="of JSON and Parquet records")
+    bos: Literal["first", "none"] = Field(default="first", description="whether the model's BOS opens each sequence")
+
+
+class Contestant(_Strict):
+    """A model and a condition of `conditions.CONDITIONS`: a preset of `jaxref.rounding`, or one with a change."""
+
+    model: ModelName = "pretrained"
+    condition: str
+
+
+class _Experiment(_Strict):
+    tokens: int = Field(default=256, ge=4, description="of a sequence")
+    sequences: int = Field(default=2, ge=1)
+
+
+class _Pair(_Experiment):
+    d1: int = 0
+    d2: int = 16
+
+
+class ShiftPairsConfig(_Experiment):
+    """D of many pairs of shifts: (d1, d2) for every d1, (0, d) for every one of them, and a grid."""
+
+    contestants: list[Contestant] = Field(min_length=1)
+    modes: list[Mode] = Field(default=["local", "propagated"], min_length=1)
+    d1: list[int] = Field(default=[0, 2, 4, 6, 8, 10, 12, 14, 15, 17, 18, 20, 22, 50, 100, 200, 500, 1000, 2000])
+    d2: int = 16
+    grid: list[int] = Field(default=[], description="all pairs of these shifts too")
+    propagated_d1: list[int] | None = Field(default=None, description="fewer shifts for that mode; null is all of d1")
+    propagated_sequences: int | None = Field(default=None, ge=1, description="fewer sequences; null is all")
+
+    def all_shifts(self, mode: Mode) -> list[int]:
+        """Every shift of a mode, rising."""
+        given = self.d1 if mode == "local" or self.propagated_d1 is None else self.propagated_d1
+        return sorted({*given, self.d2, *(self.grid if mode == "local" else [])})
+
+    def pairs(self, mode: Mode) -> list[tuple[int, int]]:
+        """Every pair of a mode once, smaller shift first, rising."""
+        shifts = self.all_shifts(mode)
+        pairs = {(d, self.d2) for d in shifts} | ({(0, d) for d in shifts} if 0 in shifts else set())
+        if mode == "local":
+            pairs |= {(a, b) for a in self.grid for b in self.grid}
+        return sorted({(min(a, b), max(a, b)) for a, b in pairs if a != b})
+
+
+class LengthsConfig(_Strict):
+    """One pair of shifts at many lengths, and the error against float64 there."""
+
+    contestants: list[Contestant] = Field(min_length=1)
+    lengths: list[int] = Field(default=[64, 128, 256, 512, 1024, 2048, 4096, 8192], min_length=1)
+    sequences: int = Field(default=2, ge=1)
+    modes: list[Mode] = Field(default=["local"], min_length=1)
+    d1: int = 0
+    d2: int = 16
+    columns: list[int] = Field(default=[0, 1, 2, 3, 4, 8, 16, 32], description="beside the middle and the last one")
+
+
+class FactorialConfig(_Pair):
+    """Every rounding site alone, and every site left out."""
+
+    format: Half = "bf16"
+    off_from: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], description="presets a site is left out of")
+
+
+class RemediesConfig(_Pair):
+    """What is done against it."""
+
+    bases: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"])
+
+
+class ControlsConfig(_Pair):
+    """What must hold, or must not, if rounding is the cause."""
+
+    base: str = "hf_eager_bf16"
+    models: list[ModelName] = Field(default=list(get_args(ModelName)))
+    model_conditions: list[str] = Field(default=["hf_eager_bf16"], description="conditions of every model")
+    phases: int = Field(default=2, ge=1, description="draws of random phases")
+
+
+class FirstTokenConfig(_Pair):
+    """The sink, and what is left without it."""
+
+    conditions: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], min_length=1)
+
+
+class MasksConfig(_Pair):
+    """Packed documents under every mask."""
+
+    documents: int = Field(default=4, ge=2, description="in a row, of unequal lengths")
+    conditions: list[str] = Field(default=["exact", "fp32", "hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1)
+    masks: list[MaskName] = Field(default=list(get_args(MaskName)), min_length=1)
+
+
+class OwnErrorConfig(_Experiment):
+    """The distance from float64 at each shift."""
+
+    contestants: list[Contestant] = Field(min_length=1)
+    modes: list[Mode] = Field(default=["local"], min_length=1)
+    shifts: list[int] = Field(default=[0, 1, 2, 4, 8, 15, 16, 17, 32, 100, 1000])
+    offsets: list[int] = Field(
+        default=[0, 1024, 4096, 16384, 65536, 131072],
+        description="of the row's end: the last token stands at offset - 1",
+    )
+
+    def all_shifts(self) -> list[int]:
+        """The shifts, and those that put the last token at each offset."""
+        return sorted({0, *self.shifts, *(max(0, offset - self.tokens) for offset in self.offsets)})
+
+
+class FrequencyConfig(_Pair):
+    """Rotary pairs, rounded group by group."""
+
+    conditions: list[str] = Field(default=["hf_eager_bf16"], min_length=1)
+    groups: int = Field(default=8, ge=1)
+    mode: Mode = "local"
+
+
+class StudyConfig(_Strict):
+    """A study."""
+
+    title: str
+    model: ModelConfig = ModelConfig()
+    text: TextConfig = TextConfig()
+    seed: int = Field(default=0, ge=0, description="of random weights, phases and which documents are taken")
+    block: int = Field(default=64, ge=1, description="queries at a time: what memory is made of")
+    shift_pairs: ShiftPairsConfig | None = None
+    lengths: LengthsConfig | None = None
+    factorial: FactorialConfig | None = None
+    remedies: RemediesConfig | None = None
+    controls: ControlsConfig | None = None
+    first_token: FirstTokenConfig | None = None
+    masks: MasksConfig | None = None
+    own_error: OwnErrorConfig | None = None
+    frequency: FrequencyConfig | None = None
+
+    @property
+    def experiments(self) -> dict[str, Any]:
+        """The sections that are run, by name."""
+        found = {name: getattr(self, name) for name in EXPERIMENTS}
+        return {name: section for name, section in found.items() if section is not None}
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        from jaxref.study.conditions import check_condition
+
+        if not self.experiments:
+            raise ValueError(f"no experiment; give one of {', '.join(EXPERIMENTS)}")
+        for name, section in self.experiments.items():
+            for field, shift in _shifts(name, section):
+                _check_shift(field, shift, longest(section))
+            for field, condition in _conditions(name, section):
+                check_condition(field, condition)
+        return self
+
+
+EXPERIMENTS = (
+    *("shift_pairs", "lengths", "factorial", "remedies", "controls", "first_token", "masks"),
+    *("own_error", "frequency"),
+)
+
+
+def longest(section: Any) -> int:
+    """Tokens of the longest sequence of an experiment."""
+    return max(section.lengths) if isinstance(section, LengthsConfig) else section.tokens
+
+
+def _shifts(name: str, section: Any) -> list[tuple[str, int]]:
+    """(field, shift) of everything that is added to positions."""
+    found = []
+    for field in ("d1", "d2", "grid", "propagated_d1", "shifts", "offsets"):
+        value = getattr(section, field, None) or []
+        found += [(f"{name}.{field}", shift) for shift in ([value] if isinstance(value, int) else value)]
+    return found
+
+
+def _check_shift(field: str, shift: int, tokens: int) -> None:
+    if not -INT32 <= shift < INT32:
+        raise ValueError(f"{field}: the shift {shift} is no int32; give one from 0 to {MOST_POSITION - tokens}")
+    if not 0 <= shift <= MOST_POSITION - tokens:
+        raise ValueError(
+            f"{field}: the shift {shift} puts {tokens} tokens outside 0..{MOST_POSITION}, where float32 holds every "
+            f"position; give one from 0 to {MOST_POSITION - tokens}"
+        )
+
+
+def _conditions(name: str, section: Any) -> list[tuple[str, str]]:
+    found = [(f"{name}.contestants", one.condition) for one in getattr(section, "contestants", [])]
+    for field in ("conditions", "bases", "base", "off_from", "model_conditions"):
+        value = getattr(section, field, [])
+        found += [(f"{name}.{field}", one) for one in ([value] if isinstance(value, str) else value)]
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice is a mistake, not an override."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping of distinct keys."""
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ValueError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice; remove one")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyConfig:
+    """Read a study from YAML, apply overrides such as `shift_pairs.tokens=128` and `lengths=off`, validate.
+
+    Raises ValueError, one line: no such file, not YAML, a key unknown or written twice, a value not allowed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"config {path}: no such file")
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"config {path}: expected `title:` and experiments, found {type(tree).__name__}")
+    for override in overrides:
+        _override(tree, override)
+    # `remedies:` with nothing under it is the experiment with every default; `remedies: off` takes it out.
+    tree = {key: {} if value is None else value for key, value in tree.items() if value is not False}
+    try:
+        return StudyConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError(f"config {path}: {'; '.join(_explain(item) for item in error.errors())}") from None
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ValueError(f"override {override!r}: write section.key=value, for example shift_pairs.tokens=128")
+    *parents, leaf = dotted.split(".")
+    node = tree
+    for name in parents:
+        if node.get(name) is None:
+            node[name] = {}
+        node = node[name]
+        if not isinstance(node, dict):
+            raise ValueError(f"override {override!r}: {name!r} holds a value, not a section")
+    try:
+        node[leaf] = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(
+            f"override {override!r}: {text!r} is no YAML value; quote it ({' '.join(str(error).split())})"
+        ) from None
+
+
+def _explain(item: Any) -> str:
+    where = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        section: Any = StudyConfig
+        for part in item["loc"][:-1]:
+            if isinstance(part, str) and part in section.model_fields:
+                annotation = section.model_fields[part].annotation
+                section = next((t for t in (annotation, *get_args(annotation)) if hasattr(t, "model_fields")), section)
+        known = list(section.model_fields)
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        return f"{where}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return f"{where}: missing; add it"
+    if item["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where} {item['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,551 @@
+"""The study's page: verdicts follow from the numbers, nothing in the results can break it, and what a browser makes of it."""
+
+import base64
+import csv
+import hashlib
+import re
+import shutil
+import subprocess
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxref.study import report
+from jaxref.study.report import __main__ as again
+from jaxref.study.report.claims import Case, Claim
+from jaxref.study.report.claims_cause import cause_claims
+from jaxref.study.report.claims_context import context_claims
+from jaxref.study.report.claims_paper import paper_claims
+from jaxref.study.report.docs import BEGIN, END, numbers, refresh
+from jaxref.study.report.figure import PALETTE
+from jaxref.study.report.html import SHARES, figures_of, render
+from jaxref.study.report.select import number, one_rounding
+from jaxref.study.schema import (
+    ByFrequency,
+    ByLength,
+    Columns,
+    Difference,
+    Divergence,
+    EmulationCheck,
+    Environment,
+    LengthPoint,
+    MaskPair,
+    ModelDescription,
+    OwnError,
+    OwnErrorPoint,
+    PairDifference,
+    PairGroup,
+    PerToken,
+    Results,
+    Score,
+    ShiftPairs,
+    Stat,
+    TextDescription,
+    write_results,
+)
+
+STYLE = (Path(report.__file__).parent / "page.css").read_text("utf-8").strip()
+SCRIPT = (Path(report.__file__).parent / "page.js").read_text("utf-8").strip()
+EVIL = "$x_{1 </script><img src=x onerror=alert(1)> & \"q\" 'a' \x01"
+BF16, FLASH = "hf_eager_bf16", "flash_bf16"
+TOKENS = 32
+
+
+# -- results made by hand ----------------------------------------------------------------------------------------------------
+
+
+def stat(value: float, spread: float = 0.05) -> Stat:
+    """Two sequences around a value."""
+    return Stat(mean=value, std=spread * value * 2**0.5, values=[value * (1 - spread), value * (1 + spread)])
+
+
+def diff(row: float, **fields: float) -> Difference:
+    """A difference that moves `row` per query; every other measure in proportion, unless given."""
+    values = {
+        "d": 100 * row,
+        "d_unweighted": 1000 * row,
+        "first_share": 0.2,
+        "first_share_unweighted": 0.3,
+        "first_mass": 0.4,
+    }
+    values |= {"first_mass_unweighted": 0.6, "first_per_mass": row / 2, "rest_per_mass": row, "d_logit_first": row}
+    values |= {"d_logit_rest": 2 * row, "logit_rms": row, "row": row} | fields
+    layers = [values["d"] / 2] * 2
+    return Difference(
+        **{name: stat(value) for name, value in values.items()}, by_layer=layers, by_head=[[x] for x in layers]
+    )
+
+
+def about(condition: str = BF16, **fields: Any) -> dict[str, Any]:
+    return {"model": "pretrained", "condition": condition, "tokens": TOKENS, "sequences": 2} | fields
+
+
+def pairs(row: float, condition: str = BF16, mode: str = "local", **fields: Any) -> ShiftPairs:
+    shifts = [(0, 1), (0, 2), (0, 16), (1, 2), (2, 16), (8, 16), (16, 17), (16, 100)]
+    return ShiftPairs(
+        **about(condition, **fields),
+        mode=mode,
+        pairs=[PairDifference(d1=a, d2=b, difference=diff(row)) for a, b in shifts],
+    )
+
+
+def tokens(first: float) -> PerToken:
+    """The first column against all others at 1."""
+    columns = Columns(
+        d=[first, *[1.0] * (TOKENS - 1)], d_std=[0.1] * TOKENS, unweighted=[first, *[1.0] * (TOKENS - 1)],
+        mass=[1.0] * TOKENS, d_logit=[1.0] * TOKENS, row=[1.0] * TOKENS,
+    )  # fmt: skip
+    return PerToken(**about(), mode="local", d1=0, d2=16, difference=diff(0.01), columns=columns)
+
+
+def lengths(first: float, rest: float, condition: str = BF16) -> ByLength:
+    """D_logit at three lengths with a power of the length each."""
+    points = [
+        LengthPoint(
+            tokens=T, sequences=2, shift=diff(0.01 * T**0.1, d_logit_first=T**first, d_logit_rest=T**rest), error=diff(0.01),
+            columns={j: T**rest for j in (0, 1, T // 2, T - 1)}, columns_d={0: 1.0},
+        )
+        for T in (8, 16, 32)
+    ]  # fmt: skip
+    return ByLength(**about(condition), mode="local", d1=0, d2=16, points=points)
+
+
+def kl(value: float) -> Divergence:
+    return Divergence(kl=stat(value), argmax_differs=stat(0.01))
+
+
+def score(group: str, shift: float, error: float = 0.01, condition: str = BF16, **fields: Any) -> Score:
+    standard = {
+        "base": None, "site": None, "text": "first", "mask": "full", "about": "in words", "d1": 0, "d2": 16,
+        "shift": {"local": diff(shift), "propagated": diff(2 * shift)},
+        "error": {"local": diff(error), "propagated": diff(2 * error)}, "kl_shift": kl(1e-3), "kl_error": kl(1e-3),
+    }  # fmt: skip
+    known = {name: fields.pop(name) for name in ("model", "tokens", "sequences") if name in fields}
+    return Score(**about(condition, **known), group=group, **standard | fields)
+
+
+def mask_pair(row: float, condition: str) -> MaskPair:
+    return MaskPair(
+        **about(condition),
+        mode="local",
+        a="intra",
+        b="intra_reset",
+        documents=[16, 16],
+        difference=diff(row),
+        kl=kl(1e-3),
+    )
+
+
+def own_error(others: float, last: float, condition: str = BF16) -> OwnError:
+    """Distances from float64: 1e-2 at shift 0, times `others` at small ones, times `last` at the largest."""
+    rows = {0: 1e-2, 16: others * 1e-2, 131000: last * 1e-2}
+    points = [OwnErrorPoint(shift=d, error=diff(row), from_zero=diff(row) if d else None) for d, row in rows.items()]
+    return OwnError(**about(condition), mode="local", points=points)
+
+
+def frequency(slow: float, fast: float) -> ByFrequency:
+    groups = [
+        PairGroup(first=i, last=i, wavelengths=wavelengths, shift=diff(row), error=diff(row))
+        for i, (wavelengths, row) in enumerate([((6.0, 9.0), fast), ((100.0, 900.0), slow)])
+    ]
+    return ByFrequency(**about(), mode="local", d1=0, d2=16, groups=groups)
+
+
+def emulation(ratio: float) -> EmulationCheck:
+    return EmulationCheck(
+        **about(attention_from="torch eager"), dtype="bfloat16", layers=[0, 1], error=[1e-4, 1e-4], reference=[1e-4, 1e-4],
+        ratio=[0.5, ratio], between=[1e-5, 0.0], identical=[0.9, 1.0], d_oracle=stat(1.0), d_torch=stat(1.0), d1=0, d2=16,
+    )  # fmt: skip
+
+
+def packed(mask: str, row: float) -> Score:
+    return score("mask", row, row, mask=mask, base=BF16)
+
+
+def study(*records: Any, **fields: Any) -> Results:
+    standard = {
+        "title": "By hand",
+        "created": "2026-11-21T12:00:00+00:00",
+        "seconds": 12.5,
+        "command": "jaxref study configs/study/tiny.yaml",
+        "environment": Environment(
+            versions={"jax": "0"}, hardware="a machine", device="cpu", git_commit="abc", git_dirty=True
+        ),
+        "config": {"shift_pairs": {"d2": 16, "grid": [0, 1, 2]}},
+        "model": ModelDescription(
+            source="smollm2", config={"num_hidden_layers": 2}, weights="bfloat16", parameters=1000, sha256="0" * 64,
+            pair_wavelengths=[6.0, 900.0], initialisations={"kaiming": "a = 0"},
+        ),
+        "text": TextDescription(source="demo", bos=1, documents=["a speech"]),
+        "records": list(records),
+    }  # fmt: skip
+    return Results(**standard | fields)
+
+
+def whole() -> Results:
+    """A record of every kind."""
+    return study(
+        *(pairs(0.01, mode=mode) for mode in ("local", "propagated")),
+        pairs(1e-7, "fp32"),
+        pairs(0.003, model="kaiming"),
+        tokens(9.0),
+        lengths(0.5, 0.1),
+        score("baseline", 0.0, 0.0, "exact"),
+        score("baseline", 0.01, base=BF16),
+        score("baseline", 0.01, condition=FLASH, base=FLASH),
+        score("on_alone", 0.008, condition="on k_rotated", base="exact", site="k_rotated"),
+        score("on_alone", 0.0, condition="on probs", base="exact", site="probs"),
+        score("off_alone", 0.004, condition=f"{BF16} - table", base=BF16, site="table"),
+        score("remedy", 0.001, condition=f"{BF16}: split q and k", base=BF16),
+        score("remedy", 0.03, condition=f"{BF16}: fp32 tables", base=BF16),
+        score("control", 0.01, condition="q, k rounded after RoPE", base="exact"),
+        score("control", 0.0, condition="q, k rounded before RoPE", base="exact"),
+        score("control", 0.02, condition=f"{BF16}: random phases 0", base=BF16, d2=0),
+        score("control", 0.03, model="kaiming"),
+        score("first_token", 0.01, base=BF16),
+        score("first_token", 0.005, base=BF16, text="none"),
+        score("first_token", 0.02, base=BF16, text="none", condition=f"{BF16} + sink"),
+        packed("full", 0.01),
+        packed("intra", 0.01),
+        packed("intra_reset", 0.005),
+        packed("anchor", 0.005),
+        mask_pair(0.005, BF16),
+        mask_pair(1e-15, "exact"),
+        own_error(1.2, 5.0),
+        frequency(0.01, 0.002),
+        emulation(0.9),
+    )
+
+
+def claims(results: Results) -> dict[str, Claim]:
+    return {claim.key: claim for claim in (*paper_claims(results), *cause_claims(results), *context_claims(results))}
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------------
+
+AT, BASE = one_rounding(BF16), score("baseline", 0.01, base=BF16)
+BOS_FIRST = score("first_token", 0.01, base=BF16)
+PAIRED = pairs(0.01)
+AFTER = score("control", 0.01, condition="q, k rounded after RoPE", base="exact")
+
+
+def off(shift: float) -> Score:
+    return score("off_alone", shift, condition=f"{BF16} - table", base=BF16, site="table")
+
+
+def remedy(shift: float, error: float) -> Score:
+    return score("remedy", shift, error, condition=f"{BF16}: split q and k", base=BF16)
+
+
+def before(shift: float) -> Score:
+    return score("control", shift, condition="q, k rounded before RoPE", base="exact")
+
+
+def per_mass(first: float, rest: float) -> Score:
+    found = diff(0.01, first_per_mass=first, rest_per_mass=rest)
+    return score("first_token", 0.01).model_copy(update={"shift": {"local": found}})
+
+
+def phases(shift: float) -> Score:
+    return score("control", shift, condition=f"{BF16}: random phases 0", base=BF16, d2=0)
+
+
+def at_one_distance(far: float) -> ShiftPairs:
+    ends = {(0, 1): 0.01, (1, 2): 0.01 * far}
+    made = [PairDifference(d1=a, d2=b, difference=diff(row)) for (a, b), row in ends.items()]
+    return ShiftPairs(**about(), mode="local", pairs=made)
+
+
+TRIED = {
+    # claim: records under which it holds, records under which it does not
+    "not-relative": ([pairs(2 * AT)], [pairs(AT / 2)]),
+    "fp32-relative": ([pairs(AT / 2, "fp32")], [pairs(2 * AT, "fp32")]),
+    "samples": ([pairs(0.01), pairs(1e-7, "fp32")], [pairs(1e-7), pairs(0.01, "fp32")]),
+    "amplified": ([PAIRED, pairs(0.005, model="kaiming")], [PAIRED, pairs(0.02, model="kaiming")]),
+    "first-most": ([tokens(1.5)], [tokens(0.5)]),
+    "grows": ([lengths(0.5, 0.1)], [lengths(-0.2, 0.1)]),
+    "only-first": ([lengths(0.5, 0.1)], [lengths(0.5, 0.9)]),
+    "reset-matters": ([mask_pair(0.01, BF16), mask_pair(1e-15, "exact")], [mask_pair(1e-9, BF16), mask_pair(1e-3, "exact")]),
+    "reset-helps": ([packed("intra", 0.02), packed("intra_reset", 0.01)], [packed("intra", 0.01), packed("intra_reset", 0.02)]),
+    "anchor-helps": ([packed("full", 0.02), packed("anchor", 0.01)], [packed("full", 0.01), packed("anchor", 0.02)]),
+    "after": ([AFTER, before(0.0)], [AFTER, before(0.02)]),
+    "one-cast": ([BASE, off(0.003)], [BASE, off(0.009)]),
+    "phases": ([BASE, phases(0.01)], [BASE, phases(0.001)]),
+    "distance": ([at_one_distance(1.0)], [at_one_distance(2.0)]),
+    "zero": ([own_error(1.5, 2.0)], [own_error(0.5, 0.9)]),
+    "position": ([own_error(1.0, 9.0)], [own_error(1.0, 1.1)]),
+    "mass": (
+        [per_mass(0.2, 0.1)],
+        [per_mass(0.1, 0.2)],
+    ),
+    "sink": (
+        [BOS_FIRST, score("first_token", 0.005, base=BF16, text="none")],
+        [BOS_FIRST, score("first_token", 0.02, base=BF16, text="middle")],
+    ),
+    "frequency": ([frequency(0.03, 0.01)], [frequency(0.01, 0.01)]),
+    "cost": ([BASE], [score("baseline", 0.01, base=BF16, kl_shift=kl(9.0), kl_error=kl(1.0))]),
+    "remedies-shift": ([BASE, remedy(0.001, 0.01)], [BASE, remedy(0.009, 0.001)]),
+    "remedies-error": ([BASE, remedy(0.009, 0.001)], [BASE, remedy(0.001, 0.009)]),
+    "emulation": ([emulation(1.0)], []),
+}  # fmt: skip
+TRIED["by-length"] = (
+    [ByLength(**about(), mode="local", d1=0, d2=16, points=[
+        LengthPoint(tokens=T, sequences=2, shift=diff(row), error=diff(row), columns={}, columns_d={})
+        for T, row in ((8, 0.001), (32, 0.01))])],
+    [ByLength(**about(), mode="local", d1=0, d2=16, points=[
+        LengthPoint(tokens=T, sequences=2, shift=diff(0.01), error=diff(0.01), columns={}, columns_d={}) for T in (8, 32)])],
+)  # fmt: skip
+
+
+def test_every_claim_is_tried():
+    assert set(TRIED) == set(claims(study()))
+
+
+@pytest.mark.parametrize("key", TRIED)
+def test_a_verdict_flips_with_the_numbers(key):
+    holds, fails = TRIED[key]
+    assert claims(study(*holds))[key].verdict == "holds"
+    if fails:
+        assert claims(study(*fails))[key].verdict == "does not hold"
+
+
+def test_what_is_not_there_is_not_measured():
+    assert {claim.verdict for claim in claims(study()).values()} == {"not measured"}
+
+
+def test_an_emulation_over_its_allowance_is_named_by_its_layer():
+    claim = claims(study(emulation(1.01)))["emulation"]
+    assert (claim.verdict, claim.depends) == ("depends", "the layer: yes for 0; no for 1")
+
+
+def test_what_it_depends_on_is_the_factor_that_tells_yes_from_no():
+    results = study(pairs(2 * AT), pairs(AT / 2, mode="propagated"), pairs(2 * AT, FLASH))
+    claim = claims(results)["not-relative"]
+    assert (claim.verdict, claim.depends) == ("depends", "the mode: yes for local; no for propagated")
+
+
+def test_two_factors_together_may_tell_them_apart():
+    remedies = [str(i) for i in range(9)]
+    cases = [
+        Case({"mode": m, "remedy": r, "length": n}, (m, r) == ("local", "3"), 1.0)
+        for m in ("local", "propagated") for r in remedies for n in ("8", "16")
+    ]  # fmt: skip
+    claim = Claim("k", "says", "s", "c", "n", "f", cases)
+    assert claim.depends == "the mode and the remedy: yes for local, 3; no for all others"
+
+
+def test_where_no_factor_does_the_cases_are_counted():
+    cases = [
+        Case({"mode": m, "shift": s}, (m, s) == ("local", "1"), 1.0) for m in ("local", "propagated") for s in "12"
+    ]
+    claim = Claim("k", "says", "s", "c", "n", "f", cases)
+    assert claim.depends == "more than one thing; yes, by mode: local 1 of 2, propagated 0 of 2"
+
+
+def test_sequences_that_disagree_decide_nothing():
+    spread = diff(AT).model_copy(update={"row": stat(AT, 0.5)})
+    one = ShiftPairs(**about(), mode="local", pairs=[PairDifference(d1=0, d2=16, difference=spread)])
+    claim = claims(study(one))["not-relative"]
+    assert (claim.verdict, claim.depends) == ("depends", "the sequence")
+    assert "sequences disagree" in claim.numbers
+
+
+def test_one_rounding_is_what_rounding_moves():
+    import jax.numpy as jnp
+    import numpy as np
+
+    mantissas = np.exp2(np.linspace(0, 1, 2**16, endpoint=False))
+    rounded = np.asarray(jnp.asarray(mantissas, jnp.float32).astype(jnp.bfloat16).astype(jnp.float32), np.float64)
+    measured = (np.abs(rounded - mantissas) / mantissas).mean()
+    assert f"{one_rounding(BF16):.2g}" == f"{measured:.2g}"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, "0"), (0.012345, "0.0123"), (1.5e-7, "1.50e-7"), (1234.5, "1,234"), (2e8, "2.00e8"), (1.0, "1")],
+)
+def test_numbers_are_short(value, shown):
+    assert number(value) == shown
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render(whole())
+
+
+def test_every_figure_and_claim_is_there(page):
+    tags = Page(page).tags
+    ids = Counter(attributes["id"] for _, attributes in tags if "id" in attributes)
+    assert max(ids.values()) == 1
+    names = [figure.name for figure in figures_of(whole())]
+    assert len(names) == 16
+    assert {*names, *(f"claim-{key}" for key in TRIED)} <= set(ids)
+    targets = {attributes["href"] for tag, attributes in tags if tag == "a"}
+    assert {target.removeprefix("#") for target in targets} <= set(ids)
+
+
+def test_captions_say_what_of_and_what_shares_can_be(page):
+    for figure in figures_of(whole()):
+        assert re.search(r"\d+ sequences? (of \d+ tokens?|at each length)", figure.caption), figure.name
+    assert page.count(SHARES) >= sum(figure.in_shares for figure in figures_of(whole()))
+
+
+def test_the_page_needs_nothing_but_itself(page):
+    for tag, attributes in Page(page).tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed")
+        assert not {"src", "style", "onclick", "onload"} & set(attributes)
+        for name in ("href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith("#")
+    assert "@import" not in page
+    assert "url(" not in re.sub(r"url\(#", "", page)
+    policy = next(a["content"] or "" for t, a in Page(page).tags if a.get("http-equiv") == "Content-Security-Policy")
+    for text in (STYLE, SCRIPT):
+        assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in policy
+    assert policy.startswith("default-src 'none'")
+
+
+def test_colours_are_the_page_s_own(page):
+    body = page[page.index("<body>") :]
+    assert not re.findall(r'(?:fill|stroke)="#', body)
+    used = set(re.findall(r"var\(--([\w-]+)\)", body))
+    assert used <= set(PALETTE.values())
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w+)", part)) for part in STYLE.split("@media screen and")[:2])
+    assert set(light) == set(dark) >= set(PALETTE.values())
+    assert {colour: light[name] for colour, name in PALETTE.items()} == {colour: colour for colour in PALETTE}
+
+
+def test_text_is_never_markup():
+    results = study(
+        score("control", 0.01, condition="q, k rounded after RoPE", about=EVIL),
+        pairs(0.01, condition=f"bf16 {EVIL}"),
+        title=EVIL,
+        command=EVIL,
+    )
+    evil = render(results)
+    assert "<img" not in evil
+    assert "\x01" not in evil
+    assert evil.count("</script>") == 1
+    assert EVIL.replace("\x01", "�") in "".join(Page(evil).text)
+
+
+@pytest.mark.parametrize("left_out", range(len(whole().records)))
+def test_missing_records_do_not_break_it(left_out):
+    records = whole().records
+    results = study(records[left_out])
+    claims(results)
+    claims(study(*(record for record in records if record is not records[left_out])))
+    figures_of(results)
+
+
+def test_nothing_at_all_is_said_to_be_nothing():
+    empty = render(study())
+    assert empty.count("not measured (in this configuration)") == len(TRIED)
+    assert "The study holds no record." in empty
+
+
+def test_everything_is_written_and_nothing_half(tmp_path):
+    assert report.write_report(whole(), tmp_path) == tmp_path / "report.html"
+    names = {figure.name for figure in figures_of(whole())}
+    assert {path.stem for path in (tmp_path / "figures").iterdir()} == names
+    for path in (tmp_path / "figures").iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+    rows = list(csv.DictReader((tmp_path / "tables/on-alone.csv").open(encoding="utf-8")))
+    assert [row["condition"] for row in rows] == [BF16, FLASH, "on k_rotated", "on probs"]
+    assert float(rows[2]["shift, local"]) == 0.008
+
+
+def test_it_is_rendered_again_from_its_file(tmp_path, capsys):
+    small = study(frequency(0.03, 0.01))
+    write_results(small, tmp_path / "results.json")
+    assert again.main([str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text("utf-8") == render(small)
+    assert again.main([str(tmp_path / "elsewhere")]) == 2
+    assert again.main([]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert "no such file" in errors[0]
+
+
+# -- docs/precision.md -------------------------------------------------------------------------------------------------------
+
+
+def test_the_document_s_numbers_are_replaced(tmp_path):
+    file = tmp_path / "precision.md"
+    file.write_text(f"before\n{BEGIN}\nobsolete\n{END}\nafter\n", encoding="utf-8")
+    refresh(whole(), file)
+    text = file.read_text("utf-8")
+    assert (text.splitlines()[0], text.splitlines()[-1]) == ("before", "after")
+    assert numbers(whole()) in text
+    assert "obsolete" not in text
+    assert "| split q and k | 0.10 |" in text
+
+
+def test_a_document_without_its_marks_is_refused(tmp_path):
+    file = tmp_path / "precision.md"
+    file.write_text("nothing", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"precision\.md"):
+        refresh(whole(), file)
+    assert file.read_text("utf-8") == "nothing"
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found = shutil.which("chromium")
+    if found is None:
+        pytest.skip("chromium is not installed: the page is not tried in a browser")
+    return found
+
+
+PROBE = """<pre id=probe></pre><script>addEventListener("load", () => {
+  const inner = document.querySelector("iframe").contentDocument, root = inner.documentElement;
+  const sort = inner.querySelector(".sorts .n button"); sort.click();
+  const text = [...inner.querySelectorAll("svg text")].map((each) => each.getBoundingClientRect());
+  const width = inner.defaultView.innerWidth;
+  probe.textContent = JSON.stringify([root.scrollWidth <= width, sort.parentElement.ariaSort,
+    text.length > 100, inner.querySelectorAll("svg path").length > 100]);
+})</script>"""
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it_in_its_width_and_sorts(chromium, page, tmp_path, width):
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    frame = f'<iframe src="page.html" width={width} height=900 style="border:0"></iframe>{PROBE}'
+    (tmp_path / "frame.html").write_text(f"<!doctype html><body>{frame}", encoding="utf-8")
+    flags = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+        "--virtual-time-budget=9000",
+    )
+    done = subprocess.run(
+        [chromium, *flags, f"--user-data-dir={tmp_path / 'chromium'}", "--dump-dom", (tmp_path / "frame.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert re.search(r'<pre id="probe">\[true,"descending",true,true\]', done.stdout), done.stdout[-300:]
