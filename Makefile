@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup train test check format clean
+.PHONY: help setup train test gate check format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,6 +15,10 @@ train: setup  ## extend SmolLM2-135M on real documents with AnchorAttention (con
 test: setup  ## run every test (those marked gpu are skipped, and say so, where there is no CUDA device)
 	@echo "==> running every test"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+gate: setup  ## judge the trainer against the oracle, then let the gate catch every known bug (configs/parity/ci.yaml)
+	@echo "==> running the gate against the zoo"
+	@$(BIN)/parity zoo configs/parity/ci.yaml
 
 check: setup  ## ruff (format and lint) and pyright on the public surface
 	@echo "==> ruff"

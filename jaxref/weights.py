@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxref.decoder_config import DecoderConfig
@@ -77,8 +77,8 @@ def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
     ValueError for a config that is not implemented or weights that do not fit it.
     """
     folder = Path(folder)
-    config = DecoderConfig.from_hf(_read_json(folder / "config.json"))
-    files = {name: safe_open(path, framework="numpy") for name, path in _locations(folder).items()}
+    config = DecoderConfig.from_hf(read_json(folder / "config.json"))
+    files = {name: _opened(path) for name, path in _locations(folder).items()}
     # Old Llama checkpoints also store this constant, which follows from the config.
     files = {name: file for name, file in files.items() if not name.endswith("rotary_emb.inv_freq")}
     slices = {name: file.get_slice(name) for name, file in files.items()}
@@ -140,16 +140,24 @@ def _locations(folder: Path) -> dict[str, Path]:
     if not index.exists():
         if not single.is_file():
             raise FileNotFoundError(f"{single}: not found, nor {index.name} beside it")
-        with safe_open(single, framework="numpy") as file:
+        with _opened(single) as file:
             return dict.fromkeys(file.keys(), single)
-    locations = {name: folder / file for name, file in _read_json(index)["weight_map"].items()}
+    locations = {name: folder / file for name, file in read_json(index)["weight_map"].items()}
     for path in sorted(set(locations.values())):
         if not path.is_file():
             raise FileNotFoundError(f"{path}: not found, but {index.name} names it")
     return locations
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not safetensors, or damaged ({error})") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises FileNotFoundError, or ValueError naming the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found")
     try:

@@ -68,6 +68,8 @@ def run(
     with _mistakes_in_one_line():
         if config is None:
             _refuse_options(given & {"case"}, "needs a configuration")
+            if against is None:
+                _refuse_options(given & {"against_dtype"}, "needs --against")
             gate = _quick_gate(
                 model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
                 position_offset=position_offset, seed=seed, stages=stages,
@@ -229,9 +231,12 @@ def _quick_gate(
     if against is not None:
         from parity_tests.gate.weights import check_same_weights
 
-        check_same_weights(model, against)
+        check_same_weights(model, against, dtype)
         specs += [spec(against, against_dtype)]
-    return GateConfig(title=model if against is None else f"{model} against {against}", cases=specs)
+    try:
+        return GateConfig(title=model if against is None else f"{model} against {against}", cases=specs)
+    except ValidationError as error:
+        raise UserError(explain(error)) from None
 
 
 def _run(gate: Any, out: Path | None, case: str | None) -> Any:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -231,6 +232,10 @@ def test_a_gradient_that_leaks_is_found_without_a_leak_in_the_output():
 # -- functions that break down -----------------------------------------------------------------------------------------------
 
 
+def leaves(q, k, v, document_ids, scale):
+    sys.exit(0)
+
+
 def raises_on_padding(q, k, v, document_ids, scale):
     if (document_ids < 0).any():
         raise IndexError("index -1 is\nout of range")
@@ -259,6 +264,7 @@ def no_graph(q, k, v, document_ids, scale):
 
 
 BROKEN = {
+    "leaves": (leaves, "raises SystemExit: 0"),
     "raises": (raises_on_padding, "On layout 'padded_end' (padded_end-h4k2d16-float32) it raises IndexError: index -1 is out of range"),
     "q in place": (scales_in_place, "it changes its input q in place"),
     "ids in place": (writes_its_ids, "it changes its input document_ids in place"),

@@ -1,15 +1,18 @@
 """The command `parity`: its verdicts are its exit codes, its mistakes are one line."""
 
 import json
+import shutil
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from parity_tests import cli
 from parity_tests.gate.case import oracle_side
 from parity_tests.gate.spec import CaseSpec
+from parity_tests.report.schema import read_report
 from parity_tests.zoo.patch import positions
 from torchtrain.tests.data_fixtures import word_tokenizer
 
@@ -123,6 +126,41 @@ def test_an_export_that_lost_its_theta_is_another_computation(checkpoints):
     assert result.exit_code == 1
     assert "DIFFERENT: layer 0, q after RoPE: " in result.stdout
     assert "theta is off by a factor of 50" in result.stdout
+
+
+def test_what_cannot_be_held_against_each_other_is_refused(checkpoints):
+    folders = ["--model", str(checkpoints / "half"), "--against", str(checkpoints / "original")]
+    finer = runner.invoke(cli.app, ["run", "--tokens", "48", "--dtype", "float32", *folders])
+    assert finer.exit_code == 2
+    assert "--dtype float32: finer than the bfloat16 in which weights are stored; choose bfloat16" in finer.stderr
+    itself = runner.invoke(cli.app, [*QUICK, "--against-dtype", "bfloat16", *folders[:3], str(checkpoints / "half")])
+    assert itself.exit_code == 2
+    assert "is asked for twice" in itself.stderr
+    assert "pydantic" not in itself.stderr
+    alone = runner.invoke(cli.app, [*QUICK, *folders[:2], "--against-dtype", "float32"])
+    assert alone.exit_code == 2
+    assert "--against-dtype: needs --against" in alone.stderr
+
+
+def test_a_checkpoint_that_was_written_anew_is_judged_anew(checkpoints, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints / "original", folder)
+    arguments = ["run", "--model", str(folder), "--dtype", "float32", "--tokens", "48", "--out", str(tmp_path / "out")]
+    report = tmp_path / "out" / "report.json"
+    assert runner.invoke(cli.app, arguments).exit_code == 0
+    before = read_report(report).cases
+    assert runner.invoke(cli.app, arguments).exit_code == 0
+    assert read_report(report).cases == before, "the kept case was not taken"
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert runner.invoke(cli.app, arguments).exit_code == 0
+    after = read_report(report).cases
+    assert [m.error for m in after[0].measures] != [m.error for m in before[0].measures]
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    damaged = runner.invoke(cli.app, arguments)
+    assert damaged.exit_code == 2
+    assert f"{folder / 'model.safetensors'}: not safetensors, or damaged" in damaged.stderr
 
 
 def test_other_weights_are_refused_by_name(checkpoints):

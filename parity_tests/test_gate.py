@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import torchtrain
 from parity_tests import cli
 from parity_tests.gate import candidate, run
+from parity_tests.gate import case as case_module
 from parity_tests.gate.case import candidate_side, judge_case, oracle_side, run_case, why_not_here
 from parity_tests.gate.material import SIZES, TRAIN, decoder_config, rows, tiny_weights
 from parity_tests.gate.run import ROOT, run_gate
@@ -324,6 +325,31 @@ def test_a_kept_case_of_other_sources_is_not_taken(tmp_path):
         with patch.object(run, "_fingerprint", lambda: "other"):
             run_gate(gate(SPEC), tmp_path)
     assert taken == [SPEC]
+
+
+def test_what_could_not_be_judged_is_tried_again(tmp_path):
+    failed = run_case(SPEC).model_copy(update={"problem": "the candidate raises MemoryError"})
+    with patch.object(run, "run_case", lambda spec: failed):
+        assert not run_gate(gate(SPEC), tmp_path).passed
+    assert run_gate(gate(SPEC), tmp_path).passed
+
+
+@pytest.mark.parametrize("lost", ["layers.0.k_rope", "layers.0.v", "layers.0.k"])
+def test_a_divergence_is_told_where_the_arrays_before_it_are_missing(lost):
+    candidate, oracle = dict(candidate_side(SPEC)), oracle_side(SPEC)
+    for tap in ("q_rope", "attn"):
+        candidate[f"layers.0.{tap}"] = 2 * candidate[f"layers.0.{tap}"]
+    for changed in ({name: x for name, x in candidate.items() if name != lost}, candidate | {lost: np.zeros((1, 2))}):
+        case = judge_case(SPEC, changed, oracle)
+        assert lost in str(case.problem)
+        assert case.first_divergence is not None
+
+
+def test_a_candidate_that_leaves_the_process_is_no_pass():
+    with patch.object(case_module, "candidate_side", side_effect=SystemExit(0)):
+        case = run_case(SPEC)
+    assert case.problem == "the candidate raises SystemExit: 0"
+    assert not case.passed
 
 
 def test_one_case_of_a_gate():

@@ -227,7 +227,7 @@ class Candidate:
             return action()
         except Unusable:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = " ".join(str(error).split())
             raise Unusable(f"{when}raises {type(error).__name__}: {text[:300] or '(no message)'}") from error
 

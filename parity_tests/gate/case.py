@@ -19,6 +19,7 @@ from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.words import describe
 from parity_tests.report.schema import Case, Divergence, Group, Measure, Profile
 from parity_tests.tolerance import judge
+from torchtrain.errors import UserError
 
 __all__ = ["OracleArrays", "candidate_side", "judge_case", "oracle_side", "run_case", "why_not_here"]
 
@@ -38,7 +39,9 @@ def run_case(spec: CaseSpec) -> Case:
     oracle = oracle_side(spec)
     try:
         candidate = candidate_side(spec)
-    except Exception as error:
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
         case = empty_case(spec).model_copy(update={"problem": f"the candidate raises {text}"})
     else:
@@ -118,7 +121,7 @@ def _with_biases(arrays: Mapping[str, np.ndarray]) -> Arrays:
         bias = arrays.get(f"{stem}.bias") if name.startswith("gradients.") else None
         if bias is None:
             joined[name] = array
-        elif kind == "weight":
+        elif kind == "weight" and len(bias) == len(array):
             joined[f"{name}+bias"] = np.concatenate([array, bias[:, None]], axis=1)
     return joined
 

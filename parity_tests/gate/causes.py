@@ -58,6 +58,11 @@ def _explains(measure: Measure, array: np.ndarray, mistake: np.ndarray) -> bool:
     return bool(np.sqrt(np.mean(np.square(array - mistake))) <= measure.allowance)
 
 
+def _as_in_truth(candidate: Arrays, oracle: OracleArrays, *names: str) -> bool:
+    """Whether the candidate has these arrays at all, in the shape of the truth."""
+    return all(name in candidate and candidate[name].shape == oracle.truth[name].shape for name in names)
+
+
 def _scaled(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:
     if not array.any():
         return "it is all zeros"
@@ -79,7 +84,10 @@ def _labels(array: np.ndarray, truth: np.ndarray) -> str | None:
 
 def _rotation(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
     stem = measure.name.removesuffix("_rope")
-    x_BTHD = np.asarray(candidate.get(f"{stem}_norm", candidate[stem]), np.float64)
+    source = f"{stem}_norm" if f"{stem}_norm" in oracle.truth else stem
+    if not _as_in_truth(candidate, oracle, source):
+        return None
+    x_BTHD = np.asarray(candidate[source], np.float64)
     array, truth = candidate[measure.name], oracle.truth[measure.name]
     positions, documents = oracle.exact["inputs.position_ids"], oracle.exact["inputs.document_ids"]
     rope = decoder_config(spec.model_copy(update={"model": spec.against or spec.model})).rope  # the truth's
@@ -191,6 +199,8 @@ def _attention(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: Orac
         return None
     stem = measure.name.removesuffix(".attn")
     names = (f"{stem}.q_rope", f"{stem}.k_rope", f"{stem}.v")
+    if not _as_in_truth(candidate, oracle, *names):
+        return None
     q, k, v = (np.asarray(candidate[name], np.float64).swapaxes(1, 2) for name in names)
     documents = oracle.exact["inputs.document_ids"]
     H, K, D = q.shape[1], k.shape[1], q.shape[3]

@@ -6,7 +6,6 @@ Legend: T tokens of a row.
 
 import dataclasses
 import inspect
-import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from jaxref.decoder_config import DecoderConfig
-from jaxref.weights import parameter_shapes
+from jaxref.weights import parameter_shapes, read_json
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.models import FAMILIES
 from torchtrain.config import TrainConfig
 from torchtrain.errors import UserError
-from torchtrain.modeling.load import resolve_source
+from torchtrain.modeling.load import open_tokenizer, resolve_source
 
 TINY = (*FAMILIES, "tied")
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
@@ -98,9 +97,7 @@ def rows(spec: CaseSpec) -> tuple[Row, ...]:
 def _tokens(spec: CaseSpec, count: int, random: np.random.Generator) -> np.ndarray:
     if spec.model in TINY:
         return random.integers(0, SIZES["vocab_size"], count)
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(source(spec.against or spec.model))
+    tokenizer = open_tokenizer(source(spec.against or spec.model))
     ids = np.asarray(tokenizer(inspect.getsource(textwrap), add_special_tokens=False).input_ids)
     return np.roll(np.resize(ids, max(count, len(ids))), -spec.seed)[:count]
 
@@ -172,8 +169,7 @@ def decoder_config(spec: CaseSpec) -> DecoderConfig:
     if spec.model in TINY:
         config = DecoderConfig.from_hf(tiny_config(spec.model).to_dict())
     else:
-        text = (Path(source(spec.model)) / "config.json").read_text(encoding="utf-8")
-        config = DecoderConfig.from_hf(json.loads(text))
+        config = DecoderConfig.from_hf(read_json(Path(source(spec.model)) / "config.json"))
     if spec.rope == "keep":
         return config
     settings = rope_settings(spec.rope, config.head_dim // 2)

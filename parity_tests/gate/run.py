@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from parity_tests.gate.case import run_case
-from parity_tests.gate.material import TINY
+from parity_tests.gate.material import TINY, source
 from parity_tests.gate.oracle import forget
 from parity_tests.gate.spec import CaseSpec, GateConfig, expand
 from parity_tests.report.html import render
@@ -111,15 +111,28 @@ def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:
     if out is None:
         return run_case(spec)
     path = out / "cases" / f"{spec.id}.json"
-    key = hashlib.sha256(f"{spec.model_dump_json()} {_fingerprint()}".encode()).hexdigest()
+    models = [_fingerprint_of_model(model) for model in (spec.model, spec.against) if model not in (None, *TINY)]
+    key = hashlib.sha256(f"{spec.model_dump_json()} {_fingerprint()} {models}".encode()).hexdigest()
     try:
         kept = _Kept.model_validate_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValidationError, UnicodeDecodeError):
         kept = None
     if kept is None or kept.key != key:
         kept = _Kept(key=key, case=run_case(spec))
-        _write(path, kept.model_dump_json())
+        # What could not be judged may be, the next time: memory was short, a GPU was busy.
+        if kept.case.problem is None and kept.case.skipped is None:
+            _write(path, kept.model_dump_json())
     return kept.case
+
+
+def _fingerprint_of_model(model: str) -> str:
+    """Of every file that a model is read from: a checkpoint is written anew under the same name."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(source(model)).glob("*")):
+        if file.suffix in (".json", ".safetensors"):
+            with file.open("rb") as stream:
+                digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}".encode())
+    return digest.hexdigest()
 
 
 @cache

@@ -11,6 +11,7 @@ Every value of an entry may be a list: the entry is the product of its lists. Wh
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -75,12 +76,10 @@ class CaseSpec(_Strict):
     @property
     def command(self) -> str:
         """What to type to run this case alone."""
-        against = f" --against {self.against}" if self.against else ""
-        return (
-            f"parity run --model {self.model}{against} --variant {self.variant} --rope {self.rope} --engine {self.engine} "
-            f"--dtype {self.dtype} --tokens {self.tokens} --position-offset {self.position_offset} --seed {self.seed} "
-            f"--stages {','.join(self.stages)}"
-        )
+        names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
+        given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
+        options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+        return shlex.join(["parity", "run", *options, "--stages", ",".join(self.stages)])
 
 
 class Entry(_Strict):

@@ -13,11 +13,17 @@ SHOWN = 3
 _COARSEST = ("float16", "bfloat16", "float32", "float64")
 
 
-def check_same_weights(model: str, against: str) -> None:
-    """Check that each tensor of the one is the other's, rounded to the coarser of the two dtypes.
+def check_same_weights(model: str, against: str, dtype: str) -> None:
+    """Check that each tensor of the one is the other's, rounded to the coarser of the two dtypes, and fit to be judged.
+
+    Args:
+        model, against: folders or ids.
+        dtype: in which `model` is to run.
 
     Raises:
-        UserError: naming the tensors that differ; or a tiny model, whose weights are drawn, not stored.
+        UserError: naming the tensors that differ; a dtype finer than what either stores, so that the same weights would
+            differ by their storing; float16 beside bfloat16, neither of which holds the other; or a tiny model, whose
+            weights are drawn, not stored.
     """
     for name in (model, against):
         if name in TINY:
@@ -26,6 +32,15 @@ def check_same_weights(model: str, against: str) -> None:
     for one, other, where in ((arrays_x, arrays_y, against), (arrays_y, arrays_x, model)):
         if missing := sorted(set(one) - set(other)):
             raise UserError(f"--against {against}: {_some(missing)} not in {where}; these are two models")
+    stored = {str(x.dtype) for arrays in (arrays_x, arrays_y) for x in arrays.values()}
+    if stored >= {"float16", "bfloat16"}:
+        raise UserError(
+            f"--against {against}: one stores float16 and the other bfloat16; neither holds the other's weights, so they cannot "
+            "be compared; give the weights that both were rounded from"
+        )
+    coarsest = min(stored, key=_COARSEST.index)
+    if _COARSEST.index(dtype) > _COARSEST.index(coarsest):
+        raise UserError(f"--dtype {dtype}: finer than the {coarsest} in which weights are stored; choose {coarsest}")
     different = [name for name in arrays_x if not _same(arrays_x[name], arrays_y[name])]
     if different:
         raise UserError(

@@ -149,7 +149,7 @@ def try_bug(bug: Bug, specs: Iterable[CaseSpec], clean: dict[CaseSpec, str | Non
             continue
         try:
             case = _judge_with(bug, spec, oracle)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             broken = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return Kill(bug, None, tried, True, time.perf_counter() - started, broken)
         tried += 1
