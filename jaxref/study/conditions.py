@@ -18,6 +18,10 @@ class Condition:
     site: str | None = None  # the site that it switches
 
 
+# Sites that round the same number again: a sum, the rotated vector that it is, its copies; and so on. (`scaled` is `qk` times
+# a power of two where head_dim is a power of four, and rounds nothing new then.)
+IN_A_ROW = (("rope_sum", "q_rotated", "k_rotated", "kv_heads"), ("qk", "scaled"), ("pv", "attn_out"))
+
 EXACT = Condition("exact", preset("exact"), about="float64, nothing rounded")
 
 
@@ -82,6 +86,19 @@ def off_alone(base: str) -> list[Condition]:
             without = without.replace(carrier="float64")
         about = f"{base} without rounding {site}" + (" (in a float64 carrier)" if form == "fp32" else "")
         found.append(Condition(f"{base} - {site}", without, about=about, base=base, site=site))
+    return found
+
+
+def off_together(base: str) -> list[Condition]:
+    """A preset without sites that round the same number in a row: left out one at a time, the others undo it."""
+    rounding = preset(base)
+    found = []
+    for sites in IN_A_ROW:
+        rounded = [site for site in sites if getattr(rounding, site) is not None]
+        if len(rounded) > 1:
+            name = ", ".join(rounded)
+            about = f"{base} without rounding {name}"
+            found.append(Condition(f"{base} - {name}", rounding.without(*rounded), about=about, base=base, site=name))
     return found
 
 

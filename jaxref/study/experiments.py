@@ -1,16 +1,15 @@
 """The experiments over shifts, lengths, positions and rotary pairs: the cells they ask for, the records that become of them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from jaxref.study import schema
 from jaxref.study.cells import Cell, CellResult, Job, RunsOf, per_sequence
-from jaxref.study.conditions import EXACT, condition
+from jaxref.study.conditions import EXACT, Condition, condition
 from jaxref.study.engine import Pair
 from jaxref.study.measures import columns, difference
-from jaxref.study.methods import Method
+from jaxref.study.methods import ROPE_SITES, Method
 from jaxref.study.schema import Difference
 from jaxref.study.scores import score_jobs
 from jaxref.study.spec import (
@@ -177,13 +176,10 @@ def _frequency(name: str, section: FrequencyConfig, wavelengths: Sequence[float]
     groups = [(first, behind - 1) for first, behind in pairwise(edges)]
     for base in section.conditions:
         chosen = condition(base)
+        # Of the base, RoPE's roundings and nothing else: what the rest of the model rounds would hide a group's share.
+        rope_alone = chosen.rounding.only(*ROPE_SITES).replace(carrier="float64", normalise="before_pv")
         alone = [
-            replace(
-                chosen,
-                name=f"{base}, pairs {first}-{last}",
-                method=Method(pairs=(first, last)),
-                rounding=chosen.rounding.without("kv_heads"),
-            )
+            Condition(f"{base}, pairs {first}-{last}", rope_alone, Method(pairs=(first, last)), base=base)
             for first, last in groups
         ]
         streams = (RunsOf(EXACT, (section.d1,)), *(RunsOf(one, (section.d1, section.d2)) for one in alone))

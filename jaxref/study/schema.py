@@ -154,7 +154,10 @@ class Score(Record):
     kind: Literal["score"] = "score"
     group: Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
     base: str | None = Field(description="preset the condition starts from; None of those that stand for themselves")
-    site: str | None = Field(description="of on_alone and off_alone: the site of `Rounding`")
+    site: str | None = Field(
+        description="of on_alone and off_alone: the site of `Rounding`; `qk, scaled` are sites left out together, because "
+        "each alone rounds what the other has rounded"
+    )
     text: str = Field(description="where the BOS is: first, none, middle")
     mask: str = Field(description="full, intra, intra_reset, anchor, anchor_reset")
     about: str = Field(description="the condition in words")
@@ -187,7 +190,7 @@ class OwnError(Record):
 
 
 class PairGroup(_Part):
-    """Rotary pairs [first, last], rounded alone: every other pair is rotated without a rounding."""
+    """Rotary pairs [first, last], with RoPE's roundings of the condition; every other pair and all else is float64."""
 
     first: int
     last: int

@@ -10,7 +10,16 @@ from typing import Any
 
 from jaxref.study import schema
 from jaxref.study.cells import Cell, CellResult, Job, RunsOf, per_sequence
-from jaxref.study.conditions import EXACT, Condition, before_and_after, condition, off_alone, on_alone, remedies
+from jaxref.study.conditions import (
+    EXACT,
+    Condition,
+    before_and_after,
+    condition,
+    off_alone,
+    off_together,
+    on_alone,
+    remedies,
+)
 from jaxref.study.engine import Pair
 from jaxref.study.measures import difference, divergence
 from jaxref.study.methods import Method
@@ -71,7 +80,7 @@ def _factorial(section: FactorialConfig) -> Iterator[Asked]:
         yield Asked("on_alone", one)
     for base in section.off_from:
         yield Asked("baseline", replace(condition(base), base=base))
-        for one in off_alone(base):
+        for one in (*off_alone(base), *off_together(base)):
             yield Asked("off_alone", one)
 
 

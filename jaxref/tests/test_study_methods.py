@@ -11,7 +11,7 @@ from jaxref.attention import attention
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
 from jaxref.rounding import SITES, Rounding, preset
 from jaxref.study import conditions, pieces
-from jaxref.study.conditions import EXACT, Condition, off_alone, on_alone, remedies
+from jaxref.study.conditions import EXACT, Condition, before_and_after, off_alone, off_together, on_alone, remedies
 from jaxref.study.engine import Pair, Row, Stream, column_logits, compare
 from jaxref.study.measures import sample
 from jaxref.study.methods import AS_THE_ORACLE, Method, phases_C, rotated, tables, two_terms, with_sink
@@ -155,6 +155,33 @@ def test_every_site_is_switched_on_and_off_alone():
             assert getattr(one.rounding, one.site) is None
 
 
+def test_sites_in_a_row_are_left_out_together():
+    names = {one.site for one in off_together("hf_eager_bf16")}
+    assert names == {"rope_sum, q_rotated, k_rotated, kv_heads", "qk, scaled", "pv, attn_out"}
+    for one in off_together("flash_bf16"):
+        sites = str(one.site).split(", ")
+        assert one.rounding == preset("flash_bf16").without(*sites)
+
+
+def test_what_claims_not_to_round_after_the_rotation_does_not():
+    """Copies of k for each query head are rounded too (`kv_heads`): left in, they would undo the remedy behind its back."""
+    decoder, shifted = tiny("llama"), np.arange(TOKENS) + np.array([[0], [16]])
+    for base in ("hf_eager_bf16", "flash_bf16"):
+        *_, before = before_and_after(base)
+        kept = [one for one in remedies(base) if "split" in one.name or "fp32 q and k" in one.name]
+        assert len(kept) == 2
+        for one in (before, *kept):
+            assert one.method.split or {one.rounding.q_rotated, one.rounding.k_rotated} <= {None, "fp32"}
+            assert one.rounding.kv_heads in (None, "fp32")
+        # In a float64 carrier the logits at both shifts are the same but for 1e-16, and so is what they are rounded to.
+        found = {}
+        for one in (before, Condition(base, preset(base))):
+            carried = Condition(one.name, one.rounding.replace(carrier="float64"), one.method)
+            sums, _ = compare(decoder, Row(IDS, FULL), [Stream(carried, shifted)], [Pair((0, 0), (0, 1), "local")])
+            found[one.name] = sample(sums[0], FULL).d
+        assert found[before.name] < 2.0**-40 * found[base]
+
+
 def test_the_compiled_pieces_know_every_site():
     """Each piece is compiled for the sites that act in it; one in no piece would be ignored without a word."""
     of_tables = {"inv_freq", "angle", "table"}
@@ -164,7 +191,13 @@ def test_the_compiled_pieces_know_every_site():
 
 def test_names_are_unique_and_every_remedy_is_a_change():
     for base in ("hf_eager_bf16", "flash_bf16"):
-        every = [*conditions.CONDITIONS.values(), *on_alone("bf16"), *off_alone(base), *remedies(base)]
+        every = [
+            *conditions.CONDITIONS.values(),
+            *on_alone("bf16"),
+            *off_alone(base),
+            *off_together(base),
+            *remedies(base),
+        ]
         assert len({one.name for one in every}) == len(every)
         for one in remedies(base):
             assert (one.rounding, one.method) != (preset(base), AS_THE_ORACLE)

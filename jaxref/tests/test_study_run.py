@@ -203,7 +203,7 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     few = [*given, *(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]"]
     code, printed, log = jaxref(*few, "--out", str(out))
-    assert (code, printed) == (0, f"2 records in {out / 'results.json'}\n")
+    assert (code, printed) == (0, f"2 records in {out / 'results.json'}\nreport: {out / 'report.html'}\n")
     assert log.count("\n") == 4  # a line for each cell
 
     model, text = given
