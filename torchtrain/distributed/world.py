@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.config import Config
-from torchtrain.distributed.heartbeat import heartbeat
 from torchtrain.errors import OtherRankFailed, RankLost, UserError
 
 
@@ -130,8 +129,7 @@ def join(config: Config) -> Iterator[World]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = World(rank, size, config.distributed.sequence_parallel, device)
     try:
-        with heartbeat(rank, size):
-            yield world
+        yield world
     except RuntimeError as error:
         if not _is_lost(error):
             raise
