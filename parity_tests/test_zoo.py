@@ -62,9 +62,12 @@ def untouched() -> str:
     return fingerprint(candidate_side(WHOLE))
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", QUICK)
 def test_a_bug_leaves_no_trace(name, untouched):
-    """The model is built, run, trained and stepped inside the bug, and comes out bit for bit the same after it."""
+    """The model is built, run, trained and stepped inside the bug, and comes out bit for bit the same after it.
+
+    `parity zoo` asks the same of every bug.
+    """
     with BUGS[name].apply():
         candidate_side(WHOLE)
     assert fingerprint(candidate_side(WHOLE)) == untouched
@@ -117,9 +120,9 @@ def test_a_bug_that_is_not_undone_is_told(clean):
     assert not kill.reversible
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_false_alarm(seed):
-    """The correct code passes whatever the weights and tokens. docs/zoo.md has the whole CI gate on these seeds."""
+    """The correct code passes whatever the weights and tokens. docs/zoo.md has the whole CI gate on twenty seeds."""
     for dtype in ("float32", "bfloat16"):
         spec = FORWARD.model_copy(update={"seed": seed, "dtype": dtype, "stages": ("forward", "loss", "gradients")})
         case = judge_case(spec, candidate_side(spec), oracle_side(spec))
