@@ -54,20 +54,27 @@ def attention(
     k_BTKGD, v_BTKGD = (
         rounding.round("kv_heads", jnp.broadcast_to(x[:, :, :, None], q_BTKGD.shape)) for x in (k_BTKD, v_BTKD)
     )
-    algorithm = _flash if rounding.normalise == "after_pv" else _eager
 
     def attend(q_BQKGD: jax.Array, document_BQ: jax.Array, index_Q: jax.Array) -> tuple[jax.Array, jax.Array]:
         index_T = jnp.arange(T)
         mask_BQT = rule(
             document_BQ[:, :, None], document_BT[:, None, :], index_Q[None, :, None], index_T[None, None, :]
         )
-        return algorithm(q_BQKGD, k_BTKGD, v_BTKGD, mask_BQT[:, None, None], rounding, factor)
+        return attend_under(mask_BQT[:, None, None], q_BQKGD, k_BTKGD, v_BTKGD, rounding, factor)
 
     if block is None:
         out_BKGTD, lse_BKGT = attend(q_BTKGD, document_BT, jnp.arange(T))
     else:
         out_BKGTD, lse_BKGT = _by_blocks(attend, q_BTKGD, document_BT, block)
     return out_BKGTD.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D), lse_BKGT.reshape(B, H, T)
+
+
+def attend_under(
+    mask: jax.Array, q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, rounding: Rounding, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Attention under any bool `mask` that broadcasts to [B, K, G, Q, T], as `rounding.normalise` orders it: out [B, K, G, Q, D] and its log-sum-exp."""
+    algorithm = _flash if rounding.normalise == "after_pv" else _eager
+    return algorithm(q_BQKGD, k_BTKGD, v_BTKGD, mask, rounding, scale)
 
 
 def _by_blocks(

@@ -53,7 +53,7 @@ def mask(
     """
     from jaxref.mask import VARIANTS, draw, layout, live_pairs
 
-    lengths = _lengths(documents)
+    lengths = _whole_numbers("documents", documents)
     variant, tagged = _without_tag(variant)
     if tag is None:
         tag = 2 if tagged else 0
@@ -215,11 +215,57 @@ def study(
     print(f"report: {write_report(found, out)}")
 
 
-def _lengths(documents: str) -> list[int]:
+@app.command()
+def ring(
+    model: Annotated[
+        str, typer.Option(help="smollm2, a folder with config.json and safetensors, or a hub id")
+    ] = "smollm2",
+    tokens: Annotated[int, typer.Option(min=2, help="of the row, one document")] = 1024,
+    ranks: Annotated[str, typer.Option(metavar="N,N,...", help="sizes of the ring; 1 is one process")] = "1,2,4,8",
+    rounding: Annotated[str, typer.Option(help="the preset whose roundings everything has")] = "flash_bf16",
+    text: Annotated[str, typer.Option(help="demo, or a .jsonl, .txt or .parquet file or a folder of them")] = "demo",
+    seed: Annotated[int, typer.Option(help="of the choice of the document")] = 0,
+) -> None:
+    """Show how far zigzag ring attention moves a model's logits from those of one process, in emulation.
+
+    Each rank's output over each part of the keys is rounded before it is merged with the others'. Ulysses has no such rounding: its
+    logits are one process's own. Memory and time are those of attention T x T.
+
+    Example: jaxref ring --tokens 1024 --ranks 1,2,4,8
+    """
+    from jaxref.ring import moved
+    from jaxref.rounding import preset
+    from jaxref.study.models import load_pretrained
+    from jaxref.study.spec import ModelConfig, TextConfig
+    from jaxref.study.text import read_pool, row
+
+    sizes, chosen = _whole_numbers("ranks", ranks), preset(rounding)
+    for size in sizes:
+        if size < 1 or tokens % (2 * size):
+            raise ValueError(f"ranks: {size}; {tokens} tokens must divide into twice as many parts, so give others")
+    pretrained = load_pretrained(ModelConfig(source=model))
+    pool = read_pool(TextConfig(source=text), pretrained.tokenizer, 1, tokens, seed)
+    ids_T = row(pool, 0, tokens, pretrained.bos, "none" if pretrained.bos is None else "first").ids
+    table = Table(title=f"{model}, {tokens:,} tokens ({pool.names[0]}), {rounding}: logits of a zigzag ring")
+    for title in (
+        "ranks",
+        "largest\ndifference",
+        "mean\ndifference",
+        "argmax\ndiffers",
+        "error against\nfloat64 (RMS)",
+    ):
+        table.add_column(title, justify="right")
+    for line in moved(pretrained.decoder, ids_T, sizes, chosen):
+        numbers = (f"{line.largest:.4g}", f"{line.mean:.4g}", f"{line.argmax_differs:.2%}", f"{line.error:.4g}")
+        table.add_row(str(line.ranks), *numbers)
+    Console().print(table)
+
+
+def _whole_numbers(option: str, given: str) -> list[int]:
     try:
-        return [int(length) for length in documents.split(",")]
+        return [int(number) for number in given.split(",")]
     except ValueError:
-        raise ValueError(f"documents: {documents!r}; give whole numbers between commas, for example 3,5,2") from None
+        raise ValueError(f"{option}: {given!r}; give whole numbers between commas, for example 3,5,2") from None
 
 
 def _without_tag(variant: str) -> tuple[str, bool]:
