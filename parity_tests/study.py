@@ -1,6 +1,7 @@
 """The precision study with attention taken from a torch model, so that real kernels are studied and not their emulation.
 
     python -m parity_tests.study configs/study/demo.yaml --implementation eager --out runs/study-torch
+    python -m jaxref.study.report runs/study --beside runs/study-torch      # both on one page
 
 Only `propagated` can be had from a whole model, so of a study's sections `shift_pairs` is run, for its pretrained model. With
 `eager` the attention is what transformers returns. Any other implementation does not return it: there it is made in float64
@@ -35,6 +36,7 @@ from jaxref.study import schema
 from jaxref.study.measures import Sums, columns, difference, sample, stat, weights
 from jaxref.study.models import load_pretrained
 from jaxref.study.pieces import probabilities
+from jaxref.study.report import write_report
 from jaxref.study.run import claim, describe, environment, write_config
 from jaxref.study.spec import ShiftPairsConfig, StudyConfig, load_study
 from jaxref.study.text import RowArrays, read_pool, row
@@ -280,6 +282,7 @@ def main(
         print("study: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
     print(f"{len(found.records)} records in {out / 'results.json'}")
+    print(f"report: {write_report(found, out)}")
 
 
 if __name__ == "__main__":

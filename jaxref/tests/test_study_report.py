@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from jaxref.study import report
 from jaxref.study.report import __main__ as again
@@ -480,13 +481,29 @@ def test_everything_is_written_and_nothing_half(tmp_path):
 def test_it_is_rendered_again_from_its_file(tmp_path, capsys):
     small = study(frequency(0.03, 0.01))
     write_results(small, tmp_path / "results.json")
-    assert again.main([str(tmp_path)]) == 0
+    run = CliRunner().invoke
+    assert run(again.app, [str(tmp_path)]).exit_code == 0
     assert (tmp_path / "report.html").read_text("utf-8") == render(small)
-    assert again.main([str(tmp_path / "elsewhere")]) == 2
-    assert again.main([]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2
-    assert "no such file" in errors[0]
+    elsewhere = run(again.app, [str(tmp_path / "elsewhere")])
+    assert (elsewhere.exit_code, "no such file" in elsewhere.stderr) == (2, True)
+    assert len(elsewhere.stderr.splitlines()) == 1
+
+
+def test_studies_of_the_same_model_and_text_are_shown_together(tmp_path):
+    own, torchs = study(frequency(0.03, 0.01)), study(pairs(0.01, attention_from="torch eager"))
+    other_model = torchs.model_copy(update={"model": torchs.model.model_copy(update={"sha256": "other"})})
+    other_text = torchs.model_copy(update={"text": torchs.text.model_copy(update={"documents": ["another"]})})
+    for name, one in (("own", own), ("torch", torchs), ("model", other_model), ("text", other_text)):
+        (tmp_path / name).mkdir()
+        write_results(one, tmp_path / name / "results.json")
+    run = CliRunner().invoke
+    assert run(again.app, [str(tmp_path / "own"), "--beside", str(tmp_path / "torch")]).exit_code == 0
+    both = study(frequency(0.03, 0.01), pairs(0.01, attention_from="torch eager"))
+    assert (tmp_path / "own" / "report.html").read_text("utf-8") == render(both)
+    for name in ("model", "text"):
+        refused = run(again.app, [str(tmp_path / "own"), "--beside", str(tmp_path / name)])
+        assert refused.exit_code == 2
+        assert f"is of another {name}; give a study of the same" in refused.stderr
 
 
 # -- docs/precision.md -------------------------------------------------------------------------------------------------------

@@ -1,34 +1,61 @@
-"""Render a finished study again from its results.json: `python -m jaxref.study.report runs/study`.
-
-With `--document docs/precision.md` the tables and figures of that document are made from it as well.
-"""
+"""Render a finished study again from its results.json: `python -m jaxref.study.report runs/study`."""
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from jaxref.study.report import write_report
 from jaxref.study.report.docs import refresh
-from jaxref.study.schema import read_results
+from jaxref.study.schema import Results, read_results
 
-USAGE = "usage: python -m jaxref.study.report FOLDER [--document FILE]: give the one folder that holds results.json"
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def main(arguments: list[str]) -> int:
-    """Render the study in the folder given. Returns the exit code: 2 for a user's mistake."""
-    if len(arguments) not in (1, 3) or arguments[1:2] not in ([], ["--document"]):
-        print(USAGE, file=sys.stderr)
-        return 2
-    folder = Path(arguments[0])
+@app.command()
+def render(
+    folder: Annotated[
+        Path, typer.Argument(help="folder of a study; its results.json is read, the page is written there")
+    ],
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="folder of a study of the same model on the same text (parity_tests.study): shown in the same page"
+        ),
+    ] = None,
+    document: Annotated[
+        Path | None,
+        typer.Option(help="a Markdown file, such as docs/precision.md, whose numbers and figures are made anew"),
+    ] = None,
+) -> None:
+    """Render a finished study again; nothing is computed."""
     try:
         results = read_results(folder / "results.json")
-        if len(arguments) == 3:
-            refresh(results, Path(arguments[2]))
+        for other in beside or []:
+            results = together(results, read_results(other / "results.json"))
+        if document is not None:
+            refresh(results, document)
         print(write_report(results, folder))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    except (ValueError, OSError) as error:
+        print(f"study: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def together(results: Results, other: Results) -> Results:
+    """The first study with the records of the second.
+
+    Raises ValueError: they are not of the same weights or do not begin with the same documents.
+    """
+    count = min(len(results.text.documents), len(other.text.documents))
+    for what, mine, theirs in (
+        ("model", results.model.sha256, other.model.sha256),
+        ("text", results.text.documents[:count], other.text.documents[:count]),
+    ):
+        if mine != theirs:
+            raise ValueError(f"--beside: {other.title!r} is of another {what}; give a study of the same")
+    return results.model_copy(update={"records": [*results.records, *other.records]})
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    app()

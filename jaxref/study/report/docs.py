@@ -14,7 +14,7 @@ from jaxref.study.report.figure import write_png
 from jaxref.study.report.figures_sites import ranked
 from jaxref.study.report.html import figures_of
 from jaxref.study.report.select import baseline, count, is_half, name_of, number, of_kind, scores, times, unique
-from jaxref.study.schema import ByLength, OwnError, Results, Score
+from jaxref.study.schema import ByLength, EmulationCheck, OwnError, Results, Score
 
 BEGIN = "<!-- Numbers: made by `python -m jaxref.study.report FOLDER --document FILE`; edit the study, not this. -->"
 END = "<!-- End of the numbers. -->"
@@ -54,6 +54,7 @@ def numbers(results: Results) -> str:
         _models(results),
         _positions(results),
         _lengths(results),
+        _emulation(results),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -158,3 +159,23 @@ def _lengths(results: Results) -> str:
                 rows.append([f"{name_of(r)}, {r.mode}", f"{p.tokens:,}", *(number(s.mean) for s in stats), error])
     heads = ("run", "tokens", "D_logit, first column", "mean of all others", "shift error per query", "error per query")
     return _table("By length", heads, rows)
+
+
+def _emulation(results: Results) -> str:
+    rows = []
+    for r in of_kind(results, EmulationCheck):
+        between = f"{min(r.between):.2g} to {max(r.between):.2g}"
+        same = f"{r.identical[0]:.1%} in the first layer, {min(r.identical):.1%} at least"
+        d = (f"{stat.mean:.4g} (std {stat.std:.2g})" for stat in (r.d_torch, r.d_oracle))
+        rows.append([r.attention_from, r.condition, f"{max(r.ratio):.2f}", between, f"{max(r.error):.2g}", same, *d])
+    heads = (
+        "attention from",
+        "beside the oracle's",
+        "largest error over allowance",
+        "between the two, RMS by layer",
+        "largest from float64",
+        "the same number",
+        "D, torch",
+        "D, oracle",
+    )
+    return _table("The emulation beside torch", heads, rows)
