@@ -1,9 +1,10 @@
 """Ring attention emulated: how far a row's logits move when its keys go round a ring of ranks.
 
 Every rank holds a part of the row. Keys and values pass from rank to rank; at each step a rank attends to those it holds, and
-merges that output into what it has through the log-sum-exps. Each step's output has been stored in the kernel's format before
-it is merged: that is the rounding which one process does not make, nor Ulysses, where every head sees the whole row. Merging is
-in the carrier (float32 in ring-flash-attention), and the result is rounded once more.
+merges that output into what it has through the log-sum-exps. So a row's roundings are others than those of one process: each
+step's output is stored in the kernel's format before it is merged, and its probabilities are rounded relative to the step's own
+maximum. Ulysses has none of that: there every head sees the whole row. Merging is in the carrier (float32 in
+ring-flash-attention), and the result is rounded once more.
 
 The paper's table (appendix, arXiv 2411.13476) has 0.75 for zigzag ring attention and 0 for Ulysses: largest difference of
 logits from one process.

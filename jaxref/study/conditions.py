@@ -20,7 +20,12 @@ class Condition:
 
 # Sites that round the same number again: a sum, the rotated vector that it is, its copies; and so on. (`scaled` is `qk` times
 # a power of two where head_dim is a power of four, and rounds nothing new then.)
-IN_A_ROW = (("rope_sum", "q_rotated", "k_rotated", "kv_heads"), ("qk", "scaled"), ("pv", "attn_out"))
+IN_A_ROW = (
+    ("rope_sum", "q_rotated", "k_rotated", "kv_heads"),
+    ("table", "rope_product", "rope_sum", "q_rotated", "k_rotated", "kv_heads"),  # all that follows the angle
+    ("qk", "scaled"),
+    ("pv", "attn_out"),
+)
 
 EXACT = Condition("exact", preset("exact"), about="float64, nothing rounded")
 
@@ -111,7 +116,7 @@ def remedies(base: str) -> list[Condition]:
     def change(name: str, rounding: Rounding, about: str, **method: object) -> Condition:
         return Condition(f"{base}: {name}", rounding, Method(**method), about, base)  # type: ignore[arg-type]
 
-    return [
+    changes = [
         change("fp32 tables", rounding.replace(table="fp32"), "cos and sin stay in float32"),
         change("fp32 rotation", rotation, "tables, products and sums in float32; q and k rounded once"),
         change("float64 angles", rounding, "angles, cos and sin in float64, then rounded as ever", angles="float64"),
@@ -127,9 +132,15 @@ def remedies(base: str) -> list[Condition]:
             rotation.replace(q_rotated="fp32", k_rotated="fp32", kv_heads=None),
             "q and k never rounded again",
         ),
-        change("fp32 logits", rounding.replace(qk="fp32", scaled="fp32"), "QK^T and the scaled logits in float32"),
+        change(
+            "fp32 logits",
+            rounding.replace(qk=rounding.qk and "fp32", scaled=rounding.scaled and "fp32"),
+            "QK^T and the scaled logits in float32",
+        ),
         change("bf16 inverse frequencies", rounding.replace(inv_freq="bf16"), "what .to(bfloat16) does: no remedy"),
     ]
+    # FlashAttention keeps its logits in float32: what a preset does anyway is no remedy of it.
+    return [one for one in changes if (one.rounding, one.method) != (rounding, AS_THE_ORACLE)]
 
 
 def before_and_after(base: str) -> list[Condition]:

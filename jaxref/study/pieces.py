@@ -204,6 +204,12 @@ def log_probabilities(logits_TV: jax.Array) -> jax.Array:
 
 @jax.jit
 def kl(log_p_TV: jax.Array, log_q_TV: jax.Array, real_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(sum over positions of KL(p || q) in nats, how many differ in their argmax), of log-probabilities [T, V]."""
-    kl_T = (jnp.exp(log_p_TV) * (log_p_TV - log_q_TV)).sum(-1)
+    """(sum over positions of KL(p || q) in nats, how many differ in their argmax), of log-probabilities [T, V].
+
+    Summed as p log(p / q) - p + q, whose every term is at least 0: the plain terms cancel, and leave float64's noise of either sign.
+    """
+    p_TV, q_TV, log_ratio_TV = jnp.exp(log_p_TV), jnp.exp(log_q_TV), log_p_TV - log_q_TV
+    near_TV = log_ratio_TV > -1  # elsewhere q - p loses nothing, and exp(-log_ratio) could overflow
+    rest_TV = jnp.where(near_TV, p_TV * jnp.expm1(-jnp.where(near_TV, log_ratio_TV, 0)), q_TV - p_TV)
+    kl_T = (p_TV * log_ratio_TV + rest_TV).sum(-1)
     return jnp.where(real_T, kl_T, 0).sum(), (real_T & (log_p_TV.argmax(-1) != log_q_TV.argmax(-1))).sum()

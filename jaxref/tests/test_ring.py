@@ -12,6 +12,11 @@ T, H, K, D = 48, 4, 2, 8
 DOCUMENTS = np.array([[0] + [1] * 20 + [2] * 5 + [3] * 16 + [-1] * 6])
 
 
+def noise(x) -> float:
+    """Of sums of T terms as large as the largest of x in float64."""
+    return T * 2.0**-52 * float(np.abs(np.asarray(x)).max())
+
+
 @pytest.fixture(scope="module")
 def qkv():
     random = np.random.default_rng(0)
@@ -31,16 +36,19 @@ def test_tokens_that_do_not_divide(ranks):
         zigzag(T, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 24])
+@pytest.mark.parametrize("ranks", [2, 24])
 @pytest.mark.parametrize("documents", [np.ones((1, T), int), DOCUMENTS], ids=["full", "anchor and padding"])
 def test_in_exact_arithmetic_it_is_attention(qkv, documents, ranks):
     expected = attention(*qkv, documents, preset("exact"))
     found = ring_attention(*qkv, documents, preset("exact"), zigzag(T, ranks))
     for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-13, atol=1e-14)
+        mine, theirs = np.asarray(mine), np.asarray(theirs)
+        assert np.array_equal(np.isinf(mine), np.isinf(theirs))
+        seen = np.isfinite(theirs)
+        assert np.abs(mine[seen] - theirs[seen]).max() <= noise(theirs[seen])
 
 
-@pytest.mark.parametrize("name", ["exact", "flash_bf16", "hf_eager_bf16"])
+@pytest.mark.parametrize("name", ["flash_bf16", "hf_eager_bf16"])
 def test_one_rank_is_attention_bitwise(qkv, name):
     rounding = preset(name)
     expected = attention(*qkv, DOCUMENTS, rounding)
@@ -48,13 +56,19 @@ def test_one_rank_is_attention_bitwise(qkv, name):
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
-def test_rounding_each_ranks_output_is_what_moves_it(qkv):
-    """Without the rounding of outputs a ring differs by the carrier's noise alone; with it by bf16's."""
-    rounding, owner_T = preset("flash_bf16").replace(carrier="float64"), zigzag(T, 4)
-    for kept, least, most in ((rounding, 1e-4, 1e-1), (rounding.replace(attn_out=None, pv=None, probs=None), 0, 1e-13)):
-        alone, ring = attention(*qkv, DOCUMENTS, kept)[0], ring_attention(*qkv, DOCUMENTS, kept, owner_T)[0]
-        apart = np.abs(np.asarray(alone) - np.asarray(ring)).max()
-        assert least <= apart <= most
+def test_rounding_each_steps_output_moves_it(qkv):
+    """In one arm nothing of the softmax is rounded; in the other the outputs alone are: once by one process, and by each step."""
+    nothing = preset("flash_bf16").replace(carrier="float64", probs=None, attn_out=None)
+    outputs, steps = nothing.replace(attn_out="bf16"), 4
+    apart = []
+    for rounding in (nothing, outputs):
+        alone, _ = attention(*qkv, DOCUMENTS, rounding)
+        ring, _ = ring_attention(*qkv, DOCUMENTS, rounding, zigzag(T, steps))
+        apart.append(np.abs(np.asarray(alone) - np.asarray(ring)).max())
+    largest = np.abs(np.asarray(alone)).max()
+    assert apart[0] <= noise(largest) < apart[1]
+    # A rounding of each step's part, at most as large as the largest value, one of the whole, and that of one process.
+    assert apart[1] <= (steps + 2) * 2.0**-9 * np.abs(qkv[2]).max()
 
 
 def test_a_decoder_with_one_rank_is_the_decoder_bitwise():
@@ -75,4 +89,5 @@ def test_what_a_ring_does_to_logits():
     assert eight.largest > 0
     assert one.error > 0
     exact = next(moved(decoder, ids_T, [8], preset("exact")))
-    assert exact.largest < 1e-12
+    logits = decoder(ids_T[None], np.arange(64)[None], np.ones((1, 64), np.int64), preset("exact"))
+    assert exact.largest <= noise(logits)

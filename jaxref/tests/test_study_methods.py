@@ -157,10 +157,26 @@ def test_every_site_is_switched_on_and_off_alone():
 
 def test_sites_in_a_row_are_left_out_together():
     names = {one.site for one in off_together("hf_eager_bf16")}
-    assert names == {"rope_sum, q_rotated, k_rotated, kv_heads", "qk, scaled", "pv, attn_out"}
+    rotation = "rope_sum, q_rotated, k_rotated, kv_heads"
+    assert names == {rotation, f"table, rope_product, {rotation}", "qk, scaled", "pv, attn_out"}
     for one in off_together("flash_bf16"):
         sites = str(one.site).split(", ")
         assert one.rounding == preset("flash_bf16").without(*sites)
+
+
+@pytest.mark.parametrize("base", ["hf_eager_bf16", "flash_bf16"])
+def test_without_all_of_ropes_roundings_two_shifts_agree(base):
+    """And without those behind the sum alone they do not: the table and the products round as well."""
+    decoder, shifted = tiny("llama"), np.arange(TOKENS) + np.array([[0], [16]])
+    last, all_of_them = (one for one in off_together(base) if "q_rotated" in str(one.site))
+    found = []
+    for one in (Condition(base, preset(base)), last, all_of_them):
+        # In a float64 carrier: what it rounds itself, in the angles too, is far below the half precision's.
+        carried = Condition(one.name, one.rounding.replace(carrier="float64", angle=None))
+        sums, _ = compare(decoder, Row(IDS, FULL), [Stream(carried, shifted)], [Pair((0, 0), (0, 1), "local")])
+        found.append(sample(sums[0], FULL).d)
+    whole, behind_the_sum, nothing = found
+    assert nothing < 2.0**-40 * whole < behind_the_sum
 
 
 def test_what_claims_not_to_round_after_the_rotation_does_not():

@@ -11,13 +11,27 @@ from jaxref.study.report.claims_cause import cause_claims
 from jaxref.study.report.claims_context import context_claims
 from jaxref.study.report.claims_paper import paper_claims
 from jaxref.study.report.figure import write_png
+from jaxref.study.report.figures_context import TEXTS
 from jaxref.study.report.figures_sites import ranked
 from jaxref.study.report.html import figures_of
-from jaxref.study.report.select import baseline, count, is_half, name_of, number, of_kind, scores, times, unique
-from jaxref.study.schema import ByLength, EmulationCheck, OwnError, Results, Score
+from jaxref.study.report.select import (
+    baseline,
+    between,
+    count,
+    is_half,
+    name_of,
+    number,
+    of_kind,
+    scores,
+    share,
+    times,
+    unique,
+)
+from jaxref.study.schema import ByLength, EmulationCheck, MaskPair, OwnError, Results, Score
 
 BEGIN = "<!-- Numbers: made by `python -m jaxref.study.report FOLDER --document FILE`; edit the study, not this. -->"
 END = "<!-- End of the numbers. -->"
+TINY = 0.005  # fractions below would be 0.00
 FIGURES = ("shift", "on-alone", "position")  # shown in the document
 
 
@@ -50,8 +64,12 @@ def numbers(results: Results) -> str:
         _verdicts("Beyond them", [*cause_claims(results), *context_claims(results)]),
         _presets(results),
         _sites(results),
+        *_left_out(results),
         *_remedies(results),
         _models(results),
+        _first_token(results),
+        _masks(results),
+        _mask_pairs(results),
         _positions(results),
         _lengths(results),
         _emulation(results),
@@ -70,10 +88,11 @@ def _where(results: Results) -> str:
     environment = results.environment
     commit = (environment.git_commit or "no commit")[:12] + (" with changes" if environment.git_dirty else "")
     seen = [f"{tokens:,}" for tokens in sorted({r.tokens for r in results.records})]
+    sequences = between(sorted({float(r.sequences) for r in results.records})) if results.records else "0"
     return (
         f"Measured with `{results.command}` ({results.title}) on {results.created[:10]}: {results.model.source}, "
-        f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text {results.text.source}; sequences of "
-        f"{', '.join(seen)} tokens; {environment.hardware}, JAX on {environment.device}, computing {results.seconds:,.0f} s; {commit}."
+        f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text {results.text.source}; {sequences} "
+        f"sequences of {', '.join(seen)} tokens; {environment.hardware}, JAX on {environment.device}, computing {results.seconds:,.0f} s; {commit}."
     )
 
 
@@ -85,12 +104,15 @@ def _verdicts(title: str, claims: Sequence[Claim]) -> str:
     return _table(title, ("claim", "verdict", "number"), rows)
 
 
-MEASURES = ("shift error, local", "shift error, propagated", "error, local", "error, propagated", "KL from float64")
+MEASURES = (
+    *("shift error, local", "shift error, propagated", "error, local", "error, propagated"),
+    *("KL between shifts, nats", "KL from float64, nats"),
+)
 
 
 def _measures(score: Score) -> list[float]:
     rows = [side[mode].row.mean for side in (score.shift, score.error) for mode in ("local", "propagated")]
-    return [*rows, score.kl_error.kl.mean]
+    return [*rows, score.kl_shift.kl.mean, score.kl_error.kl.mean]
 
 
 def _absolute(title: str, head: str, rows: Sequence[tuple[str, Score]]) -> str:
@@ -112,8 +134,17 @@ def _sites(results: Results) -> str:
     return _absolute("Every rounding alone: probability moved per query (0 to 2)", "site", rows)
 
 
+def _left_out(results: Results) -> list[str]:
+    rows = [r for r in scores(results, "off_alone") if ", " in (r.site or "")]
+    return _fractions(results, rows, "Left out together: fraction left of {}'s", "without", " - ")
+
+
 def _remedies(results: Results) -> list[str]:
-    rows = scores(results, "remedy")
+    return _fractions(results, scores(results, "remedy"), "Remedies: fraction left of {}'s", "remedy", ": ")
+
+
+def _fractions(results: Results, rows: Sequence[Score], title: str, head: str, behind: str) -> list[str]:
+    """A table a preset, of what is left of it; `behind` stands between its name and what is changed."""
     made = []
     for base in unique([row.base or "" for row in rows]):
         cells = []
@@ -121,8 +152,9 @@ def _remedies(results: Results) -> list[str]:
             whole = baseline(results, row)
             if row.base == base and whole:
                 left = [times(x, y) for x, y in zip(_measures(row), _measures(whole), strict=True)]
-                cells.append([row.condition.removeprefix(f"{base}: "), *(f"{fraction:.2f}" for fraction in left)])
-        made.append(_table(f"Remedies: fraction left of {base}'s", ("remedy", *MEASURES), cells))
+                name = row.condition.removeprefix(f"{base}{behind}")
+                cells.append([name, *(number(x) if x < TINY else f"{x:.2f}" for x in left)])
+        made.append(_table(title.format(base), (head, *MEASURES), cells))
     return made
 
 
@@ -134,7 +166,39 @@ def _models(results: Results) -> str:
         (model if len(conditions) == 1 else f"{model}, {condition}", r)
         for (model, condition), r in (own | rows).items()
     ]
-    return _absolute(f"Other weights, under {', '.join(sorted(conditions))}", "weights", named)
+    table = _absolute(f"Other weights, under {', '.join(sorted(conditions))}", "weights", named)
+    words = "\n".join(f"- {name}: {what}" for name, what in results.model.initialisations.items())
+    return f"{table}\n\n{words}" if table and words else table
+
+
+def _first_token(results: Results) -> str:
+    rows = []
+    for r in scores(results, "first_token"):
+        f = r.shift["local"]
+        name = f"{r.condition}, {TEXTS[r.text]}"
+        shares = (share(stat.mean) for stat in (f.first_mass_unweighted, f.first_share_unweighted))
+        rows.append(
+            [name, *shares, number(f.first_per_mass.mean), number(f.rest_per_mass.mean), *map(number, _measures(r)[:2])]
+        )
+    heads = (
+        *("arithmetic and text", "attention it receives", "its share of the difference (at most 50%)"),
+        *("difference per unit of attention, first column", "all others", *MEASURES[:2]),
+    )
+    return _table("The first column, local", heads, rows)
+
+
+def _masks(results: Results) -> str:
+    rows = [(f"{r.condition}, {r.mask}", r) for r in scores(results, "mask") if is_half(r.condition)]
+    return _absolute("Packed documents under every mask: probability moved per query (0 to 2)", "preset and mask", rows)
+
+
+def _mask_pairs(results: Results) -> str:
+    rows = [
+        [p.condition, f"{p.a} and {p.b}", p.mode, number(p.difference.row.mean), number(p.kl.kl.mean)]
+        for p in of_kind(results, MaskPair)
+    ]
+    heads = ("arithmetic", "positions as in", "mode", "moved per query", "KL of the outputs, nats")
+    return _table("The same documents and mask, positions restarted or not", heads, rows)
 
 
 def _positions(results: Results) -> str:

@@ -101,7 +101,7 @@ def masks(results: Results) -> Figure | None:
             "b",
             "moved per query",
             "D",
-            "KL of the outputs",
+            "KL of the outputs, nats",
             "argmax differs",
             "documents",
         )
@@ -183,8 +183,8 @@ def frequency(results: Results) -> Figure | None:
     if not panels:
         return None
     caption = (
-        "Only one group of rotary pairs is rounded at RoPE's sites, all others are rotated without a rounding; what else the "
-        f"preset rounds, it rounds. Shift {records[0].d1} against {records[0].d2}, means over {_size(records[0])}, bars one "
+        "Only one group of rotary pairs is rounded, at RoPE's sites; all other pairs and all else is float64. "
+        f"Shift {records[0].d1} against {records[0].d2}, means over {_size(records[0])}, bars one "
         "standard deviation."
     )
     heads = ("run", "mode", "pairs", "wavelength of the first", "of the last", "between the shifts", "from float64")
@@ -205,7 +205,7 @@ def emulation(results: Results) -> Figure | None:
         drawn = [
             Line("torch against float64", r.layers, r.error),
             Line("the oracle against float64", r.layers, r.reference),
-            Line("between the two", r.layers, [max(v, 1e-30) for v in r.between]),
+            Line("between the two", r.layers, r.between),
         ]
         name = f"{r.attention_from}, {r.dtype}, against {r.condition}"
         panels.append(Panel(name, lines(drawn, "layer", "root mean square of the probabilities")))

@@ -16,8 +16,8 @@ HEADS = (
     *(
         "first share of D, local",
         "D, local",
-        "KL between shifts",
-        "KL from float64",
+        "KL between shifts, nats",
+        "KL from float64, nats",
         "argmax differs from float64",
         "in words",
     ),

@@ -178,7 +178,10 @@ def _table(table: Table) -> str:
 def _cell(value: str | float) -> str:
     if isinstance(value, str):
         return f"<td>{_text(value)}"
-    return "<td class=n>" if math.isnan(value) else f'<td class=n data-value="{value:.9g}">{number(value)}'
+    if math.isnan(value):
+        return "<td class=n>"
+    sortable = f"{value:.9g}".replace("inf", "Infinity")  # as JavaScript reads it
+    return f'<td class=n data-value="{sortable}">{number(value)}'
 
 
 # -- where and how -----------------------------------------------------------------------------------------------------------
