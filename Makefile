@@ -14,7 +14,7 @@ train: setup  ## extend SmolLM2-135M on real documents with AnchorAttention (con
 
 test: setup  ## run every test (those marked gpu are skipped, and say so, where there is no CUDA device)
 	@echo "==> running every test"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 gate: setup  ## judge the trainer against the oracle, then let the gate catch every known bug (configs/parity/ci.yaml)
 	@echo "==> running the gate against the zoo"

@@ -1,6 +1,7 @@
 """What every test shares: when GPU tests run, how hypothesis draws."""
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,17 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module")
+def quickly_compiled() -> Iterator[None]:
+    """For tests of what is computed by programs that run once on tiny arrays: most of their time would be the compiler's."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 def _has_cuda() -> bool:

@@ -8,6 +8,8 @@ from jaxref.ring import moved, ring_attention, ring_logits, zigzag
 from jaxref.rounding import preset
 from jaxref.tests.decoders import batch, tiny
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 T, H, K, D = 48, 4, 2, 8
 DOCUMENTS = np.array([[0] + [1] * 20 + [2] * 5 + [3] * 16 + [-1] * 6])
 

@@ -20,6 +20,8 @@ from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of
 from jaxref.tests.test_study_measures import FULL, IDS, TOKENS
 from jaxref.weights import to_arrays
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 RANDOM = np.random.default_rng(3)
 POSITIONS = np.arange(5)[None] + 1000
 FREQUENCIES = 10000.0 ** -np.linspace(0, 1, 4)
