@@ -1,7 +1,8 @@
 # Two commands: `make train` and `make test`. Both set up .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# Python compiles what is imported, when it is; pip would compile everything, for most of a minute.
+PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help setup train test gate check format clean
 

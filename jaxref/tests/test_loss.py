@@ -13,6 +13,8 @@ from jaxref.rounding import preset
 from jaxref.tests.decoders import batch, tiny
 from jaxref.weights import from_arrays, to_arrays
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 EXACT = preset("exact")
 
 
