@@ -228,8 +228,8 @@ def ring(
 ) -> None:
     """Show how far zigzag ring attention moves a model's logits from those of one process, in emulation.
 
-    Each rank's output over each part of the keys is rounded before it is merged with the others'. Ulysses has no such rounding: its
-    logits are one process's own. Memory and time are those of attention T x T.
+    Each rank's output over each part of the keys is rounded before it is merged with the others', and its probabilities relative to that
+    part's own maximum. Ulysses does neither: its logits are one process's own. Memory and time are those of attention T x T.
 
     Example: jaxref ring --tokens 1024 --ranks 1,2,4,8
     """

@@ -69,7 +69,10 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"model.source: {folder} has no tokenizer.json, which the text is read with; add it")
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more particular
+        raise ValueError(f"model.source: {file} is no tokenizer: {' '.join(str(error).split())}") from None
     return _pretrained(model, config_json, decoder, tokenizer, _bos(folder, config_json, tokenizer))
 
 
@@ -102,13 +105,23 @@ def _folder(source: str) -> Path:
 
 
 def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int | None:
-    """The tokenizer's BOS, or the config's."""
-    file = folder / "tokenizer_config.json"
-    token = json.loads(file.read_text(encoding="utf-8")).get("bos_token") if file.is_file() else None
+    """The tokenizer's BOS, or the config's. Raises ValueError, one line: a tokenizer_config.json that says nothing of use."""
+    file, given = folder / "tokenizer_config.json", {}
+    if file.is_file():
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"model.source: {file} is no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ValueError(f"model.source: {file} holds no settings by name, but a {type(given).__name__}")
+    token = given.get("bos_token")
     if isinstance(token, dict):
         token = token.get("content")
     if token is not None:
-        return tokenizer.token_to_id(token)
+        found = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if found is None:
+            raise ValueError(f"model.source: {file} names the bos_token {token!r}, which tokenizer.json does not have")
+        return found
     found = config_json.get("bos_token_id")
     return found[0] if isinstance(found, list) else found
 

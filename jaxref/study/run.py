@@ -43,12 +43,12 @@ def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, 
     count = max(max(section.sequences, getattr(section, "documents", 1)) for section in sections)
     pool = read_pool(config.text, pretrained.tokenizer, count, max(map(longest, sections)), config.seed)
     _check_vocabulary(pretrained, max(int(ids.max()) for ids in pool.ids))
-    write_config(config, out)
 
     bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]
     wavelengths = (2 * np.pi / inv_freq).tolist()
     planned = jobs(config, wavelengths)
     total, done, seconds, records = sum(len(job.cells) for job in planned), 0, 0.0, []
+    write_config(config, out)  # last: a mistake found on the way must not mark the folder
     for job in planned:
         results = []
         for cell in job.cells:

@@ -6,11 +6,12 @@ Every experiment is a section: one that is left out, or `off`, is not run; an em
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from jaxref.rounding import PRESETS
 from jaxref.study.schema import Mode
 
 # Positions are int32 in every framework's kernels, and RoPE's float32 angles hold each whole number only up to here.
@@ -22,6 +23,10 @@ ModelName = Literal[
 ]
 MaskName = Literal["full", "intra", "intra_reset", "anchor", "anchor_reset"]
 Half = Literal["bf16", "fp16"]
+HALF_PRESETS = [name for name, rounding in PRESETS.items() if rounding.q_rotated in get_args(Half)]
+SHORTEST = 4  # tokens of a sequence
+Tokens = Annotated[int, Field(ge=SHORTEST)]
+Column = Annotated[int, Field(ge=0)]
 
 
 class _Strict(BaseModel):
@@ -60,7 +65,7 @@ class Contestant(_Strict):
 
 
 class _Experiment(_Strict):
-    tokens: int = Field(default=256, ge=4, description="of a sequence")
+    tokens: Tokens = Field(default=256, description="of a sequence")
     sequences: int = Field(default=2, ge=1)
 
 
@@ -98,31 +103,33 @@ class LengthsConfig(_Strict):
     """One pair of shifts at many lengths, and the error against float64 there."""
 
     contestants: list[Contestant] = Field(min_length=1)
-    lengths: list[int] = Field(default=[64, 128, 256, 512, 1024, 2048, 4096, 8192], min_length=1)
+    lengths: list[Tokens] = Field(default=[64, 128, 256, 512, 1024, 2048, 4096, 8192], min_length=1)
     sequences: int = Field(default=2, ge=1)
     modes: list[Mode] = Field(default=["local"], min_length=1)
     d1: int = 0
     d2: int = 16
-    columns: list[int] = Field(default=[0, 1, 2, 3, 4, 8, 16, 32], description="beside the middle and the last one")
+    columns: list[Column] = Field(default=[0, 1, 2, 3, 4, 8, 16, 32], description="beside the middle and the last one")
 
 
 class FactorialConfig(_Pair):
     """Every rounding site alone, and every site left out."""
 
     format: Half = "bf16"
-    off_from: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], description="presets a site is left out of")
+    off_from: list[str] = Field(
+        default=["hf_eager_bf16", "flash_bf16"], description="half precision presets a site is left out of"
+    )
 
 
 class RemediesConfig(_Pair):
     """What is done against it."""
 
-    bases: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"])
+    bases: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], description="half precision presets")
 
 
 class ControlsConfig(_Pair):
     """What must hold, or must not, if rounding is the cause."""
 
-    base: str = "hf_eager_bf16"
+    base: str = Field(default="hf_eager_bf16", description="a half precision preset")
     models: list[ModelName] = Field(default=list(get_args(ModelName)))
     model_conditions: list[str] = Field(default=["hf_eager_bf16"], description="conditions of every model")
     phases: int = Field(default=2, ge=1, description="draws of random phases")
@@ -201,6 +208,10 @@ class StudyConfig(_Strict):
                 _check_shift(field, shift, longest(section))
             for field, condition in _conditions(name, section):
                 check_condition(field, condition)
+            for field, name_of_preset in _bases(name, section):
+                _check_base(field, name_of_preset)
+        if self.masks is not None:
+            _check_documents(self.masks)
         return self
 
 
@@ -240,6 +251,33 @@ def _conditions(name: str, section: Any) -> list[tuple[str, str]]:
         value = getattr(section, field, [])
         found += [(f"{name}.{field}", one) for one in ([value] if isinstance(value, str) else value)]
     return found
+
+
+def _bases(name: str, section: Any) -> list[tuple[str, str]]:
+    """(field, preset) of everything that sites are changed in."""
+    found = []
+    for field in ("bases", "base", "off_from"):
+        value = getattr(section, field, [])
+        found += [(f"{name}.{field}", one) for one in ([value] if isinstance(value, str) else value)]
+    return found
+
+
+def _check_base(field: str, name: str) -> None:
+    if name not in HALF_PRESETS:
+        raise ValueError(
+            f"{field}: {name!r} is no preset of half precision, which is what is changed there; choose from "
+            f"{', '.join(HALF_PRESETS)}"
+        )
+
+
+def _check_documents(masks: MasksConfig) -> None:
+    """`text.packed_row` gives document k the share k of the row behind its BOS, and none may be empty."""
+    needed = masks.documents * (masks.documents + 1) // 2 + 1
+    if masks.tokens < needed:
+        raise ValueError(
+            f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens is "
+            f"{masks.tokens}; give fewer documents or more tokens"
+        )
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,17 +1,21 @@
 """A whole study on a tiny random model: its records, its resuming, its refusals, its command."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxref.cli import main
 from jaxref.decoder_config import DecoderConfig
+from jaxref.rounding import SITES
+from jaxref.study import scores
 from jaxref.study.cells import Bench
+from jaxref.study.conditions import EXACT, before_and_after, on_alone, remedies
+from jaxref.study.engine import Row, Stream, compare
 from jaxref.study.models import INITIALISATIONS, RANDOM_EMBEDDING, load_pretrained, random_arrays, shuffled, variant
 from jaxref.study.run import run_study
 from jaxref.study.schema import read_results
@@ -22,9 +26,13 @@ from jaxref.weights import save_hf, to_arrays
 
 TINY = Path(__file__).parents[2] / "configs" / "study" / "tiny.yaml"
 BOS = 1
+HALF = "{condition: hf_eager_bf16}"
+# Most of a study this small is compiling. So: few conditions, and shapes that experiments share (two shifts, twelve tokens).
 FEWER = [
-    "model.weights=stored",  # in bf16 the site `embed` would have nothing to round
     "factorial.off_from=[]",
+    f"shift_pairs.contestants=[{HALF}, {{model: kaiming, condition: hf_eager_bf16}}]",
+    f"lengths.contestants=[{HALF}]",
+    "own_error.shifts=[0]",
     "remedies.bases=[hf_eager_bf16]",
     "own_error.contestants=[{condition: hf_eager_bf16}]",
     "controls.phases=1",
@@ -36,12 +44,8 @@ FEWER = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled_quickly():
-    """These tests are of what is computed, not how fast: most of their time would be the compiler's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
+def _compiled_quickly(quickly_compiled):
+    """These tests are of what is computed, not how fast."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,12 @@ def given(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(given, tmp_path_factory):
     out = tmp_path_factory.mktemp("study") / "out"
-    return run_study(load_study(TINY, given + FEWER), out), out
+    # No configuration says how many of these there are.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scores, "on_alone", lambda fmt: [one for one in on_alone(fmt) if one.site == "table"])
+        patch.setattr(scores, "before_and_after", lambda base: before_and_after(base)[:2])
+        patch.setattr(scores, "remedies", lambda base: remedies(base)[:1])
+        return run_study(load_study(TINY, given + FEWER), out), out
 
 
 def of(results, kind, **wanted):
@@ -79,10 +88,10 @@ def test_every_record_is_there_and_reads_back(finished):
     assert {one.group for one in of(results, "score")} == {
         *("baseline", "on_alone", "remedy", "control", "first_token", "mask")
     }
-    local = of(results, "shift_pairs", model="pretrained", condition="fp32", mode="local")[0]
+    local = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="local")[0]
     assert [(one.d1, one.d2) for one in local.pairs] == [(0, 2), (0, 16), (0, 100), (2, 16), (16, 100)]
     assert [len(one.difference.d.values) for one in local.pairs] == [2] * 5
-    propagated = of(results, "shift_pairs", model="pretrained", condition="fp32", mode="propagated")[0]
+    propagated = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="propagated")[0]
     assert [(one.d1, one.d2) for one in propagated.pairs] == [(0, 16)]
     assert results.model.initialisations.keys() == {"kaiming", "kaiming_sqrt5"}
     assert not (out / "cells").with_suffix(".partial").exists()
@@ -90,11 +99,22 @@ def test_every_record_is_there_and_reads_back(finished):
 
 
 def test_every_site_alone_does_something(finished):
-    """What the engine compiles piece by piece must not lose a site on the way."""
-    for one in of(finished[0], "score", group="on_alone"):
-        if one.condition in ("on inv_freq fp32", "on angle fp32"):
-            continue  # at these small positions nothing of it is left in the outputs
-        assert one.kl_error.kl.mean > 0, one.condition
+    """What the engine compiles piece by piece must not lose a site on the way: each moves the outputs from float64's."""
+    alone = [
+        one for one in on_alone("bf16")
+        if one.name not in ("on inv_freq fp32", "on angle fp32")  # at these small positions nothing is left of it
+    ]  # fmt: skip
+    decoder = tiny(
+        "llama", num_hidden_layers=1
+    )  # in float32: of bf16 weights the site `embed` would have nothing to round
+    row, positions = Row(np.arange(2, 10), np.ones(8, np.int64)), np.arange(8)[None]
+    streams = [Stream(one, positions) for one in (EXACT, *alone)]
+    against_exact = [((0, 0), (i, 0)) for i in range(len(streams))]
+    _, (itself, *moved) = compare(decoder, row, streams, [], against_exact)
+    assert itself.kl == 0
+    for one, found in zip(alone, moved, strict=True):
+        assert found.kl > 0, one.name
+    assert {one.site for one in alone} == set(SITES)
     exact = of(finished[0], "score", group="baseline", condition="exact")[0]
     assert exact.error["propagated"].d.mean == 0
     assert exact.kl_error.kl.mean == 0
@@ -130,7 +150,7 @@ def test_an_interrupted_study_goes_on_and_ends_the_same(given, finished, tmp_pat
         if number == 3:
             raise KeyboardInterrupt
 
-    only = [*given, *(f"{name}=off" for name in OTHERS), "model.weights=stored"]
+    only = [*given, *(f"{name}=off" for name in OTHERS), f"lengths.contestants=[{HALF}]"]
     config = load_study(TINY, only)
     with pytest.raises(KeyboardInterrupt):
         run_study(config, tmp_path, stop)
@@ -143,10 +163,11 @@ def test_an_interrupted_study_goes_on_and_ends_the_same(given, finished, tmp_pat
 
 
 OTHERS = ("shift_pairs", "factorial", "remedies", "controls", "first_token", "masks", "own_error", "frequency")
+ONE_LENGTH = [*(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]", f"lengths.contestants=[{HALF}]"]
 
 
 def test_a_cell_that_is_broken_or_of_other_sources_is_computed_anew(given, tmp_path, monkeypatch):
-    config = load_study(TINY, [*given, *(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]"])
+    config = load_study(TINY, [*given, *ONE_LENGTH])
     first = run_study(config, tmp_path)
     broken, *_ = (tmp_path / "cells").iterdir()
     broken.write_text("{")
@@ -183,6 +204,17 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
         (["tokens"], "override 'tokens': write section.key=value"),
         (["block=0"], "block 0: input should be greater than or equal to 1"),
         ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of shift_pairs"),
+        (["lengths.lengths=[0]"], "lengths.lengths.0 0: input should be greater than or equal to 4"),
+        (["lengths.lengths=[-5, 6]"], "lengths.lengths.0 -5: input should be greater than or equal to 4"),
+        (["lengths.columns=[-1]"], "lengths.columns.0 -1: input should be greater than or equal to 0"),
+        (["remedies.bases=[fp32]"], "remedies.bases: 'fp32' is no preset of half precision"),
+        (["remedies.bases=[fp32_angles64]"], "choose from hf_eager_bf16, flash_bf16, paper_bf16"),
+        (["factorial.off_from=[hf_eager_bf16_inv_freq]"], "factorial.off_from: 'hf_eager_bf16_inv_freq' is no preset"),
+        (["controls.base=exact"], "controls.base: 'exact' is no preset of half precision"),
+        (
+            ["masks.documents=5"],
+            "masks.documents: 5 documents of unequal lengths need 16 tokens, and masks.tokens is 12",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_run_is_refused_in_one_line(overrides, line):
@@ -201,10 +233,10 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
         return int(exit_.value.code or 0), out, err
 
     out = tmp_path / "out"
-    few = [*given, *(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]"]
+    few = [*given, *ONE_LENGTH]
     code, printed, log = jaxref(*few, "--out", str(out))
-    assert (code, printed) == (0, f"2 records in {out / 'results.json'}\nreport: {out / 'report.html'}\n")
-    assert log.count("\n") == 4  # a line for each cell
+    assert (code, printed) == (0, f"1 records in {out / 'results.json'}\nreport: {out / 'report.html'}\n")
+    assert log.count("\n") == 2  # a line for each cell
 
     model, text = given
     for arguments, line in (
@@ -227,6 +259,46 @@ def test_an_unknown_architecture_is_refused(given, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama") | {"model_type": "gpt2"}))
     with pytest.raises(ValueError, match=r"model\.source: .* is no model the oracle can load: model_type: 'gpt2'"):
         load_pretrained(ModelConfig(source=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "line"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json is no tokenizer: "),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no settings by name, but a list"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is no JSON: "),
+        (
+            "tokenizer_config.json",
+            '{"bos_token": "<s>"}',
+            "names the bos_token '<s>', which tokenizer.json does not have",
+        ),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused(given, tmp_path, file, content, line):
+    folder = shutil.copytree(given[0].partition("=")[2], tmp_path / "model")
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=r"model\.source: ") as refused:
+        load_pretrained(ModelConfig(source=str(folder)))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_smallest_row_of_packed_documents():
+    """What `masks.documents` is checked against: one token fewer, and a document would be empty."""
+    pool = Pool(["a"], [np.arange(10)])
+    tree = ["shift_pairs=off", "masks.documents=3"]
+    assert load_study(TINY, [*tree, "masks.tokens=7"]).masks is not None
+    assert packed_row(pool, 0, 7, BOS, 3, "intra").lengths == (1, 2, 3)
+    with pytest.raises(ValueError, match=r"need 7 tokens, and masks\.tokens is 6"):
+        load_study(TINY, [*tree, "masks.tokens=6"])
+    assert min((6 - 1) * np.arange(1, 4) // 6) == 0
+
+
+def test_a_mistake_that_is_found_on_the_way_marks_no_folder(given, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxref.study.run.jobs", lambda *_: (_ for _ in ()).throw(ValueError("late")))
+    with pytest.raises(ValueError, match="late"):
+        run_study(load_study(TINY, given), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_random_models_have_the_bounds_they_say(given):

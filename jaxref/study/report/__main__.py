@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,16 +45,29 @@ def render(
 def together(results: Results, other: Results) -> Results:
     """The first study with the records of the second.
 
-    Raises ValueError: they are not of the same weights or do not begin with the same documents.
+    Raises ValueError: they are not of the same weights in the same dtype, or do not read the same text: its first documents,
+    BOS and seed.
     """
     count = min(len(results.text.documents), len(other.text.documents))
     for what, mine, theirs in (
         ("model", results.model.sha256, other.model.sha256),
+        ("model.weights", results.model.weights, other.model.weights),
+        ("seed", _said(results, "seed"), _said(other, "seed")),
+        ("text.bos", _said(results, "text", "bos"), _said(other, "text", "bos")),
+        ("BOS", results.text.bos, other.text.bos),
         ("text", results.text.documents[:count], other.text.documents[:count]),
     ):
         if mine != theirs:
             raise ValueError(f"--beside: {other.title!r} is of another {what}; give a study of the same")
     return results.model_copy(update={"records": [*results.records, *other.records]})
+
+
+def _said(results: Results, *keys: str) -> Any:
+    """What its configuration says of a field; None if nothing."""
+    found: Any = results.config
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 if __name__ == "__main__":
