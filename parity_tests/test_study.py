@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers.models.llama.modeling_llama as llama
+import typer
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
@@ -27,18 +28,13 @@ from jaxref.study.report.__main__ import app as render
 from jaxref.study.schema import EmulationCheck, PerToken, ShiftPairs, read_results
 from jaxref.study.spec import load_study
 from jaxref.study.text import RowArrays
-from parity_tests import study
 from parity_tests.layers import oracle_of
 from parity_tests.models import tiny_model
-from parity_tests.study import (
-    PairSums,
-    check_row,
-    emulation_record,
-    oracle_qk,
-    run_torch_study,
-    shift_verdict,
-    side_by_side,
-)
+from parity_tests.study import run as study
+from parity_tests.study.__main__ import main
+from parity_tests.study.beside import Attended, PairSums, side_by_side
+from parity_tests.study.emulation import Emulated, check_row, emulation_record, oracle_qk, shift_verdict
+from parity_tests.study.run import run_torch_study
 from parity_tests.test_smollm2 import CACHE
 from torchtrain.modeling.smollm2 import smollm2_folder
 
@@ -60,7 +56,7 @@ def rows(count: int, tokens: int) -> list[RowArrays]:
 # -- the emulation -----------------------------------------------------------------------------------------------------------
 
 
-def checked(model) -> list[study.Emulated]:
+def checked(model) -> list[Emulated]:
     decoder = oracle_of(model)
     return [check_row(model, decoder, one) for one in rows(WIDE_ROWS, WIDE_TOKENS)]
 
@@ -113,9 +109,9 @@ def test_a_wrong_emulation_is_caught():
 # -- side by side, in blocks -------------------------------------------------------------------------------------------------
 
 
-def gathered(model, one: RowArrays) -> list[list[study.Attended]]:
+def gathered(model, one: RowArrays) -> list[list[Attended]]:
     """Every run of every layer [L][S], which the study itself never holds at once."""
-    found: list[list[study.Attended]] = []
+    found: list[list[Attended]] = []
     side_by_side(model, one.ids, one.positions + SHIFTS, lambda layer, runs: found.insert(layer, list(runs)))
     return found
 
@@ -135,7 +131,7 @@ def test_every_pass_is_transformers_own():
     assert model.config._attn_implementation == "eager"
 
 
-def whole(runs: list[study.Attended]) -> tuple[np.ndarray, np.ndarray]:
+def whole(runs: list[Attended]) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities and logits of one layer as whole matrices, float64 [S, H, T, T], in numpy."""
     probs, logits = [], []
     for run in runs:
@@ -281,7 +277,7 @@ def test_an_interrupted_study_goes_on_and_ends_the_same(given, tmp_path, monkeyp
     lines = []
     found = run_torch_study(given.config, tmp_path, progress=lambda *line: lines.append(line))
     assert computed == ["shift_samples", "shift_samples", "check_row", "check_row"]
-    assert [done for _, done, _ in lines] == [1, 2, 3, 4, 4]
+    assert [done for _, done, _ in lines] == [1, 2, 3, 4]
     assert read_results(tmp_path / "results.json") == found
     assert not list(tmp_path.rglob(".*"))
     pairs, per_token, check = found.records
@@ -326,8 +322,8 @@ def test_a_mistake_is_one_line_and_marks_no_folder(given, tmp_path, monkeypatch,
     out = tmp_path / "out"
 
     def refused(*overrides: str, implementation: str = "sdpa", dtype: str = "bfloat16") -> str:
-        with pytest.raises(study.typer.Exit) as exit_:
-            study.main(given.file, [*given.where, *overrides], implementation, dtype, out)
+        with pytest.raises(typer.Exit) as exit_:
+            main(given.file, [*given.where, *overrides], implementation, dtype, out)
         printed = capsys.readouterr()
         assert (exit_.value.exit_code, printed.out, printed.err.count("\n")) == (2, "", 1), printed.err
         assert not out.exists()
@@ -347,8 +343,8 @@ def test_a_mistake_is_one_line_and_marks_no_folder(given, tmp_path, monkeypatch,
         assert line == "study: --implementation: 'flash_attention_2' does not run here: not installed; give another\n"
 
     monkeypatch.setattr(study, "shift_samples", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(study.typer.Exit) as exit_:
-        study.main(given.file, given.where, "sdpa", "bfloat16", out)
+    with pytest.raises(typer.Exit) as exit_:
+        main(given.file, given.where, "sdpa", "bfloat16", out)
     assert exit_.value.exit_code == 130
     assert capsys.readouterr().err == "study: interrupted; finished sequences are kept, and the same command goes on\n"
 

@@ -240,6 +240,14 @@ class EmulationCheck(Record):
     ratio: list[float] = Field(description="error over allowance, by layer")
     between: list[float] = Field(description="root mean square between the two, by layer")
     identical: list[float] = Field(description="fraction of visible probabilities that are the same number, by layer")
+    shift_ratio: float = Field(
+        description="error over allowance of the difference between d1 and d2, all layers together; its truth is the same "
+        "roundings in a float64 carrier"
+    )
+    shift_ratio_first: float = Field(description="the same of the first layer, where nothing has had time to part")
+    d_ratio: float = Field(
+        description="the same of eq. 5's columns, by column of each layer; the largest over sequences"
+    )
     d_oracle: Stat = Field(description="eq. 5 between d1 and d2, propagated, from the oracle")
     d_torch: Stat = Field(description="the same from torch's attention")
     d1: int

@@ -158,7 +158,8 @@ def frequency(slow: float, fast: float) -> ByFrequency:
 def emulation(ratio: float) -> EmulationCheck:
     return EmulationCheck(
         **about(attention_from="torch eager"), dtype="bfloat16", layers=[0, 1], error=[1e-4, 1e-4], reference=[1e-4, 1e-4],
-        ratio=[0.5, ratio], between=[1e-5, 0.0], identical=[0.9, 1.0], d_oracle=stat(1.0), d_torch=stat(1.0), d1=0, d2=16,
+        ratio=[0.5, ratio], between=[1e-5, 0.0], identical=[0.9, 1.0],
+        shift_ratio=ratio, shift_ratio_first=ratio, d_ratio=ratio, d_oracle=stat(1.0), d_torch=stat(1.0), d1=0, d2=16,
     )  # fmt: skip
 
 
@@ -300,6 +301,7 @@ TRIED = {
     "remedies-shift": ([BASE, remedy(0.001, 0.01)], [BASE, remedy(0.009, 0.001)]),
     "remedies-error": ([BASE, remedy(0.009, 0.001)], [BASE, remedy(0.001, 0.009)]),
     "emulation": ([emulation(1.0)], []),
+    "same-numbers": ([emulation(1.0)], [emulation(1.01)]),
 }  # fmt: skip
 TRIED["by-length"] = (
     [ByLength(**about(), mode="local", d1=0, d2=16, points=[

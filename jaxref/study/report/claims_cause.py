@@ -25,6 +25,7 @@ def cause_claims(results: Results) -> list[Claim]:
         remedies_shift(results),
         remedies_error(results),
         emulated(results),
+        same_numbers(results),
     ]
 
 
@@ -245,6 +246,28 @@ def emulated(results: Results) -> Claim:
         "The emulation is right: torch's own attention is as close to float64 as the oracle's roundings say",
         "own check",
         "Error over allowance by the repository's one rule is at most 1, layer by layer.",
+        "error over allowance",
+        "emulation",
+        cases,
+    )
+
+
+def same_numbers(results: Results) -> Claim:
+    """What the study is made of, from both."""
+    cases = []
+    for r in of_kind(results, EmulationCheck):
+        for what, ratio in (
+            ("the attention's difference", r.shift_ratio),
+            ("the same in the first layer", r.shift_ratio_first),
+            ("D by column", r.d_ratio),
+        ):
+            cases.append(Case({"torch": r.attention_from, "dtype": r.dtype, "of": what}, ratio <= 1, ratio))
+    return Claim(
+        "same-numbers",
+        "The study's numbers come out the same from torch's own attention as from the oracle's",
+        "own check",
+        "What moves between the two shifts in torch is, by the repository's one rule, what the same roundings move in a float64 carrier: "
+        "error over allowance is at most 1, and the allowance is what the oracle's own float32 carrier moves of it.",
         "error over allowance",
         "emulation",
         cases,

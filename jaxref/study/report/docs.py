@@ -231,11 +231,15 @@ def _emulation(results: Results) -> str:
         between = f"{min(r.between):.2g} to {max(r.between):.2g}"
         same = f"{r.identical[0]:.1%} in the first layer, {min(r.identical):.1%} at least"
         d = (f"{stat.mean:.4g} (std {stat.std:.2g})" for stat in (r.d_torch, r.d_oracle))
-        rows.append([r.attention_from, r.condition, f"{max(r.ratio):.2f}", between, f"{max(r.error):.2g}", same, *d])
+        ratios = (f"{x:.2f}" for x in (max(r.ratio), r.shift_ratio, r.shift_ratio_first, r.d_ratio))
+        rows.append([r.attention_from, r.condition, *ratios, between, f"{max(r.error):.2g}", same, *d])
     heads = (
         "attention from",
         "beside the oracle's",
-        "largest error over allowance",
+        "largest error over allowance of a layer",
+        "of the difference between the shifts",
+        "of that in the first layer",
+        "of D by column",
         "between the two, RMS by layer",
         "largest from float64",
         "the same number",
