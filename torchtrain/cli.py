@@ -1,24 +1,28 @@
-"""The command line. A mistake is one line on standard error and exit code 2; an interruption is one line and 130.
+"""The command line. A mistake is one line on standard error and exit code 2; an interruption is one line and 130, or 143 where
+SIGTERM made it (the run is saved).
 
 `torchtrain train` is one process; torchrun starts many: torchrun --nproc_per_node 8 -m torchtrain train CONFIG.
 """
 
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from torchtrain.errors import OtherRankFailed, RankLost, UserError
+from torchtrain.errors import OtherRankFailed, RankLost, Terminated, UserError
 
 # torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits in case
 # rank 0 found the same; one with nothing to say leaves last.
 _SECONDS_BEFORE_SPEAKING = 2.0
 _SECONDS_BEFORE_LEAVING = 5.0
+# 128 + SIGTERM, as shells and schedulers write an end by SIGTERM.
+TERMINATED = 143
 
 app = typer.Typer(
     help="Extend a language model's context: train it on packed long sequences, AnchorAttention and others.",
@@ -65,20 +69,67 @@ def train(
 
         # First, so that the absence of torch is told by us and not by transformers.
         from torchtrain.training.loop import train as run  # isort: skip
-        from rich.console import Console
-        from transformers.utils import logging
 
-        from torchtrain.training.report import final_table
+        _tell(lambda: run(config, replace=replace))
 
-        # What of transformers' warnings matters here is checked and said by ourselves.
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        result = run(config, replace=replace)
-        if result is None:  # rank 0 speaks
-            return
-        out = Console()
-        out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
-        out.print(f"model in {result.model}", markup=False, soft_wrap=True)
+
+def _tell(run: Callable[[], Any]) -> None:
+    """Train, and tell what came of it."""
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from torchtrain.training.report import final_table
+
+    # What of transformers' warnings matters here is checked and said by ourselves.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    result = run()
+    if result is None:  # rank 0 speaks; or there was nothing left to do
+        return
+    out = Console()
+    out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
+    out.print(f"model in {result.model}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the run's folder")],
+    overrides: Overrides = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=0, help="from the checkpoint of this step; 0 begins anew; default: the last"),
+    ] = None,
+) -> None:
+    """Go on with a run after anything: it ends as if it had never been interrupted.
+
+    As many processes as before leave the same bits. Another number of them, or another distributed section, goes on with the
+    same rows and weights. Nothing that decides the numbers may change; such a change is refused and named.
+
+    Example: torchtrain resume runs/demo
+
+    On several GPUs: torchrun --nproc_per_node 8 -m torchtrain resume FOLDER distributed.sequence_parallel=8
+    """
+    with _one_line_errors():
+        from torchtrain.config import load_config
+
+        config = load_config(folder / "config.yaml", [*(overrides or []), f"run.folder={json.dumps(str(folder))}"])
+
+        from torchtrain.training.loop import resume as run  # isort: skip
+
+        _tell(lambda: run(config, step=step))
+
+
+@app.command()
+def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the run's folder")]) -> None:
+    """Tell where a run stands, without touching it: at work or not, steps, loss, time left, checkpoints, bad steps.
+
+    Example: torchtrain status runs/demo
+    """
+    with _one_line_errors():
+        from torchtrain.training.status import status_lines
+
+        for line in status_lines(folder):
+            print(line)
 
 
 @app.command()
@@ -174,6 +225,8 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
     except RankLost as error:
         _fail(str(error), 1)
+    except Terminated as error:
+        _fail(str(error), TERMINATED)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "torchtrain":
             raise
@@ -183,7 +236,8 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"torchtrain: {' '.join(message.split())}", file=sys.stderr)
+    if message:  # else another rank says it
+        print(f"torchtrain: {' '.join(message.split())}", file=sys.stderr)
     raise typer.Exit(code)
 
 

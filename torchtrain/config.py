@@ -205,6 +205,13 @@ class TrainConfig(Section):
     epsilon: PositiveFloat = 1e-8
     clip_norm: PositiveFloat | None = 1.0
     loss_chunk: PositiveInt = Field(default=1024, description="tokens whose logits exist at one time")
+    skip_bad_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="steps of the run that may be left out because loss or gradient is not finite (or a spike)",
+    )
+    loss_spike: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="a step is bad, too, whose loss is above this many times the mean of the 16 before it"
+    )
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Self:
@@ -245,6 +252,34 @@ class DistributedConfig(Section):
         return self
 
 
+class SaveConfig(Section):
+    """What is kept of a run: checkpoints to go on from, and models to use."""
+
+    every: Annotated[int, Field(ge=0)] = Field(
+        default=100, description="steps between two checkpoints, from which `torchtrain resume` goes on; 0 makes none"
+    )
+    keep: PositiveInt = Field(default=2, description="checkpoints that are kept, the last ones")
+    last: PositiveInt = Field(
+        default=1,
+        description="models that are kept: the trained one, and those of the last saves before it in exports/",
+    )
+
+    @model_validator(mode="after")
+    def _saves_for_the_last(self) -> Self:
+        if self.last > 1 and not self.every:
+            raise ValueError(
+                f"last {self.last} needs every above 0: models are kept of the steps that save; change one"
+            )
+        return self
+
+
+class LogConfig(Section):
+    """Who else is told what `metrics.jsonl` holds. Their packages must be installed."""
+
+    tensorboard: bool = Field(default=False, description="write TensorBoard's events into the run's folder")
+    wandb: str | None = Field(default=None, description="send to this project of Weights & Biases")
+
+
 class EvalConfig(Section):
     """Held-out loss, before and after training."""
 
@@ -262,6 +297,8 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     distributed: DistributedConfig = DistributedConfig()
     eval: EvalConfig = EvalConfig()
+    save: SaveConfig = SaveConfig()
+    log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _paper_theta_is_known(self) -> Self:

@@ -11,3 +11,7 @@ class OtherRankFailed(Exception):  # noqa: N818 - it is no error of this process
 
 class RankLost(Exception):  # noqa: N818
     """Another process of the run is gone without a word; the message says so."""
+
+
+class Terminated(Exception):  # noqa: N818
+    """SIGTERM was obeyed; the message, empty on all ranks but the first, says from where the run goes on."""

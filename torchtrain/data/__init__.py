@@ -2,7 +2,7 @@
 
 from torchtrain.data.dataset import PackedRows, collate, split_documents
 from torchtrain.data.packing import PackPlan, Span
-from torchtrain.data.prepare import Progress, fingerprint, prepare
+from torchtrain.data.prepare import Progress, fingerprint, identity, prepare, tokenizer_identity
 from torchtrain.data.rows import describe
 from torchtrain.data.store import DomainSummary, TokenStore
 from torchtrain.data.tokens import anchor_ids, check_store, check_tokenizer, pad_id, tag_ids
@@ -20,8 +20,10 @@ __all__ = [
     "collate",
     "describe",
     "fingerprint",
+    "identity",
     "pad_id",
     "prepare",
     "split_documents",
     "tag_ids",
+    "tokenizer_identity",
 ]

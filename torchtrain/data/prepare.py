@@ -85,20 +85,29 @@ def prepare(
 def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
     """Return the name of the store that a config and a tokenizer give: 32 hex digits over all that its tokens depend on.
 
+    Raises:
+        UserError: as `prepare`, for a missing file and package and for a tokenizer that does not fit.
+    """
+    content = identity(data, tokenizer) | {"tokenizer": tokenizer_identity(tokenizer)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """Return what a store's tokens depend on besides the tokenizer, as JSON.
+
     Files count by path, size and time of change; a demo by its package's or Python's version; a hub data set by its name,
     subset, split and revision, so that a finished store needs no network: pin `revision` to follow a set that changes.
 
     Raises:
-        UserError: as `prepare`, for a missing file or package and for a tokenizer that does not fit.
+        UserError: a missing file or package.
     """
     content = {
         "format": FORMAT,
         "sources": [_source_identity(source) for source in data.sources],
         "eos": tokenizer.eos_token_id if data.append_eos else None,
         "min_tokens": data.min_tokens,
-        "tokenizer": _tokenizer_identity(tokenizer),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    return json.loads(json.dumps(content))
 
 
 def _source_identity(source: Source) -> dict[str, Any]:
@@ -115,7 +124,12 @@ def _source_identity(source: Source) -> dict[str, Any]:
     return identity
 
 
-def _tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
+def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Return a SHA-256, as hex, of how a tokenizer encodes.
+
+    Raises:
+        UserError: it is a slow one, which does not tell.
+    """
     if not tokenizer.is_fast:
         raise UserError(f"model.source: {type(tokenizer).__name__} is a slow tokenizer; convert it to a tokenizer.json")
     backend = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.config import Config
+from torchtrain.distributed.heartbeat import heartbeat
 from torchtrain.errors import OtherRankFailed, RankLost, UserError
 
 
@@ -129,7 +130,8 @@ def join(config: Config) -> Iterator[World]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = World(rank, size, config.distributed.sequence_parallel, device)
     try:
-        yield world
+        with heartbeat(rank, size):
+            yield world
     except RuntimeError as error:
         if not _is_lost(error):
             raise

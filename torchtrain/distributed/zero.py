@@ -1,7 +1,11 @@
 """DeepSpeed's configuration, made from ours: no value of a run stands anywhere else."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
@@ -52,6 +56,31 @@ def gradient_divisor(config: Config, world: World) -> int:
     ZeRO 1 and 2 take the mean over data-parallel groups and the sum inside each. ZeRO 3 takes the mean over all ranks.
     """
     return world.size if config.distributed.zero_stage == 3 else world.data_parallel
+
+
+@contextmanager
+def leaving_out(optimizer: Any) -> Iterator[None]:
+    """Let a ZeRO optimizer find a norm that is not finite, so that its next step updates nothing and clears up.
+
+    Each kind has its own place to say so (DeepSpeed 0.19: runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py).
+    """
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):  # stage 1 in bfloat16
+        optimizer.fp32_groups_gradients_flat[0].fill_(float("nan"))
+        yield
+        return
+    cut = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    name, found = ("_get_norm_groups", [torch.tensor(-1.0)]) if cut else ("scaled_global_norm", torch.tensor(-1.0))
+    setattr(optimizer, name, lambda *_, **__: found)
+    try:
+        yield
+    finally:
+        delattr(optimizer, name)
+
+
+def forget_left_out(optimizer: Any) -> None:
+    """Clear what stages 1 and 2 with the optimizer in host memory keep of a step they left out, and would add to the next."""
+    for group in getattr(optimizer, "averaged_gradients", {}):
+        optimizer.averaged_gradients[group] = None
 
 
 def import_deepspeed() -> Any:

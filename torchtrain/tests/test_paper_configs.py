@@ -33,6 +33,7 @@ def test_the_recipe(paper):
     assert config.data.sources[0].domain_field == "meta.redpajama_set_name"
     assert config.model.dtype == "bfloat16"
     assert config.run.folder == f"runs/{path.stem}"
+    assert (config.save.every, config.save.last) == (10, 5)
 
 
 def test_the_corpus_holds_the_tokens_of_the_run(paper):

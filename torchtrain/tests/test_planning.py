@@ -191,8 +191,8 @@ def test_what_cannot_fit_says_so(call, seven_billion):
 def test_time_from_a_measured_run(call, tree, write_config, model_folder, tmp_path):
     run = tmp_path / "measured"
     run.mkdir()
-    steps = [{"event": "step", "flops": 10, "seconds": s} for s in (100, 1, 2, 4)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    steps = [{"event": "step", "flops_per_second": 10 / s} for s in (100, 1, 2, 4)]
+    (run / "timing.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (run / "run.json").write_text(json.dumps({"processes": 2}))
     config = load_config(write_config(tree))
     work = plan.work(config, Shapes(tiny_config()), None)

@@ -9,6 +9,7 @@ over all ranks and micro-batches, in float32 sums, its norm, and the same AdamW 
 Legend: B batch · T tokens of a row · t tokens of this rank's part.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -23,7 +24,13 @@ from torchtrain.attention import AttentionPlan
 from torchtrain.config import Config, TrainConfig
 from torchtrain.distributed.ulysses import split_attention
 from torchtrain.distributed.world import ALONE, World
-from torchtrain.distributed.zero import deepspeed_config, gradient_divisor, import_deepspeed
+from torchtrain.distributed.zero import (
+    deepspeed_config,
+    forget_left_out,
+    gradient_divisor,
+    import_deepspeed,
+    leaving_out,
+)
 from torchtrain.modeling.load import head_of, hidden_states
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, adamw
@@ -58,7 +65,14 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, learning_rate: float) -> float:
-        """Clip, update the weights, drop the gradients. Returns the gradient's norm before clipping, nan if it has none."""
+        """Clip, update the weights, drop the gradients. Returns the gradient's norm before clipping.
+
+        If that is not finite, it returns inf or nan and nothing is updated.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """End the step without an update."""
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor] | None:
@@ -119,6 +133,10 @@ class Replicated(Engine):
         """See `Engine`."""
         return self.optimizer.step(learning_rate)
 
+    def drop(self) -> None:
+        """See `Engine`."""
+        self.optimizer.drop()
+
     def weights(self) -> dict[str, Tensor] | None:
         """See `Engine`."""
         return {name: x.cpu() for name, x in self.model.state_dict().items()} if self.world.rank == 0 else None
@@ -168,7 +186,16 @@ class Zero(Engine):
             group["lr"] = learning_rate
         self.deepspeed.step()
         norm = float(self.deepspeed.get_global_grad_norm())
-        return norm if norm >= 0 else float("nan")  # -1 stands for a norm that is not finite
+        norm = norm if norm >= 0 else float("nan")  # -1 stands for a norm that is not finite
+        if not math.isfinite(norm):
+            forget_left_out(self.deepspeed.optimizer)
+        return norm
+
+    def drop(self) -> None:
+        """See `Engine`. DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite."""
+        with leaving_out(self.deepspeed.optimizer):
+            norm = self.step(0.0)
+        assert not math.isfinite(norm), "DeepSpeed made a step that was to be left out"
 
     def weights(self) -> dict[str, Tensor] | None:
         """See `Engine`. One parameter at a time is whole."""

@@ -1,10 +1,11 @@
 """The trained model as an ordinary Hugging Face folder."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from torchtrain.checkpoint.files import commit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -17,7 +18,7 @@ def export(
     target: Path,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model and tokenizer into `partial`, then rename it to `target`: it is there whole or not at all.
+    """Write model and tokenizer into `partial`, flush them to the disk, then rename it to `target`: it is there whole or not at all.
 
     What is written loads with plain transformers: the config carries the new length and RoPE parameters, and says nothing
     of the attention engine the model was trained with.
@@ -32,4 +33,4 @@ def export(
     model.save_pretrained(partial, state_dict=weights)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(partial)
-    os.rename(partial, target)
+    commit(partial, target)

@@ -1,6 +1,5 @@
 """The run's folder: refused if it holds anything, made only when everything is checked, removed only if it is a run."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -9,7 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torchtrain import __version__
+from torchtrain.checkpoint.files import PARTIAL, commit, write_file
+from torchtrain.checkpoint.lock import hold
+from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import Config, dump_config
 from torchtrain.errors import UserError
 
@@ -28,9 +29,15 @@ class RunFolder:
         self.record = self.path / "run.json"  # also what a run is recognised by
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.timing = self.path / "timing.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.exports = self.path / "exports"
+        self.bad_steps = self.path / "bad_steps"
+        self.tensorboard = self.path / "tensorboard"
+        self.wandb = self.path / "wandb"
         self.plot = self.path / "loss.png"
         self.model = self.path / "model"
-        self.partial_model = self.path / "model.partial"
+        self.partials = [path.with_name(path.name + PARTIAL) for path in (self.plot, self.model)]
 
     def check(self, replace: bool, cache: str | Path) -> None:
         """Refuse a place that cannot take a run.
@@ -68,26 +75,51 @@ class RunFolder:
     def create(self, config: Config, record: dict[str, Any], replace: bool) -> None:
         """Make the folder with its record and resolved config, removing a run that is to be replaced.
 
+        It is made beside its place and renamed, so it is there as a run or not at all.
+
         Raises:
-            UserError: as `check`, or the folder cannot be made.
+            UserError: as `check`; the folder cannot be made; or a process is at work in the run that is there.
         """
         self.check(replace, config.data.cache)
         try:
-            if self.path.exists():
-                shutil.rmtree(self.path)
-            self.path.mkdir(parents=True)
-            # The record first: whatever is interrupted from here on is recognised as a run.
-            self.record.write_text(json.dumps(_identity() | record, indent=2) + "\n", encoding="utf-8")
-            self.config.write_text(dump_config(config), encoding="utf-8")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f"{self.path.name}{PARTIAL}-", dir=self.path.parent))
+            try:
+                content = json.dumps(_identity() | {"config": config.model_dump(mode="json")} | record, indent=2) + "\n"
+                write_file(partial / self.record.name, content.encode())
+                write_file(partial / self.config.name, dump_config(config).encode())
+                partial.chmod(0o777 & ~_umask())
+                if self.path.exists() and self._is_run():
+                    with hold(self.record):
+                        shutil.rmtree(self.path)
+                commit(partial, self.path)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
         except OSError as error:
             raise self._unwritable(error) from None
+
+    def check_run(self) -> dict[str, Any]:
+        """Return the record of the run that stands here.
+
+        Raises:
+            UserError: there is none.
+        """
+        if not self.path.is_dir() or not self._is_run():
+            raise UserError(f"{self.path}: holds no run of ours; give the folder of one (run.folder in its config)")
+        return json.loads(self.record.read_text(encoding="utf-8"))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has left everything: the plot comes last."""
+        return self.model.is_dir() and self.plot.is_file()
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(f"run.folder {self.path}: {error.strerror}; choose a folder that can be written")
 
     def _is_run(self) -> bool:
         """A run has our record and nothing that we do not write."""
-        known = {p.name for p in vars(self).values() if p != self.path}
+        paths = [path for value in vars(self).values() for path in (value if isinstance(value, list) else [value])]
+        known = {path.name for path in paths if path != self.path}
         if not {p.name for p in self.path.iterdir()} <= known:
             return False
         try:
@@ -96,12 +128,11 @@ class RunFolder:
             return False
 
 
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
 def _identity() -> dict[str, Any]:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")}
-    return {
-        "made_by": _MADE_BY,
-        "torchtrain": __version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "packages": versions,
-    }
+    return {"made_by": _MADE_BY, "machine": platform.machine(), "versions": versions()}

@@ -1,35 +1,46 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-It is the same on one process and on many: every rank runs it, rank 0 writes and speaks.
+It is the same on one process and on many: every rank runs it, rank 0 writes and speaks. It is the same, too, for a run that
+begins and for one that goes on: `resume` only takes up a state first.
 """
 
-import math
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
+from torchtrain.checkpoint.files import PARTIAL
+from torchtrain.checkpoint.identity import check_config, check_identity, other_versions
+from torchtrain.checkpoint.lock import hold
+from torchtrain.checkpoint.manifest import Manifest
+from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, TrainConfig
 from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.world import World, join
-from torchtrain.errors import OtherRankFailed, UserError
+from torchtrain.errors import Terminated
 from torchtrain.training.engine import Engine, make_engine
 from torchtrain.training.evaluate import HeldOut, evaluate
-from torchtrain.training.export import export
 from torchtrain.training.flops import FlopCounter, peak_flops
 from torchtrain.training.folder import RunFolder
-from torchtrain.training.metrics import MetricsFile, read_metrics
+from torchtrain.training.guard import Guard
+from torchtrain.training.metrics import NOTHING, MetricsFile, read_metrics, rewind
 from torchtrain.training.report import Display, plot, step_status, tell_tokenising
 from torchtrain.training.schedule import learning_rate
+from torchtrain.training.session import Session, memory_gib
 from torchtrain.training.setup import Setup, set_up
 from torchtrain.training.step import accumulate, backward, step_batches
+from torchtrain.training.terminate import Termination
+from torchtrain.training.writers import Writers, check_writers
 
-__all__ = ["Result", "backward", "step_batches", "steps", "train"]
+__all__ = ["Result", "backward", "resume", "step_batches", "steps", "train"]
 
 
 @dataclass(frozen=True)
@@ -57,96 +68,226 @@ def train(config: Config, *, replace: bool = False, console: Console | None = No
         What the run gave, on rank 0; None on the others.
 
     Raises:
-        UserError: something does not fit, and then no run folder was made; or the loss is not finite any more.
+        UserError: something does not fit, and then no run folder was made; or a step is bad (`torchtrain.training.guard`),
+            or a checkpoint cannot be written.
         OtherRankFailed: another rank found what does not fit, and says so.
+        Terminated: SIGTERM was obeyed, and what there was is saved.
     """
-    with join(config) as world:
-        return _train(config, replace, console or Console(stderr=True), world)
+    with Termination() as termination, join(config) as world:
+        return _Run(config, console, world, termination).begin(replace)
 
 
-def _train(config: Config, replace: bool, console: Console, world: World) -> Result | None:
-    leads = world.rank == 0
-    console = console if leads else Console(quiet=True)
-    folder = RunFolder(config.run.folder)
-    with world.together():
-        check_layout(config, world.size)
-        if leads:
-            folder.check(replace, config.data.cache)
-    torch.manual_seed(config.run.seed)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    with world.together(), console.status("preparing") as spinner:
-        setup = set_up(config, say, tell_tokenising(console, spinner, say), world)
-    with world.together():
-        if leads:
-            folder.create(config, setup.record, replace)
-    counter = FlopCounter.of(setup.model)  # before an engine cuts the weights up
-    engine = make_engine(setup.model, setup.engine, config, world)
+def resume(config: Config, *, step: int | None = None, console: Console | None = None) -> Result | None:
+    """Go on with the run that `run.folder` holds, as if it had never been interrupted.
 
-    with MetricsFile(folder.metrics if leads else None) as metrics, Display(console) as display:
+    Every process that torchrun started calls this. As many processes as before, spread alike, leave bitwise what the
+    uninterrupted run would have; otherwise rows, their order and the restored weights are the same.
 
-        def held_out(step: int, tokens_seen: int) -> HeldOut:
-            losses = HeldOut(setup.store.domains, setup.own_positions)
-            micro_batch = 1 if world.size == 1 else config.train.micro_batch
-            on_row = display.task("held out", -(-len(setup.held_out) // (micro_batch * world.data_parallel)))
-            evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row, engine, micro_batch)
-            metrics.write("evaluation", {"step": step, "tokens_seen": tokens_seen, **losses.as_dict()})
-            return losses
+    Args:
+        config: the run's own, but for what `torchtrain.checkpoint.identity.FREE` names.
+        step: from the checkpoint of which step; 0 begins anew; default: the last.
+        console: where people look; default: standard error.
 
-        before = held_out(0, 0)
-        on_step = display.task("training", config.train.steps)
-        tokens_seen, seconds = 0, 0.0
-        for event in steps(config.train, setup, engine, counter):
-            tokens_seen, seconds = event["tokens_seen"], seconds + event["seconds"]
-            metrics.write("step", event)
-            on_step(step_status(event))
-        after = held_out(config.train.steps, tokens_seen)
-
-    say(f"exporting to {folder.model}")
-    weights = engine.weights()
-    if leads:
-        export(setup.model, setup.tokenizer, folder.partial_model, folder.model, weights)
-        plot(read_metrics(folder.metrics), folder.plot)
-    world.wait()
-    return Result(before, after, tokens_seen, tokens_seen / seconds, folder.model) if leads else None
-
-
-def steps(train: TrainConfig, setup: Setup, engine: Engine, counter: FlopCounter) -> Iterator[dict[str, Any]]:
-    """Train, step by step; yield the event of each, the same on every rank but for the seconds.
+    Returns:
+        As `train`; None, too, if the run is finished.
 
     Raises:
-        UserError: loss or gradient is not finite. All ranks find it, rank 0 says it.
-        OtherRankFailed: on the others.
+        UserError: there is no run; what decides the numbers has changed; a checkpoint is damaged; or as `train`.
+        OtherRankFailed, Terminated: as `train`.
+    """
+    with Termination() as termination, join(config) as world:
+        return _Run(config, console, world, termination).go_on(step)
+
+
+class _Run:
+    def __init__(self, config: Config, console: Console | None, world: World, termination: Termination) -> None:
+        self.started = time.perf_counter()
+        self.config, self.world, self.termination = config, world, termination
+        self.leads = world.rank == 0
+        self.console = (console or Console(stderr=True)) if self.leads else Console(quiet=True)
+        self.say = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
+        self.folder = RunFolder(config.run.folder)
+
+    def begin(self, replace: bool) -> Result | None:
+        with self.world.together():
+            self._check()
+            if self.leads:
+                self.folder.check(replace, self.config.data.cache)
+        setup = self._set_up()
+        with ExitStack() as held:
+            with self.world.together():
+                if self.leads:
+                    self.folder.create(self.config, setup.record, replace)
+                    held.enter_context(hold(self.folder.record))
+            return self._train(setup, None)
+
+    def go_on(self, step: int | None) -> Result | None:
+        with ExitStack() as held:
+            with self.world.together():
+                self._check()
+                record = self.folder.check_run()
+                if self.leads:
+                    held.enter_context(hold(self.folder.record))
+                check_config(record["config"], self.config)
+            if self.folder.finished and step is None:
+                self.say(f"{self.folder.path}: is finished; its model is in {self.folder.model}")
+                return None
+            checkpoints = Checkpoints(self.folder.checkpoints)
+            with self.world.together():
+                if self.leads:
+                    checkpoints.sweep()
+            manifest = None if step == 0 else checkpoints.open(step, self.world)
+            if manifest is None:
+                self.say(f"begin     anew in {self.folder.path}" + ("" if step == 0 else ": it has no checkpoint"))
+            else:
+                self.say(f"go on     from step {manifest.progress.step:,} of {self.folder.path}")
+                if others := other_versions(manifest.versions):
+                    self.say(f"warning   other packages, so the last digits may differ: {others}")
+            with self.world.together():
+                if manifest is not None:
+                    check_config(manifest.config, self.config)
+                if self.leads:
+                    rewind(self.folder.metrics, NOTHING if manifest is None else manifest.progress.metrics)
+            was = record["identity"] if manifest is None else manifest.identity
+            return self._train(self._set_up(partial(check_identity, was)), manifest)
+
+    def _check(self) -> None:
+        check_layout(self.config, self.world.size)
+        check_writers(self.config)
+
+    def _set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None) -> Setup:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(self.config.run.seed)
+        with self.world.together(), self.console.status("preparing") as spinner:
+            return set_up(self.config, self.say, tell_tokenising(self.console, spinner, self.say), self.world, check)
+
+    def _train(self, setup: Setup, manifest: Manifest | None) -> Result | None:
+        config, folder, world, leads = self.config, self.folder, self.world, self.leads
+        counter = FlopCounter.of(setup.model)  # before an engine cuts the weights up
+        engine = make_engine(setup.model, setup.engine, config, world)
+        with ExitStack() as stack:
+            metrics = stack.enter_context(MetricsFile(folder.metrics if leads else None))
+            timing = stack.enter_context(MetricsFile(folder.timing if leads else None))
+            display = stack.enter_context(Display(self.console))
+            session = Session(config, folder, setup, engine, metrics, timing, self.say)
+            if manifest is not None:
+                session.take_up(manifest)
+            writers = stack.enter_context(Writers(config, folder.path, session.step)) if leads else None
+
+            def held_out(step: int, tokens_seen: int) -> HeldOut:
+                losses = HeldOut(setup.store.domains, setup.own_positions)
+                micro_batch = 1 if world.size == 1 else config.train.micro_batch
+                on_row = display.task("held out", -(-len(setup.held_out) // (micro_batch * world.data_parallel)))
+                evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row, engine, micro_batch)
+                event = {"step": step, "tokens_seen": tokens_seen, **losses.as_dict()}
+                metrics.write("evaluation", event)
+                if writers:
+                    writers.write("evaluation", step, event)
+                return losses
+
+            before = session.before = session.before or held_out(0, 0)
+            first, tokens_before = session.step, session.tokens_seen
+            seconds = 0.0
+            on_step = display.task("training", config.train.steps, first)
+            with self.termination.noted():
+                session.export_if_kept()  # of the step that was saved last, if the run was interrupted right then
+                for event, speed in steps(
+                    config.train, setup, engine, counter, session.guard, first, session.tokens_seen
+                ):
+                    session.done(event["step"], event["tokens_seen"])
+                    metrics.write("step", event)
+                    if session.step == first + 1:
+                        speed |= {"since_start": time.perf_counter() - self.started, "resumed": manifest is not None}
+                    timing.write("step", {"step": session.step, **speed})
+                    seconds += speed["seconds"]
+                    on_step(step_status(event | speed))
+                    if writers:
+                        writers.write("step", session.step, event)
+                        writers.write("speed", session.step, speed)
+                    if session.due:
+                        session.save()
+                        session.export_if_kept()
+                    (stop,) = world.sum([float(self.termination.asked)])
+                    if stop:
+                        session.save()
+                        self._terminated(session.step)
+            after = held_out(config.train.steps, session.tokens_seen)
+            self.say(f"exporting to {folder.model}")
+            session.export(folder.model)
+            if leads:
+                _plot(folder)
+            world.wait()
+        tokens = session.tokens_seen - tokens_before
+        speed = tokens / seconds if seconds else 0.0
+        return Result(before, after, session.tokens_seen, speed, folder.model) if leads else None
+
+    def _terminated(self, step: int) -> None:
+        saved = f"stopped by SIGTERM after step {step}, which is saved; to go on: torchtrain resume {self.folder.path}"
+        raise Terminated(saved if self.leads else "")
+
+
+def steps(
+    train: TrainConfig,
+    setup: Setup,
+    engine: Engine,
+    counter: FlopCounter,
+    guard: Guard,
+    first: int = 0,
+    tokens_seen: int = 0,
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Train, step by step; yield what each computed, the same on every rank, and how fast.
+
+    Args:
+        train: settings.
+        setup: rows and domains.
+        engine: holds the state after `first` steps.
+        counter: of the whole model.
+        guard: finds steps that must not update.
+        first: steps done so far.
+        tokens_seen: in these.
+
+    Raises:
+        UserError, OtherRankFailed: a bad step; see `Guard.leave_out`.
     """
     world = engine.world
     peak = peak_flops(world.device, setup.model.dtype)
-    tokens_seen = 0
-    for step in range(train.steps):
+    for step in range(first, train.steps):
         started = time.perf_counter()
         rate = learning_rate(step, train)
         batches = step_batches(setup.rows, step, train, world)
         losses, live_pairs = accumulate(engine, batches, setup.store.domains, train.loss_chunk)
-        norm = engine.step(rate)
-        if not (math.isfinite(losses.overall.total) and math.isfinite(norm)):
-            if world.rank:
-                raise OtherRankFailed("rank 0 stopped")
-            raise UserError(
-                f"step {step + 1}: the loss is {losses.overall.value} and its gradient's norm {norm}; lower "
-                f"train.learning_rate ({train.learning_rate}), warm up longer, or set model.dtype: float32"
-            )
+        fault = guard.fault_of_loss(losses.overall.value)
+        if fault is None:
+            norm = engine.step(rate)
+            fault = guard.fault_of_norm(norm)
+        else:
+            norm = float("nan")
+            engine.drop()
+        values = {**losses.as_dict(), "learning_rate": rate, "gradient_norm": norm}
+        if fault is None:
+            guard.passed(losses.overall.value)
+        else:
+            guard.leave_out(step + 1, fault, values)
         seconds = time.perf_counter() - started
         (tokens,) = world.sum([sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)])
         tokens = int(tokens) // world.sequence_parallel
         tokens_seen += tokens
         flops = counter.flops(tokens, losses.overall.tokens, live_pairs)
-        event = {
-            "step": step + 1,
-            "tokens_seen": tokens_seen,
-            **losses.as_dict(),
-            "learning_rate": rate,
-            "gradient_norm": norm,
+        event = {"step": step + 1, "tokens_seen": tokens_seen, **values, "live_pairs": live_pairs, "flops": flops}
+        speed: dict[str, Any] = {
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
-            "live_pairs": live_pairs,
-            "flops": flops,
+            "flops_per_second": flops / seconds,
         }
-        yield event | ({"mfu": flops / seconds / (peak * world.size)} if peak else {})
+        if peak:
+            speed["mfu"] = flops / seconds / (peak * world.size)
+        if (memory := memory_gib(world.device)) is not None:
+            speed["memory_gib"] = memory
+        yield event | ({"left_out": fault} if fault else {}), speed
+
+
+def _plot(folder: RunFolder) -> None:
+    """Draw beside, then rename: the plot is what tells that a run is finished."""
+    partial_plot = folder.plot.with_name(folder.plot.name + PARTIAL)
+    plot(read_metrics(folder.metrics), partial_plot)
+    partial_plot.replace(folder.plot)

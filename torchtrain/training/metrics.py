@@ -1,9 +1,15 @@
-"""What is measured: losses summed per group of tokens, and `metrics.jsonl`, one line an event.
+"""What is measured: losses summed per group of tokens, and files of events, one line each.
+
+`metrics.jsonl` holds what was computed: a run that was interrupted leaves the same bytes as one that was not. How long it took
+stands in `timing.jsonl`, which only grows.
 
 Legend: B batch · T tokens of a row.
 """
 
+import hashlib
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +17,12 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
+from torchtrain.checkpoint.files import FileEntry, entry_of, sync
 from torchtrain.distributed.world import World
+from torchtrain.errors import UserError
 from torchtrain.training.loss import IGNORE
+
+NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())
 
 
 @dataclass
@@ -75,7 +85,7 @@ class Losses:
 
 
 class MetricsFile:
-    """`metrics.jsonl`, a context manager: every event is on disk when `write` returns.
+    """A file of events such as `metrics.jsonl`, a context manager: an event survives the process once `write` has returned.
 
     Args:
         path: the file; None writes nothing (on all ranks but the first).
@@ -94,12 +104,43 @@ class MetricsFile:
             self._file.close()
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append one line: the event's name, then its values."""
+        """Append one line: the event's name, then its values; null for a number that is not finite."""
         if self._file is not None:
-            self._file.write(json.dumps({"event": event, **values}) + "\n")
+            self._file.write(json.dumps(finite({"event": event, **values}), allow_nan=False) + "\n")
             self._file.flush()
+
+    def settle(self) -> FileEntry:
+        """Flush the file to the disk; return what it is so far."""
+        if self._file is None or self._path is None:
+            return NOTHING
+        os.fsync(self._file.fileno())
+        return entry_of(self._path)
+
+
+def rewind(path: Path, entry: FileEntry) -> None:
+    """Cut a file of events back to what it was.
+
+    Raises:
+        UserError: it does not begin with that.
+    """
+    path.touch()
+    if entry_of(path, entry.bytes) != entry:
+        raise UserError(
+            f"{path}: has been changed: it does not begin with the {entry.bytes:,} bytes that belong to the checkpoint; "
+            "put it back, or begin anew with --step 0"
+        )
+    os.truncate(path, entry.bytes)
+    sync(path)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a `metrics.jsonl`, in order."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Return the events of a `metrics.jsonl`, in order; a last line that is still being written is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def finite(value: Any) -> Any:
+    """Return a tree with null for every number that is not finite: JSON has none."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

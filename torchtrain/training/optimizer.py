@@ -34,18 +34,28 @@ class Optimizer:
         self.adamw = adamw(self.masters, train)
 
     def step(self, learning_rate: float) -> float:
-        """Clip, update the weights, drop the gradients. Returns the global norm of the gradient before clipping."""
+        """Clip, update the weights, drop the gradients. Returns the global norm of the gradient before clipping.
+
+        If that is not finite, nothing is updated.
+        """
         norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        if not norm.isfinite():
+            self.drop()
+            return norm.item()
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.masters, self.clip_norm, norm)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        self.drop()
         with torch.no_grad():
             for parameter, master in self._pairs():
                 parameter.copy_(master)
         return norm.item()
+
+    def drop(self) -> None:
+        """Forget the gradients of this step."""
+        self.adamw.zero_grad(set_to_none=True)
 
     def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters that have a master of their own."""

@@ -154,13 +154,13 @@ def seconds_like(work: Work, run: Path, processes: int) -> float:
         UserError: the folder holds no run of two steps or more.
     """
     try:
-        steps = [event for event in read_metrics(run / "metrics.jsonl") if event["event"] == "step"][1:]
+        steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
         had = json.loads((run / "run.json").read_text(encoding="utf-8")).get("processes", 1)
     except (OSError, ValueError, KeyError):
         steps, had = [], 1
     if not steps:
         raise UserError(f"--measured {run}: holds no run of two steps or more; give a run's folder")
-    rate = statistics.median(event["flops"] / event["seconds"] for event in steps) / had
+    rate = statistics.median(event["flops_per_second"] for event in steps) / had
     return work.flops / (rate * processes)
 
 

@@ -65,10 +65,10 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def task(self, name: str, total: int) -> Callable[[str], None]:
-        """Begin a task of `total` steps; return what is called with a status when a step is done."""
-        task = self._bars.add_task(name, total=total, status="")
-        done = itertools.count(1)
+    def task(self, name: str, total: int, first: int = 0) -> Callable[[str], None]:
+        """Begin a task of `total` steps, `first` of them done; return what is called with a status when one more is done."""
+        task = self._bars.add_task(name, total=total, completed=first, status="")
+        done = itertools.count(first + 1)
 
         def advance(status: str) -> None:
             self._bars.update(task, advance=1, status=status)
@@ -79,10 +79,16 @@ class Display:
 
 
 def step_status(event: Mapping[str, Any]) -> str:
-    """Return loss, tokens/s and, where it is known, MFU of a step's event."""
+    """Return loss, gradient norm, tokens/s and, where they are known, MFU and memory of a step's event."""
     loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
-    mfu = f" · MFU {event['mfu']:.1%}" if "mfu" in event else ""
-    return f"loss {loss} · {event['tokens_per_second']:,.0f} tokens/s{mfu}"
+    parts = [f"loss {loss}", f"gradient {event['gradient_norm']:.3g}", f"{event['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in event:
+        parts.append(f"MFU {event['mfu']:.1%}")
+    if "memory_gib" in event:
+        parts.append(f"{event['memory_gib']:.1f} GiB")
+    if "left_out" in event:
+        parts.append(f"left out: {event['left_out']}")
+    return " · ".join(parts)
 
 
 def final_table(before: HeldOut, after: HeldOut, tokens_seen: int, tokens_per_second: float) -> Table:
@@ -137,7 +143,7 @@ def plot(events: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     Args:
         events: those of `metrics.jsonl`.
-        path: the PNG to write.
+        path: the PNG to write, whatever its name ends in.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -166,4 +172,4 @@ def plot(events: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

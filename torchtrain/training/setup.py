@@ -1,5 +1,6 @@
 """Everything a run needs, found and checked from the cheapest to the dearest, before the run's folder is made."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,7 +25,9 @@ from torchtrain.data import (
     prepare,
     split_documents,
     tag_ids,
+    tokenizer_identity,
 )
+from torchtrain.data import identity as data_identity
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.world import ALONE, World
@@ -35,7 +38,7 @@ from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Setup:
     store: TokenStore
     rows: PackedRows
     held_out: list[dict[str, np.ndarray]]
+    identity: dict[str, Any]  # what all of it is made of, as JSON: for `run.json` and every checkpoint
     record: dict[str, Any]  # for `run.json`
 
 
@@ -57,6 +61,7 @@ def set_up(
     say: Callable[[str], None],
     on_progress: Callable[[Progress], None] | None = None,
     world: World = ALONE,
+    check: Callable[[dict[str, Any]], None] = lambda identity: None,
 ) -> Setup:
     """Find and check everything. Writes only into `data.cache`, where ranks wait for the one that comes first.
 
@@ -65,6 +70,8 @@ def set_up(
         say: takes one line at a time on what begins, what was found and what was chosen.
         on_progress: passed to `torchtrain.data.prepare`.
         world: this rank's place; its device is where the model goes.
+        check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, and again with
+            that of the tokens.
 
     Raises:
         UserError: anything that does not fit; see the functions that are called here.
@@ -87,7 +94,11 @@ def set_up(
     check_tokenizer(tokenizer, model_config.vocab_size)
     anchor_ids(tokenizer, config.pack)
 
+    identity = _identity_of(config, model_config, tokenizer)
+    check(identity)
     store = prepare(config.data, tokenizer, on_progress)
+    identity["tokens"] = _identity_of_tokens(store)
+    check(identity)
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer)
 
@@ -109,6 +120,7 @@ def set_up(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
         "processes": world.size,
+        "identity": identity,
         "model_origin": _origin(source),
         "corpus_fingerprint": store.fingerprint,
         "corpus": {
@@ -117,7 +129,7 @@ def set_up(
             "dropped_tokens": dropped,
         },
     }
-    return Setup(engine, model, tokenizer, own_positions, store, rows, held_out, record)
+    return Setup(engine, model, tokenizer, own_positions, store, rows, held_out, identity, record)
 
 
 def pack_rows(
@@ -152,6 +164,27 @@ def pack_rows(
     held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]
     held_out = [rows[i] for rows in held_out_rows for i in range(min(config.eval.sequences, len(rows)))]
     return packed(train, config.pack.last), held_out
+
+
+def _identity_of(
+    config: Config, model_config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerFast"
+) -> dict[str, Any]:
+    """Return what decides the numbers and does not stand in the config itself."""
+    model = json.loads(model_config.to_json_string(use_diff=False))
+    for transient in ("_name_or_path", "transformers_version"):
+        model.pop(transient, None)
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return {
+        "tokenizer": {"encoding": tokenizer_identity(tokenizer), **ids},
+        "model": model,
+        "data": data_identity(config.data, tokenizer),
+    }
+
+
+def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
+    """Return what tells that a corpus was tokenised to something else though its files look the same: all lengths."""
+    places = hashlib.sha256(store.offsets.tobytes() + store.document_domains.tobytes()).hexdigest()
+    return {"domains": store.domains, "documents": len(store), "tokens": len(store.tokens), "places": places}
 
 
 def _left_out(store: TokenStore, dropped: int) -> str:

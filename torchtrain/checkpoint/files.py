@@ -1,0 +1,95 @@
+"""Files that survive a crash: written once, flushed to the disk, committed by a rename."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+# What a folder or file is called before it counts, and while it is removed.
+PARTIAL, DELETED = ".partial", ".deleted"
+_BLOCK = 1 << 22
+
+
+class FileEntry(BaseModel):
+    """What a file must be: its size in bytes and the SHA-256 of its content, as hex."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    bytes: int
+    sha256: str
+
+
+def write_file(path: Path, content: bytes | memoryview) -> FileEntry:
+    """Write a file that does not exist yet, and flush it to the disk.
+
+    Raises:
+        OSError: what the system says, such as a full disk.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(handle, left) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file a new content, or make it: anyone sees the old or the new, never a part."""
+    partial = path.with_name(path.name + PARTIAL)
+    partial.unlink(missing_ok=True)
+    write_file(partial, content)
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def entry_of(path: Path, length: int | None = None) -> FileEntry:
+    """Return what a file is, or its first `length` bytes are (fewer where it is shorter)."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK if length is None else min(_BLOCK, length - size)):
+            digest.update(block)
+            size += len(block)
+    return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to the disk, so that a rename after it cannot become durable before it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Rename a folder, everything in it flushed first, to the name under which it counts.
+
+    One that has the name already is removed only after the new one has taken it.
+    """
+    for folder, _, names in os.walk(partial):
+        for name in names:
+            sync(Path(folder, name))
+        sync(Path(folder))
+    doomed = _set_aside(final) if final.exists() else None
+    os.rename(partial, final)
+    sync(final.parent)
+    if doomed is not None:
+        shutil.rmtree(doomed)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder. It loses its name first, so that a crash never leaves a part of it under that name."""
+    shutil.rmtree(_set_aside(folder))
+
+
+def _set_aside(folder: Path) -> Path:
+    doomed = folder.with_name(folder.name + DELETED)
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(folder, doomed)
+    sync(folder.parent)
+    return doomed

@@ -1,0 +1,161 @@
+"""The state of a run, cut into fragments that any layout of processes can write and read.
+
+A fragment is a range of one flattened parameter with its master weights and AdamW's two moments. Each rank writes fragments it
+holds; whoever reads takes from all files what overlaps with the fragments it holds itself. So nothing is ever gathered, and
+the number of ranks may change between writing and reading.
+
+On disk: `state-RRRRR-NNN.safetensors`, rank and number; a tensor's name is `KIND:START:PARAMETER`.
+
+Legend: n elements of a fragment.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from torchtrain.checkpoint.files import FileEntry, write_file
+from torchtrain.checkpoint.manifest import DamageError
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+# Bytes of a file, and so of the copy in host memory while it is written.
+FILE_BYTES = 1 << 29
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + n) of a flattened parameter; `tensors` are views [n] of what the engine uses, by kind."""
+
+    parameter: str
+    start: int
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + len(self.tensors["master"])
+
+    def cut(self, start: int, stop: int) -> "Fragment":
+        """Return a part, in elements of the parameter."""
+        assert self.start <= start <= stop <= self.stop
+        views = {kind: x_n[start - self.start : stop - self.start] for kind, x_n in self.tensors.items()}
+        return Fragment(self.parameter, start, views)
+
+
+def share(fragments: Sequence[Fragment], part: int, parts: int) -> list[Fragment]:
+    """Return one of `parts` equal shares: what a rank writes of that which every rank holds."""
+    total = sum(fragment.stop - fragment.start for fragment in fragments)
+    first, last = (total * i // parts for i in (part, part + 1))
+    found, before = [], 0
+    for fragment in fragments:
+        size = fragment.stop - fragment.start
+        start, stop = max(first - before, 0), min(last - before, size)
+        if start < stop:
+            found.append(fragment.cut(fragment.start + start, fragment.start + stop))
+        before += size
+    return found
+
+
+def write(folder: Path, fragments: Iterable[Fragment], rank: int) -> dict[str, FileEntry]:
+    """Write fragments into files of about `FILE_BYTES`; return each file's name with what it is.
+
+    Raises:
+        OSError: what the system says, such as a full disk.
+    """
+    entries: dict[str, FileEntry] = {}
+    for number, tensors in enumerate(_files(fragments)):
+        name = f"state-{rank:05d}-{number:03d}.safetensors"
+        entries[name] = write_file(folder / name, safetensors.torch.save(tensors))
+    return entries
+
+
+def check_whole(parameters: Mapping[str, Sequence[int]], written: Iterable[Mapping[str, int]]) -> None:
+    """Check that the elements that all ranks wrote, by parameter, add up to the parameters."""
+    total = dict.fromkeys(parameters, 0)
+    for counts in written:
+        for name, count in counts.items():
+            total[name] += count
+    assert total == {name: prod(shape) for name, shape in parameters.items()}
+
+
+def elements(fragments: Iterable[Fragment]) -> dict[str, int]:
+    """Return the number of elements of each parameter that fragments hold."""
+    found: dict[str, int] = {}
+    for fragment in fragments:
+        found[fragment.parameter] = found.get(fragment.parameter, 0) + fragment.stop - fragment.start
+    return found
+
+
+@torch.no_grad()
+def read(paths: Iterable[Path], fragments: Sequence[Fragment]) -> None:
+    """Fill fragments from the files of any layout.
+
+    Raises:
+        DamageError: a file is none of ours, or the files do not hold all elements.
+    """
+    wanted: dict[str, list[Fragment]] = {}
+    for fragment in fragments:
+        wanted.setdefault(fragment.parameter, []).append(fragment)
+    missing = {kind: elements(fragments) for kind in KINDS}
+    folder = Path()
+    for path in paths:
+        folder = path.parent
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no dict
+                    kind, start, parameter = _parse(key)
+                    source = file.get_slice(key)
+                    for fragment in wanted.get(parameter, []):
+                        missing[kind][parameter] -= _fill(fragment, kind, start, source)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise DamageError(f"{path}: is no state file of ours ({error})") from None
+    for kind, counts in missing.items():
+        for parameter, count in counts.items():
+            if count:
+                raise DamageError(f"{folder}: {count} elements of {kind} of {parameter} are in none of its files")
+
+
+def _parse(key: str) -> tuple[str, int, str]:
+    kind, start, parameter = key.split(":", 2)
+    if kind not in KINDS:
+        raise ValueError(f"unknown tensor {key!r}")
+    return kind, int(start), parameter
+
+
+def _fill(fragment: Fragment, kind: str, start: int, source) -> int:
+    """Copy what a stored range [start, start + its length) shares with a fragment; return how many elements."""
+    (length,) = source.get_shape()
+    first, last = max(start, fragment.start), min(start + length, fragment.stop)
+    if first >= last:
+        return 0
+    stored_n = source[first - start : last - start]
+    target_n = fragment.tensors[kind][first - fragment.start : last - fragment.start]
+    if stored_n.dtype != target_n.dtype:
+        raise ValueError(f"{kind} of {fragment.parameter} is {stored_n.dtype} and not {target_n.dtype}")
+    target_n.copy_(stored_n)
+    return last - first
+
+
+def _files(fragments: Iterable[Fragment]) -> Iterator[dict[str, Tensor]]:
+    """Copies on the host, as many at a time as one file takes."""
+    tensors: dict[str, Tensor] = {}
+    room = FILE_BYTES
+    for whole in fragments:
+        width = sum(x.element_size() for x in whole.tensors.values())
+        start = whole.start
+        while start < whole.stop:
+            stop = min(whole.stop, start + max(1, room // width))
+            for kind, x_n in whole.cut(start, stop).tensors.items():
+                tensors[f"{kind}:{start}:{whole.parameter}"] = x_n.detach().to("cpu", copy=True)
+            room -= (stop - start) * width
+            start = stop
+            if room < width:
+                yield tensors
+                tensors, room = {}, FILE_BYTES
+    if tensors:
+        yield tensors

@@ -1,0 +1,93 @@
+"""What a run is made of, and whether it still is: compared before a checkpoint is used and before anything is tokenised."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchtrain.checkpoint.manifest import versions
+from torchtrain.config import Config
+from torchtrain.errors import UserError
+
+# What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and their
+# order stay the same; of these, only how sums are cut (micro-batches, chunks, ranks) moves a result, by its rounding.
+FREE = (
+    "run.folder",
+    "data.cache",
+    "distributed",
+    "save",
+    "log",
+    "train.micro_batch",
+    "train.loss_chunk",
+    "train.skip_bad_steps",
+    "train.loss_spike",
+    "model.activation_checkpointing",
+)
+_ABSENT = "nothing"
+
+
+def check_config(was: Mapping[str, Any], config: Config) -> None:
+    """Check that a run would go on with the config it had.
+
+    Args:
+        was: the resolved config it was begun with, as JSON.
+        config: the resolved config that is to go on.
+
+    Raises:
+        UserError: a setting that decides the numbers is another: says which, as it was and as it is.
+    """
+    found = differences(was, config.model_dump(mode="json"))
+    if changes := [change for change in found if not is_free(change[0])]:
+        raise UserError(f"{_told(changes)}; undo that, or train anew with a run.folder of its own")
+
+
+def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Check that a run would go on with the material it had.
+
+    Args:
+        was: what model, tokenizer, data and tokens were when it was begun.
+        identity: what those of them that are known so far are now.
+
+    Raises:
+        UserError: one is another: says what of it, as it was and as it is.
+    """
+    for part, advice in (
+        ("tokenizer", "the tokenizer of model.source is another one; put back the one of the run"),
+        ("model", "the config.json of model.source is another one; put back the one of the run"),
+        ("data", "data.sources hold something else; put back the data of the run"),
+        ("tokens", "data.sources were tokenised to something else; put back the data of the run"),
+    ):
+        if part in identity and (changes := list(differences(was.get(part), identity[part], part))):
+            raise UserError(f"{advice} ({_told(changes)})")
+
+
+def other_versions(was: Mapping[str, str]) -> str:
+    """Return, in words, which packages differ from those that wrote a checkpoint; empty where none does."""
+    changes = differences(dict(was), versions())
+    return ", ".join(f"{name} {was} then, {now} now" for name, was, now in changes)
+
+
+def is_free(name: str) -> bool:
+    """Whether a setting, in dotted form, may differ when a run is resumed."""
+    return any(name == free or name.startswith(free + ".") for free in FREE)
+
+
+def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted name, value then, value now) of everything that differs in two JSON trees."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in [*was, *(key for key in now if key not in was)]:
+            place = f"{name}.{key}" if name else str(key)
+            yield from differences(was.get(key, _ABSENT), now.get(key, _ABSENT), place)
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for index, pair in enumerate(zip(was, now, strict=True)):
+            yield from differences(*pair, f"{name}.{index}")
+    elif was != now:
+        yield name, was, now
+
+
+def _told(changes: list[tuple[str, Any, Any]]) -> str:
+    shown = "; ".join(f"{name}: {_short(was)} in the run, {_short(now)} now" for name, was, now in changes[:3])
+    return shown + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,103 @@
+"""What a checkpoint says of itself. `manifest.json` is written last: a folder with one is whole."""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from torchtrain import __version__
+from torchtrain.checkpoint.files import FileEntry
+from torchtrain.errors import UserError
+
+MANIFEST = "manifest.json"
+# Raise it when a checkpoint of an older trainer can no longer be read.
+FORMAT = 1
+
+
+class DamageError(UserError):
+    """A checkpoint that is not what was written: the message names the file."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Progress(_Part):
+    """Where a run stands between two steps."""
+
+    step: int  # steps done
+    updates: int  # of the optimizer: steps that were not skipped
+    tokens_seen: int
+    skipped_steps: int
+    recent_losses: list[float]  # what `train.loss_spike` compares with
+    before: list[tuple[float, int]]  # held-out losses before training, as `Losses.means`: sum and tokens of each
+    metrics: FileEntry  # the beginning of `metrics.jsonl` that belongs to these steps
+
+
+class Layout(_Part):
+    """Over how many processes the state was spread."""
+
+    processes: int
+    sequence_parallel: int
+    zero_stage: int
+
+
+class Manifest(_Part):
+    """Everything but the tensors.
+
+    `identity` is what the run was made of (`torchtrain.checkpoint.identity`), `config` the resolved one.
+    """
+
+    format: int = FORMAT
+    progress: Progress
+    layout: Layout
+    config: dict[str, Any]
+    identity: dict[str, Any]
+    versions: dict[str, str]
+    parameters: dict[str, list[int]]  # shapes
+    files: dict[str, FileEntry]
+
+    def dump(self) -> bytes:
+        """Return it as JSON that ends with a digest of itself."""
+        content = self.model_dump(mode="json")
+        return json.dumps(content | {"sha256": _digest(content)}, indent=1).encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the manifest of a checkpoint's folder.
+
+        Raises:
+            DamageError: there is none, or it is not as it was written.
+        """
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_bytes())
+            digest = content.pop("sha256", None)
+            if content.get("format") != FORMAT:
+                raise DamageError(f"{path}: format {content.get('format')} is not the format {FORMAT} of this trainer")
+            if digest != _digest(content):
+                raise DamageError(f"{path}: is not as it was written (its SHA-256 differs)")
+            return cls.model_validate_json(json.dumps(content))
+        except OSError as error:
+            raise DamageError(f"{path}: {str(error.strerror).lower()}") from None
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            raise DamageError(f"{path}: {place}: {error.errors()[0]['msg']}") from None
+        except (ValueError, AttributeError, RecursionError) as error:
+            if isinstance(error, DamageError):
+                raise
+            raise DamageError(f"{path}: is no JSON of ours ({error})") from None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the last bits of a result depend on."""
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")}
+    return {"torchtrain": __version__, "python": platform.python_version(), **packages}
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,171 @@
+"""An engine's state as fragments: which elements of which parameter this rank holds, and where.
+
+All of it are views: what is read from a checkpoint is written where the engine keeps it. DeepSpeed's own checkpoints would
+need the same number of ranks and are loaded by unpickling; so its partitions are found here instead
+(DeepSpeed 0.19: runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py, runtime/zero/stage3.py).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtrain.checkpoint.fragments import Fragment
+from torchtrain.training.engine import Engine, Replicated, Zero
+
+
+class State(ABC):
+    """What must be kept of an engine between two steps.
+
+    Args:
+        engine: between two steps, no gradient added up.
+    """
+
+    everywhere = False  # whether every rank holds all of it
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
+        self.parameters: dict[str, list[int]] = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in trained}
+        self.named = trained
+
+    @abstractmethod
+    def fragments(self) -> list[Fragment]:
+        """Return all that this rank holds."""
+
+    @abstractmethod
+    def weights_from_masters(self) -> None:
+        """Give the model's weights the masters' values, as after a step. All ranks must call it."""
+
+    @abstractmethod
+    def _adamw(self) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+        """Return torch's AdamW and the tensors that it updates here."""
+
+    @property
+    def updates(self) -> int:
+        """Updates that AdamW has made."""
+        optimizer, masters = self._adamw()
+        found = {int(_moments(optimizer, master)["step"]) for master in masters}
+        assert len(found) <= 1, f"parameters were updated unequally often: {sorted(found)}"
+        return found.pop() if found else 0
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        optimizer, masters = self._adamw()
+        for master in masters:
+            _moments(optimizer, master)["step"].fill_(count)
+
+
+def state_of(engine: Engine) -> State:
+    """Return what must be kept of an engine."""
+    if isinstance(engine, Replicated):
+        return _Replicated(engine)
+    assert isinstance(engine, Zero)
+    return _ZeroCut(engine) if engine.cut else _ZeroFlat(engine)
+
+
+class _Replicated(State):
+    everywhere = True
+
+    def __init__(self, engine: Replicated) -> None:
+        super().__init__(engine)
+        self._optimizer = engine.optimizer
+
+    def fragments(self) -> list[Fragment]:
+        names = {id(p): name for name, p in self.named}
+        found = []
+        for parameter, master in zip(self._optimizer.parameters, self._optimizer.masters, strict=True):
+            tensors = _views(self._optimizer.adamw, master, 0, master.numel())
+            found.append(Fragment(names[id(parameter)], 0, tensors))
+        return found
+
+    @torch.no_grad()
+    def weights_from_masters(self) -> None:
+        for parameter, master in zip(self._optimizer.parameters, self._optimizer.masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+
+    def _adamw(self) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+        return self._optimizer.adamw, self._optimizer.masters
+
+
+class _Zero(State):
+    def __init__(self, engine: Zero) -> None:
+        super().__init__(engine)
+        self._optimizer: Any = engine.deepspeed.optimizer
+
+    @property
+    def _flat(self) -> list[Tensor]:
+        """Masters of this rank, one tensor a group."""
+        for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"):
+            if (found := getattr(self._optimizer, name, None)) is not None:
+                return found
+        raise AssertionError(f"{type(self._optimizer).__name__} keeps its masters elsewhere")
+
+    def _adamw(self) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+        return self._optimizer.optimizer, self._flat
+
+    def _fragment(self, name: str, start: int, flat: Tensor, offset: int, length: int) -> Fragment:
+        return Fragment(name, start, _views(self._optimizer.optimizer, flat, offset, length))
+
+
+class _ZeroFlat(_Zero):
+    """Stages 1 and 2: each group is one flat tensor, cut into equal parts, whatever parameter a cut goes through."""
+
+    def fragments(self) -> list[Fragment]:
+        return list(self._found())
+
+    def _found(self) -> Iterator[Fragment]:
+        for name, parameter in self.named:
+            link = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+            if link is None:  # other ranks hold it
+                continue
+            flat = self._flat[link.param_group_index]
+            of_parameter, of_flat = link.lp_fragment_address, link.hp_fragment_address
+            yield self._fragment(name, of_parameter.start, flat, of_flat.start, of_flat.numel)
+
+    def weights_from_masters(self) -> None:
+        self._optimizer.update_lp_params()
+
+
+class _ZeroCut(_Zero):
+    """Stage 3: every parameter is cut into equal parts, the last of them padded."""
+
+    def fragments(self) -> list[Fragment]:
+        optimizer, found = self._optimizer, []
+        for name, parameter in self.named:
+            group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = length * optimizer._get_param_partition_rank(parameter)
+            real = min(length, parameter.ds_numel - start)  # pyright: ignore[reportAttributeAccessIssue]
+            if real > 0:
+                found.append(self._fragment(name, start, self._flat[group], offset, real))
+        return found
+
+    @torch.no_grad()
+    def weights_from_masters(self) -> None:
+        # As DeepSpeed's own step does after its update.
+        optimizer = self._optimizer
+        optimizer._pre_step()
+        optimizer._partition_all_parameters()
+        for group in range(len(self._flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        optimizer._post_step(set())
+
+
+def _views(optimizer: torch.optim.Optimizer, master: Tensor, offset: int, length: int) -> dict[str, Tensor]:
+    """Master and moments [n] of a range of what AdamW updates."""
+    moments = _moments(optimizer, master)
+    whole = {"master": master.detach(), **{kind: moments[kind] for kind in ("exp_avg", "exp_avg_sq")}}
+    return {kind: x.view(-1)[offset : offset + length] for kind, x in whole.items()}
+
+
+def _moments(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of a tensor, made as torch's first step makes it where there was none."""
+    state = optimizer.state[master]
+    if "exp_avg" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+    return state

@@ -1,0 +1,240 @@
+"""The checkpoints of a run: saved whole or not at all, the last good ones kept, checked before one is used.
+
+`checkpoints/step-00000010/`: `manifest.json`, `state-*.safetensors` (see `fragments`), `rng-*.safetensors`. Nothing in it is
+pickled, and nothing is unpickled. `*.partial` and `*.deleted` are what an interruption leaves; they do not count and go at
+the next opening.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from torchtrain.checkpoint import fragments, rng
+from torchtrain.checkpoint.files import DELETED, PARTIAL, FileEntry, commit, discard, entry_of, write_file
+from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
+from torchtrain.checkpoint.state import State
+from torchtrain.distributed.world import ALONE, World
+from torchtrain.errors import OtherRankFailed, UserError
+
+_NAME = re.compile(r"step-(\d{8,})")
+_Own = TypeVar("_Own")
+
+
+class Checkpoints:
+    """The folder of a run's checkpoints. Making the object touches nothing.
+
+    Args:
+        folder: `checkpoints` in the run's folder; every rank sees the same one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, in their order, whatever the clock said when they were written."""
+        if not self.folder.is_dir():
+            return []
+        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def sweep(self) -> None:
+        """Remove what interruptions left. Only for who holds the run's lock."""
+        if self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if path.name.endswith((PARTIAL, DELETED)):
+                    shutil.rmtree(path)
+
+    def save(
+        self, state: State, manifest: Callable[[dict[str, FileEntry]], Manifest], step: int, keep: int, world: World
+    ) -> int:
+        """Save a step's checkpoint, then remove all but the last `keep` good ones. All ranks call it.
+
+        Args:
+            state: what the engine holds, between two steps.
+            manifest: makes the manifest of the files that all ranks wrote.
+            step: steps done.
+            keep: how many to keep, this one among them.
+            world: this rank's place.
+
+        Returns:
+            Bytes that all ranks wrote.
+
+        Raises:
+            UserError: it could not be written; the message says why, and which is the last good one. Nothing of it is left.
+        """
+        partial = self.path(step).with_name(self.path(step).name + PARTIAL)
+        leads = world.rank == 0
+        with self._telling(step, partial, world):
+            if leads:
+                self.folder.mkdir(exist_ok=True)
+                if partial.exists():
+                    shutil.rmtree(partial)
+                partial.mkdir()
+        with self._telling(step, partial, world):
+            held = state.fragments()
+            own = fragments.share(held, world.rank, world.size) if state.everywhere else held
+            entries = fragments.write(partial, own, world.rank) | rng.write(partial, world.rank)
+        parts = _gathered((entries, fragments.elements(own)), world)
+        with self._telling(step, partial, world):
+            files = {name: entry for of_rank, _ in parts for name, entry in of_rank.items()}
+            if leads:
+                fragments.check_whole(state.parameters, [counts for _, counts in parts])
+                if unseen := [name for name in files if not (partial / name).is_file()]:
+                    raise UserError(
+                        f"{unseen[0]} of another node is not there: run.folder must be on a disk that all nodes share"
+                    )
+                write_file(partial / MANIFEST, manifest(files).dump())
+                commit(partial, self.path(step))
+                self._retain(keep)
+        return sum(entry.bytes for entry in files.values())
+
+    def load(self, state: State, manifest: Manifest, world: World) -> None:
+        """Give an engine the state of a checkpoint that `verify` has checked. All ranks call it.
+
+        The generators of random numbers are set where the checkpoint has this rank's.
+
+        Raises:
+            UserError: the model's parameters are others.
+            DamageError: a file is not what the manifest promises.
+        """
+        path = self.path(manifest.progress.step)
+        with world.together():
+            if state.parameters != manifest.parameters:
+                names = [
+                    n
+                    for n in {**manifest.parameters, **state.parameters}
+                    if manifest.parameters.get(n) != state.parameters.get(n)
+                ]
+                raise UserError(
+                    f"{path}: {names[0]} is {manifest.parameters.get(names[0])} in the checkpoint and "
+                    f"{state.parameters.get(names[0])} in the model; put back the model of the run"
+                )
+            fragments.read([path / name for name in manifest.files if name.startswith("state-")], state.fragments())
+            if (own := rng.rng_file(world.rank)) in manifest.files:
+                rng.read(path / own)
+        state.updates = manifest.progress.updates
+        state.weights_from_masters()
+
+    def open(self, step: int | None = None, world: World = ALONE) -> Manifest | None:
+        """Return the manifest of a checkpoint whose every byte was checked; the ranks share the work.
+
+        Args:
+            step: of which step; default: the last.
+            world: this rank's place.
+
+        Returns:
+            None if there is none at all, and none was asked for.
+
+        Raises:
+            UserError: there is none of that step.
+            DamageError: it is not what was written: names the file, and offers the last one that is good.
+        """
+        there = self.steps()
+        if step is None:
+            if not there:
+                return None
+            step = there[-1]
+        if step not in there:
+            have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
+            raise UserError(f"{self.folder}: has no checkpoint of step {step}; {have}")
+        try:
+            with world.together():
+                self.verify(step, world)
+        except UserError as error:  # on the one rank that speaks
+            raise DamageError(f"{error}; {self._offer(step)}") from None
+        return Manifest.read(self.path(step))
+
+    def verify(self, step: int, world: World = ALONE) -> None:
+        """Check this rank's share of a checkpoint's files.
+
+        Raises:
+            DamageError: a file is missing, cut off, changed, or not ours: names it.
+        """
+        path = self.path(step)
+        manifest = Manifest.read(path)
+        if manifest.progress.step != step:
+            raise DamageError(f"{path}: its manifest is that of step {manifest.progress.step}")
+        known = {MANIFEST, *manifest.files}
+        if strange := sorted(child.name for child in path.iterdir() if child.name not in known):
+            raise DamageError(f"{path / strange[0]}: was not written by this run")
+        for name, entry in sorted(manifest.files.items())[world.rank :: world.size]:
+            _check_size(path / name, entry)
+            if entry_of(path / name) != entry:
+                raise DamageError(f"{path / name}: its content has changed (its SHA-256 is not the manifest's)")
+
+    def looks_good(self, step: int) -> bool:
+        """Whether a checkpoint has its manifest and files of the right sizes; their content is not read."""
+        try:
+            for name, entry in Manifest.read(self.path(step)).files.items():
+                _check_size(self.path(step) / name, entry)
+        except DamageError:
+            return False
+        return True
+
+    def _retain(self, keep: int) -> None:
+        """Remove what is older than the last `keep` good ones. DamageError ones between them stay, for who wants to look."""
+        good = [step for step in self.steps() if self.looks_good(step)]
+        for step in self.steps():
+            if len(good) >= keep and step < good[-keep]:
+                discard(self.path(step))
+
+    def _offer(self, bad: int) -> str:
+        """Return, in words, from where the run can go on instead."""
+        for step in reversed(self.steps()):
+            if step == bad:
+                continue
+            try:
+                self.verify(step)
+            except DamageError:
+                continue
+            return (
+                f"the last good checkpoint is that of step {step}: torchtrain resume {self.folder.parent} --step {step}"
+            )
+        return f"there is no good one: torchtrain resume {self.folder.parent} --step 0 begins anew"
+
+    @contextmanager
+    def _telling(self, step: int, partial: Path, world: World) -> Iterator[None]:
+        """Let all ranks stop when one of them cannot write, the partial folder gone."""
+        try:
+            with world.together():
+                try:
+                    yield
+                except OSError as error:
+                    where = f" ({error.filename})" if error.filename else ""
+                    raise UserError(f"{str(error.strerror).lower()}{where}") from None
+        except (UserError, OtherRankFailed) as error:
+            if world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OtherRankFailed):
+                raise
+            kept = [s for s in self.steps() if self.looks_good(s)]
+            last = f"the last good one is that of step {kept[-1]}" if kept else "there is no earlier one"
+            raise UserError(
+                f"{self.path(step)}: the checkpoint could not be written: {error}; {last}; "
+                f"mend that, then: torchtrain resume {self.folder.parent}"
+            ) from None
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    if not path.is_file():
+        raise DamageError(f"{path}: is missing")
+    if (size := path.stat().st_size) != entry.bytes:
+        raise DamageError(f"{path}: is cut off or overwritten ({size:,} bytes; {entry.bytes:,} were written)")
+
+
+def _gathered(own: _Own, world: World) -> list[_Own]:
+    """What every rank has, by rank."""
+    if world.size == 1:
+        return [own]
+    found: list = [None] * world.size
+    dist.all_gather_object(found, own)
+    return found

@@ -1,0 +1,196 @@
+"""The command line in processes that can be killed, without waiting for imports each time.
+
+`python -m torchtrain.tests.forks` reads requests, a line of JSON each, forks a child that runs `torchtrain ARGV`, waits for it
+and answers with a line of JSON: its exit code, negative for the signal that ended it, and the seconds it took. A request may ask
+for several processes that work together, and say at which phase of the run one kills itself, or after how many seconds.
+"""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torchtrain.tests.launch import ROOT
+
+
+class Forks:
+    """The server's other end, a context manager."""
+
+    def __enter__(self) -> "Forks":
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "torchtrain.tests.forks"],
+            cwd=ROOT,
+            env=os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "DS_ACCELERATOR": "cpu",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+
+    def run(self, *argv: str, log: Path, at: str | None = None, nth: int = 1, **more: Any) -> dict[str, Any]:
+        """Run `torchtrain ARGV` to its end.
+
+        Args:
+            argv: verb and arguments.
+            log: takes what it prints.
+            at: phase at whose `nth` time the child sends itself a signal (`PHASES`).
+            nth: from 1.
+            more: `signal`, default SIGKILL; `signal_after`: seconds after which it is sent from outside; `processes`: how many
+                there are, as torchrun starts them (without torchrun, which would stop all with the first); `rank`: which of
+                them gets the signal, default all; `set`: values of constants by dotted name.
+
+        Returns:
+            `codes`, one a process, and `seconds`, until each was gone.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"argv": argv, "log": str(log), "at": at, "nth": nth, **more}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+def _die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _half(path: Path, content: bytes) -> None:
+    path.write_bytes(content[: len(content) // 2])
+    _die()
+
+
+# Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes before).
+PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
+    "folder": ("torchtrain.training.folder", "commit", _die, False),
+    "gradient": ("torchtrain.training.loop", "accumulate", _die, True),
+    "update": ("torch.optim", "AdamW.step", _die, True),
+    "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write('{"ev'), self._file.flush(), _die()), False),
+    "state": ("torchtrain.checkpoint.fragments", "write_file", _half, False),
+    "generators": ("torchtrain.checkpoint.rng", "write_file", _half, False),
+    "manifest": ("torchtrain.checkpoint.store", "write_file", _half, False),
+    "commit": ("torchtrain.checkpoint.store", "commit", _die, False),
+    "committed": ("torchtrain.checkpoint.store", "commit", _die, True),
+    "removal": ("torchtrain.checkpoint.files", "_set_aside", _die, True),
+    "export": ("torchtrain.training.export", "commit", _die, False),
+    "exported": ("torchtrain.training.export", "commit", _die, True),
+    "evaluation": ("torchtrain.training.evaluate", "make_plan", _die, True),
+    "plot": ("torchtrain.training.loop", "plot", _die, True),
+}  # fmt: skip
+
+
+def _arm(phase: str, nth: int, number: int) -> None:
+    module, name, deed, real_first = PHASES[phase]
+    target: Any = importlib.import_module(module)
+    *owners, leaf = name.split(".")
+    for owner in owners:
+        target = getattr(target, owner)
+    real, calls = getattr(target, leaf), 0
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != nth:
+            return real(*args, **kwargs)
+        if number != signal.SIGKILL:  # one that the process takes, and goes on or not
+            os.kill(os.getpid(), number)
+            return real(*args, **kwargs)
+        if real_first:
+            real(*args, **kwargs)
+        return deed(*args, **kwargs)
+
+    setattr(target, leaf, replaced)
+
+
+def _child(request: dict[str, Any], rank: int, port: int) -> None:
+    from torchtrain.cli import main
+
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if request["at"] and request.get("rank", rank) == rank:
+        _arm(request["at"], request["nth"], request.get("signal", signal.SIGKILL))
+    for name, value in request.get("set", {}).items():
+        module, _, leaf = name.rpartition(".")
+        setattr(importlib.import_module(module), leaf, value)
+    sys.argv = ["torchtrain", *request["argv"]]
+    if (processes := request.get("processes", 1)) > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # DeepSpeed speaks there while it is imported
+
+    # All that a run imports on its way, so that no child does.
+    for name in (
+        "deepspeed.runtime.sequence_parallel.ulysses_sp",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
+        "torchtrain.training.loop",
+        "transformers.models.llama.modeling_llama",
+    ):
+        importlib.import_module(name)
+    importlib.import_module("torch").set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        started = time.perf_counter()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(request.get("processes", 1)):
+            children.append(os.fork())
+            if children[-1] == 0:
+                _child(request, rank, port)
+        if (delay := request.get("signal_after")) is not None:
+            time.sleep(delay)
+            for rank, child in enumerate(children):
+                if request.get("rank", rank) == rank:
+                    os.kill(child, request.get("signal", signal.SIGKILL))
+        codes, seconds = {}, {}
+        stopped = request["rank"] if request.get("signal") == signal.SIGSTOP else None
+        for rank, child in sorted(enumerate(children), key=lambda one: one[0] == stopped):
+            if rank == stopped:  # it will not end by itself
+                os.kill(child, signal.SIGKILL)
+            codes[rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            seconds[rank] = time.perf_counter() - started
+        answer = {name: [of[rank] for rank in sorted(of)] for name, of in (("codes", codes), ("seconds", seconds))}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

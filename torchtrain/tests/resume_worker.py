@@ -1,0 +1,110 @@
+"""What the processes of a test of checkpoints run: `torchrun ... -m torchtrain.tests.resume_worker CASES`.
+
+CASES is a JSON list of the cases of `distributed_worker`, each with a `folder`. All ranks take a case's checkpoint of step
+`load` (a folder and a step), if it names one, write it anew as that step, then make `steps` steps and save after each; with
+`bad_steps`, first two that must not update. Rank 0
+leaves in `folder`:
+
+    checkpoints/        one a step
+    arrays.npz          loss.N          [sum, tokens] of step N
+                        weight.NAME     after loading, as `Engine.weights` gathers them
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtrain.checkpoint.files import FileEntry
+from torchtrain.checkpoint.manifest import Layout, Manifest, Progress, versions
+from torchtrain.checkpoint.state import state_of
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.config import Config
+from torchtrain.distributed.world import World, here
+from torchtrain.distributed.zero import import_deepspeed
+from torchtrain.tests import distributed_worker as worker
+from torchtrain.training.engine import Engine, make_engine
+from torchtrain.training.step import accumulate
+
+
+def save(checkpoints: Checkpoints, engine: Engine, step: int) -> None:
+    """Save with a manifest that says nothing of a run."""
+    state, world = state_of(engine), engine.world
+    none = FileEntry(bytes=0, sha256="")
+    counts = {"step": step, "updates": state.updates, "tokens_seen": 0, "skipped_steps": 0}
+    progress = Progress(**counts, recent_losses=[], before=[], metrics=none)
+    layout = Layout(processes=world.size, sequence_parallel=world.sequence_parallel, zero_stage=0)
+
+    def manifest(files: dict[str, FileEntry]) -> Manifest:
+        content = {"progress": progress, "layout": layout, "config": {}, "identity": {}, "versions": versions()}
+        return Manifest(**content, parameters=state.parameters, files=files)
+
+    checkpoints.save(state, manifest, step, 99, world)
+
+
+def _make_bad_steps(engine: Engine, batches: list[dict[str, torch.Tensor]], config: Config) -> None:
+    """A step that is dropped, and one whose gradient is not a number."""
+    rate, chunk = config.train.learning_rate, config.train.loss_chunk
+    accumulate(engine, batches, worker.DOMAINS, chunk)
+    engine.drop()
+    real = engine.backward
+    engine.backward = lambda loss, last: real(loss * float("nan"), last)  # type: ignore[method-assign]
+    accumulate(engine, batches, worker.DOMAINS, chunk)
+    engine.backward = real  # type: ignore[method-assign]
+    assert not math.isfinite(engine.step(rate))
+
+
+def run(case: dict[str, Any], rank: int, size: int) -> None:
+    """One case on this rank."""
+    config = worker.config_of(case)
+    world = World(rank, size, config.distributed.sequence_parallel)
+    engine = make_engine(worker.load(case), worker.ENGINE, config, world)
+    batches = worker.micro_batches(case, config, world)
+    folder = Path(case["folder"])
+    checkpoints = Checkpoints(folder / "checkpoints")
+    if rank == 0:
+        folder.mkdir()
+    world.wait()
+    arrays: dict[str, Any] = {}
+    first = 0
+    if case.get("load"):
+        source, first = case["load"]
+        manifest = Checkpoints(Path(source) / "checkpoints").open(first, world)
+        assert manifest is not None
+        torch.manual_seed(rank)  # so that what is restored is not what was there
+        Checkpoints(Path(source) / "checkpoints").load(state_of(engine), manifest, world)
+        save(checkpoints, engine, first)
+    weights = engine.weights()
+    if weights is not None:
+        arrays |= {f"weight.{name}": x.float().numpy().copy() for name, x in weights.items()}
+    if case.get("bad_steps"):
+        _make_bad_steps(engine, batches, config)
+    for step in range(first + 1, first + 1 + case["steps"]):
+        losses, _ = accumulate(engine, batches, worker.DOMAINS, config.train.loss_chunk)
+        engine.step(config.train.learning_rate)
+        arrays[f"loss.{step}"] = [losses.overall.total, losses.overall.tokens]
+        save(checkpoints, engine, step)
+    if rank == 0:
+        np.savez(folder / "arrays.npz", **{name: np.asarray(x) for name, x in arrays.items()})  # type: ignore[arg-type]
+    if size > 1:
+        worker.forget(engine)
+
+
+def main() -> None:
+    """Run all cases."""
+    torch.set_num_threads(1)
+    rank, size, _ = here()
+    dist.init_process_group("gloo")
+    import_deepspeed()
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        run(case, rank, size)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Small runs in processes of their own, and what two of them must have in common."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtrain.checkpoint.manifest import MANIFEST, Manifest
+from torchtrain.tests.conftest import POSITIONS
+from torchtrain.tests.forks import Forks
+
+STEPS = 6
+
+
+class Place:
+    """A folder with a config; runs in it are the same but for their name."""
+
+    def __init__(self, folder: Path, forks: Forks, tree: dict[str, Any]) -> None:
+        self.folder, self.forks, self.tree = folder, forks, tree
+        self.seconds = 0.0  # of the last run
+        self.config = folder / "config.yaml"
+        self.config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+
+    def train(self, name: str, *overrides: str, **kill: Any) -> Any:
+        return self._run("train", str(self.config), f"run.folder={self.folder / name}", *overrides, name=name, **kill)
+
+    def resume(self, name: str, *arguments: str, **kill: Any) -> Any:
+        return self._run("resume", str(self.folder / name), *arguments, name=name, **kill)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(encoding="utf-8")
+
+    def last_line(self, name: str) -> str:
+        return self.log(name).splitlines()[-1]
+
+    def _run(self, *argv: str, name: str, **kill: Any) -> Any:
+        answer = self.forks.run(*argv, log=self.folder / f"{name}.log", **kill)
+        codes, self.seconds = answer["codes"], max(answer["seconds"])
+        return codes if len(codes) > 1 else codes[0]
+
+
+def make_place(folder: Path, forks: Forks, model: Path, corpus: Path, **changes: dict[str, Any]) -> Place:
+    """A config of six steps that saves every other and keeps three models; `changes` by section."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"folder": "x", "seed": 3},
+        "model": {"source": str(model), "dtype": "bfloat16"},
+        "rope": {"theta": 50_000.0},
+        "data": {
+            "sources": [{"files": str(corpus), "domain_field": "domain"}],
+            "cache": str(folder / "cache"),
+            "held_out_share": 0.1,
+        },
+        "pack": {"sequence_length": 2 * POSITIONS, "variant": "anchor+interleave"},
+        "train": {"steps": STEPS, "sequences_per_step": 2, "learning_rate": 0.02, "schedule": "cosine"},
+        "eval": {"sequences": 2},
+        "save": {"every": 2, "keep": 2, "last": 3},
+    }
+    return Place(folder, forks, {name: section | changes.get(name, {}) for name, section in tree.items()})
+
+
+def content(run: Path) -> dict[str, Any]:
+    """All that a run leaves and that does not say how long it took, or where it lies."""
+    found: dict[str, Any] = {}
+    for path in run.rglob("*"):
+        name = str(path.relative_to(run))
+        if path.is_file() and name not in ("timing.jsonl", "run.json", "config.yaml"):
+            found[name] = path.read_bytes()
+            if path.name == MANIFEST:
+                manifest = Manifest.read(path.parent).model_dump()
+                del manifest["config"]["run"]["folder"]
+                found[name] = manifest
+    return found
+
+
+def assert_same(run: Path, straight: Path) -> None:
+    mine, theirs = content(run), content(straight)
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if mine[name] != theirs[name]] == []

@@ -1,0 +1,79 @@
+"""A run that is killed, by SIGKILL and in real processes, and resumed, leaves bit for bit what one that never was does."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.tests.forks import PHASES, Forks
+from torchtrain.tests.runs import Place, assert_same, make_place
+from torchtrain.training.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def place(forks, model_folder, corpus, tmp_path_factory) -> Place:
+    return make_place(tmp_path_factory.mktemp("runs"), forks, model_folder(), corpus)
+
+
+@pytest.fixture(scope="module")
+def straight(place) -> Path:
+    """The run that is never interrupted."""
+    assert place.train("straight") == 0, place.log("straight")
+    return place.folder / "straight"
+
+
+def test_a_run_that_is_not_interrupted(place, straight):
+    assert Checkpoints(straight / "checkpoints").steps() == [4, 6]
+    assert {path.name for path in (straight / "exports").iterdir()} == {"step-00000002", "step-00000004"}
+    weights = [
+        (folder / "model.safetensors").read_bytes()
+        for folder in (*(straight / "exports").iterdir(), straight / "model")
+    ]
+    assert len(set(weights)) == 3
+    saves = [e for e in read_metrics(straight / "timing.jsonl") if e["event"] == "save"]
+    assert [e["step"] for e in saves] == [2, 4, 6]
+    assert all(e["seconds"] > 0 and e["bytes"] > 0 for e in saves)
+    assert place.resume("straight") == 0
+    assert "is finished; its model is in" in place.last_line("straight")
+
+
+KILLS = [
+    ("folder", 1), ("evaluation", 2), ("update", 4), ("event", 4), ("state", 1), ("generators", 3), ("manifest", 2),
+    ("commit", 3), ("committed", 1), ("removal", 1), ("export", 1), ("exported", 2), ("evaluation", 4), ("export", 3),
+    ("gradient", 5), ("plot", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("phase", "nth"), KILLS)
+def test_a_run_killed_at_any_phase_is_resumed_bitwise(place, straight, phase, nth):
+    name = f"{phase}-{nth}"
+    assert place.train(name, at=phase, nth=nth) == -signal.SIGKILL
+    if phase == "folder":  # there is no run yet
+        assert not (place.folder / name).exists()
+        assert place.train(name) == 0
+    else:
+        assert place.resume(name) == 0, place.log(name)
+    assert_same(place.folder / name, straight)
+
+
+def test_every_phase_is_killed_at():
+    assert {phase for phase, _ in KILLS} == set(PHASES)
+
+
+def test_a_run_killed_again_and_again_gets_through(place, straight):
+    assert place.train("often", at="gradient", nth=2) == -signal.SIGKILL
+    for phase, nth in (("committed", 1), ("gradient", 1), ("state", 1), ("update", 2), ("manifest", 1)):
+        assert place.resume("often", at=phase, nth=nth) == -signal.SIGKILL, (phase, place.log("often"))
+    assert place.resume("often") == 0
+    assert_same(place.folder / "often", straight)
+    first = [e for e in read_metrics(place.folder / "often" / "timing.jsonl") if e.get("resumed")]
+    assert first
+    assert all(e["since_start"] > e["seconds"] for e in first), "time to the first step after resuming"

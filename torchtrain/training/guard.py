@@ -1,0 +1,103 @@
+"""Steps that must not update the weights: a loss or a gradient that is not finite, a loss that leaps."""
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtrain.checkpoint.files import replace_file
+from torchtrain.config import TrainConfig
+from torchtrain.data import PackedRows
+from torchtrain.errors import OtherRankFailed, UserError
+from torchtrain.training.metrics import finite
+
+WINDOW = 16
+
+
+class Guard:
+    """Finds bad steps before they update anything, notes their rows for replay, and counts how many were left out.
+
+    Args:
+        train: `skip_bad_steps` and `loss_spike`.
+        rows: what is trained on.
+        folder: where a file for each bad step goes; None on all ranks but the first.
+        skipped: steps left out so far.
+        recent: losses of the last steps, the oldest first.
+    """
+
+    def __init__(
+        self, train: TrainConfig, rows: PackedRows, folder: Path | None, skipped: int = 0, recent: Iterable[float] = ()
+    ) -> None:
+        self._train, self._rows, self._folder = train, rows, folder
+        self.skipped = skipped
+        self.recent = deque(recent, maxlen=WINDOW)
+
+    def fault_of_loss(self, loss: float | None) -> str | None:
+        """Return what is wrong with a step's loss (None: it had no label), or nothing."""
+        if loss is None:
+            return None
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        spike = self._train.loss_spike
+        if spike is not None and len(self.recent) == WINDOW:
+            mean = sum(self.recent) / WINDOW
+            if loss > spike * mean:
+                return (
+                    f"the loss is {loss:.4g}, above train.loss_spike {spike:g} x {mean:.4g}, the mean of {WINDOW} steps"
+                )
+        return None
+
+    def fault_of_norm(self, norm: float) -> str | None:
+        """Return what is wrong with a gradient's norm, or nothing."""
+        return None if math.isfinite(norm) else f"the gradient's norm is {norm}"
+
+    def passed(self, loss: float | None) -> None:
+        """Note a step that was good."""
+        if loss is not None:
+            self.recent.append(loss)
+
+    def leave_out(self, step: int, fault: str, values: Mapping[str, Any]) -> None:
+        """Note a bad step, of which nothing was updated.
+
+        Args:
+            step: its number, from 1.
+            fault: what is wrong, in words.
+            values: goes into the file.
+
+        Raises:
+            UserError: it is one too many. On rank 0; OtherRankFailed on the others, which find the same.
+        """
+        place = ""
+        if self._folder is not None:
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / f"step-{step:08d}.json"
+            content = {"step": step, "fault": fault, **finite(values), "rows": self._rows_of(step)}
+            replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+            place = f"; its rows are in {path}"
+        if self.skipped < self._train.skip_bad_steps:
+            self.skipped += 1
+            return
+        if self._folder is None:
+            raise OtherRankFailed("rank 0 stopped")
+        allowed = self._train.skip_bad_steps
+        left_out = f" ({self.skipped} steps were left out before it)" if allowed else ""
+        raise UserError(
+            f"step {step}: {fault}{left_out}; nothing was updated{place}; lower train.learning_rate "
+            f"({self._train.learning_rate}), warm up longer, set model.dtype: float32, or train.skip_bad_steps above {allowed}"
+        )
+
+    def _rows_of(self, step: int) -> list[dict[str, Any]]:
+        """What a step was made of: the number that `PackedRows.row_at` takes, and the documents that lie in each row."""
+        store, count = self._rows.store, self._train.sequences_per_step
+        found = []
+        for number in range((step - 1) * count, step * count):
+            epoch, row = self._rows.locate(number)
+            spans = []
+            for span in self._rows.plan(epoch).spans(row):
+                document = int(self._rows.documents[span.document])
+                domain = store.domains[int(store.document_domains[document])]
+                spans.append({"document": document, "domain": domain, "start": int(span.start), "stop": int(span.stop)})
+            found.append({"row": number, "epoch": epoch, "spans": spans})
+        return found

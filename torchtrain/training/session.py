@@ -1,0 +1,162 @@
+"""A run from the side of what it leaves: where it stands, its files, and how both are taken up again."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtrain.checkpoint.files import PARTIAL, FileEntry
+from torchtrain.checkpoint.manifest import Layout, Manifest, Progress, versions
+from torchtrain.checkpoint.state import state_of
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.config import Config, SaveConfig
+from torchtrain.training.engine import Engine
+from torchtrain.training.evaluate import HeldOut
+from torchtrain.training.export import export
+from torchtrain.training.folder import RunFolder
+from torchtrain.training.guard import Guard
+from torchtrain.training.metrics import MetricsFile
+from torchtrain.training.setup import Setup
+
+
+class Session:
+    """Saves a run between two steps and takes it up again. All ranks make one and call it alike; rank 0 writes what is common.
+
+    Args:
+        config: the run's.
+        folder: the run's.
+        setup: model and rows.
+        engine: holds the state.
+        metrics, timing: the two files; the first is part of what is saved.
+        say: takes one line at a time.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        setup: Setup,
+        engine: Engine,
+        metrics: MetricsFile,
+        timing: MetricsFile,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._folder, self._setup, self._engine = config, folder, setup, engine
+        self._metrics, self._timing, self._say = metrics, timing, say
+        self._leads = engine.world.rank == 0
+        self.checkpoints = Checkpoints(folder.checkpoints)
+        self.step, self.tokens_seen = 0, 0
+        self.before: HeldOut | None = None
+        self.guard = self._guard()
+        self._saved: int | None = None
+
+    def take_up(self, manifest: Manifest) -> None:
+        """Give engine, counters and generators what a checkpoint holds."""
+        self.checkpoints.load(state_of(self._engine), manifest, self._engine.world)
+        progress = manifest.progress
+        self.step, self.tokens_seen = progress.step, progress.tokens_seen
+        self._saved = progress.step
+        self.guard = self._guard(progress)
+        self.before = HeldOut(self._setup.store.domains, self._setup.own_positions)
+        for mean, (total, tokens) in zip(self.before.means(), progress.before, strict=True):
+            mean.total, mean.tokens = total, tokens
+
+    def done(self, step: int, tokens_seen: int) -> None:
+        """Note that a step is done."""
+        self.step, self.tokens_seen = step, tokens_seen
+
+    @property
+    def due(self) -> bool:
+        """Whether this step saves."""
+        every = self._config.save.every
+        return bool(every) and self.step > 0 and self.step % every == 0
+
+    def save(self) -> None:
+        """Save a checkpoint of this step, unless it is the one that was taken up or saved last.
+
+        Raises:
+            UserError: it cannot be written; see `Checkpoints.save`.
+        """
+        if self._saved == self.step:
+            return
+        started = time.perf_counter()
+        world = self._engine.world
+        state = state_of(self._engine)
+        updates = state.updates
+        settled = self._metrics.settle()
+
+        def manifest(files: dict[str, FileEntry]) -> Manifest:
+            assert self.before is not None
+            distributed = self._config.distributed
+            return Manifest(
+                progress=Progress(
+                    step=self.step,
+                    updates=updates,
+                    tokens_seen=self.tokens_seen,
+                    skipped_steps=self.guard.skipped,
+                    recent_losses=list(self.guard.recent),
+                    before=[(mean.total, mean.tokens) for mean in self.before.means()],
+                    metrics=settled,
+                ),
+                layout=Layout(
+                    processes=world.size,
+                    sequence_parallel=distributed.sequence_parallel,
+                    zero_stage=distributed.zero_stage,
+                ),
+                config=self._config.model_dump(mode="json"),
+                identity=self._setup.identity,
+                versions=versions(),
+                parameters=state.parameters,
+                files=files,
+            )
+
+        size = self.checkpoints.save(state, manifest, self.step, self._config.save.keep, world)
+        self._saved = self.step
+        seconds = time.perf_counter() - started
+        self._timing.write("save", {"step": self.step, "seconds": seconds, "bytes": size})
+        self._say(f"saved     step {self.step:,}: {size / 2**20:,.1f} MiB in {seconds:.1f} s")
+
+    def export(self, target: Path) -> None:
+        """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one."""
+        (there,) = self._engine.world.sum([float(self._leads and target.is_dir())])
+        if there:
+            return
+        started = time.perf_counter()
+        weights = self._engine.weights()
+        if self._leads:
+            partial = target.with_name(target.name + PARTIAL)
+            shutil.rmtree(partial, ignore_errors=True)
+            target.parent.mkdir(exist_ok=True)
+            export(self._setup.model, self._setup.tokenizer, partial, target, weights)
+        self._engine.world.wait()
+        self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
+
+    def export_if_kept(self) -> None:
+        """Export this step's model if it is one of the last that `save.last` keeps; the trained one itself comes later."""
+        if self.step in exported_steps(self._config.save, self._config.train.steps):
+            self.export(self._folder.exports / f"step-{self.step:08d}")
+
+    def _guard(self, progress: Progress | None = None) -> Guard:
+        folder = self._folder.bad_steps if self._leads else None
+        so_far: Mapping[str, Any] = (
+            {} if progress is None else {"skipped": progress.skipped_steps, "recent": progress.recent_losses}
+        )
+        return Guard(self._config.train, self._setup.rows, folder, **so_far)
+
+
+def exported_steps(save: SaveConfig, steps: int) -> list[int]:
+    """Return the steps whose models `save.last` keeps besides the trained one's: the last that save before the end."""
+    before_the_end = range(save.every, steps, save.every) if save.every else range(0)
+    return list(before_the_end)[len(before_the_end) - min(save.last - 1, len(before_the_end)) :]
+
+
+def memory_gib(device: torch.device) -> float | None:
+    """Return the most memory a GPU has held since the last call, GiB; None without one."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak

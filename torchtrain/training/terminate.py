@@ -1,0 +1,47 @@
+"""SIGTERM: what a scheduler sends before it kills. Between steps it is noted, everywhere else obeyed at once."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torchtrain.distributed.world import here
+from torchtrain.errors import Terminated
+
+
+class Termination:
+    """Takes SIGTERM for as long as its block lasts.
+
+    Outside `noted` the signal raises `Terminated` where the program stands: there is nothing to save that is not saved.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._noting = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Termination":
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no signals
+            self._before = signal.signal(signal.SIGTERM, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Only set `asked` when the signal comes while the block lasts: the block ends when it suits it."""
+        self._noting = True
+        try:
+            yield
+        finally:
+            self._noting = False
+
+    def _take(self, _: int, __: FrameType | None) -> None:
+        self.asked = True
+        if not self._noting:
+            rank, _size, _local = here()
+            raise Terminated("" if rank else "stopped by SIGTERM; to go on from the last checkpoint: torchtrain resume")
