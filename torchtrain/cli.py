@@ -220,9 +220,9 @@ def _one_line_errors() -> Iterator[None]:
             time.sleep(_SECONDS_BEFORE_SPEAKING)
             message = message if message.startswith("rank ") else f"rank {rank}: {message}"
         _fail(message, 2)
-    except OtherRankFailed:
+    except OtherRankFailed as error:
         time.sleep(_SECONDS_BEFORE_LEAVING)
-        raise typer.Exit(2) from None
+        raise typer.Exit(error.code) from None
     except RankLost as error:
         _fail(str(error), 1)
     except Terminated as error:
@@ -232,7 +232,7 @@ def _one_line_errors() -> Iterator[None]:
             raise
         _fail(f"the package {error.name} is not installed: pip install 'anchorline[torch]'", 2)
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        _fail("" if os.environ.get("RANK", "0") != "0" else "interrupted", 130)
 
 
 def _fail(message: str, code: int) -> None:

@@ -1,7 +1,9 @@
 """Whether the other processes still live, for those that wait for them: a collective alone would wait for half an hour or for ever.
 
 Every rank writes a number that grows into the store that torchrun keeps, and watches that of the next rank: so each is watched,
-and the store is asked as often however many there are. A thread does it. It goes on while the program waits in a collective.
+and the store is asked as often however many there are. Who finds one lost, or ends by a fault of its own, writes that under
+a name that all look at; so it is known everywhere after one more look, on whichever node it happened, and is told by one
+rank alone. A thread does it. It goes on while the program waits in a collective.
 """
 
 import os
@@ -14,7 +16,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-PERIOD, PATIENCE = 5.0, 45.0  # seconds
+from torchtrain.errors import OtherRankFailed, RankLost, UserError
+
+# Seconds. torchrun kills what is left of a node 30 s after one of its processes ended: a lost rank is told of before.
+PERIOD, PATIENCE = 2.0, 20.0
+# What a rank that fails has for its message before the others leave, and torchrun stops what is left.
+GRACE = 5.0
 _DONE = b"done"
 
 
@@ -22,55 +29,130 @@ _DONE = b"done"
 def heartbeat(rank: int, size: int, period: float | None = None, patience: float | None = None) -> Iterator[None]:
     """Show that this rank lives, and watch the next one, for as long as the block lasts.
 
+    A rank whose next one is lost prints a line and leaves with exit code 1. One that another rank's end stops leaves in
+    silence. One that ends by an exception lets the others know of it first.
+
     Args:
         rank: this one's.
         size: how many there are; alone there is nothing to do.
         period: seconds between two signs of life; default: `PERIOD`.
-        patience: seconds without one, by a clock that nobody sets, after which the next rank counts as lost: this one prints a
-            line and leaves with exit code 1. Default: `PATIENCE`.
+        patience: seconds without one, by a clock that nobody sets, after which the next rank counts as lost; default: `PATIENCE`.
+
+    Raises:
+        OtherRankFailed: in place of `RankLost`, where another rank has said what happened.
     """
     if size == 1:
         yield
         return
-    period, patience = period or PERIOD, patience or PATIENCE
-    ended = threading.Event()
-    beat = threading.Thread(target=_watch, args=(rank, size, period, patience, ended), name="heartbeat", daemon=True)
-    beat.start()
+    watch = _Watch(rank, size, period or PERIOD, patience or PATIENCE)
+    watch.start()
     try:
         yield
-    finally:
-        ended.set()
-        beat.join(timeout=period + 1)
+    except BaseException as error:
+        watch.end(f"{rank} {2 if isinstance(error, UserError) else 1}")
+        if isinstance(error, RankLost) and watch.code_of_another is not None:
+            raise OtherRankFailed("another rank says why", watch.code_of_another) from None
+        raise
+    watch.end(None)
 
 
-def _watch(rank: int, size: int, period: float, patience: float, ended: threading.Event) -> None:
-    following = (rank + 1) % size
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart by torchrun
-    mine, theirs = (f"anchorline/{start}/beat/{number}" for number in (rank, following))
-    try:
-        # A connection of its own: the one of the process group may be waiting.
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=patience),
-        )
+class _Watch(threading.Thread):
+    def __init__(self, rank: int, size: int, period: float, patience: float) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self.rank, self.size, self.period, self.patience = rank, size, period, patience
+        self.code_of_another: int | None = None  # known once another rank's fault is
+        self._ended = threading.Event()
+        self._answered = time.monotonic()
+        self._fault: str | None = None
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart by torchrun
+        self._place = f"anchorline/{start}"
+
+    def end(self, fault: str | None) -> None:
+        """Stop watching: the block has ended, by a fault ("RANK EXIT-CODE") or without one."""
+        self._fault = fault
+        self._ended.set()
+        self.join(timeout=self.patience)
+
+    def run(self) -> None:
+        threading.Thread(target=self._watch_store, name="heartbeat of the store", daemon=True).start()
+        try:
+            # A connection of its own: the one of the process group may be waiting.
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=self.patience))
+            self._watch(store)
+            if self._fault is not None:
+                self._tell_fault(store, self._fault)
+            store.set(self._sign(self.rank), _DONE.decode())
+            if self._fault is not None:
+                self._wait_for_others(store)
+        except (RuntimeError, OSError) as error:
+            # It may be the end: whoever keeps the store leaves an instant before the others.
+            if not self._ended.wait(self.period):
+                reason = str(error).partition("\n")[0]
+                self._leave(f"stopped, because the process that keeps the others together is gone ({reason})")
+
+    def _watch(self, store: dist.TCPStore) -> None:
+        following = (self.rank + 1) % self.size
         count, last, changed = 0, b"", time.monotonic()
-        while not ended.wait(period if count else 0):
+        while not self._ended.wait(self.period if count else 0):
             count += 1
-            store.set(mine, str(count))
-            now = store.get(theirs) if store.check([theirs]) else b""
+            self._answered = time.monotonic()
+            store.set(self._sign(self.rank), str(count))
+            if store.check([self._faulty]):
+                self._leave_for_another(store)
+                return
+            now = store.get(self._sign(following)) if store.check([self._sign(following)]) else b""
             if now != last:
                 last, changed = now, time.monotonic()
-            if last != _DONE and time.monotonic() - changed > patience:
-                _leave(f"rank {rank}: stopped, because rank {following} has given no sign of life for {patience:.0f} s")
-        store.set(mine, _DONE.decode())
-    except (RuntimeError, OSError) as error:
-        if not ended.is_set():
-            reason = str(error).partition("\n")[0]
-            _leave(f"rank {rank}: stopped, because the process that keeps the others together is gone ({reason})")
+            if last != _DONE and time.monotonic() - changed > self.patience:
+                if self._tell_fault(store, f"{following} 1"):
+                    self._leave(
+                        f"stopped, because rank {following} has given no sign of life for {self.patience:.0f} s"
+                    )
+                self._leave_for_another(store)
+                return
 
+    def _watch_store(self) -> None:
+        """Where the store's machine is gone, a question to it gets no answer and no error."""
+        while not self._ended.wait(self.period):
+            if time.monotonic() - self._answered > self.patience + 2 * self.period + GRACE:
+                self._leave("stopped, because the process that keeps the others together is gone (no answer)")
 
-def _leave(message: str) -> None:
-    print(f"torchtrain: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+    def _tell_fault(self, store: dist.TCPStore, fault: str) -> bool:
+        """Let all know of a fault, unless there is one already; return whether this rank was the first."""
+        first = store.add(f"{self._faulty}/tellers", 1) == 1
+        if first:
+            store.set(self._faulty, fault)
+        else:
+            self.code_of_another = self._code(store)
+        return first
+
+    def _code(self, store: dist.TCPStore) -> int:
+        return int(store.get(self._faulty).split()[1])
+
+    def _leave_for_another(self, store: dist.TCPStore) -> None:
+        """Another rank failed, and says so: leave in silence, at once if the program sees it too, else after `GRACE`."""
+        self.code_of_another = code = self._code(store)
+        store.set(self._sign(self.rank), _DONE.decode())
+        if not self._ended.wait(GRACE):
+            os._exit(code)
+
+    def _wait_for_others(self, store: dist.TCPStore) -> None:
+        """Give the others the time to know: what this process closes when it ends would look to them like its loss."""
+        until = time.monotonic() + 2 * self.period
+        others = [self._sign(rank) for rank in range(self.size) if rank != self.rank]
+        while time.monotonic() < until:
+            if store.check(others) and all(store.get(sign) == _DONE for sign in others):
+                return
+            time.sleep(self.period / 20)
+
+    @property
+    def _faulty(self) -> str:
+        return f"{self._place}/fault"
+
+    def _sign(self, rank: int) -> str:
+        return f"{self._place}/beat/{rank}"
+
+    def _leave(self, message: str) -> None:
+        print(f"torchtrain: rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -11,13 +11,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchtrain.config import Config
 from torchtrain.distributed.heartbeat import heartbeat
-from torchtrain.errors import OtherRankFailed, RankLost, UserError
+from torchtrain.errors import OtherRankFailed, RankLost, UserError, disk_fault
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,20 @@ class World:
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
+    def from_first(self, value: _Value) -> _Value:
+        """Return what rank 0 gives: of a disk that is shared, another node may see what was there a while ago."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks; a mistake that any of them finds stops all of them.
+        """Run a block on all ranks; a mistake or a fault of a disk that any of them finds stops all of them.
 
         Raises:
-            UserError: on the lowest rank that found a mistake; its rank is named unless all found the same.
+            UserError: on the lowest rank that found one; its rank is named unless all found the same.
             OtherRankFailed: on the others, which have nothing to say.
         """
         mistake = None
@@ -70,6 +81,9 @@ class World:
             yield
         except UserError as error:
             mistake = error
+        except OSError as error:
+            mistake = UserError(disk_fault(error))
+            mistake.__cause__ = error
         if self.size == 1:
             if mistake is not None:
                 raise mistake
@@ -129,15 +143,20 @@ def join(config: Config) -> Iterator[World]:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = World(rank, size, config.distributed.sequence_parallel, device)
+    ended = False
     try:
         with heartbeat(rank, size):
-            yield world
-    except RuntimeError as error:
-        if not _is_lost(error):
-            raise
-        raise RankLost(f"rank {rank}: stopped, because another process of the run is gone") from error
+            try:
+                yield world
+            except RuntimeError as error:
+                if not _is_lost(error):
+                    raise
+                raise RankLost(f"rank {rank}: stopped, because another process of the run is gone") from error
+        ended = True
     finally:
-        dist.destroy_process_group()
+        # Where something is wrong the others may still wait in a collective, and this would wait for them.
+        if ended or size == 1:
+            dist.destroy_process_group()
 
 
 def _is_lost(error: RuntimeError) -> bool:
