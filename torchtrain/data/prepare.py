@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Raise it when the same sources and settings would give other tokens or other files (reading, rendering, layout).
-FORMAT = 1
+FORMAT = 2
 # Text handed to the tokenizer at one time: enough for all its threads, little beside the model.
 _BATCH_CHARACTERS = 4_000_000
 
@@ -88,14 +88,18 @@ def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
     Raises:
         UserError: as `prepare`, for a missing file and package and for a tokenizer that does not fit.
     """
-    content = identity(data, tokenizer) | {"tokenizer": tokenizer_identity(tokenizer)}
+    content = identity(data, tokenizer) | {
+        "tokenizer": tokenizer_identity(tokenizer),
+        "files": [[_looks(path) for path in _files(source)] for source in data.sources],
+    }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """Return what a store's tokens depend on besides the tokenizer, as JSON.
+    """Return what a store's tokens depend on besides the tokenizer, as JSON, wherever it lies.
 
-    Files count by path, size and time of change; a demo by its package's or Python's version; a hub data set by its name,
+    Files count by name and size here, by place and time of change, too, for `fingerprint`: where those differ, the same tokens
+    may come of it or not (`TokenStore.sha256`). A demo counts by its package's or Python's version; a hub data set by its name,
     subset, split and revision, so that a finished store needs no network: pin `revision` to follow a set that changes.
 
     Raises:
@@ -114,14 +118,20 @@ def _source_identity(source: Source) -> dict[str, Any]:
     identity = source.model_dump(exclude={"streaming"})
     if source.demo is not None:
         identity["version"] = demo.identity(source.demo)
-    files = []
-    if source.files is not None:
-        files = source_files(source)
-    elif source.dataset is not None and Path(source.dataset).is_dir():
-        files = sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
-    stats = [(str(path.resolve()), path.stat()) for path in files]
-    identity["contents"] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    identity["contents"] = [(path.name, path.stat().st_size) for path in _files(source)]
     return identity
+
+
+def _files(source: Source) -> list[Path]:
+    if source.files is not None:
+        return source_files(source)
+    if source.dataset is not None and Path(source.dataset).is_dir():
+        return sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
+    return []
+
+
+def _looks(path: Path) -> tuple[str, int, int]:
+    return str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns
 
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:

@@ -4,6 +4,7 @@
 `bad_records.txt` one line each · `store.json` names, counts and the fingerprint.
 """
 
+import hashlib
 import os
 from array import array
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ class _Header(BaseModel):
     """What `store.json` holds."""
 
     fingerprint: str
+    sha256: str
     domains: list[str]
     largest_token: int
     summaries: list[DomainSummary]
@@ -69,6 +71,7 @@ class TokenStore:
     document_domains: np.ndarray  # int32 [documents], an index into `domains`
     domains: list[str]
     fingerprint: str
+    sha256: str  # of the tokens, as hex
     largest_token: int
     summaries: list[DomainSummary]
     sources: list[SourceCount]
@@ -142,6 +145,7 @@ class StoreWriter:
         self.largest_token = -1
         self.bad_records = 0
         self._skipped: dict[str, dict[str, int]] = {}
+        self._digest = hashlib.sha256()
         self._tokens = (folder / TOKENS).open("wb")
         self._bad = (folder / BAD_RECORDS).open("w", encoding="utf-8")
 
@@ -166,6 +170,7 @@ class StoreWriter:
         """Append one document."""
         tokens = np.asarray(ids, dtype=np.int32)
         tokens.tofile(self._tokens)
+        self._digest.update(tokens.tobytes())
         self.offsets.append(self.offsets[-1] + len(tokens))
         self.document_domains.append(self.domain_ids.setdefault(domain, len(self.domain_ids)))
         self.largest_token = max(self.largest_token, int(tokens.max()))
@@ -190,6 +195,7 @@ class StoreWriter:
         np.save(self.folder / DOMAINS, document_domains)
         header = _Header(
             fingerprint=fingerprint,
+            sha256=self._digest.hexdigest(),
             domains=list(self.domain_ids),
             largest_token=self.largest_token,
             summaries=self._summaries(np.diff(offsets), document_domains),

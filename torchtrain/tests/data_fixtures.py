@@ -38,6 +38,7 @@ def memory_store(lengths: Sequence[int], domains: Sequence[int] | None = None, f
         document_domains=of_document,
         domains=[f"domain{i}" for i in range(int(of_document.max(initial=0)) + 1)],
         fingerprint="",
+        sha256="",
         largest_token=int(first + offsets[-1] - 1),
         summaries=[],
         sources=[],

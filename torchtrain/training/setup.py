@@ -182,9 +182,15 @@ def _identity_of(
 
 
 def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
-    """Return what tells that a corpus was tokenised to something else though its files look the same: all lengths."""
+    """Return what tells that a corpus was tokenised to something else, whatever its files look like."""
     places = hashlib.sha256(store.offsets.tobytes() + store.document_domains.tobytes()).hexdigest()
-    return {"domains": store.domains, "documents": len(store), "tokens": len(store.tokens), "places": places}
+    return {
+        "domains": store.domains,
+        "documents": len(store),
+        "tokens": len(store.tokens),
+        "places": places,
+        "sha256": store.sha256,
+    }
 
 
 def _left_out(store: TokenStore, dropped: int) -> str:
