@@ -9,6 +9,9 @@
 Importing the package is cheap; torch and transformers are loaded by the first call that needs them.
 """
 
+import time
+
+STARTED = time.perf_counter()  # of the process, but for Python itself
 __version__ = "0.1.0"
 __all__ = ["register"]
 

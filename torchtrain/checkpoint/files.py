@@ -87,6 +87,14 @@ def discard(folder: Path) -> None:
     shutil.rmtree(_set_aside(folder))
 
 
+def sweep(folder: Path) -> None:
+    """Remove from a folder, if it is there, what interruptions left in it. Only for who may write there alone."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.endswith((PARTIAL, DELETED)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def _set_aside(folder: Path) -> Path:
     doomed = folder.with_name(folder.name + DELETED)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchtrain.checkpoint.manifest import versions
+from torchtrain.checkpoint.manifest import Layout, Manifest, versions
 from torchtrain.config import Config
 from torchtrain.errors import UserError
 
@@ -59,10 +59,15 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
             raise UserError(f"{advice} ({_told(changes)})")
 
 
-def other_versions(was: Mapping[str, str]) -> str:
-    """Return, in words, which packages differ from those that wrote a checkpoint; empty where none does."""
-    changes = differences(dict(was), versions())
-    return ", ".join(f"{name} {was} then, {now} now" for name, was, now in changes)
+def otherwise(manifest: Manifest, layout: Layout) -> str:
+    """Return, in words, what moves last digits and differs from when a checkpoint was written; empty where nothing does.
+
+    Args:
+        manifest: the checkpoint's.
+        layout: how the run goes on.
+    """
+    was, now = ({**one.model_dump(), **of} for one, of in ((manifest.layout, manifest.versions), (layout, versions())))
+    return ", ".join(f"{name} {then} then, {here} now" for name, then, here in differences(was, now))
 
 
 def is_free(name: str) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,11 +40,16 @@ class Progress(_Part):
 
 
 class Layout(_Part):
-    """Over how many processes the state was spread."""
+    """On what a step was computed and how it was spread: another one gives other last digits."""
 
     processes: int
     sequence_parallel: int
     zero_stage: int
+    offload: str
+    micro_batch: int
+    loss_chunk: int
+    device: str
+    attention: str  # the engine
 
 
 class Manifest(_Part):
@@ -95,8 +101,11 @@ class Manifest(_Part):
 
 def versions() -> dict[str, str]:
     """Return the versions that the last bits of a result depend on."""
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")}
-    return {"torchtrain": __version__, "python": platform.python_version(), **packages}
+    found = {"torchtrain": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "numpy", "safetensors", "deepspeed"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # not every run needs each
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _digest(content: dict[str, Any]) -> str:

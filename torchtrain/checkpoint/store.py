@@ -15,11 +15,11 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from torchtrain.checkpoint import fragments, rng
-from torchtrain.checkpoint.files import DELETED, PARTIAL, FileEntry, commit, discard, entry_of, write_file
+from torchtrain.checkpoint.files import PARTIAL, FileEntry, commit, discard, entry_of, sweep, write_file
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
 from torchtrain.checkpoint.state import State
 from torchtrain.distributed.world import ALONE, World
-from torchtrain.errors import OtherRankFailed, UserError
+from torchtrain.errors import OtherRankFailed, UserError, disk_fault
 
 _NAME = re.compile(r"step-(\d{8,})")
 _Own = TypeVar("_Own")
@@ -48,10 +48,7 @@ class Checkpoints:
 
     def sweep(self) -> None:
         """Remove what interruptions left. Only for who holds the run's lock."""
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if path.name.endswith((PARTIAL, DELETED)):
-                    shutil.rmtree(path)
+        sweep(self.folder)
 
     def save(
         self, state: State, manifest: Callable[[dict[str, FileEntry]], Manifest], step: int, keep: int, world: World
@@ -94,7 +91,15 @@ class Checkpoints:
                     )
                 write_file(partial / MANIFEST, manifest(files).dump())
                 commit(partial, self.path(step))
-                self._retain(keep)
+        with world.together():
+            if leads:
+                try:
+                    self._retain(keep, step)
+                except OSError as error:
+                    raise UserError(
+                        f"{self.path(step)}: is saved, but an older checkpoint could not be removed: {disk_fault(error)}; "
+                        f"mend that, then: torchtrain resume {self.folder.parent}"
+                    ) from None
         return sum(entry.bytes for entry in files.values())
 
     def load(self, state: State, manifest: Manifest, world: World) -> None:
@@ -138,19 +143,20 @@ class Checkpoints:
             UserError: there is none of that step.
             DamageError: it is not what was written: names the file, and offers the last one that is good.
         """
-        there = self.steps()
+        there = world.from_first(self.steps())
         if step is None:
             if not there:
                 return None
             step = there[-1]
-        if step not in there:
-            have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
-            raise UserError(f"{self.folder}: has no checkpoint of step {step}; {have}")
-        try:
-            with world.together():
-                self.verify(step, world)
-        except UserError as error:  # on the one rank that speaks
-            raise DamageError(f"{error}; {self._offer(step)}") from None
+        with world.together():
+            if step not in there:
+                have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
+                raise UserError(f"{self.folder}: has no checkpoint of step {step}; {have}")
+        if (damage := self._damage(step, world)) is not None:
+            offer = self._offer([other for other in there if other != step], world)
+            if not damage:
+                raise OtherRankFailed("another rank names the file")
+            raise DamageError(f"{damage}; {offer}")
         return Manifest.read(self.path(step))
 
     def verify(self, step: int, world: World = ALONE) -> None:
@@ -180,25 +186,46 @@ class Checkpoints:
             return False
         return True
 
-    def _retain(self, keep: int) -> None:
-        """Remove what is older than the last `keep` good ones. DamageError ones between them stay, for who wants to look."""
+    def forget_after(self, step: int) -> None:
+        """Remove the checkpoints of all later steps: the run is taken up at this one, and theirs is another future.
+
+        Only for who holds the run's lock. The last one goes first, so that an interruption leaves a run of the same past.
+        """
+        for later in reversed(self.steps()):
+            if later > step:
+                discard(self.path(later))
+
+    def _retain(self, keep: int, new: int) -> None:
+        """Remove what is older than the last `keep` good ones, never the new one. Damaged ones between them stay, for who wants
+        to look.
+        """
         good = [step for step in self.steps() if self.looks_good(step)]
         for step in self.steps():
-            if len(good) >= keep and step < good[-keep]:
+            if len(good) >= keep and step < good[-keep] and step != new:
                 discard(self.path(step))
 
-    def _offer(self, bad: int) -> str:
-        """Return, in words, from where the run can go on instead."""
-        for step in reversed(self.steps()):
-            if step == bad:
-                continue
-            try:
-                self.verify(step)
-            except DamageError:
-                continue
-            return (
-                f"the last good checkpoint is that of step {step}: torchtrain resume {self.folder.parent} --step {step}"
-            )
+    def _damage(self, step: int, world: World) -> str | None:
+        """Return what is wrong with a checkpoint, on the rank that is to say it, "" on the others; None of a good one.
+
+        Every rank reads its share, and none goes on before all have: a rank that left would have torchrun stop the others.
+        """
+        try:
+            with world.together():
+                self.verify(step, world)
+        except UserError as error:
+            return str(error)
+        except OtherRankFailed:
+            return ""
+        return None
+
+    def _offer(self, others: list[int], world: World) -> str:
+        """Return, in words, from where the run can go on instead. All ranks call it."""
+        for step in reversed(others):
+            if self._damage(step, world) is None:
+                return (
+                    f"the last good checkpoint is that of step {step}: "
+                    f"torchtrain resume {self.folder.parent} --step {step}"
+                )
         return f"there is no good one: torchtrain resume {self.folder.parent} --step 0 begins anew"
 
     @contextmanager
@@ -206,11 +233,7 @@ class Checkpoints:
         """Let all ranks stop when one of them cannot write, the partial folder gone."""
         try:
             with world.together():
-                try:
-                    yield
-                except OSError as error:
-                    where = f" ({error.filename})" if error.filename else ""
-                    raise UserError(f"{str(error.strerror).lower()}{where}") from None
+                yield
         except (UserError, OtherRankFailed) as error:
             if world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torchtrain
 from torchtrain.tests.launch import ROOT
 
 
@@ -54,9 +55,11 @@ class Forks:
             log: takes what it prints.
             at: phase at whose `nth` time the child sends itself a signal (`PHASES`).
             nth: from 1.
-            more: `signal`, default SIGKILL; `signal_after`: seconds after which it is sent from outside; `processes`: how many
-                there are, as torchrun starts them (without torchrun, which would stop all with the first); `rank`: which of
-                them gets the signal, default all; `set`: values of constants by dotted name.
+            more: `signal`, default SIGKILL; `error`: raised there instead, an OSError of that number, or a RuntimeError with that
+                text; `signal_after`: seconds after which the signal is sent from outside; `processes`: how many there are, as
+                torchrun starts them; `rank`: which of them gets the signal or error, default all; `agent`: whether all are
+                sent SIGTERM when the first has failed, as torchrun does; `set`: values of constants by dotted name. `{rank}`
+                in an argument stands for the process's.
 
         Returns:
             `codes`, one a process, and `seconds`, until each was gone.
@@ -83,7 +86,7 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "folder": ("torchtrain.training.folder", "commit", _die, False),
     "gradient": ("torchtrain.training.loop", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
-    "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write('{"ev'), self._file.flush(), _die()), False),
+    "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
     "state": ("torchtrain.checkpoint.fragments", "write_file", _half, False),
     "generators": ("torchtrain.checkpoint.rng", "write_file", _half, False),
     "manifest": ("torchtrain.checkpoint.store", "write_file", _half, False),
@@ -97,7 +100,7 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
 }  # fmt: skip
 
 
-def _arm(phase: str, nth: int, number: int) -> None:
+def _arm(phase: str, nth: int, number: int, error: int | str | None) -> None:
     module, name, deed, real_first = PHASES[phase]
     target: Any = importlib.import_module(module)
     *owners, leaf = name.split(".")
@@ -110,6 +113,8 @@ def _arm(phase: str, nth: int, number: int) -> None:
         calls += 1
         if calls != nth:
             return real(*args, **kwargs)
+        if error is not None:
+            raise OSError(error, os.strerror(error), "a file") if isinstance(error, int) else RuntimeError(error)
         if number != signal.SIGKILL:  # one that the process takes, and goes on or not
             os.kill(os.getpid(), number)
             return real(*args, **kwargs)
@@ -127,11 +132,12 @@ def _child(request: dict[str, Any], rank: int, port: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     if request["at"] and request.get("rank", rank) == rank:
-        _arm(request["at"], request["nth"], request.get("signal", signal.SIGKILL))
+        _arm(request["at"], request["nth"], request.get("signal", signal.SIGKILL), request.get("error"))
     for name, value in request.get("set", {}).items():
         module, _, leaf = name.rpartition(".")
         setattr(importlib.import_module(module), leaf, value)
-    sys.argv = ["torchtrain", *request["argv"]]
+    sys.argv = ["torchtrain", *(argument.replace("{rank}", str(rank)) for argument in request["argv"])]
+    torchtrain.STARTED = time.perf_counter()
     if (processes := request.get("processes", 1)) > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
@@ -182,6 +188,17 @@ def _serve() -> None:
                 if request.get("rank", rank) == rank:
                     os.kill(child, request.get("signal", signal.SIGKILL))
         codes, seconds = {}, {}
+        if request.get("agent"):
+            left = dict(enumerate(children))
+            while left:
+                child, status = os.wait()
+                (rank,) = (rank for rank, other in left.items() if other == child)
+                del left[rank]
+                codes[rank], seconds[rank] = os.waitstatus_to_exitcode(status), time.perf_counter() - started
+                if codes[rank]:
+                    for other in left.values():
+                        os.kill(other, signal.SIGTERM)
+            children = []
         stopped = request["rank"] if request.get("signal") == signal.SIGSTOP else None
         for rank, child in sorted(enumerate(children), key=lambda one: one[0] == stopped):
             if rank == stopped:  # it will not end by itself

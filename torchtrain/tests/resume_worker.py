@@ -38,7 +38,8 @@ def save(checkpoints: Checkpoints, engine: Engine, step: int) -> None:
     none = FileEntry(bytes=0, sha256="")
     counts = {"step": step, "updates": state.updates, "tokens_seen": 0, "skipped_steps": 0}
     progress = Progress(**counts, recent_losses=[], before=[], metrics=none)
-    layout = Layout(processes=world.size, sequence_parallel=world.sequence_parallel, zero_stage=0)
+    spread = {"processes": world.size, "sequence_parallel": world.sequence_parallel, "zero_stage": 0, "offload": "none"}
+    layout = Layout(**spread, micro_batch=1, loss_chunk=1, device="cpu", attention=worker.ENGINE)
 
     def manifest(files: dict[str, FileEntry]) -> Manifest:
         content = {"progress": progress, "layout": layout, "config": {}, "identity": {}, "versions": versions()}

@@ -1,5 +1,8 @@
 """Small runs in processes of their own, and what two of them must have in common."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,19 @@ def make_place(folder: Path, forks: Forks, model: Path, corpus: Path, **changes:
         "save": {"every": 2, "keep": 2, "last": 3},
     }
     return Place(folder, forks, {name: section | changes.get(name, {}) for name, section in tree.items()})
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """As root, be nobody for a while: root may write into read-only folders."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def content(run: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Checkpoints without a run: fragments of any layout, damage of every kind, faults of the disk, hostile files."""
 
 import errno
+import fcntl
 import itertools
 import os
 import pickle
@@ -22,17 +23,30 @@ from hypothesis import strategies as st
 from torchtrain.checkpoint import files, fragments, rng
 from torchtrain.checkpoint.files import FileEntry, entry_of, replace_file, write_file
 from torchtrain.checkpoint.fragments import KINDS, Fragment
-from torchtrain.checkpoint.identity import check_config, check_identity, differences, other_versions
+from torchtrain.checkpoint.identity import check_config, check_identity, differences, otherwise
+from torchtrain.checkpoint.lock import hold, is_held
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Layout, Manifest, Progress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import TrainConfig, load_config
-from torchtrain.distributed.world import ALONE
+from torchtrain.distributed.world import ALONE, World
 from torchtrain.errors import UserError
 from torchtrain.tests.conftest import tiny_model
+from torchtrain.tests.runs import unprivileged
 from torchtrain.training.engine import Replicated
+from torchtrain.training.metrics import MetricsFile, read_metrics
 
 TRAIN = TrainConfig()
+LAYOUT = Layout(
+    processes=1,
+    sequence_parallel=1,
+    zero_stage=0,
+    offload="none",
+    micro_batch=1,
+    loss_chunk=7,
+    device="cpu",
+    attention="sdpa",
+)
 IDENTITY = {"tokenizer": "t", "model": {"rope": 1.0}, "data": {"sources": [{"files": "a"}]}}
 
 
@@ -164,10 +178,9 @@ def save(checkpoints: Checkpoints, step: int, engine: Replicated, keep: int = 9,
         before=[(1.1, 3)],
         metrics=FileEntry(bytes=0, sha256=""),
     )
-    layout = Layout(processes=1, sequence_parallel=1, zero_stage=0)
 
     def manifest(entries):
-        own = {"progress": progress, "layout": layout, "config": config or {}, "identity": IDENTITY}
+        own = {"progress": progress, "layout": LAYOUT, "config": config or {}, "identity": IDENTITY}
         return Manifest(**own, versions=versions(), parameters=state.parameters, files=entries)
 
     checkpoints.save(state, manifest, step, keep, ALONE)
@@ -253,6 +266,43 @@ def test_nothing_is_removed_before_the_new_one_is_there(checkpoints, monkeypatch
     assert checkpoints.steps() == [2]
 
 
+def test_the_one_just_saved_is_kept_whatever_else_is_there(checkpoints):
+    """A run that was taken up at an earlier step, by whatever road."""
+    engine = make_engine(updates=0)
+    for step in (2, 4):
+        save(checkpoints, step, engine)
+    save(checkpoints, 1, engine, keep=2)
+    assert 1 in checkpoints.steps()
+
+
+def test_later_ones_are_forgotten_the_last_first(checkpoints, monkeypatch):
+    engine = make_engine(updates=0)
+    for step in (2, 4, 6, 8):
+        save(checkpoints, step, engine)
+    real, calls = shutil.rmtree, []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **k: calls.append(checkpoints.steps()) or real(path, **k))
+    checkpoints.forget_after(4)
+    assert [2, 4, 8] not in calls
+    assert checkpoints.steps() == [2, 4]
+    checkpoints.forget_after(0)
+    assert checkpoints.steps() == []
+
+
+def test_an_older_one_that_cannot_be_removed_is_not_called_unsaved(checkpoints, monkeypatch):
+    engine = make_engine(updates=0)
+    save(checkpoints, 1, engine)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("torchtrain.checkpoint.store.discard", refuse)
+    with pytest.raises(
+        UserError, match=r"step-00000002: is saved, but an older .*permission denied \(.*step-00000001\)"
+    ):
+        save(checkpoints, 2, engine, keep=1)
+    assert checkpoints.open(2) is not None
+
+
 def test_a_step_that_is_saved_again_takes_the_place(checkpoints):
     save(checkpoints, 1, make_engine(updates=1))
     (checkpoints.path(1) / MANIFEST).write_text("damaged")
@@ -301,6 +351,35 @@ def test_a_damaged_file_is_named_and_the_last_good_checkpoint_offered(checkpoint
     DAMAGE[damage](checkpoints.path(1) / name)
     with pytest.raises(DamageError, match=r"there is no good one: .* --step 0 begins anew"):
         checkpoints.open()
+
+
+class OneOf(World):
+    """One rank of two; of the other nothing is known."""
+
+    def from_first(self, value):
+        return value
+
+    @contextmanager
+    def together(self):
+        yield
+
+
+def test_the_ranks_share_the_work_of_finding_the_last_good_one(checkpoints, monkeypatch):
+    engine = make_engine(updates=0)
+    for step in (1, 2):
+        save(checkpoints, step, engine)
+    manifest = checkpoints.path(2) / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    read = []
+    monkeypatch.setattr("torchtrain.checkpoint.store.entry_of", lambda path: read.append(path.name) or entry_of(path))
+    by_rank = []
+    for rank in range(2):
+        read.clear()
+        with pytest.raises(DamageError, match="last good checkpoint is that of step 1"):
+            checkpoints.open(world=OneOf(rank, 2))
+        by_rank.append(list(read))
+    assert all(by_rank)
+    assert sorted(by_rank[0] + by_rank[1]) == sorted(Manifest.read(checkpoints.path(1)).files)
 
 
 def test_checkpoints_that_are_not_there(checkpoints):
@@ -392,19 +471,6 @@ def test_a_full_disk(checkpoints, monkeypatch):
     assert checkpoints.steps() == [1, 2]
 
 
-@contextmanager
-def unprivileged():
-    """As root, be nobody for a while: root may write into read-only folders."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 def test_a_read_only_folder():
     engine = make_engine(updates=1)
     with tempfile.TemporaryDirectory() as name:
@@ -418,6 +484,56 @@ def test_a_read_only_folder():
             path.chmod(path.stat().st_mode | stat.S_IWUSR)
     assert "permission denied (" in str(caught.value)
     assert "step-00000002.partial); the last good one is that of step 1" in str(caught.value)
+
+
+def test_a_lock_is_asked_for_as_a_networks_disk_gives_it(tmp_path, monkeypatch):
+    """NFS makes a lock of a range of bytes of it: to hold one alone takes a file that is open for writing."""
+    record = tmp_path / "run.json"
+    record.write_text("{}")
+    real = fcntl.flock
+
+    def nfs(handle, kind):
+        mode = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE
+        if (kind & fcntl.LOCK_EX and mode == os.O_RDONLY) or (kind & fcntl.LOCK_SH and mode == os.O_WRONLY):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(handle, kind)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    assert not is_held(record)
+    with hold(record):
+        assert is_held(record)
+    assert record.read_text() == "{}"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_disk_without_locks_is_one_line(tmp_path, monkeypatch, code):
+    record = tmp_path / "run.json"
+    record.write_text("{}")
+
+    def none(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    told = f"run.folder {tmp_path}: its disk gives no locks \\({os.strerror(code).lower()}\\); mount it with them"
+    with pytest.raises(UserError, match=told):
+        is_held(record)
+    with pytest.raises(UserError, match=told), hold(record):
+        pass
+
+
+def test_a_line_that_was_cut_off_goes_and_one_that_does_not_fit_is_told(tmp_path):
+    path = tmp_path / "timing.jsonl"
+    path.write_text('{"event": "step", "step": 1}\n{"ev')
+    with MetricsFile(path) as file:
+        file.write("step", {"step": 2})
+        assert [event["step"] for event in read_metrics(path)] == [1, 2]
+        with open("/dev/full", "ab", buffering=0) as full:
+            file._file, whole = full, file._file
+            with pytest.raises(
+                UserError, match=rf"{path}: could not be written: no space left on device; .* {tmp_path}"
+            ):
+                file.write("step", {"step": 3})
+            file._file = whole
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -487,9 +603,12 @@ def test_other_material_is_refused(saved, part, value, message):
         check_identity(manifest.identity, IDENTITY | {part: value})
 
 
-def test_other_versions_are_told(saved):
+def test_what_moves_last_digits_is_told(saved):
     manifest, _ = saved
-    assert other_versions(manifest.versions) == ""
+    assert otherwise(manifest, LAYOUT) == ""
+    assert {"torch", "transformers", "numpy", "safetensors", "deepspeed", "python"} < manifest.versions.keys()
     older = manifest.model_copy(update={"versions": versions() | {"torch": "1.0"}})
-    assert other_versions(older.versions) == f"torch 1.0 then, {torch.__version__} now"
+    here = LAYOUT.model_copy(update={"processes": 2, "device": "a GPU", "attention": "flash"})
+    told = "processes 1 then, 2 now, device cpu then, a GPU now, attention sdpa then, flash now, "
+    assert otherwise(older, here) == f"{told}torch 1.0 then, {torch.__version__} now"
     assert list(differences({"a": 1}, {"b": 1})) == [("a", 1, "nothing"), ("b", "nothing", 1)]

@@ -1,10 +1,13 @@
 """What can go wrong around a run, each fault injected: signals, locks, disks, damage, changed material, bad steps."""
 
+import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
+import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from rich.console import Console
 
+from torchtrain import cli
+from torchtrain.checkpoint import files
 from torchtrain.checkpoint.lock import hold, is_held
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import SaveConfig, load_config
-from torchtrain.distributed import heartbeat
 from torchtrain.errors import UserError
 from torchtrain.tests.conftest import tiny_tokenizer
 from torchtrain.tests.forks import Forks
-from torchtrain.tests.runs import STEPS, Place, assert_same, content, make_place
-from torchtrain.training import loop
+from torchtrain.tests.runs import STEPS, Place, assert_same, content, make_place, unprivileged
+from torchtrain.training import loop, session
 from torchtrain.training.guard import WINDOW
 from torchtrain.training.metrics import read_metrics
 from torchtrain.training.session import exported_steps
@@ -86,6 +91,23 @@ def test_sigterm_anywhere_else_ends_at_once(place, straight, phase, nth, steps):
     assert_same(place.folder / name, straight)
 
 
+def test_sigterm_at_the_end_loses_no_step(place, straight):
+    """Of a number of steps that `save.every` does not divide; and of a run that saves nothing on its own."""
+    assert place.train("term-odd", "train.steps=5", at="export", nth=3, signal=signal.SIGTERM) == 143
+    assert Checkpoints(place.folder / "term-odd" / "checkpoints").steps() == [4, 5]
+    never = ("save.every=0", "save.last=1")
+    assert place.train("term-none", *never, at="evaluation", nth=3, signal=signal.SIGTERM) == 143
+    assert "after step 6, which is saved" in place.last_line("term-none")
+    assert place.resume("term-none") == 0
+    assert (place.folder / "term-none" / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
+
+
+def test_sigterm_before_there_is_a_run(place):
+    assert place.train("term-early", at="folder", signal=signal.SIGTERM) == 143
+    assert place.last_line("term-early") == "torchtrain: stopped by SIGTERM; there is no run yet: start it again"
+    assert not (place.folder / "term-early").exists()
+
+
 def test_sigterm_while_saving_lets_the_save_end(place, straight):
     assert place.train("term-save", at="manifest", nth=2, signal=signal.SIGTERM) == 143
     assert "after step 4, which is saved" in place.last_line("term-save")
@@ -107,6 +129,7 @@ def test_two_processes_in_one_folder(place, interrupted):
         for run in (place.resume, lambda name: place.train(name, "--replace")):
             assert run(interrupted) == 2
             assert place.last_line(interrupted) == message
+        assert "data  " not in place.log(interrupted).split(message)[1], "it is refused before anything is tokenised"
         assert next(status_lines(folder)).endswith("at work")
     assert not is_held(folder / "run.json")
 
@@ -119,6 +142,37 @@ def test_folders_that_hold_no_run(place, tmp_path):
             assert place.forks.run(verb, str(folder), log=log)["codes"] == [2]
             assert log.read_text().splitlines()[-1].startswith("torchtrain: ")
     assert "holds no run of ours; give the folder of one" in log.read_text()
+
+
+def test_a_strangers_file_in_the_folder(place, straight, interrupted):
+    folder = place.folder / interrupted
+    (folder / "slurm-17.out").write_text("what a scheduler writes")
+    assert next(status_lines(folder)).endswith("interrupted")
+    assert place.resume(interrupted) == 0
+    assert place.train(interrupted, "--replace") == 2
+    assert "holds slurm-17.out, which is not recognised as a run's" in place.last_line(interrupted)
+    (folder / "slurm-17.out").unlink()
+    assert_same(folder, straight)
+
+
+def test_a_run_is_replaced_whole(place, straight):
+    """Killed in between, it leaves no half of the old one under its name."""
+    folder = place.folder / "replaced"
+    shutil.copytree(straight, folder)
+    assert place.train("replaced", "--replace", at="removal") == -signal.SIGKILL
+    assert not folder.exists()
+    assert_same(folder.with_name("replaced.deleted"), straight)
+    assert place.train("replaced") == 0
+    assert_same(folder, straight)
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", "torchtrain: interrupted\n"), ("1", "")])
+def test_ctrl_c_which_reaches_all_is_told_by_one(monkeypatch, capsys, rank, told):
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(typer.Exit) as caught, cli._one_line_errors():
+        raise KeyboardInterrupt
+    assert caught.value.exit_code == 130
+    assert capsys.readouterr().err == told
 
 
 # --- disks and damage -----------------------------------------------------------------------------------------------------
@@ -144,6 +198,100 @@ def test_a_damaged_checkpoint_and_the_way_round_it(place, straight, interrupted)
 def test_beginning_anew_in_the_same_folder(place, straight, interrupted):
     assert place.resume(interrupted, "--step", "0") == 0
     assert_same(place.folder / interrupted, straight)
+
+
+def test_a_run_that_was_taken_up_earlier_has_no_other_future(place, straight, interrupted):
+    """Its later checkpoints would be those of another run: they would push the new ones out, and a resume would take them up."""
+    folder = place.folder / interrupted
+    assert place.resume(interrupted, "--step", "0", at="gradient", nth=1, signal=signal.SIGTERM) == 143
+    assert "after step 1, which is saved" in place.last_line(interrupted)
+    assert Checkpoints(folder / "checkpoints").steps() == [1]
+    assert not (folder / "exports").exists() or not list((folder / "exports").iterdir())
+    assert place.resume(interrupted) == 0
+    assert_same(folder, straight)
+
+
+def test_a_finished_run_that_is_taken_up_again_otherwise(run, place, monkeypatch):
+    """With a step left out, everything that comes of the later steps is made anew."""
+    train, folder = run
+    train("save.last=3")
+    models = [folder / "exports" / "step-00000004" / "model.safetensors", folder / "model" / "model.safetensors"]
+    was = [path.read_bytes() for path in models]
+    early = (folder / "exports" / "step-00000002").stat().st_mtime_ns
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")  # of six steps with keep 2, steps 4 and 6 stand
+    real, seen = loop.accumulate, []
+
+    def accumulate(engine, *rest):
+        seen.append((next(status_lines(folder)), (folder / "model").exists(), folder.joinpath("loss.png").exists()))
+        return real(engine, *rest)
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+    poison(monkeypatch, {1}, "nan")
+    loop.resume(load_config(folder / "config.yaml", ["train.skip_bad_steps=1"]), step=4, console=QUIET)
+    assert seen == [(f"run        {folder}: at work", False, False)] * 2
+    assert models[0].read_bytes() == was[0], "of step 4 itself"
+    assert models[1].read_bytes() != was[1]
+    assert (folder / "exports" / "step-00000002").stat().st_mtime_ns == early
+    assert next(status_lines(folder)).endswith("finished")
+
+
+def fails(code: int):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code), "a file")
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("torchtrain.training.export.commit", "model: the model could not be written: no space left on device (a file); step 6 is"),
+        ("torchtrain.training.loop.plot", "no space left on device (a file)"),
+        ("torchtrain.checkpoint.store.commit", "the checkpoint could not be written: no space left on device (a file); the last"),
+    ],
+)  # fmt: skip
+def test_a_disk_that_is_full_somewhere_else(run, monkeypatch, target, told):
+    train, folder = run
+    if "store" in target:  # the last save
+        real, calls = files.commit, []
+        monkeypatch.setattr(target, lambda *a: real(*a) if calls.append(1) or len(calls) < 3 else fails(errno.ENOSPC)())
+    else:
+        monkeypatch.setattr(target, fails(errno.ENOSPC))
+    with pytest.raises(UserError) as caught:
+        train()
+    assert told in str(caught.value)
+    assert not list(folder.glob("model*"))[1:], "nothing half-written is left"
+    monkeypatch.undo()
+    assert loop.resume(load_config(folder / "config.yaml"), console=QUIET) is not None
+    assert next(status_lines(folder)).endswith("finished")
+
+
+def test_weights_that_do_not_fit_on_the_disk(run, monkeypatch):
+    """safetensors writes them itself, and says so in an exception of its own."""
+    train, folder = run
+    limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), session.export
+
+    def export(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            real(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(session, "export", export)
+    with pytest.raises(UserError, match=rf"{folder}/model: the model could not be written: .*; step 6 is saved; mend"):
+        train()
+    assert not list(folder.glob("model*"))
+
+
+def test_a_read_only_run():
+    with tempfile.TemporaryDirectory() as name:
+        record = Path(name) / "run.json"
+        record.write_text("{}")
+        record.chmod(0o444)
+        Path(name).chmod(0o555)
+        with unprivileged(), pytest.raises(UserError, match=f"run.folder {name}: cannot be written: permission denied"):
+            hold(record).__enter__()
 
 
 def test_a_full_disk_stops_the_run_and_the_last_checkpoint_is_good(place, straight, monkeypatch):
@@ -196,6 +344,7 @@ def test_a_changed_config(place, straight, interrupted):
 
 
 def test_a_changed_data_set_tokenizer_or_model(place, interrupted):
+    metrics = (place.folder / interrupted / "metrics.jsonl").read_bytes()
     documents, tokenizer, config = (
         place.folder / "documents.jsonl",
         place.folder / "source" / "tokenizer.json",
@@ -226,6 +375,23 @@ def test_a_changed_data_set_tokenizer_or_model(place, interrupted):
         os.utime(path, ns=times)
         assert code == 2
         assert message in place.last_line(interrupted)
+    assert (place.folder / interrupted / "metrics.jsonl").read_bytes() == metrics, "nothing was touched"
+
+
+def test_data_that_only_looks_changed(place, straight, interrupted):
+    """Copied again, its files have another time: the tokens decide."""
+    documents = place.folder / "documents.jsonl"
+    was, times = documents.read_text(), (documents.stat().st_atime_ns, documents.stat().st_mtime_ns)
+    documents.write_text(was.replace("abcdefgh", "abcdefhg"), encoding="utf-8")  # as long as it was
+    assert place.resume(interrupted) == 2
+    assert "were tokenised to something else" in place.last_line(interrupted)
+    assert "tokens.sha256" in place.last_line(interrupted)
+    documents.write_text(was, encoding="utf-8")
+    os.utime(documents, ns=(times[0], times[1] + 10**9))
+    code = place.resume(interrupted)
+    os.utime(documents, ns=times)
+    assert code == 0
+    assert_same(place.folder / interrupted, straight)
 
 
 def test_a_corpus_that_was_tokenised_to_something_else(place, straight, interrupted):
@@ -327,6 +493,21 @@ def test_bad_steps_are_left_out_only_if_asked_and_as_many(run, monkeypatch):
     assert (checkpoint.progress.skipped_steps, checkpoint.progress.updates) == (2, 2)
 
 
+def test_a_left_out_step_is_told(run, monkeypatch):
+    train, folder = run
+    poison(monkeypatch, {STEPS}, "nan")
+    train("train.skip_bad_steps=1")
+    assert any(line.startswith("last step") and "gradient none" in line for line in status_lines(folder))
+
+
+def test_a_bad_step_that_cannot_be_noted(run, monkeypatch):
+    train, _ = run
+    poison(monkeypatch, {2}, "nan")
+    monkeypatch.setattr("torchtrain.training.guard.replace_file", fails(errno.ENOSPC))
+    with pytest.raises(UserError, match=r"no space left on device \(a file\)"):
+        train("train.skip_bad_steps=1")
+
+
 def test_a_leap_of_the_loss(run, monkeypatch):
     train, folder = run
     long = (f"train.steps={WINDOW + 2}", "train.learning_rate=1e-5", "save.every=0")
@@ -420,7 +601,19 @@ def test_writers_are_told_what_the_metrics_hold(run, monkeypatch):
     (folder / "loss.png").unlink()  # as if it had been interrupted at the end
     told["calls"].clear()
     loop.resume(load_config(folder / "config.yaml"), console=QUIET)
-    assert told["calls"][:2] == [("tensorboard", "tensorboard", 3), ("wandb", "a-project", identity, "allow", 3)]
+    assert told["calls"][:2] == [("tensorboard", "tensorboard", 4), ("wandb", "a-project", identity, "allow", 3)]
+
+
+def test_a_writer_that_does_not_begin(run, monkeypatch):
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **_: (_ for _ in ()).throw(RuntimeError("api_key not configured"))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
+    train, _ = run
+    with pytest.raises(
+        UserError, match=r"log.wandb 'a-project': api_key not configured; mend that, or take the key out"
+    ):
+        train("log.wandb=a-project")
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------------
@@ -472,6 +665,13 @@ def test_the_config_written_is_the_one_that_resumes(straight):
 
 # --- many processes -------------------------------------------------------------------------------------------------------
 
+# Seconds, where only what happens matters.
+QUICK = {
+    "torchtrain.cli._SECONDS_BEFORE_LEAVING": 1.0,
+    "torchtrain.cli._SECONDS_BEFORE_SPEAKING": 0.3,
+    "torchtrain.distributed.heartbeat.PERIOD": 0.3,
+    "torchtrain.distributed.heartbeat.GRACE": 1.0,
+}
 TWO = ("distributed.zero_stage=2", "distributed.sequence_parallel=2")
 
 
@@ -482,25 +682,53 @@ def straight_on_two(place) -> Path:
 
 
 def test_a_dead_process_stops_the_other_and_the_run_goes_on(place, straight_on_two):
-    codes = place.train("dead", *TWO, processes=2, at="gradient", nth=5, rank=1)
+    codes = place.train("dead", *TWO, processes=2, at="gradient", nth=5, rank=1, set=QUICK)
     assert codes == [1, -signal.SIGKILL]
     assert place.last_line("dead") == "torchtrain: rank 0: stopped, because another process of the run is gone"
     assert place.resume("dead", processes=2) == [0, 0], place.log("dead")
     assert_same(place.folder / "dead", straight_on_two)
 
 
+def test_a_process_that_fails_alone_speaks_alone(place):
+    """Its traceback is what matters; the other, which waits for it in a collective, leaves in silence."""
+    fault: dict[str, Any] = {"at": "gradient", "nth": 2, "rank": 1, "error": "CUDA out of memory"}
+    assert place.train("fails", *TWO, processes=2, set=QUICK, **fault) == [1, 1]
+    assert place.last_line("fails") == "RuntimeError: CUDA out of memory"
+    assert "torchtrain: " not in place.log("fails")
+
+
+def test_a_full_disk_of_one_process_is_one_line(place):
+    fault: dict[str, Any] = {"at": "state", "nth": 1, "rank": 1, "error": errno.ENOSPC}
+    assert place.train("full-one", *TWO, processes=2, set=QUICK, agent=True, **fault)[1] == 2
+    told = [line for line in place.log("full-one").splitlines() if line.startswith("torchtrain: ")]
+    (line,) = told
+    assert line.startswith(
+        f"torchtrain: rank 1: {place.folder}/full-one/checkpoints/step-00000002: the checkpoint could not"
+    )
+    assert "rank 1: no space left on device (a file); there is no earlier one" in line
+
+
+def test_nodes_that_do_not_share_the_folder(place):
+    """Each process has its own, and sees no run of rank 0's in it."""
+    constants = QUICK | {"torchtrain.training.folder._ATTEMPTS": 1}
+    codes = place.train("apart", f"run.folder={place.folder}/apart-{{rank}}", processes=2, set=constants)
+    assert codes == [2, 2]
+    (line,) = [line for line in place.log("apart").splitlines() if line.startswith("torchtrain: ")]
+    assert line.startswith(f"torchtrain: rank 1: run.folder {place.folder}/apart-1: the run is not to be seen on ")
+    assert line.endswith("run.folder must be on a disk that all nodes share")
+
+
 def test_a_process_that_hangs_stops_the_other(place):
     """It lives and does nothing: no connection breaks, and a collective alone would wait for half an hour."""
-    constants = {"torchtrain.distributed.heartbeat.PERIOD": 0.3, "torchtrain.distributed.heartbeat.PATIENCE": 4.0}
+    constants = QUICK | {"torchtrain.distributed.heartbeat.PATIENCE": 2.0}
     stop: dict[str, Any] = {"at": "gradient", "nth": 5, "rank": 1, "signal": signal.SIGSTOP}
     codes = place.train("hangs", *TWO, processes=2, set=constants, **stop)
     assert codes == [1, -signal.SIGKILL]
-    assert place.last_line("hangs") == "torchtrain: rank 0: stopped, because rank 1 has given no sign of life for 4 s"
-    assert heartbeat.PERIOD + heartbeat.PATIENCE < 60
+    assert place.last_line("hangs") == "torchtrain: rank 0: stopped, because rank 1 has given no sign of life for 2 s"
 
 
 def test_a_process_killed_while_both_save(place, straight_on_two):
-    codes = place.train("two-state", *TWO, processes=2, at="state", nth=2, rank=1)
+    codes = place.train("two-state", *TWO, processes=2, at="state", nth=2, rank=1, set=QUICK)
     assert codes == [1, -signal.SIGKILL]
     assert Checkpoints(place.folder / "two-state" / "checkpoints").steps() == [2]
     assert place.resume("two-state", processes=2) == [0, 0]
@@ -526,12 +754,15 @@ def test_a_missing_file_of_a_rank_and_another_number_of_processes(place, straigh
     kept = lost.read_bytes()
     lost.unlink()
     for processes, expected in ((2, [2, 2]), (1, 2)):
-        assert place.resume("moved", *(ALONE if processes == 1 else ()), processes=processes) == expected
+        spread = ALONE if processes == 1 else ()
+        assert place.resume("moved", *spread, processes=processes, set=QUICK) == expected
         told = [line for line in place.log("moved").splitlines() if line.startswith("torchtrain:")][-1]
         assert f"{lost}: is missing; there is no good one: torchtrain resume" in told
     lost.write_bytes(kept)
     assert place.resume("moved", *ALONE, at="gradient", nth=3) == -signal.SIGKILL
     assert Checkpoints(place.folder / "moved" / "checkpoints").steps() == [2, 4]
+    told = "warning   the last digits may differ from those of an uninterrupted run: processes 2 then, 1 now, sequence_parallel"
+    assert told in place.log("moved")
     spread = ("distributed.zero_stage=3", "distributed.sequence_parallel=1")
     assert place.resume("moved", *spread, processes=2) == [0, 0]
     mine, theirs = (read_metrics(run / "metrics.jsonl") for run in (place.folder / "moved", straight_on_two))

@@ -10,7 +10,7 @@ from typing import Any
 from torchtrain.checkpoint.files import replace_file
 from torchtrain.config import TrainConfig
 from torchtrain.data import PackedRows
-from torchtrain.errors import OtherRankFailed, UserError
+from torchtrain.errors import UserError
 from torchtrain.training.metrics import finite
 
 WINDOW = 16
@@ -22,15 +22,22 @@ class Guard:
     Args:
         train: `skip_bad_steps` and `loss_spike`.
         rows: what is trained on.
-        folder: where a file for each bad step goes; None on all ranks but the first.
+        folder: where a file for each bad step goes.
+        writes: whether this rank writes it.
         skipped: steps left out so far.
         recent: losses of the last steps, the oldest first.
     """
 
     def __init__(
-        self, train: TrainConfig, rows: PackedRows, folder: Path | None, skipped: int = 0, recent: Iterable[float] = ()
+        self,
+        train: TrainConfig,
+        rows: PackedRows,
+        folder: Path,
+        writes: bool,
+        skipped: int = 0,
+        recent: Iterable[float] = (),
     ) -> None:
-        self._train, self._rows, self._folder = train, rows, folder
+        self._train, self._rows, self._folder, self._writes = train, rows, folder, writes
         self.skipped = skipped
         self.recent = deque(recent, maxlen=WINDOW)
 
@@ -67,24 +74,21 @@ class Guard:
             values: goes into the file.
 
         Raises:
-            UserError: it is one too many. On rank 0; OtherRankFailed on the others, which find the same.
+            UserError: it is one too many; all ranks find the same.
+            OSError: the file cannot be written.
         """
-        place = ""
-        if self._folder is not None:
+        path = self._folder / f"step-{step:08d}.json"
+        if self._writes:
             self._folder.mkdir(exist_ok=True)
-            path = self._folder / f"step-{step:08d}.json"
             content = {"step": step, "fault": fault, **finite(values), "rows": self._rows_of(step)}
             replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
-            place = f"; its rows are in {path}"
         if self.skipped < self._train.skip_bad_steps:
             self.skipped += 1
             return
-        if self._folder is None:
-            raise OtherRankFailed("rank 0 stopped")
         allowed = self._train.skip_bad_steps
         left_out = f" ({self.skipped} steps were left out before it)" if allowed else ""
         raise UserError(
-            f"step {step}: {fault}{left_out}; nothing was updated{place}; lower train.learning_rate "
+            f"step {step}: {fault}{left_out}; nothing was updated; its rows are in {path}; lower train.learning_rate "
             f"({self._train.learning_rate}), warm up longer, set model.dtype: float32, or train.skip_bad_steps above {allowed}"
         )
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from torchtrain.checkpoint.files import PARTIAL
-from torchtrain.checkpoint.identity import check_config, check_identity, other_versions
+import torchtrain
+from torchtrain.checkpoint.files import PARTIAL, entry_of
+from torchtrain.checkpoint.identity import check_config, check_identity, otherwise
 from torchtrain.checkpoint.lock import hold
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.store import Checkpoints
@@ -31,10 +32,10 @@ from torchtrain.training.evaluate import HeldOut, evaluate
 from torchtrain.training.flops import FlopCounter, peak_flops
 from torchtrain.training.folder import RunFolder
 from torchtrain.training.guard import Guard
-from torchtrain.training.metrics import NOTHING, MetricsFile, read_metrics, rewind
+from torchtrain.training.metrics import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
 from torchtrain.training.report import Display, plot, step_status, tell_tokenising
 from torchtrain.training.schedule import learning_rate
-from torchtrain.training.session import Session, memory_gib
+from torchtrain.training.session import Session, layout_of, memory_gib
 from torchtrain.training.setup import Setup, set_up
 from torchtrain.training.step import accumulate, backward, step_batches
 from torchtrain.training.terminate import Termination
@@ -101,7 +102,6 @@ def resume(config: Config, *, step: int | None = None, console: Console | None =
 
 class _Run:
     def __init__(self, config: Config, console: Console | None, world: World, termination: Termination) -> None:
-        self.started = time.perf_counter()
         self.config, self.world, self.termination = config, world, termination
         self.leads = world.rank == 0
         self.console = (console or Console(stderr=True)) if self.leads else Console(quiet=True)
@@ -119,37 +119,55 @@ class _Run:
                 if self.leads:
                     self.folder.create(self.config, setup.record, replace)
                     held.enter_context(hold(self.folder.record))
+            self._see_folder()
             return self._train(setup, None)
 
     def go_on(self, step: int | None) -> Result | None:
         with ExitStack() as held:
             with self.world.together():
                 self._check()
-                record = self.folder.check_run()
                 if self.leads:
+                    self.folder.check_run()
                     held.enter_context(hold(self.folder.record))
+            self._see_folder()
+            with self.world.together():
+                record = self.folder.check_run()
                 check_config(record["config"], self.config)
-            if self.folder.finished and step is None:
+            if self.world.from_first(self.folder.finished) and step is None:
                 self.say(f"{self.folder.path}: is finished; its model is in {self.folder.model}")
                 return None
             checkpoints = Checkpoints(self.folder.checkpoints)
             with self.world.together():
                 if self.leads:
-                    checkpoints.sweep()
+                    self.folder.sweep()
             manifest = None if step == 0 else checkpoints.open(step, self.world)
             if manifest is None:
                 self.say(f"begin     anew in {self.folder.path}" + ("" if step == 0 else ": it has no checkpoint"))
             else:
                 self.say(f"go on     from step {manifest.progress.step:,} of {self.folder.path}")
-                if others := other_versions(manifest.versions):
-                    self.say(f"warning   other packages, so the last digits may differ: {others}")
+            done, events = (0, NOTHING) if manifest is None else (manifest.progress.step, manifest.progress.metrics)
             with self.world.together():
                 if manifest is not None:
                     check_config(manifest.config, self.config)
                 if self.leads:
-                    rewind(self.folder.metrics, NOTHING if manifest is None else manifest.progress.metrics)
-            was = record["identity"] if manifest is None else manifest.identity
-            return self._train(self._set_up(partial(check_identity, was)), manifest)
+                    check_beginning(self.folder.metrics, events)
+            setup = self._set_up(partial(check_identity, record["identity"] if manifest is None else manifest.identity))
+            if manifest is not None and (changed := otherwise(manifest, layout_of(self.config, setup, self.world))):
+                self.say(f"warning   the last digits may differ from those of an uninterrupted run: {changed}")
+            with self.world.together():
+                if self.leads:  # in this order: killed in between, it is taken up at the same step
+                    self.folder.plot.unlink(missing_ok=True)  # the run no longer counts as finished
+                    checkpoints.forget_after(done)
+                    self.folder.forget_after(done, self.config.train.steps)
+                    rewind(self.folder.metrics, events)
+            return self._train(setup, manifest)
+
+    def _see_folder(self) -> None:
+        """Check that all ranks see the run that rank 0 made or found."""
+        record = self.world.from_first(entry_of(self.folder.record) if self.leads else NOTHING)
+        with self.world.together():
+            self.folder.check_shared(record)
+        self.termination.advice = f"to go on from the last checkpoint: torchtrain resume {self.folder.path}"
 
     def _check(self) -> None:
         check_layout(self.config, self.world.size)
@@ -166,18 +184,31 @@ class _Run:
         counter = FlopCounter.of(setup.model)  # before an engine cuts the weights up
         engine = make_engine(setup.model, setup.engine, config, world)
         with ExitStack() as stack:
-            metrics = stack.enter_context(MetricsFile(folder.metrics if leads else None))
-            timing = stack.enter_context(MetricsFile(folder.timing if leads else None))
+            with world.together():
+                metrics = stack.enter_context(MetricsFile(folder.metrics if leads else None))
+                timing = stack.enter_context(MetricsFile(folder.timing if leads else None))
             display = stack.enter_context(Display(self.console))
             session = Session(config, folder, setup, engine, metrics, timing, self.say)
             if manifest is not None:
                 session.take_up(manifest)
-            writers = stack.enter_context(Writers(config, folder.path, session.step)) if leads else None
+            with world.together():
+                writers = stack.enter_context(Writers(config, folder.path, session.step)) if leads else None
 
-            def held_out(step: int, tokens_seen: int) -> HeldOut:
+            def stop_if_asked() -> None:
+                (stop,) = world.sum([float(self.termination.asked)])
+                if stop:
+                    session.save()
+                    self._terminated(session.step)
+
+            def held_out(step: int, tokens_seen: int, between: Callable[[], None] = lambda: None) -> HeldOut:
                 losses = HeldOut(setup.store.domains, setup.own_positions)
                 micro_batch = 1 if world.size == 1 else config.train.micro_batch
-                on_row = display.task("held out", -(-len(setup.held_out) // (micro_batch * world.data_parallel)))
+                advance = display.task("held out", -(-len(setup.held_out) // (micro_batch * world.data_parallel)))
+
+                def on_row(status: str) -> None:
+                    advance(status)
+                    between()
+
                 evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row, engine, micro_batch)
                 event = {"step": step, "tokens_seen": tokens_seen, **losses.as_dict()}
                 metrics.write("evaluation", event)
@@ -197,7 +228,8 @@ class _Run:
                     session.done(event["step"], event["tokens_seen"])
                     metrics.write("step", event)
                     if session.step == first + 1:
-                        speed |= {"since_start": time.perf_counter() - self.started, "resumed": manifest is not None}
+                        since_start = time.perf_counter() - torchtrain.STARTED
+                        speed |= {"since_start": since_start, "resumed": manifest is not None}
                     timing.write("step", {"step": session.step, **speed})
                     seconds += speed["seconds"]
                     on_step(step_status(event | speed))
@@ -207,19 +239,23 @@ class _Run:
                     if session.due:
                         session.save()
                         session.export_if_kept()
-                    (stop,) = world.sum([float(self.termination.asked)])
-                    if stop:
-                        session.save()
-                        self._terminated(session.step)
-            after = held_out(config.train.steps, session.tokens_seen)
-            self.say(f"exporting to {folder.model}")
-            session.export(folder.model)
-            if leads:
-                _plot(folder)
-            world.wait()
+                    stop_if_asked()
+                after = held_out(config.train.steps, session.tokens_seen, stop_if_asked)
+                saved = session.saved
+                if not saved:  # without a checkpoint all would be lost: it comes to its end
+                    self._export(session)
+            if saved:
+                self._export(session)
+            with world.together():
+                if leads:
+                    _plot(folder)
         tokens = session.tokens_seen - tokens_before
         speed = tokens / seconds if seconds else 0.0
         return Result(before, after, session.tokens_seen, speed, folder.model) if leads else None
+
+    def _export(self, session: Session) -> None:
+        self.say(f"exporting to {self.folder.model}")
+        session.export(self.folder.model)
 
     def _terminated(self, step: int) -> None:
         saved = f"stopped by SIGTERM after step {step}, which is saved; to go on: torchtrain resume {self.folder.path}"
@@ -267,7 +303,8 @@ def steps(
         if fault is None:
             guard.passed(losses.overall.value)
         else:
-            guard.leave_out(step + 1, fault, values)
+            with world.together():
+                guard.leave_out(step + 1, fault, values)
         seconds = time.perf_counter() - started
         (tokens,) = world.sum([sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)])
         tokens = int(tokens) // world.sequence_parallel

@@ -12,14 +12,15 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import Tensor
 
 from torchtrain.checkpoint.files import FileEntry, entry_of, sync
 from torchtrain.distributed.world import World
-from torchtrain.errors import UserError
+from torchtrain.errors import UserError, disk_fault
 from torchtrain.training.loss import IGNORE
 
 NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())
@@ -87,16 +88,20 @@ class Losses:
 class MetricsFile:
     """A file of events such as `metrics.jsonl`, a context manager: an event survives the process once `write` has returned.
 
+    A last line that an interruption cut off goes when the file is opened.
+
     Args:
         path: the file; None writes nothing (on all ranks but the first).
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
 
     def __enter__(self) -> "MetricsFile":
-        self._file = self._path and self._path.open("a", encoding="utf-8")
+        if self._path is not None:
+            self._file = self._path.open("ab", buffering=0)  # what could not be written is not tried again on closing
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,10 +109,22 @@ class MetricsFile:
             self._file.close()
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append one line: the event's name, then its values; null for a number that is not finite."""
-        if self._file is not None:
-            self._file.write(json.dumps(finite({"event": event, **values}), allow_nan=False) + "\n")
-            self._file.flush()
+        """Append one line: the event's name, then its values; null for a number that is not finite.
+
+        Raises:
+            UserError: the disk does not take it.
+        """
+        if self._file is None or self._path is None:
+            return
+        left = memoryview((json.dumps(finite({"event": event, **values}), allow_nan=False) + "\n").encode())
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise UserError(
+                f"{self._path}: could not be written: {disk_fault(error)}; "
+                f"mend that, then: torchtrain resume {self._path.parent}"
+            ) from None
 
     def settle(self) -> FileEntry:
         """Flush the file to the disk; return what it is so far."""
@@ -117,18 +134,22 @@ class MetricsFile:
         return entry_of(self._path)
 
 
-def rewind(path: Path, entry: FileEntry) -> None:
-    """Cut a file of events back to what it was.
+def check_beginning(path: Path, entry: FileEntry) -> None:
+    """Check that a file of events begins with what it was once.
 
     Raises:
-        UserError: it does not begin with that.
+        UserError: it does not.
     """
-    path.touch()
-    if entry_of(path, entry.bytes) != entry:
+    if (entry_of(path, entry.bytes) if path.exists() else NOTHING) != entry:
         raise UserError(
             f"{path}: has been changed: it does not begin with the {entry.bytes:,} bytes that belong to the checkpoint; "
             "put it back, or begin anew with --step 0"
         )
+
+
+def rewind(path: Path, entry: FileEntry) -> None:
+    """Cut a file of events, which `check_beginning` has passed, back to what it was."""
+    path.touch()
     os.truncate(path, entry.bytes)
     sync(path)
 

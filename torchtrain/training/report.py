@@ -81,7 +81,8 @@ class Display:
 def step_status(event: Mapping[str, Any]) -> str:
     """Return loss, gradient norm, tokens/s and, where they are known, MFU and memory of a step's event."""
     loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
-    parts = [f"loss {loss}", f"gradient {event['gradient_norm']:.3g}", f"{event['tokens_per_second']:,.0f} tokens/s"]
+    norm = "none" if event["gradient_norm"] is None else f"{event['gradient_norm']:.3g}"
+    parts = [f"loss {loss}", f"gradient {norm}", f"{event['tokens_per_second']:,.0f} tokens/s"]
     if "mfu" in event:
         parts.append(f"MFU {event['mfu']:.1%}")
     if "memory_gib" in event:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from torchtrain.checkpoint.files import PARTIAL, FileEntry
 from torchtrain.checkpoint.manifest import Layout, Manifest, Progress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
+from torchtrain.distributed.world import World
+from torchtrain.errors import UserError, disk_fault
 from torchtrain.training.engine import Engine
 from torchtrain.training.evaluate import HeldOut
 from torchtrain.training.export import export
@@ -70,9 +73,14 @@ class Session:
 
     @property
     def due(self) -> bool:
-        """Whether this step saves."""
-        every = self._config.save.every
-        return bool(every) and self.step > 0 and self.step % every == 0
+        """Whether this step saves. The last one does, so that nothing is lost while the model is evaluated and exported."""
+        every, last = self._config.save.every, self._config.train.steps
+        return bool(every) and self.step > 0 and (self.step % every == 0 or self.step == last)
+
+    @property
+    def saved(self) -> bool:
+        """Whether there is a checkpoint of this step."""
+        return self._saved == self.step
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless it is the one that was taken up or saved last.
@@ -80,17 +88,15 @@ class Session:
         Raises:
             UserError: it cannot be written; see `Checkpoints.save`.
         """
-        if self._saved == self.step:
+        if self.saved:
             return
         started = time.perf_counter()
         world = self._engine.world
         state = state_of(self._engine)
         updates = state.updates
-        settled = self._metrics.settle()
 
         def manifest(files: dict[str, FileEntry]) -> Manifest:
             assert self.before is not None
-            distributed = self._config.distributed
             return Manifest(
                 progress=Progress(
                     step=self.step,
@@ -99,13 +105,9 @@ class Session:
                     skipped_steps=self.guard.skipped,
                     recent_losses=list(self.guard.recent),
                     before=[(mean.total, mean.tokens) for mean in self.before.means()],
-                    metrics=settled,
+                    metrics=self._metrics.settle(),
                 ),
-                layout=Layout(
-                    processes=world.size,
-                    sequence_parallel=distributed.sequence_parallel,
-                    zero_stage=distributed.zero_stage,
-                ),
+                layout=layout_of(self._config, self._setup, world),
                 config=self._config.model_dump(mode="json"),
                 identity=self._setup.identity,
                 versions=versions(),
@@ -120,18 +122,31 @@ class Session:
         self._say(f"saved     step {self.step:,}: {size / 2**20:,.1f} MiB in {seconds:.1f} s")
 
     def export(self, target: Path) -> None:
-        """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one."""
-        (there,) = self._engine.world.sum([float(self._leads and target.is_dir())])
-        if there:
+        """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one.
+
+        Raises:
+            UserError: it cannot be written. Nothing of it is left.
+        """
+        world = self._engine.world
+        if world.from_first(target.is_dir()):
             return
         started = time.perf_counter()
         weights = self._engine.weights()
-        if self._leads:
-            partial = target.with_name(target.name + PARTIAL)
-            shutil.rmtree(partial, ignore_errors=True)
-            target.parent.mkdir(exist_ok=True)
-            export(self._setup.model, self._setup.tokenizer, partial, target, weights)
-        self._engine.world.wait()
+        with world.together():
+            if self._leads:
+                partial = target.with_name(target.name + PARTIAL)
+                try:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    target.parent.mkdir(exist_ok=True)
+                    export(self._setup.model, self._setup.tokenizer, partial, target, weights)
+                except (OSError, SafetensorError) as error:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    why = disk_fault(error) if isinstance(error, OSError) else str(error)
+                    safe = f"step {self.step} is saved" if self.saved else "save.every is 0, so nothing is saved"
+                    raise UserError(
+                        f"{target}: the model could not be written: {why}; {safe}; "
+                        f"mend that, then: torchtrain resume {self._folder.path}"
+                    ) from None
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
 
     def export_if_kept(self) -> None:
@@ -140,11 +155,25 @@ class Session:
             self.export(self._folder.exports / f"step-{self.step:08d}")
 
     def _guard(self, progress: Progress | None = None) -> Guard:
-        folder = self._folder.bad_steps if self._leads else None
         so_far: Mapping[str, Any] = (
             {} if progress is None else {"skipped": progress.skipped_steps, "recent": progress.recent_losses}
         )
-        return Guard(self._config.train, self._setup.rows, folder, **so_far)
+        return Guard(self._config.train, self._setup.rows, self._folder.bad_steps, self._leads, **so_far)
+
+
+def layout_of(config: Config, setup: Setup, world: World) -> Layout:
+    """Return on what a run is computed and how it is spread."""
+    distributed, train = config.distributed, config.train
+    return Layout(
+        processes=world.size,
+        sequence_parallel=distributed.sequence_parallel,
+        zero_stage=distributed.zero_stage,
+        offload=distributed.offload,
+        micro_batch=train.micro_batch,
+        loss_chunk=train.loss_chunk,
+        device=setup.record["device"],
+        attention=setup.engine,
+    )
 
 
 def exported_steps(save: SaveConfig, steps: int) -> list[int]:

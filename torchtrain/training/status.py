@@ -25,7 +25,7 @@ def status_lines(folder: Path) -> Iterator[str]:
     record = run.check_run()
     total = record["config"]["train"]["steps"]
     at_work = is_held(run.record)
-    state = "finished" if run.finished else "at work" if at_work else "interrupted"
+    state = "at work" if at_work else "finished" if run.finished else "interrupted"
     yield f"run        {run.path}: {state}"
 
     events = read_metrics(run.metrics) if run.metrics.is_file() else []

@@ -15,7 +15,10 @@ class Termination:
     """Takes SIGTERM for as long as its block lasts.
 
     Outside `noted` the signal raises `Terminated` where the program stands: there is nothing to save that is not saved.
+    `advice` says how to go on.
     """
+
+    advice = "there is no run yet: start it again"
 
     def __init__(self) -> None:
         self.asked = False
@@ -44,4 +47,4 @@ class Termination:
         self.asked = True
         if not self._noting:
             rank, _size, _local = here()
-            raise Terminated("" if rank else "stopped by SIGTERM; to go on from the last checkpoint: torchtrain resume")
+            raise Terminated("" if rank else f"stopped by SIGTERM; {self.advice}")

@@ -28,7 +28,11 @@ class Writers:
     Args:
         config: the run's; `check_writers` has passed.
         folder: the run's; TensorBoard's files stand in `tensorboard/`, those of Weights & Biases in `wandb/`.
-        first: steps done so far. What the writers know of later ones, from before an interruption, is replaced.
+        first: steps done so far. TensorBoard replaces what it knows of later ones, from before an interruption; Weights & Biases
+            keeps it, and takes nothing new of these steps.
+
+    Raises:
+        UserError: Weights & Biases does not begin.
     """
 
     def __init__(self, config: Config, folder: Path, first: int) -> None:
@@ -42,14 +46,17 @@ class Writers:
 
             # One run there for one folder here, however often it is resumed.
             name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-            self._wandb = wandb.init(
-                project=config.log.wandb,
-                id=name,
-                name=folder.name,
-                dir=str(folder),
-                resume="allow",
-                config=config.model_dump(mode="json"),
-            )
+            try:
+                self._wandb = wandb.init(
+                    project=config.log.wandb,
+                    id=name,
+                    name=folder.name,
+                    dir=str(folder),
+                    resume="allow",
+                    config=config.model_dump(mode="json"),
+                )
+            except Exception as error:  # no login, no network, no such project: each of its releases has other classes
+                raise UserError(f"log.wandb {config.log.wandb!r}: {error}; mend that, or take the key out") from error
 
     def __enter__(self) -> "Writers":
         return self
