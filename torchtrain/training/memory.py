@@ -117,6 +117,13 @@ class Shapes:
             self._counted[key] = activation_bytes(self.model(settings), rows, tokens)
         return self._counted[key]
 
+    def logits(self, settings: ModelConfig, tokens: int, chunk: int) -> int:
+        """As `logits_bytes`; layers recomputed or not do not matter."""
+        key = ("logits", settings.dtype, tokens, chunk)
+        if key not in self._counted:
+            self._counted[key] = logits_bytes(self.model(settings), tokens, chunk)
+        return self._counted[key]
+
 
 def activation_bytes(model: "PreTrainedModel", rows: int, tokens: int) -> int:
     """Return what the decoder holds at most in a forward and backward pass over [rows, tokens of this rank's part]."""

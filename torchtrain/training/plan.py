@@ -24,7 +24,7 @@ from torchtrain.errors import UserError
 from torchtrain.modeling.load import check_config, open_config, resolve_source
 from torchtrain.modeling.rope import extend
 from torchtrain.training.flops import FlopCounter, peak_of
-from torchtrain.training.memory import Shapes, logits_bytes
+from torchtrain.training.memory import Shapes
 from torchtrain.training.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         gradients=gradients,
         optimizer=optimizer,
         activations=shapes.activations(config.model, config.train.micro_batch, tokens),
-        logits=logits_bytes(model, config.train.micro_batch * tokens, config.train.loss_chunk),
+        logits=shapes.logits(config.model, config.train.micro_batch * tokens, config.train.loss_chunk),
         host=host * processes,
     )
 
