@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from torchtrain.tests.conftest import tiny_model, tiny_tokenizer
-from torchtrain.tests.forks import Forks
+from torchtrain.tests.forks import Forks, forks
 from torchtrain.tests.runs import Place, content, make_place
 from torchtrain.training.metrics import read_metrics
 
@@ -21,7 +21,7 @@ PER_RUN = 5
 LAYOUTS = {"alone": (), "two": ("distributed.zero_stage=3", "distributed.sequence_parallel=2")}
 
 
-def prepare(folder: Path, forks: Forks) -> Place:
+def prepare(folder: Path, server: Forks) -> Place:
     """A model, a corpus and a config in a folder."""
     tiny_model().save_pretrained(folder / "source")
     tiny_tokenizer().save_pretrained(folder / "source")
@@ -30,7 +30,7 @@ def prepare(folder: Path, forks: Forks) -> Place:
             text = " ".join(str(i * n) for n in range(5 + i % 20))
             file.write(json.dumps({"text": text, "domain": "even" if i % 2 else "odd"}) + "\n")
     train = {"steps": 16, "learning_rate": 0.02}
-    return make_place(folder, forks, folder / "source", folder / "documents.jsonl", train=train, save={"last": 4})
+    return make_place(folder, server, folder / "source", folder / "documents.jsonl", train=train, save={"last": 4})
 
 
 def where(folder: Path) -> str:
@@ -57,8 +57,8 @@ def main() -> None:
     draw = random.Random(arguments.seed)
     moments: collections.Counter[str] = collections.Counter()
     different, failed, resumed, saves, firsts = [], [], 0, [], []
-    with tempfile.TemporaryDirectory() as name, Forks() as forks:
-        place = prepare(Path(name), forks)
+    with tempfile.TemporaryDirectory() as name:
+        place = prepare(Path(name), forks())
         straight, seconds = {}, {}
         for layout, overrides in LAYOUTS.items():
             processes = {"processes": 2} if layout == "two" else {}

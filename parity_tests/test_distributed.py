@@ -23,7 +23,7 @@ from parity_tests.layers import oracle_of, preset_name
 from parity_tests.models import packed_batch, tiny_model
 from parity_tests.tolerance import Verdict, judge
 from torchtrain.tests import distributed_worker as worker
-from torchtrain.tests.launch import torchrun
+from torchtrain.tests.forks import forks
 
 VOCABULARY = 97
 ROWS = 4
@@ -142,8 +142,9 @@ def spread(folder):
             out.mkdir()
             path = folder / f"cases-{processes}.json"
             path.write_text(json.dumps([located(case, folder) for case in CASES[processes]]))
-            done = torchrun(processes, "-m", "torchtrain.tests.distributed_worker", str(path), str(out))
-            assert done.returncode == 0, done.stderr[-6000:]
+            main, log = "torchtrain.tests.distributed_worker", folder / f"log-{processes}"
+            done = forks().run(str(path), str(out), main=main, processes=processes, log=log)
+            assert done["codes"] == [0] * processes, log.read_text()[-6000:]
         with np.load(out / f"{name}.npz") as found:
             return dict(found)
 

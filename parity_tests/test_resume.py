@@ -25,7 +25,7 @@ from parity_tests.tolerance import judge
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.tests import distributed_worker as worker
 from torchtrain.tests import resume_worker
-from torchtrain.tests.launch import torchrun
+from torchtrain.tests.forks import forks
 
 # Name -> dtype, ZeRO stage, sequence-parallel degree, offload.
 LAYOUTS: dict[str, tuple[str, int, int, str]] = {
@@ -73,8 +73,9 @@ def folder(tmp_path_factory) -> Path:
     cases += [case_of(folder, layout, f"{layout}-from-one", 1, (ALONE[LAYOUTS[layout][0]], 2)) for layout in FROM_ONE]
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
-    done = torchrun(2, "-m", "torchtrain.tests.resume_worker", str(path))
-    assert done.returncode == 0, done.stderr[-6000:]
+    log = folder / "log"
+    done = forks().run(str(path), main="torchtrain.tests.resume_worker", processes=2, log=log)
+    assert done["codes"] == [0, 0], log.read_text()[-6000:]
     for layout, (dtype, *_) in LAYOUTS.items():
         resume_worker.run(case_of(folder, dtype, f"one-from-{layout}", 1, (layout, 2)), 0, 1)
     return folder

@@ -5,6 +5,8 @@ and answers with a line of JSON: its exit code, negative for the signal that end
 for several processes that work together, and say at which phase of the run one kills itself, or after how many seconds.
 """
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -14,18 +16,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torchtrain
-from torchtrain.tests.launch import ROOT
+
+ROOT = Path(__file__).parents[2]
 
 
 class Forks:
-    """The server's other end, a context manager."""
+    """The server's other end, until `close`."""
 
-    def __enter__(self) -> "Forks":
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "torchtrain.tests.forks"],
             cwd=ROOT,
@@ -40,11 +43,9 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
         )
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the server."""
         self._process.communicate()
 
     def run(self, *argv: str, log: Path, at: str | None = None, nth: int = 1, **more: Any) -> dict[str, Any]:
@@ -58,8 +59,8 @@ class Forks:
             more: `signal`, default SIGKILL; `error`: raised there instead, an OSError of that number, or a RuntimeError with that
                 text; `signal_after`: seconds after which the signal is sent from outside; `processes`: how many there are, as
                 torchrun starts them; `rank`: which of them gets the signal or error, default all; `agent`: whether all are
-                sent SIGTERM when the first has failed, as torchrun does; `set`: values of constants by dotted name. `{rank}`
-                in an argument stands for the process's.
+                sent SIGTERM when the first has failed, as torchrun does; `set`: values of constants by dotted name; `main`: a
+                module whose `main` runs in the command line's place. `{rank}` in an argument stands for the process's.
 
         Returns:
             `codes`, one a process, and `seconds`, until each was gone.
@@ -70,6 +71,14 @@ class Forks:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
+
+
+@cache
+def forks() -> Forks:
+    """Return the one server of this process."""
+    server = Forks()
+    atexit.register(server.close)
+    return server
 
 
 def _die(*_: Any, **__: Any) -> None:
@@ -126,8 +135,7 @@ def _arm(phase: str, nth: int, number: int, error: int | str | None) -> None:
 
 
 def _child(request: dict[str, Any], rank: int, port: int) -> None:
-    from torchtrain.cli import main
-
+    main = importlib.import_module(request.get("main", "torchtrain.cli")).main
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -164,6 +172,8 @@ def _serve() -> None:
     # All that a run imports on its way, so that no child does.
     for name in (
         "deepspeed.runtime.sequence_parallel.ulysses_sp",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.runtime.zero.stage3",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
         "torchtrain.training.loop",
@@ -171,6 +181,7 @@ def _serve() -> None:
     ):
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage, and DeepSpeed collects often
     for line in sys.stdin:
         request = json.loads(line)
         started = time.perf_counter()

@@ -1,8 +1,6 @@
 """Layouts and how rows are cut, in this process; whole runs and mistakes, as real processes on gloo."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import deepspeed_config
 from torchtrain.errors import UserError
 from torchtrain.tests.conftest import POSITIONS, tiny_config
-from torchtrain.tests.launch import torchrun
+from torchtrain.tests.forks import forks
 from torchtrain.training.loop import train
 from torchtrain.training.metrics import read_metrics
 
@@ -152,22 +150,27 @@ def test_parts_of_padded_rows_make_the_rows_and_documents_stay_whole(tokens):
 # --- real processes -------------------------------------------------------------------------------------------------------
 
 
+def lines_of(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if line.startswith("torchtrain:")]
+
+
 def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config, tmp_path):
     """ZeRO 3 and sequence parallelism, bfloat16, checkpointed activations: the road of the paper's configs."""
     common = ["model.dtype=bfloat16", "model.activation_checkpointing=true", "eval.sequences=1", "train.steps=4"]
     spread = ["distributed.sequence_parallel=2", "distributed.zero_stage=3", f"run.folder={tmp_path / 'two'}"]
-    path = write_config(tree)
-    done = torchrun(2, "-m", "torchtrain", "train", str(path), *common, *spread)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Held-out loss") == 1
+    path, log = write_config(tree), tmp_path / "log"
+    done = forks().run("train", str(path), *common, *spread, log=log, processes=2)
+    said = log.read_text()
+    assert done["codes"] == [0, 0], said
     for line in (
+        "Held-out loss",
         "loading ",
         "processes 2: 1 rows at a time, each shared by 2, 2 times a step; optimizer state, gradients and weights",
         "training 4/4",
     ):
-        assert done.stderr.count(line) == 1, line
+        assert said.count(line) == 1, line
     for noise in ("Warning", "WARNING", "Traceback"):
-        assert noise not in done.stdout + done.stderr
+        assert noise not in said
 
     alone = train(load_config(path, [*common, f"run.folder={tmp_path / 'one'}"]), console=Console(quiet=True))
     assert alone is not None
@@ -184,75 +187,29 @@ def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config
     assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
 
 
-def test_a_mistake_is_one_line_whichever_rank_finds_it(tree, write_config):
-    """A layout that all ranks refuse, a config that none can read, then a rank that is alone with its mistake."""
-    done = torchrun(2, "-m", "torchtrain", "train", str(write_config(tree)), "distributed.sequence_parallel=3")
-    assert done.returncode != 0
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("torchtrain:")]
-    assert line.startswith("torchtrain: distributed.sequence_parallel 3: does not divide 2 processes")
-    assert "[rank" not in done.stderr, "a traceback of ours"
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("distributed.sequence_parallel=3", "distributed.sequence_parallel 3: does not divide 2 processes"),
+        ("train.step=3", "train.step: unknown key; did you mean train.steps?"),
+    ],
+)
+def test_a_mistake_is_one_line_whichever_rank_finds_it(tree, write_config, tmp_path, mistake, told):
+    """A layout that all ranks refuse together, and a config that none can read; torchrun stops who is left."""
+    path = write_config(tree)
+    codes = forks().run("train", str(path), mistake, log=tmp_path / "log", processes=2, agent=True)["codes"]
+    assert codes[0] == 2
+    (line,) = lines_of(tmp_path / "log")
+    assert told in line
+    assert "[rank" not in (tmp_path / "log").read_text(), "a traceback of ours"
     assert not Path(tree["run"]["folder"]).exists()
-
-    done = torchrun(2, "-m", "torchtrain", "train", str(write_config(tree)), "train.step=3")
-    assert [line for line in done.stderr.splitlines() if line.startswith("torchtrain:")] == [
-        f"torchtrain: config {write_config(tree)}: train.step: unknown key; did you mean train.steps?"
-    ]
-
-    code = """
-import sys
-from torchtrain.cli import _one_line_errors
-from torchtrain.config import load_config
-from torchtrain.distributed.world import join
-from torchtrain.errors import UserError
-with _one_line_errors(), join(load_config(sys.argv[1])) as world:
-    assert world.sum([1, world.rank]) == [3, 3]
-    with world.together():
-        pass
-    with world.together():
-        if world.rank == 1:
-            raise UserError("its disk is full")
-    print("went on")
-"""
-    done = torchrun(3, sys.executable, "-c", code, str(write_config(tree)), python=False)
-    assert done.returncode != 0
-    assert [line for line in done.stderr.splitlines() if line.startswith("torchtrain:")] == [
-        "torchtrain: rank 1: its disk is full"
-    ]
-    assert "went on" not in done.stdout
-
-
-def test_a_process_that_is_gone_is_told_in_one_line(tree, write_config):
-    code = """
-import os, sys, time
-from torchtrain.cli import _one_line_errors
-from torchtrain.config import load_config
-from torchtrain.distributed.world import join
-with _one_line_errors(), join(load_config(sys.argv[1])) as world:
-    world.sum([1])
-    if world.rank == 1:
-        os._exit(0)
-    world.sum([1])
-"""
-    done = torchrun(2, sys.executable, "-c", code, str(write_config(tree)), python=False)
-    assert done.returncode != 0
-    told = [line for line in done.stderr.splitlines() if line.startswith("torchtrain:")]
-    assert told == ["torchtrain: rank 0: stopped, because another process of the run is gone"]
 
 
 def test_zero_on_one_process_needs_no_torchrun(tree, write_config, tmp_path):
     """DeepSpeed's engine in a process of its own, for its offload."""
-    code = """
-import sys
-from rich.console import Console
-from torchtrain.config import load_config
-from torchtrain.training.loop import train
-train(load_config(sys.argv[1], sys.argv[2:]), console=Console(quiet=True))
-"""
     overrides = ["train.steps=2", "distributed.zero_stage=2", "distributed.offload=optimizer", "eval.sequences=1"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(write_config(tree)), *overrides], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = forks().run("train", str(write_config(tree)), *overrides, log=tmp_path / "log")
+    assert done["codes"] == [0], (tmp_path / "log").read_text()
     steps = [e for e in read_metrics(Path(tree["run"]["folder"]) / "metrics.jsonl") if e["event"] == "step"]
     assert [event["step"] for event in steps] == [1, 2]
 

@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import SaveConfig, load_config
 from torchtrain.errors import UserError
 from torchtrain.tests.conftest import tiny_tokenizer
-from torchtrain.tests.forks import Forks
+from torchtrain.tests.forks import forks
 from torchtrain.tests.runs import STEPS, Place, assert_same, content, make_place, unprivileged
 from torchtrain.training import loop, session
 from torchtrain.training.guard import WINDOW
@@ -38,18 +37,12 @@ QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def place(forks, model_folder, corpus, tmp_path_factory) -> Place:
+def place(model_folder, corpus, tmp_path_factory) -> Place:
     """Its model and corpus are copies that a test may change, if it changes them back."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(model_folder(), folder / "source")
     shutil.copy2(corpus, folder / "documents.jsonl")
-    return make_place(folder, forks, folder / "source", folder / "documents.jsonl")
+    return make_place(folder, forks(), folder / "source", folder / "documents.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,14 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
-from torchtrain.tests.launch import ROOT
+from torchtrain.config import load_config
+from torchtrain.tests.forks import ROOT
+from torchtrain.training.loop import train
 from torchtrain.training.metrics import read_metrics
 
 
@@ -22,12 +26,13 @@ def test_two_nodes_share_a_row_and_leave_one_run(tree, write_config, tmp_path):
     """Sequence parallelism across nodes, ZeRO 3 over all of it; one process on one node is what it is held against."""
     path = write_config(tree)
     spread = ("distributed.sequence_parallel=2", "distributed.zero_stage=3", f"run.folder={tmp_path / 'nodes'}")
+    short = ("train.steps=2", "eval.sequences=1")
     endpoint = f"127.0.0.1:{_free_port()}"
     nodes = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
             + ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "test"]
-            + ["-m", "torchtrain", "train", str(path), "train.steps=2", "eval.sequences=1", *spread],
+            + ["-m", "torchtrain", "train", str(path), *short, *spread],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.PIPE,
@@ -41,7 +46,14 @@ def test_two_nodes_share_a_row_and_leave_one_run(tree, write_config, tmp_path):
     # Rank 0 speaks, on whichever node it is.
     assert sum(output.count("Held-out loss") for output, _ in outputs) == 1
 
-    records = read_metrics(tmp_path / "nodes" / "metrics.jsonl")
-    assert [record["step"] for record in records if record["event"] == "step"] == [1, 2]
+    train(load_config(path, [*short, f"run.folder={tmp_path / 'one'}"]), console=Console(quiet=True))
+    one, nodes = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "nodes"))
+    assert [(event["event"], event["step"]) for event in nodes] == [(event["event"], event["step"]) for event in one]
+    for a, b in zip(one, nodes, strict=True):
+        for exact in ("tokens_seen", "labelled_tokens", "live_pairs", "flops", "learning_rate"):
+            assert a.get(exact) == b.get(exact), exact
+    # Until the first update each token's loss is bitwise that of one process; n of them are summed in another order.
+    for a, b in zip(one[:2], nodes[:2], strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=a["labelled_tokens"] * torch.finfo(torch.float64).eps)
     weights = load_file(tmp_path / "nodes" / "model" / "model.safetensors")
     assert all(torch.isfinite(weight).all() for weight in weights.values())

@@ -1,26 +1,19 @@
 """A run that is killed, by SIGKILL and in real processes, and resumed, leaves bit for bit what one that never was does."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.tests.forks import PHASES, Forks
+from torchtrain.tests.forks import PHASES, forks
 from torchtrain.tests.runs import Place, assert_same, make_place
 from torchtrain.training.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def place(forks, model_folder, corpus, tmp_path_factory) -> Place:
-    return make_place(tmp_path_factory.mktemp("runs"), forks, model_folder(), corpus)
+def place(model_folder, corpus, tmp_path_factory) -> Place:
+    return make_place(tmp_path_factory.mktemp("runs"), forks(), model_folder(), corpus)
 
 
 @pytest.fixture(scope="module")
