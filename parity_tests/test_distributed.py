@@ -44,7 +44,7 @@ LONGROPE = {
 # Name -> family and what of its config is changed.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "tied": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 1}),
     "longrope": ("llama", {"rope_parameters": LONGROPE}),
 }
 
@@ -108,7 +108,7 @@ LOGITS = [(processes, case["name"]) for processes, found in CASES.items() for ca
 @cache
 def model_of(name: str, dtype: str) -> Any:
     family, changes = MODELS[name]
-    return tiny_model(family, getattr(torch, dtype), num_hidden_layers=2, **changes)
+    return tiny_model(family, getattr(torch, dtype), **({"num_hidden_layers": 2} | changes))
 
 
 @pytest.fixture(scope="module")
