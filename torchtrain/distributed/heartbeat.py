@@ -7,6 +7,7 @@ rank alone. A thread does it. It goes on while the program waits in a collective
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -49,11 +50,25 @@ def heartbeat(rank: int, size: int, period: float | None = None, patience: float
     try:
         yield
     except BaseException as error:
-        watch.end(f"{rank} {2 if isinstance(error, UserError) else 1}")
+        with _deaf():
+            watch.end(f"{rank} {2 if isinstance(error, UserError) else 1}")
         if isinstance(error, RankLost) and watch.code_of_another is not None:
             raise OtherRankFailed("another rank says why", watch.code_of_another) from None
         raise
     watch.end(None)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Ignore SIGTERM, which torchrun sends to those that are left when one has ended: this one knows better why it stops."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Watch(threading.Thread):
