@@ -11,6 +11,7 @@ layers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,6 +85,15 @@ def compare(
     advanced = _advanced(len(streams), pairs, divergences)
     documents_T = jnp.asarray(row.documents_T)
     sums = {pair: [] for pair in range(len(pairs))}
+    # What no layer changes is taken once: outside of compiled code every indexing costs more than what it takes.
+    own_tables = {i: ready[i].take(runs) for i, runs in advanced.items()}
+    group_tables = [{i: ready[i].take(runs) for i, runs in group.runs.items()} for group in groups]
+    group_places = [
+        {i: jnp.asarray([advanced[i].index(run) for run in runs]) for i, runs in group.runs.items()}
+        if group.source is None
+        else {}
+        for group in groups
+    ]
 
     x = {}
     for i, runs in advanced.items():
@@ -94,22 +104,18 @@ def compare(
     for number, layer in enumerate(decoder.layers):
         sink_H = None if row.sinks_LH is None else row.sinks_LH[number]
         own = {}
-        for i, runs in advanced.items():
-            own[i] = turned(layer, x[i], ready[i].take(runs), streams[i].condition)
-        for group in groups:
+        for i in advanced:
+            own[i] = turned(layer, x[i], own_tables[i], streams[i].condition)
+        for group, table, places in zip(groups, group_tables, group_places, strict=True):
             sides = []
-            for i, runs in group.runs.items():
+            for i in group.runs:
+                condition = streams[i].condition
                 if group.source is None:
-                    places = np.array([advanced[i].index(run) for run in runs])
                     q, k, _ = own[i]
-                    sides.append((streams[i].condition, q[places], k[places]))
+                    sides.append((condition, _at(q, places[i]), _at(k, places[i])))
                 else:
-                    first = x[group.source][:1]
-                    carrier = streams[i].condition.rounding.dtype
-                    assert jnp.promote_types(first.dtype, carrier) == carrier, "the inputs would be rounded"
-                    first = first.astype(carrier)
-                    q, k, _ = turned(layer, first, ready[i].take(runs), streams[i].condition)
-                    sides.append((streams[i].condition, q, k))
+                    q, k, _ = turned(layer, _first(x[group.source], condition.rounding.dtype), table[i], condition)
+                    sides.append((condition, q, k))
             found = compared(sides, documents_T, sink_H, group.index_P2, scale, block)
             for place, pair in enumerate(group.pairs):
                 sums[pair].append([part[place] for part in found])
@@ -142,6 +148,18 @@ def column_logits(decoder: Decoder, row: Row, positions_T: np.ndarray, column: i
         found.append(np.einsum("thd,hd->th", np.asarray(q[0]), key_HD)[sees_T].mean(0) * scale)
         x = finished(layer, x, own, documents_T, None, EXACT, scale, block)
     return np.array(found)
+
+
+@jax.jit
+def _at(x: jax.Array, places: jax.Array) -> jax.Array:
+    return x[places]
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _first(x: jax.Array, dtype: Any) -> jax.Array:
+    """The inputs of run 0, [1, T, M], in a carrier that holds them."""
+    assert jnp.promote_types(x.dtype, dtype) == dtype, "the inputs would be rounded"
+    return x[:1].astype(dtype)
 
 
 @dataclass
