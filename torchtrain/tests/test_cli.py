@@ -58,6 +58,9 @@ def test_train_and_the_table(call, tree):
     assert places == sorted(places)
     assert "left out" not in result.stderr
     assert "MFU" not in result.output  # no peak is known on a CPU
+    steps = [line for line in result.stderr.splitlines() if line.startswith("training ")]
+    assert all(re.search(r" · \d+:\d\d:\d\d left$", line) for line in steps)
+    assert steps[-1].endswith(" · 0:00:00 left")
 
 
 def test_what_is_left_out_is_said_and_recorded(call, tree, corpus, tmp_path):

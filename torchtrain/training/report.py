@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,12 +69,14 @@ class Display:
     def task(self, name: str, total: int, first: int = 0) -> Callable[[str], None]:
         """Begin a task of `total` steps, `first` of them done; return what is called with a status when one more is done."""
         task = self._bars.add_task(name, total=total, completed=first, status="")
-        done = itertools.count(first + 1)
+        began, done = time.monotonic(), itertools.count(first + 1)
 
         def advance(status: str) -> None:
             self._bars.update(task, advance=1, status=status)
             if not self._console.is_terminal:
-                self._console.print(f"{name} {next(done)}/{total} · {status}")
+                now = next(done)
+                left = (time.monotonic() - began) / (now - first) * (total - now)
+                self._console.print(f"{name} {now}/{total} · {status} · {timedelta(seconds=round(left))} left")
 
         return advance
 
