@@ -76,7 +76,9 @@ class Display:
             if not self._console.is_terminal:
                 now = next(done)
                 left = (time.monotonic() - began) / (now - first) * (total - now)
-                self._console.print(f"{name} {now}/{total} · {status} · {timedelta(seconds=round(left))} left")
+                self._console.print(
+                    f"{name} {now}/{total} · {status} · {timedelta(seconds=round(left))} left", soft_wrap=True
+                )
 
         return advance
 
