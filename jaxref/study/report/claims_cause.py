@@ -111,7 +111,7 @@ def _ranking(results: Results) -> str:
     for r in alone[:3]:
         said.append(f"{r.condition.removeprefix('on ')} {number(r.shift['local'].row.mean)}")
     parts = [f"Rounded alone, local, the largest shift errors are {', '.join(said)}."] if said else []
-    off = scores(results, "off_alone")
+    off = [r for r in scores(results, "off_alone") if TOGETHER not in (r.site or "")]
     for base in dict.fromkeys(r.base for r in off):
         own = [r for r in off if r.base == base]
         whole = baseline(results, own[0])
