@@ -112,6 +112,8 @@ def resume(
     with _one_line_errors():
         from torchtrain.config import load_config
 
+        if not (folder / "config.yaml").is_file():
+            raise UserError(f"{folder}: holds no run of ours; give the folder of one (run.folder in its config)")
         config = load_config(folder / "config.yaml", [*(overrides or []), f"run.folder={json.dumps(str(folder))}"])
 
         from torchtrain.training.loop import resume as run  # isort: skip
