@@ -5,7 +5,6 @@
 """
 
 import hashlib
-import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from torchtrain.checkpoint.files import sync
 from torchtrain.errors import UserError
 
 TOKENS, OFFSETS, DOMAINS, BAD_RECORDS, HEADER = (
@@ -217,12 +217,3 @@ class StoreWriter:
             kept = {"documents": len(own), "tokens": int(own.sum()), "longest": int(own.max(initial=0))}
             summaries.append(DomainSummary(domain, **kept, **self._counts(domain)))
         return summaries
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder to the disk, so that a rename after it cannot become durable before it."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
