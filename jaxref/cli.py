@@ -233,7 +233,7 @@ def ring(
 
     Example: jaxref ring --tokens 1024 --ranks 1,2,4,8
     """
-    from jaxref.ring import moved
+    from jaxref.ring import moved, zigzag
     from jaxref.rounding import preset
     from jaxref.study.models import load_pretrained
     from jaxref.study.spec import ModelConfig, TextConfig
@@ -241,8 +241,7 @@ def ring(
 
     sizes, chosen = _whole_numbers("ranks", ranks), preset(rounding)
     for size in sizes:
-        if size < 1 or tokens % (2 * size):
-            raise ValueError(f"ranks: {size}; {tokens} tokens must divide into twice as many parts, so give others")
+        zigzag(tokens, size)  # raises before a model is loaded
     pretrained = load_pretrained(ModelConfig(source=model))
     pool = read_pool(TextConfig(source=text), pretrained.tokenizer, 1, tokens, seed)
     ids_T = row(pool, 0, tokens, pretrained.bos, "none" if pretrained.bos is None else "first").ids

@@ -24,6 +24,8 @@ from jaxref.study.text import Pool, packed_row, read_pool, row
 from jaxref.tests.decoders import hf_config, tiny
 from jaxref.weights import save_hf, to_arrays
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 TINY = Path(__file__).parents[2] / "configs" / "study" / "tiny.yaml"
 BOS = 1
 HALF = "{condition: hf_eager_bf16}"
@@ -41,11 +43,6 @@ FEWER = [
     "masks.conditions=[exact, hf_eager_bf16]",
     *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls", "first_token", "own_error", "frequency")),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_quickly(quickly_compiled):
-    """These tests are of what is computed, not how fast."""
 
 
 @pytest.fixture(scope="module")
