@@ -132,3 +132,7 @@ def write_config(tmp_path):
         return path
 
     return write
+
+
+# At the end: they are made of what stands above.
+from torchtrain.tests.run_fixtures import interrupted, place, run, straight  # noqa: E402, F401

@@ -1,64 +1,33 @@
-"""What can go wrong around a run, each fault injected: signals, locks, disks, damage, changed material, bad steps."""
+"""What can go wrong around a run, each fault injected: signals, locks, disks, damage, changed material."""
 
 import errno
-import json
 import os
 import resource
 import shutil
 import signal
-import sys
 import tempfile
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import typer
-import yaml
-from rich.console import Console
 
 from torchtrain import cli
 from torchtrain.checkpoint import files
 from torchtrain.checkpoint.lock import hold, is_held
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import SaveConfig, load_config
+from torchtrain.config import load_config
 from torchtrain.errors import UserError
-from torchtrain.tests.conftest import tiny_tokenizer
-from torchtrain.tests.forks import forks
-from torchtrain.tests.runs import STEPS, Place, assert_same, content, make_place, unprivileged
+from torchtrain.tests.run_fixtures import (
+    QUIET,
+    fails,
+    poison,
+)
+from torchtrain.tests.runs import assert_same, unprivileged
 from torchtrain.training import loop, session
-from torchtrain.training.guard import WINDOW
 from torchtrain.training.metrics import read_metrics
-from torchtrain.training.session import exported_steps
 from torchtrain.training.status import status_lines
 
-QUIET = Console(quiet=True)
-
-
-@pytest.fixture(scope="module")
-def place(model_folder, corpus, tmp_path_factory) -> Place:
-    """Its model and corpus are copies that a test may change, if it changes them back."""
-    folder = tmp_path_factory.mktemp("runs")
-    shutil.copytree(model_folder(), folder / "source")
-    shutil.copy2(corpus, folder / "documents.jsonl")
-    return make_place(folder, forks(), folder / "source", folder / "documents.jsonl")
-
-
-@pytest.fixture(scope="module")
-def straight(place) -> Path:
-    assert place.train("straight") == 0, place.log("straight")
-    return place.folder / "straight"
-
-
-@pytest.fixture
-def interrupted(place, straight, request) -> str:
-    """The name of a run that was killed in its fifth step, with checkpoints of steps 2 and 4."""
-    assert place.train(request.node.name, at="gradient", nth=5) == -signal.SIGKILL
-    return request.node.name
-
-
-# --- SIGTERM --------------------------------------------------------------------------------------------------------------
+# --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
 
 def test_sigterm_in_a_step_saves_after_it(place, straight):
@@ -108,7 +77,7 @@ def test_sigterm_while_saving_lets_the_save_end(place, straight):
     assert_same(place.folder / "term-save", straight)
 
 
-# --- who may work where ---------------------------------------------------------------------------------------------------
+# --- who may work where -----------------------------------------------------------------------------------------------
 
 
 def test_two_processes_in_one_folder(place, interrupted):
@@ -168,7 +137,7 @@ def test_ctrl_c_which_reaches_all_is_told_by_one(monkeypatch, capsys, rank, told
     assert capsys.readouterr().err == told
 
 
-# --- disks and damage -----------------------------------------------------------------------------------------------------
+# --- disks and damage -------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_checkpoint_and_the_way_round_it(place, straight, interrupted):
@@ -226,13 +195,6 @@ def test_a_finished_run_that_is_taken_up_again_otherwise(run, place, monkeypatch
     assert models[1].read_bytes() != was[1]
     assert (folder / "exports" / "step-00000002").stat().st_mtime_ns == early
     assert next(status_lines(folder)).endswith("finished")
-
-
-def fails(code: int):
-    def fail(*_, **__):
-        raise OSError(code, os.strerror(code), "a file")
-
-    return fail
 
 
 @pytest.mark.parametrize(
@@ -316,7 +278,7 @@ def test_metrics_that_were_changed(place, interrupted):
     assert f"{path}: has been changed: it does not begin with the" in place.last_line(interrupted)
 
 
-# --- changed material -----------------------------------------------------------------------------------------------------
+# --- changed material -------------------------------------------------------------------------------------------------
 
 
 def test_a_changed_config(place, straight, interrupted):
@@ -403,362 +365,3 @@ def test_a_corpus_that_was_tokenised_to_something_else(place, straight, interrup
     assert "tokens.domains" in place.last_line(interrupted)
     assert place.resume(interrupted) == 0
     assert_same(place.folder / interrupted, straight)
-
-
-# --- bad steps ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(place, tmp_path):
-    """Return a function that trains in this process with overrides, and the run's folder."""
-    folder = tmp_path / "run"
-
-    def train(*overrides: str):
-        config = load_config(place.config, [f"run.folder={folder}", "save.last=1", *overrides])
-        return loop.train(config, console=QUIET)
-
-    return train, folder
-
-
-def poison(monkeypatch, steps: set[int], what: str) -> list[dict[str, torch.Tensor]]:
-    """Make loss or gradient of steps (from 1) not finite; return a list that gets the masters of every step as it begins."""
-    real, seen = loop.accumulate, []
-
-    def accumulate(engine, batches, domains, chunk):
-        losses, pairs = real(engine, batches, domains, chunk)
-        seen.append({str(i): x.detach().clone() for i, x in enumerate(engine.optimizer.masters)})
-        if len(seen) in steps:
-            if what == "loss":
-                losses.overall.total = float("inf")
-            elif what == "spike":
-                losses.overall.total *= 3
-            else:
-                engine.optimizer.masters[1].grad[0] = float(what)
-        return losses, pairs
-
-    monkeypatch.setattr(loop, "accumulate", accumulate)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("what", "fault"), [("loss", "the loss is inf"), ("nan", "norm is nan"), ("inf", "norm is inf")]
-)
-def test_a_bad_step_stops_before_it_updates_and_its_rows_are_noted(run, place, monkeypatch, what, fault):
-    train, folder = run
-    engines = []
-    real = loop.make_engine
-    monkeypatch.setattr(loop, "make_engine", lambda *a: engines.append(real(*a)) or engines[-1])
-    seen = poison(monkeypatch, {3}, what)
-    with pytest.raises(
-        UserError, match=rf"step 3: .*{fault}; nothing was updated; its rows are in {folder}/bad_steps"
-    ) as caught:
-        train()
-    assert "lower train.learning_rate (0.02)" in str(caught.value)
-    assert all(torch.equal(x, seen[2][str(i)]) for i, x in enumerate(engines[0].optimizer.masters))
-    assert not all(torch.equal(x, seen[1][str(i)]) for i, x in enumerate(engines[0].optimizer.masters))
-    noted = json.loads((folder / "bad_steps" / "step-00000003.json").read_text())
-    assert fault in noted["fault"]
-    assert [row["row"] for row in noted["rows"]] == [4, 5]
-    assert all(span["domain"] in ("numbers", "letters") for row in noted["rows"] for span in row["spans"])
-    assert any("bad step   3: its rows are in" in line for line in status_lines(folder))
-    # Nothing of the step is in the run: it goes on from the checkpoint, and the step is good now.
-    monkeypatch.undo()
-    loop.resume(load_config(folder / "config.yaml"), console=QUIET)
-    assert [e["step"] for e in read_metrics(folder / "metrics.jsonl") if e["event"] == "step"] == list(
-        range(1, STEPS + 1)
-    )
-
-
-def test_bad_steps_are_left_out_only_if_asked_and_as_many(run, monkeypatch):
-    train, folder = run
-    seen = poison(monkeypatch, {2, 3, 5}, "nan")
-    with pytest.raises(
-        UserError, match=r"step 5: .* \(2 steps were left out before it\).* train.skip_bad_steps above 2"
-    ):
-        train("train.skip_bad_steps=2")
-    assert all(torch.equal(x, seen[1][name]) for name, x in seen[3].items()), "steps 2 and 3 left the weights alone"
-    assert not all(torch.equal(x, seen[3][name]) for name, x in seen[4].items())
-    steps = [e for e in read_metrics(folder / "metrics.jsonl") if e["event"] == "step"]
-    assert ["left_out" in e for e in steps] == [False, True, True, False]
-    assert [e["gradient_norm"] is None for e in steps] == [False, True, True, False]
-    checkpoint = Checkpoints(folder / "checkpoints").open(4)
-    assert checkpoint is not None
-    assert (checkpoint.progress.skipped_steps, checkpoint.progress.updates) == (2, 2)
-
-
-def test_a_left_out_step_is_told(run, monkeypatch):
-    train, folder = run
-    poison(monkeypatch, {STEPS}, "nan")
-    train("train.skip_bad_steps=1")
-    assert any(line.startswith("last step") and "gradient none" in line for line in status_lines(folder))
-
-
-def test_a_bad_step_that_cannot_be_noted(run, monkeypatch):
-    train, _ = run
-    poison(monkeypatch, {2}, "nan")
-    monkeypatch.setattr("torchtrain.training.guard.replace_file", fails(errno.ENOSPC))
-    with pytest.raises(UserError, match=r"no space left on device \(a file\)"):
-        train("train.skip_bad_steps=1")
-
-
-def test_a_leap_of_the_loss(run, monkeypatch):
-    train, folder = run
-    long = (f"train.steps={WINDOW + 2}", "train.learning_rate=1e-5", "save.every=0")
-    poison(monkeypatch, {WINDOW + 1}, "spike")
-    train(*long)  # off by default
-    shutil.rmtree(folder)
-    monkeypatch.undo()
-    poison(monkeypatch, {WINDOW + 1}, "spike")
-    with pytest.raises(
-        UserError, match=rf"step {WINDOW + 1}: the loss is .*, above train.loss_spike 2 x .*nothing was updated"
-    ):
-        train(*long, "train.loss_spike=2.0")
-
-
-# --- who watches ----------------------------------------------------------------------------------------------------------
-
-
-def test_status_tells_and_touches_nothing(place, straight, interrupted):
-    folder = place.folder / interrupted
-    shutil.rmtree(folder / "checkpoints" / "step-00000002")
-    next((folder / "checkpoints" / "step-00000004").glob("rng-*")).unlink()
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}, content(folder / "exports")
-    lines = list(status_lines(folder))
-    assert before == ({path: path.stat().st_mtime_ns for path in folder.rglob("*")}, content(folder / "exports"))
-    names = [line.partition(" ")[0] for line in lines]
-    assert names == ["run", "steps", "last", "time", "held", "checkpoint", "model", "model", "to"]
-    assert lines[0] == f"run        {folder}: interrupted"
-    assert lines[1] == "steps      4 of 6"
-    assert lines[3].endswith("once it is resumed")
-    assert lines[5] == "checkpoint step 4, damaged"
-    assert lines[-1] == f"to go on   torchtrain resume {folder}"
-    finished = list(status_lines(straight))
-    assert finished[0].endswith("finished")
-    assert finished[-1] == f"model      {straight / 'model'}"
-
-
-@pytest.mark.parametrize("key", ["log.tensorboard=true", "log.wandb=a-project"])
-def test_writers_that_are_asked_for_and_not_installed(run, monkeypatch, key):
-    name = key.partition(".")[2].partition("=")[0]
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    train, folder = run
-    with pytest.raises(UserError, match=f"log.{name}: the package {name} is not installed: pip install {name}"):
-        train(key)
-    assert not folder.exists()
-
-
-def test_writers_are_told_what_the_metrics_hold(run, monkeypatch):
-    """Against stand-ins with the two packages' own signatures."""
-    told: dict[str, list] = {"tensorboard": [], "wandb": [], "calls": []}
-
-    class SummaryWriter:
-        def __init__(self, log_dir, purge_step=None):
-            told["calls"].append(("tensorboard", Path(log_dir).name, purge_step))
-
-        def add_scalar(self, tag, scalar_value, global_step):
-            told["tensorboard"].append((tag, scalar_value, global_step))
-
-        def flush(self):
-            pass
-
-        def close(self):
-            told["calls"].append("closed")
-
-    class Sent:
-        def log(self, data, step):
-            told["wandb"] += [(tag, value, step) for tag, value in data.items()]
-
-        def finish(self, exit_code):
-            told["calls"].append(("finished", exit_code))
-
-    def init(project, id, name, dir, resume, config):
-        told["calls"].append(("wandb", project, id, resume, config["train"]["steps"]))
-        return Sent()
-
-    board, wandb = types.ModuleType("torch.utils.tensorboard"), types.ModuleType("wandb")
-    board.SummaryWriter, wandb.init = SummaryWriter, init
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
-    train, folder = run
-    train("log.tensorboard=true", "log.wandb=a-project", "train.steps=3")
-    assert told["tensorboard"] == told["wandb"]
-    events = read_metrics(folder / "metrics.jsonl")
-    losses = [(e["step"], e["loss"]) for e in events if e["event"] == "step"]
-    assert [(step, value) for tag, value, step in told["wandb"] if tag == "step/loss"] == losses
-    tags = {tag for tag, *_ in told["wandb"]}
-    assert {"evaluation/loss", "step/domains/numbers/loss", "step/gradient_norm", "speed/tokens_per_second"} <= tags
-    (_, where, purge), (_, project, identity, how, steps), *ends = told["calls"]
-    assert (where, purge, project, how, steps) == ("tensorboard", None, "a-project", "allow", 3)
-    assert ends == ["closed", ("finished", 0)]
-    (folder / "loss.png").unlink()  # as if it had been interrupted at the end
-    told["calls"].clear()
-    loop.resume(load_config(folder / "config.yaml"), console=QUIET)
-    assert told["calls"][:2] == [("tensorboard", "tensorboard", 4), ("wandb", "a-project", identity, "allow", 3)]
-
-
-def test_a_writer_that_does_not_begin(run, monkeypatch):
-    wandb = types.ModuleType("wandb")
-    wandb.init = lambda **_: (_ for _ in ()).throw(RuntimeError("api_key not configured"))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
-    train, _ = run
-    with pytest.raises(
-        UserError, match=r"log.wandb 'a-project': api_key not configured; mend that, or take the key out"
-    ):
-        train("log.wandb=a-project")
-
-
-# --- what is kept ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("every", "last", "steps", "expected"),
-    [
-        (10, 5, 2000, [1960, 1970, 1980, 1990]),
-        (10, 1, 2000, []),
-        (0, 1, 2000, []),
-        (7, 3, 20, [7, 14]),
-        (7, 9, 20, [7, 14]),
-        (100, 2, 50, []),
-    ],
-)
-def test_which_models_are_kept(every, last, steps, expected):
-    """The paper's five last ones: four in exports/, and the trained one."""
-    assert exported_steps(SaveConfig(every=every, last=last), steps) == expected
-
-
-def test_models_are_kept_of_steps_that_save(place):
-    with pytest.raises(UserError, match="save: last 2 needs every above 0"):
-        load_config(place.config, ["save.every=0", "save.last=2"])
-    with pytest.raises(UserError, match=r"run.folder: missing|log: "):
-        load_config(place.config, ["log=1"])
-
-
-def test_a_run_without_checkpoints_begins_anew(place, straight):
-    overrides = ("save.every=0", "save.last=1")
-    assert place.train("none", *overrides, at="gradient", nth=5) == -signal.SIGKILL
-    assert place.resume("none") == 0
-    assert "it has no checkpoint" in place.log("none")
-    assert (place.folder / "none" / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
-    assert not (place.folder / "none" / "checkpoints").exists()
-
-
-def test_the_config_written_is_the_one_that_resumes(straight):
-    """`run.folder` is given by the command: a run that was moved goes on where it is."""
-    tree = yaml.safe_load((straight / "config.yaml").read_text())
-    assert tree["save"] == {"every": 2, "keep": 2, "last": 3}
-    assert json.loads((straight / "run.json").read_text())["config"] == load_config(
-        straight / "config.yaml"
-    ).model_dump(mode="json")
-    assert (
-        tiny_tokenizer().bos_token_id == json.loads((straight / "run.json").read_text())["identity"]["tokenizer"]["bos"]
-    )
-
-
-# --- many processes -------------------------------------------------------------------------------------------------------
-
-# Seconds, where only what happens matters.
-QUICK = {
-    "torchtrain.cli._SECONDS_BEFORE_LEAVING": 1.0,
-    "torchtrain.cli._SECONDS_BEFORE_SPEAKING": 0.3,
-    "torchtrain.distributed.heartbeat.PERIOD": 0.3,
-    "torchtrain.distributed.heartbeat.GRACE": 1.0,
-}
-TWO = ("distributed.zero_stage=2", "distributed.sequence_parallel=2")
-
-
-@pytest.fixture(scope="module")
-def straight_on_two(place) -> Path:
-    assert place.train("straight-on-two", *TWO, processes=2) == [0, 0], place.log("straight-on-two")
-    return place.folder / "straight-on-two"
-
-
-def test_a_dead_process_stops_the_other_and_the_run_goes_on(place, straight_on_two):
-    codes = place.train("dead", *TWO, processes=2, at="gradient", nth=5, rank=1, set=QUICK, agent=True)
-    assert codes == [1, -signal.SIGKILL], "though torchrun sends it SIGTERM"
-    assert place.last_line("dead") == "torchtrain: rank 0: stopped, because another process of the run is gone"
-    assert place.resume("dead", processes=2) == [0, 0], place.log("dead")
-    assert_same(place.folder / "dead", straight_on_two)
-
-
-def test_a_process_that_fails_alone_speaks_alone(place):
-    """Its traceback is what matters; the other, which waits for it in a collective, leaves in silence."""
-    fault: dict[str, Any] = {"at": "gradient", "nth": 2, "rank": 1, "error": "CUDA out of memory"}
-    assert place.train("fails", *TWO, processes=2, set=QUICK, **fault) == [1, 1]
-    assert place.last_line("fails") == "RuntimeError: CUDA out of memory"
-    assert "torchtrain: " not in place.log("fails")
-
-
-def test_a_full_disk_of_one_process_is_one_line(place):
-    fault: dict[str, Any] = {"at": "state", "nth": 1, "rank": 1, "error": errno.ENOSPC}
-    assert place.train("full-one", *TWO, processes=2, set=QUICK, agent=True, **fault)[1] == 2
-    told = [line for line in place.log("full-one").splitlines() if line.startswith("torchtrain: ")]
-    (line,) = told
-    assert line.startswith(
-        f"torchtrain: rank 1: {place.folder}/full-one/checkpoints/step-00000002: the checkpoint could not"
-    )
-    assert "rank 1: no space left on device (a file); there is no earlier one" in line
-
-
-def test_nodes_that_do_not_share_the_folder(place):
-    """Each process has its own, and sees no run of rank 0's in it."""
-    constants = QUICK | {"torchtrain.training.folder._ATTEMPTS": 1}
-    codes = place.train("apart", f"run.folder={place.folder}/apart-{{rank}}", processes=2, set=constants)
-    assert codes == [2, 2]
-    (line,) = [line for line in place.log("apart").splitlines() if line.startswith("torchtrain: ")]
-    assert line.startswith(f"torchtrain: rank 1: run.folder {place.folder}/apart-1: the run is not to be seen on ")
-    assert line.endswith("run.folder must be on a disk that all nodes share")
-
-
-def test_a_process_that_hangs_stops_the_other(place):
-    """It lives and does nothing: no connection breaks, and a collective alone would wait for half an hour."""
-    constants = QUICK | {"torchtrain.distributed.heartbeat.PATIENCE": 2.0}
-    stop: dict[str, Any] = {"at": "gradient", "nth": 5, "rank": 1, "signal": signal.SIGSTOP}
-    codes = place.train("hangs", *TWO, processes=2, set=constants, **stop)
-    assert codes == [1, -signal.SIGKILL]
-    assert place.last_line("hangs") == "torchtrain: rank 0: stopped, because rank 1 has given no sign of life for 2 s"
-
-
-def test_a_process_killed_while_both_save(place, straight_on_two):
-    codes = place.train("two-state", *TWO, processes=2, at="state", nth=2, rank=1, set=QUICK)
-    assert codes == [1, -signal.SIGKILL]
-    assert Checkpoints(place.folder / "two-state" / "checkpoints").steps() == [2]
-    assert place.resume("two-state", processes=2) == [0, 0]
-    assert_same(place.folder / "two-state", straight_on_two)
-
-
-def test_sigterm_to_one_of_two_processes_saves_on_both(place):
-    codes = place.train("two-term", *TWO, processes=2, at="gradient", nth=3, rank=1, signal=signal.SIGTERM)
-    assert codes == [143, 143]
-    told = [line for line in place.log("two-term").splitlines() if line.startswith("torchtrain:")]
-    assert len(told) == 1
-    assert "stopped by SIGTERM after step 3, which is saved" in told[0]
-    assert Checkpoints(place.folder / "two-term" / "checkpoints").open(3) is not None
-
-
-ALONE = ("distributed.zero_stage=0", "distributed.sequence_parallel=1")
-
-
-def test_a_missing_file_of_a_rank_and_another_number_of_processes(place, straight_on_two):
-    """From two processes to one and back to two, otherwise spread: the rows stay the same."""
-    assert place.train("moved", *TWO, processes=2, at="gradient", nth=3) == [-signal.SIGKILL] * 2
-    lost = place.folder / "moved" / "checkpoints" / "step-00000002" / "state-00001-000.safetensors"
-    kept = lost.read_bytes()
-    lost.unlink()
-    for processes, expected in ((2, [2, 2]), (1, 2)):
-        spread = ALONE if processes == 1 else ()
-        assert place.resume("moved", *spread, processes=processes, set=QUICK) == expected
-        told = [line for line in place.log("moved").splitlines() if line.startswith("torchtrain:")][-1]
-        assert f"{lost}: is missing; there is no good one: torchtrain resume" in told
-    lost.write_bytes(kept)
-    assert place.resume("moved", *ALONE, at="gradient", nth=3) == -signal.SIGKILL
-    assert Checkpoints(place.folder / "moved" / "checkpoints").steps() == [2, 4]
-    told = "warning   the last digits may differ from those of an uninterrupted run: processes 2 then, 1 now, sequence_parallel"
-    assert told in place.log("moved")
-    spread = ("distributed.zero_stage=3", "distributed.sequence_parallel=1")
-    assert place.resume("moved", *spread, processes=2) == [0, 0]
-    mine, theirs = (read_metrics(run / "metrics.jsonl") for run in (place.folder / "moved", straight_on_two))
-    for name in ("event", "step", "tokens_seen", "labelled_tokens", "live_pairs", "flops", "learning_rate"):
-        assert [e.get(name) for e in mine] == [e.get(name) for e in theirs], name
-    assert [e["loss"] for e in mine[:3]] == [e["loss"] for e in theirs[:3]]

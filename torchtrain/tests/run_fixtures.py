@@ -1,0 +1,80 @@
+"""Runs that tests of their faults begin with, and what makes a step a bad one."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from torchtrain.config import load_config
+from torchtrain.tests.forks import forks
+from torchtrain.tests.runs import Place, make_place
+from torchtrain.training import loop
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def place(model_folder, corpus, tmp_path_factory) -> Place:
+    """Its model and corpus are copies that a test may change, if it changes them back."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(model_folder(), folder / "source")
+    shutil.copy2(corpus, folder / "documents.jsonl")
+    return make_place(folder, forks(), folder / "source", folder / "documents.jsonl")
+
+
+@pytest.fixture(scope="module")
+def straight(place) -> Path:
+    assert place.train("straight") == 0, place.log("straight")
+    return place.folder / "straight"
+
+
+@pytest.fixture
+def interrupted(place, straight, request) -> str:
+    """The name of a run that was killed in its fifth step, with checkpoints of steps 2 and 4."""
+    assert place.train(request.node.name, at="gradient", nth=5) == -signal.SIGKILL
+    return request.node.name
+
+
+@pytest.fixture
+def run(place, tmp_path):
+    """Return a function that trains in this process with overrides, and the run's folder."""
+    folder = tmp_path / "run"
+
+    def train(*overrides: str):
+        config = load_config(place.config, [f"run.folder={folder}", "save.last=1", *overrides])
+        return loop.train(config, console=QUIET)
+
+    return train, folder
+
+
+def poison(monkeypatch, steps: set[int], what: str) -> list[dict[str, torch.Tensor]]:
+    """Make loss or gradient of steps (from 1) not finite; return a list that gets the masters of every step as it begins."""
+    real, seen = loop.accumulate, []
+
+    def accumulate(engine, batches, domains, chunk):
+        losses, pairs = real(engine, batches, domains, chunk)
+        seen.append({str(i): x.detach().clone() for i, x in enumerate(engine.optimizer.masters)})
+        if len(seen) in steps:
+            if what == "loss":
+                losses.overall.total = float("inf")
+            elif what == "spike":
+                losses.overall.total *= 3
+            else:
+                engine.optimizer.masters[1].grad[0] = float(what)
+        return losses, pairs
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+    return seen
+
+
+def fails(code: int):
+    """Return what fails, whatever it is called with, as the system does."""
+
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code), "a file")
+
+    return fail

@@ -1,0 +1,97 @@
+"""Bad steps, injected: nothing is updated, their rows are noted, and they are left out only if asked."""
+
+import errno
+import json
+import shutil
+
+import pytest
+import torch
+
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.config import load_config
+from torchtrain.errors import UserError
+from torchtrain.tests.run_fixtures import (
+    QUIET,
+    fails,
+    poison,
+)
+from torchtrain.tests.runs import STEPS
+from torchtrain.training import loop
+from torchtrain.training.guard import WINDOW
+from torchtrain.training.metrics import read_metrics
+from torchtrain.training.status import status_lines
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"), [("loss", "the loss is inf"), ("nan", "norm is nan"), ("inf", "norm is inf")]
+)
+def test_a_bad_step_stops_before_it_updates_and_its_rows_are_noted(run, place, monkeypatch, what, fault):
+    train, folder = run
+    engines = []
+    real = loop.make_engine
+    monkeypatch.setattr(loop, "make_engine", lambda *a: engines.append(real(*a)) or engines[-1])
+    seen = poison(monkeypatch, {3}, what)
+    with pytest.raises(
+        UserError, match=rf"step 3: .*{fault}; nothing was updated; its rows are in {folder}/bad_steps"
+    ) as caught:
+        train()
+    assert "lower train.learning_rate (0.02)" in str(caught.value)
+    assert all(torch.equal(x, seen[2][str(i)]) for i, x in enumerate(engines[0].optimizer.masters))
+    assert not all(torch.equal(x, seen[1][str(i)]) for i, x in enumerate(engines[0].optimizer.masters))
+    noted = json.loads((folder / "bad_steps" / "step-00000003.json").read_text())
+    assert fault in noted["fault"]
+    assert [row["row"] for row in noted["rows"]] == [4, 5]
+    assert all(span["domain"] in ("numbers", "letters") for row in noted["rows"] for span in row["spans"])
+    assert any("bad step   3: its rows are in" in line for line in status_lines(folder))
+    # Nothing of the step is in the run: it goes on from the checkpoint, and the step is good now.
+    monkeypatch.undo()
+    loop.resume(load_config(folder / "config.yaml"), console=QUIET)
+    assert [e["step"] for e in read_metrics(folder / "metrics.jsonl") if e["event"] == "step"] == list(
+        range(1, STEPS + 1)
+    )
+
+
+def test_bad_steps_are_left_out_only_if_asked_and_as_many(run, monkeypatch):
+    train, folder = run
+    seen = poison(monkeypatch, {2, 3, 5}, "nan")
+    with pytest.raises(
+        UserError, match=r"step 5: .* \(2 steps were left out before it\).* train.skip_bad_steps above 2"
+    ):
+        train("train.skip_bad_steps=2")
+    assert all(torch.equal(x, seen[1][name]) for name, x in seen[3].items()), "steps 2 and 3 left the weights alone"
+    assert not all(torch.equal(x, seen[3][name]) for name, x in seen[4].items())
+    steps = [e for e in read_metrics(folder / "metrics.jsonl") if e["event"] == "step"]
+    assert ["left_out" in e for e in steps] == [False, True, True, False]
+    assert [e["gradient_norm"] is None for e in steps] == [False, True, True, False]
+    checkpoint = Checkpoints(folder / "checkpoints").open(4)
+    assert checkpoint is not None
+    assert (checkpoint.progress.skipped_steps, checkpoint.progress.updates) == (2, 2)
+
+
+def test_a_left_out_step_is_told(run, monkeypatch):
+    train, folder = run
+    poison(monkeypatch, {STEPS}, "nan")
+    train("train.skip_bad_steps=1")
+    assert any(line.startswith("last step") and "gradient none" in line for line in status_lines(folder))
+
+
+def test_a_bad_step_that_cannot_be_noted(run, monkeypatch):
+    train, _ = run
+    poison(monkeypatch, {2}, "nan")
+    monkeypatch.setattr("torchtrain.training.guard.replace_file", fails(errno.ENOSPC))
+    with pytest.raises(UserError, match=r"no space left on device \(a file\)"):
+        train("train.skip_bad_steps=1")
+
+
+def test_a_leap_of_the_loss(run, monkeypatch):
+    train, folder = run
+    long = (f"train.steps={WINDOW + 2}", "train.learning_rate=1e-5", "save.every=0")
+    poison(monkeypatch, {WINDOW + 1}, "spike")
+    train(*long)  # off by default
+    shutil.rmtree(folder)
+    monkeypatch.undo()
+    poison(monkeypatch, {WINDOW + 1}, "spike")
+    with pytest.raises(
+        UserError, match=rf"step {WINDOW + 1}: the loss is .*, above train.loss_spike 2 x .*nothing was updated"
+    ):
+        train(*long, "train.loss_spike=2.0")

@@ -1,0 +1,163 @@
+"""What the person who watches is told, and what of a run is kept."""
+
+import json
+import shutil
+import signal
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torchtrain.config import SaveConfig, load_config
+from torchtrain.errors import UserError
+from torchtrain.tests.conftest import tiny_tokenizer
+from torchtrain.tests.run_fixtures import (
+    QUIET,
+)
+from torchtrain.tests.runs import content
+from torchtrain.training import loop
+from torchtrain.training.metrics import read_metrics
+from torchtrain.training.session import exported_steps
+from torchtrain.training.status import status_lines
+
+# --- who watches ------------------------------------------------------------------------------------------------------
+
+
+def test_status_tells_and_touches_nothing(place, straight, interrupted):
+    folder = place.folder / interrupted
+    shutil.rmtree(folder / "checkpoints" / "step-00000002")
+    next((folder / "checkpoints" / "step-00000004").glob("rng-*")).unlink()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}, content(folder / "exports")
+    lines = list(status_lines(folder))
+    assert before == ({path: path.stat().st_mtime_ns for path in folder.rglob("*")}, content(folder / "exports"))
+    names = [line.partition(" ")[0] for line in lines]
+    assert names == ["run", "steps", "last", "time", "held", "checkpoint", "model", "model", "to"]
+    assert lines[0] == f"run        {folder}: interrupted"
+    assert lines[1] == "steps      4 of 6"
+    assert lines[3].endswith("once it is resumed")
+    assert lines[5] == "checkpoint step 4, damaged"
+    assert lines[-1] == f"to go on   torchtrain resume {folder}"
+    finished = list(status_lines(straight))
+    assert finished[0].endswith("finished")
+    assert finished[-1] == f"model      {straight / 'model'}"
+
+
+@pytest.mark.parametrize("key", ["log.tensorboard=true", "log.wandb=a-project"])
+def test_writers_that_are_asked_for_and_not_installed(run, monkeypatch, key):
+    name = key.partition(".")[2].partition("=")[0]
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    train, folder = run
+    with pytest.raises(UserError, match=f"log.{name}: the package {name} is not installed: pip install {name}"):
+        train(key)
+    assert not folder.exists()
+
+
+def test_writers_are_told_what_the_metrics_hold(run, monkeypatch):
+    """Against stand-ins with the two packages' own signatures."""
+    told: dict[str, list] = {"tensorboard": [], "wandb": [], "calls": []}
+
+    class SummaryWriter:
+        def __init__(self, log_dir, purge_step=None):
+            told["calls"].append(("tensorboard", Path(log_dir).name, purge_step))
+
+        def add_scalar(self, tag, scalar_value, global_step):
+            told["tensorboard"].append((tag, scalar_value, global_step))
+
+        def flush(self):
+            pass
+
+        def close(self):
+            told["calls"].append("closed")
+
+    class Sent:
+        def log(self, data, step):
+            told["wandb"] += [(tag, value, step) for tag, value in data.items()]
+
+        def finish(self, exit_code):
+            told["calls"].append(("finished", exit_code))
+
+    def init(project, id, name, dir, resume, config):
+        told["calls"].append(("wandb", project, id, resume, config["train"]["steps"]))
+        return Sent()
+
+    board, wandb = types.ModuleType("torch.utils.tensorboard"), types.ModuleType("wandb")
+    board.SummaryWriter, wandb.init = SummaryWriter, init
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
+    train, folder = run
+    train("log.tensorboard=true", "log.wandb=a-project", "train.steps=3")
+    assert told["tensorboard"] == told["wandb"]
+    events = read_metrics(folder / "metrics.jsonl")
+    losses = [(e["step"], e["loss"]) for e in events if e["event"] == "step"]
+    assert [(step, value) for tag, value, step in told["wandb"] if tag == "step/loss"] == losses
+    tags = {tag for tag, *_ in told["wandb"]}
+    assert {"evaluation/loss", "step/domains/numbers/loss", "step/gradient_norm", "speed/tokens_per_second"} <= tags
+    (_, where, purge), (_, project, identity, how, steps), *ends = told["calls"]
+    assert (where, purge, project, how, steps) == ("tensorboard", None, "a-project", "allow", 3)
+    assert ends == ["closed", ("finished", 0)]
+    (folder / "loss.png").unlink()  # as if it had been interrupted at the end
+    told["calls"].clear()
+    loop.resume(load_config(folder / "config.yaml"), console=QUIET)
+    assert told["calls"][:2] == [("tensorboard", "tensorboard", 4), ("wandb", "a-project", identity, "allow", 3)]
+
+
+def test_a_writer_that_does_not_begin(run, monkeypatch):
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **_: (_ for _ in ()).throw(RuntimeError("api_key not configured"))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
+    train, _ = run
+    with pytest.raises(
+        UserError, match=r"log.wandb 'a-project': api_key not configured; mend that, or take the key out"
+    ):
+        train("log.wandb=a-project")
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "steps", "expected"),
+    [
+        (10, 5, 2000, [1960, 1970, 1980, 1990]),
+        (10, 1, 2000, []),
+        (0, 1, 2000, []),
+        (7, 3, 20, [7, 14]),
+        (7, 9, 20, [7, 14]),
+        (100, 2, 50, []),
+    ],
+)
+def test_which_models_are_kept(every, last, steps, expected):
+    """The paper's five last ones: four in exports/, and the trained one."""
+    assert exported_steps(SaveConfig(every=every, last=last), steps) == expected
+
+
+def test_models_are_kept_of_steps_that_save(place):
+    with pytest.raises(UserError, match="save: last 2 needs every above 0"):
+        load_config(place.config, ["save.every=0", "save.last=2"])
+    with pytest.raises(UserError, match=r"run.folder: missing|log: "):
+        load_config(place.config, ["log=1"])
+
+
+def test_a_run_without_checkpoints_begins_anew(place, straight):
+    overrides = ("save.every=0", "save.last=1")
+    assert place.train("none", *overrides, at="gradient", nth=5) == -signal.SIGKILL
+    assert place.resume("none") == 0
+    assert "it has no checkpoint" in place.log("none")
+    assert (place.folder / "none" / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
+    assert not (place.folder / "none" / "checkpoints").exists()
+
+
+def test_the_config_written_is_the_one_that_resumes(straight):
+    """`run.folder` is given by the command: a run that was moved goes on where it is."""
+    tree = yaml.safe_load((straight / "config.yaml").read_text())
+    assert tree["save"] == {"every": 2, "keep": 2, "last": 3}
+    assert json.loads((straight / "run.json").read_text())["config"] == load_config(
+        straight / "config.yaml"
+    ).model_dump(mode="json")
+    assert (
+        tiny_tokenizer().bos_token_id == json.loads((straight / "run.json").read_text())["identity"]["tokenizer"]["bos"]
+    )
