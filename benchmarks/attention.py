@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from anchorline.errors import UserError
 from torchtrain.attention import ENGINES, attend, make_plan, resolve_engine
 from torchtrain.attention.plan import AttentionPlan
-from torchtrain.errors import UserError
 
 
 def main(

@@ -166,10 +166,10 @@ def zoo(
     from rich.console import Console
 
     with _mistakes_in_one_line():
+        from anchorline.errors import UserError
         from parity_tests.gate.case import why_not_here
         from parity_tests.gate.spec import GateConfig, expand, load_gate
         from parity_tests.zoo.run import run_zoo, show, to_markdown
-        from torchtrain.errors import UserError
 
         if table is not None and not table.absolute().parent.is_dir():
             raise UserError(f"--table {table}: no such folder; make it first")
@@ -196,7 +196,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _refuse_options(given: set[str], why: str) -> None:
-    from torchtrain.errors import UserError
+    from anchorline.errors import UserError
 
     if given:
         raise UserError(f"--{min(given).replace('_', '-')}: {why}")
@@ -209,10 +209,11 @@ def _quick_gate(
     import torch
     from pydantic import ValidationError
 
+    from anchorline.errors import UserError
+    from anchorline.settings import explain
     from parity_tests.gate.candidate import device, why_not_here
-    from parity_tests.gate.spec import CaseSpec, GateConfig, explain
+    from parity_tests.gate.spec import CaseSpec, GateConfig
     from torchtrain.attention import resolve_engine
-    from torchtrain.errors import UserError
 
     def spec(model: str, dtype: str, against: str | None = None) -> CaseSpec:
         given = fields | {"model": model, "dtype": dtype, "against": against, "stages": tuple(stages.split(","))}
@@ -221,7 +222,7 @@ def _quick_gate(
             chosen = resolve_engine(engine, device(), getattr(torch, dtype), training=made.stages != ("forward",))
             made = CaseSpec.model_validate(given | {"engine": chosen})
         except ValidationError as error:
-            raise UserError(explain(error)) from None
+            raise UserError(explain(CaseSpec, error)) from None
         reason = why_not_here(made)
         if reason is not None:
             raise UserError(reason)
@@ -236,7 +237,7 @@ def _quick_gate(
     try:
         return GateConfig(title=model if against is None else f"{model} against {against}", cases=specs)
     except ValidationError as error:
-        raise UserError(explain(error)) from None
+        raise UserError(explain(GateConfig, error)) from None
 
 
 def _run(gate: Any, out: Path | None, case: str | None) -> Any:

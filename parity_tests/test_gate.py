@@ -10,13 +10,14 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 import torchtrain
+from anchorline.settings import explain
 from parity_tests import cli
 from parity_tests.gate import candidate, run
 from parity_tests.gate import case as case_module
 from parity_tests.gate.case import candidate_side, judge_case, oracle_side, run_case, why_not_here
 from parity_tests.gate.material import SIZES, TRAIN, decoder_config, rows, tiny_weights
 from parity_tests.gate.run import ROOT, run_gate
-from parity_tests.gate.spec import STAGES, CaseSpec, GateConfig, expand, explain, load_gate
+from parity_tests.gate.spec import STAGES, CaseSpec, GateConfig, expand, load_gate
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import read_report
 from parity_tests.zoo.patch import attention, frequencies, positions
@@ -78,17 +79,17 @@ def test_ci_covers_what_it_promises():
 @pytest.mark.parametrize(
     ("text", "overrides", "says"),
     [
-        ("title: t\nmatrix: [{modl: llama}]", [], "matrix.0.modl: unknown key; known are model, variant"),
-        ("title: t\nmatrix: [{dtype: fp8}]", [], "matrix.0.dtype.0 'fp8': input should be 'float32'"),
+        ("title: t\nmatrix: [{modl: llama}]", [], "matrix.0.modl: unknown key; did you mean matrix.0.model?"),
+        ("title: t\nmatrix: [{dtype: fp8}]", [], "matrix.0.dtype.0: 'fp8': Input should be 'float32'"),
         ("title: t\nmatrix: [{variant: anchr}]", [], "variant 'anchr'"),
         ("title: t\nmatrix: [{}, {}]", [], "llama-anchor-keep-sdpa-float32-t53-s0 is asked for twice"),
         ("title: t", [], "no case"),
         ("matrix: [{}]", [], "title: missing"),
         ("title: [", [], "config"),
-        ("- a", [], "expected `title:`"),
+        ("- a", [], "expected sections such as `title:`"),
         ("title: t\ntitle: u", [], "stands twice"),
         ("title: t\nmatrix: [{}]", ["matrix.1.tokens=40"], "'1' is no index"),
-        ("title: t\nmatrix: [{}]", ["matrix.0.tokens=4"], "tokens 4: input should be greater than or equal to 32"),
+        ("title: t\nmatrix: [{}]", ["matrix.0.tokens=4"], "tokens: 4: Input should be greater than or equal to 32"),
     ],
 )
 def test_a_mistake_in_a_configuration_is_named(tmp_path, text, overrides, says):
@@ -102,7 +103,7 @@ def test_a_mistake_in_a_configuration_is_named(tmp_path, text, overrides, says):
 def test_a_case_beyond_float32_positions_is_refused():
     with pytest.raises(ValidationError) as error:
         CaseSpec(position_offset=2**24)
-    assert "position_offset 16777216" in explain(error.value)
+    assert "position_offset 16777216" in explain(CaseSpec, error.value)
 
 
 # -- what both sides are given -----------------------------------------------------------------------------------------------

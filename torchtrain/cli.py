@@ -15,7 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtrain.errors import OtherRankFailed, RankLost, Terminated, UserError
+from anchorline.errors import UserError
+from torchtrain.errors import OtherRankFailed, RankLost, Terminated
 
 # torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits in case
 # rank 0 found the same; one with nothing to say leaves last.

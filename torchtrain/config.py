@@ -4,16 +4,14 @@ Every value stands in one place. A key the schema does not know is an error that
 twice is an error too. `load_config` is the only road in, for the command line and for Python.
 """
 
-import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from torchtrain.errors import UserError
+from anchorline import settings
 
 BASE_VARIANTS = ("full", "intra", "intra_reset", "anchor")
 EXTRAS = ("tag", "interleave")
@@ -310,57 +308,13 @@ class Config(Section):
         return self
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML: string keys, each once; 2e-5 is a number (PyYAML alone reads a string) and 2026-11-30 a string."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping; a key that stands twice is a mistake, not an override."""
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise UserError(f"line {key_node.start_mark.line + 1}: key {key!r} is no name; quote it")
-            if key in seen:
-                raise UserError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice; remove one")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-# What yaml.load raises besides its own errors: bad dates and numbers under a `!!` tag, our own above, deep nesting.
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, validate.
 
     Raises:
-        UserError: file not readable or not YAML, a key unknown (with the nearest known one) or doubled, a value not allowed.
+        UserError: see `anchorline.settings.load`.
     """
-    try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise UserError(f"config {path}: {str(error.strerror).lower()}; give a YAML file that can be read") from None
-    except _NOT_YAML as error:
-        raise UserError(f"config {path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"config {path}: expected sections such as `model:` and `data:`, found {type(tree).__name__}")
-    # `train:` with nothing under it is an empty section.
-    tree = {name: {} if section is None else section for name, section in tree.items()}
-    for override in overrides:
-        _apply_override(tree, override)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(f"config {path}: {_explain(error)}") from None
+    return settings.load(Config, path, overrides, example="train.steps=20", prepare=_empty_sections)
 
 
 def dump_config(config: Config) -> str:
@@ -368,61 +322,6 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _apply_override(tree: dict, override: str) -> None:
-    dotted, equals, text = override.partition("=")
-    if not equals or not dotted:
-        raise UserError(f"override {override!r}: write section.key=value, for example train.steps=20")
-    *parents, leaf = dotted.split(".")
-    node: Any = tree
-    for name in parents:
-        if isinstance(node, list):
-            node = node[_list_index(node, name, dotted)]
-        else:
-            node = node.setdefault(name, {})
-        if not isinstance(node, dict | list):
-            raise UserError(f"override {override!r}: {name!r} holds a value, not a section")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except _NOT_YAML as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value; quote it ({reason})") from None
-    if isinstance(node, list):
-        node[_list_index(node, leaf, dotted)] = value
-    else:
-        node[leaf] = value
-
-
-def _list_index(items: list, name: str, dotted: str) -> int:
-    if not name.isdecimal() or int(name) >= len(items):
-        raise UserError(f"override {dotted}: {name!r} is no index of a list of {len(items)}")
-    return int(name)
-
-
-def _explain(error: ValidationError) -> str:
-    """One line for all of a ValidationError: field, value, what is allowed."""
-    return "; ".join(_explain_one(item) for item in error.errors())
-
-
-def _explain_one(item: Any) -> str:
-    unknown = item["type"] == "extra_forbidden"
-    # A union's members show up as parts of the location that are no fields (`literal['auto']`, `int`): they are left out.
-    section: Any = Config
-    location = []
-    for part in item["loc"][:-1] if unknown else item["loc"]:
-        field = getattr(section, "model_fields", {}).get(part)
-        if field is not None:
-            section = Source if field.annotation == list[Source] else field.annotation
-        if field is not None or isinstance(part, int):
-            location.append(str(part))
-    if unknown:
-        key, known = item["loc"][-1], list(section.model_fields)
-        nearest = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*location, nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
-        return f"{'.'.join([*location, key])}: unknown key; {hint}"
-    where = ".".join(location)
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "missing":
-        return f"{where}: missing; add it"
-    if item["type"] == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where}: {item['input']!r}: {message}"
+def _empty_sections(tree: settings.Tree) -> settings.Tree:
+    """`train:` with nothing under it is an empty section."""
+    return {name: {} if section is None else section for name, section in tree.items()}

@@ -1,14 +1,4 @@
-"""The exceptions that the command line ends with one line or none, and an exit code."""
-
-
-class UserError(ValueError):
-    """A mistake of the user's: one line that names the field, the value and the fix."""
-
-
-def disk_fault(error: OSError) -> str:
-    """Return what the system says of a file, in words: "no space left on device (PATH)"."""
-    said = str(error.strerror).lower() if error.strerror else str(error)
-    return f"{said} ({error.filename})" if error.filename else said
+"""How a process of a run ends besides a user's mistake: with one line or none, and an exit code."""
 
 
 class OtherRankFailed(Exception):  # noqa: N818 - it is no error of this process

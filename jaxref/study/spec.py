@@ -3,14 +3,13 @@
 Every experiment is a section: one that is left out, or `off`, is not run; an empty one has every default. All lengths are in tokens.
 """
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from anchorline import settings
 from jaxref.rounding import PRESETS
 from jaxref.study.schema import Mode
 
@@ -280,78 +279,15 @@ def _check_documents(masks: MasksConfig) -> None:
         )
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is a mistake, not an override."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping of distinct keys."""
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise ValueError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice; remove one")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyConfig:
     """Read a study from YAML, apply overrides such as `shift_pairs.tokens=128` and `lengths=off`, validate.
 
-    Raises ValueError, one line: no such file, not YAML, a key unknown or written twice, a value not allowed.
+    Raises:
+        UserError: see `anchorline.settings.load`.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"config {path}: no such file")
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"config {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"config {path}: expected `title:` and experiments, found {type(tree).__name__}")
-    for override in overrides:
-        _override(tree, override)
-    # `remedies:` with nothing under it is the experiment with every default; `remedies: off` takes it out.
-    tree = {key: {} if value is None else value for key, value in tree.items() if value is not False}
-    try:
-        return StudyConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ValueError(f"config {path}: {'; '.join(_explain(item) for item in error.errors())}") from None
+    return settings.load(StudyConfig, path, overrides, example="shift_pairs.tokens=128", prepare=_sections)
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
-    dotted, equals, text = override.partition("=")
-    if not equals or not dotted:
-        raise ValueError(f"override {override!r}: write section.key=value, for example shift_pairs.tokens=128")
-    *parents, leaf = dotted.split(".")
-    node = tree
-    for name in parents:
-        if node.get(name) is None:
-            node[name] = {}
-        node = node[name]
-        if not isinstance(node, dict):
-            raise ValueError(f"override {override!r}: {name!r} holds a value, not a section")
-    try:
-        node[leaf] = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(
-            f"override {override!r}: {text!r} is no YAML value; quote it ({' '.join(str(error).split())})"
-        ) from None
-
-
-def _explain(item: Any) -> str:
-    where = ".".join(map(str, item["loc"]))
-    if item["type"] == "extra_forbidden":
-        section: Any = StudyConfig
-        for part in item["loc"][:-1]:
-            if isinstance(part, str) and part in section.model_fields:
-                annotation = section.model_fields[part].annotation
-                section = next((t for t in (annotation, *get_args(annotation)) if hasattr(t, "model_fields")), section)
-        known = list(section.model_fields)
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        return f"{where}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "missing":
-        return f"{where}: missing; add it"
-    if item["type"] == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where} {item['input']!r}: {message[0].lower()}{message[1:]}"
+def _sections(tree: settings.Tree) -> settings.Tree:
+    """`remedies:` with nothing under it is the experiment with every default; `remedies: off` takes it out."""
+    return {key: {} if value is None else value for key, value in tree.items() if value is not False}

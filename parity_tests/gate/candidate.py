@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import torchtrain
+from anchorline.errors import UserError
 from parity_tests.gate.material import (
     CHUNKS,
     TINY,
@@ -30,7 +31,6 @@ from torchtrain.attention import make_plan, resolve_engine
 from torchtrain.attention.hf import implementation_name
 from torchtrain.config import ModelConfig, PackConfig, RopeConfig
 from torchtrain.data.rows import Segment, build_row
-from torchtrain.errors import UserError
 from torchtrain.modeling.load import load_model, open_config
 from torchtrain.modeling.rope import extend
 from torchtrain.training.loop import backward

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from anchorline.errors import UserError
 from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.material import TRAIN
@@ -19,7 +20,6 @@ from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.words import describe
 from parity_tests.report.schema import Case, Divergence, Group, Measure, Profile
 from parity_tests.tolerance import judge
-from torchtrain.errors import UserError
 
 __all__ = ["OracleArrays", "candidate_side", "judge_case", "oracle_side", "run_case", "why_not_here"]
 

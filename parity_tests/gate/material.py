@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from anchorline.errors import UserError
 from jaxref.decoder_config import DecoderConfig
 from jaxref.weights import parameter_shapes, read_json
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.models import FAMILIES
 from torchtrain.config import TrainConfig
-from torchtrain.errors import UserError
 from torchtrain.modeling.load import open_tokenizer, resolve_source
 
 TINY = (*FAMILIES, "tied")

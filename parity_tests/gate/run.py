@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ValidationError
 
+from anchorline.errors import UserError
 from parity_tests.gate.case import run_case
 from parity_tests.gate.material import TINY, source
 from parity_tests.gate.oracle import forget
@@ -23,10 +24,9 @@ from parity_tests.gate.spec import CaseSpec, GateConfig, expand
 from parity_tests.report.html import render
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import Case, Environment, Report, write_report
-from torchtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("jaxref", "torchtrain", "parity_tests")
+PACKAGES = ("anchorline", "jaxref", "torchtrain", "parity_tests")
 LIBRARIES = ("torch", "transformers", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "pydantic", "anchorline")
 
 Progress = Callable[[Case, int, int], None]  # the case, its number, how many there are

@@ -17,12 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from anchorline import settings
 from parity_tests.report.schema import Group
-from torchtrain.config import PackConfig, _apply_override, _Loader
-from torchtrain.errors import UserError
+from torchtrain.config import PackConfig
 
 Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
 Engine = Literal["dense", "sdpa", "flex", "flash"]
@@ -136,38 +135,6 @@ def load_gate(path: str | Path, overrides: Sequence[str] = ()) -> GateConfig:
     """Read a gate from YAML, apply overrides such as `seeds=[1,2]` and `matrix.0.dtype=float32`, validate.
 
     Raises:
-        UserError: no such file, not YAML, a key unknown or written twice, a value not allowed, a case asked for twice.
+        UserError: see `anchorline.settings.load`; or a case is asked for twice.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"config {path}: no such file")
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UserError, UnicodeDecodeError) as error:
-        raise UserError(f"config {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"config {path}: expected `title:` and `matrix:`, found {type(tree).__name__}")
-    for override in overrides:
-        _apply_override(tree, override)
-    try:
-        return GateConfig.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(f"config {path}: {explain(error)}") from None
-
-
-def explain(error: ValidationError) -> str:
-    """One line for all of it: field, value, what is allowed."""
-    return "; ".join(_explain_one(item) for item in error.errors())
-
-
-def _explain_one(item: Any) -> str:
-    where = ".".join(map(str, item["loc"]))
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "extra_forbidden":
-        fields = Entry.model_fields if len(item["loc"]) > 1 else GateConfig.model_fields
-        return f"{where}: unknown key; known are {', '.join(fields)}"
-    if item["type"] == "missing":
-        return f"{where}: missing; add it"
-    if item["type"] == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where} {item['input']!r}: {message[0].lower()}{message[1:]}"
+    return settings.load(GateConfig, path, overrides, example="seeds=[1,2]")

@@ -5,9 +5,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from anchorline.errors import UserError
 from jaxref.weights import cast, load_hf, to_arrays
 from parity_tests.gate.material import TINY, source
-from torchtrain.errors import UserError
 
 SHOWN = 3
 _COARSEST = ("float16", "bfloat16", "float32", "float64")

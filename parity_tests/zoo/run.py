@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from anchorline.errors import UserError
 from parity_tests.gate.case import OracleArrays, candidate_side, empty_case, judge_case, oracle_side, run_case
 from parity_tests.gate.material import TINY
 from parity_tests.gate.spec import CaseSpec, GateConfig, expand
 from parity_tests.report.schema import Case
 from parity_tests.zoo import Bug, discover
-from torchtrain.errors import UserError
 
 Progress = Callable[[str, int, int], None]  # what was done, how many are, of how many
 

@@ -6,9 +6,9 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · G 
 import torch
 from torch import Tensor
 
+from anchorline.errors import UserError
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.attention.rule import visible_BTT
-from torchtrain.errors import UserError
 
 MAX_TOKENS = 8192  # a [1, H, T, T] float32 of 32 heads is 8 GiB there
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from anchorline.errors import UserError
 from torchtrain.attention.dense import attend_dense
 from torchtrain.attention.flash import HALF, attend_flash, flash_provider
 from torchtrain.attention.flex import attend_flex
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.sdpa import attend_sdpa
-from torchtrain.errors import UserError
 
 Engine = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], tuple[Tensor, Tensor | None]]
 

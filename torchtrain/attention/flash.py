@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anchorline.errors import UserError
 from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan
-from torchtrain.errors import UserError
 
 HALF = (torch.float16, torch.bfloat16)
 

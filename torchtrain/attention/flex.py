@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from anchorline.errors import UserError
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.attention.rule import ANCHOR, PADDING, visible
-from torchtrain.errors import UserError
 
 BLOCK = 128
 

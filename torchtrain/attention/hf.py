@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from anchorline.errors import UserError
 from torchtrain.attention.engines import ENGINES, attend, resolve_engine
 from torchtrain.attention.plan import AttentionPlan, make_plan
-from torchtrain.errors import UserError
 
 logger = logging.getLogger(__name__)
 _announced: set[tuple[str, str, torch.dtype]] = set()

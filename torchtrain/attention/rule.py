@@ -12,7 +12,7 @@ Legend: B batch · T tokens of a row.
 import torch
 from torch import Tensor
 
-from torchtrain.errors import UserError
+from anchorline.errors import UserError
 
 ANCHOR = 0
 PADDING = -1

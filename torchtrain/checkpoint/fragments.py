@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtrain.checkpoint.files import FileEntry, write_file
+from anchorline.files import FileEntry, write_file
 from torchtrain.checkpoint.manifest import DamageError
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from anchorline.errors import UserError
 from torchtrain.checkpoint.manifest import Layout, Manifest, versions
 from torchtrain.config import Config
-from torchtrain.errors import UserError
 
 # What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and their
 # order stay the same; of these, only how sums are cut (micro-batches, chunks, ranks) moves a result, by its rounding.

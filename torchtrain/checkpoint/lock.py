@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtrain.errors import UserError, disk_fault
+from anchorline.errors import UserError, disk_fault
 
 _ATTEMPTS, _SECONDS_BETWEEN = 5, 0.2
 

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from anchorline.errors import UserError
+from anchorline.files import FileEntry
 from torchtrain import __version__
-from torchtrain.checkpoint.files import FileEntry
-from torchtrain.errors import UserError
 
 MANIFEST = "manifest.json"
 # Raise it when a checkpoint of an older trainer can no longer be read.

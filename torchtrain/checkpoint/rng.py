@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from torchtrain.checkpoint.files import FileEntry, write_file
+from anchorline.files import FileEntry, write_file
 from torchtrain.checkpoint.manifest import DamageError
 
 

@@ -14,12 +14,13 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from anchorline.errors import UserError, disk_fault
+from anchorline.files import PARTIAL, FileEntry, commit, discard, entry_of, sweep, write_file
 from torchtrain.checkpoint import fragments, rng
-from torchtrain.checkpoint.files import PARTIAL, FileEntry, commit, discard, entry_of, sweep, write_file
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
 from torchtrain.checkpoint.state import State
 from torchtrain.distributed.world import ALONE, World
-from torchtrain.errors import OtherRankFailed, UserError, disk_fault
+from torchtrain.errors import OtherRankFailed
 
 _NAME = re.compile(r"step-(\d{8,})")
 _Own = TypeVar("_Own")

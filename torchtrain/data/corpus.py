@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anchorline.errors import UserError
 from torchtrain.config import Source
 from torchtrain.data import demo
-from torchtrain.errors import UserError
 
 _MOST_KEYS = 8  # of a bad record that are named
 

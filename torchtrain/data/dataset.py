@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from anchorline.errors import UserError
 from torchtrain.config import PackConfig
 from torchtrain.data.packing import HELD_OUT, INTERLEAVE, PackPlan, random_stream
 from torchtrain.data.rows import Segment, build_row
 from torchtrain.data.store import TokenStore
-from torchtrain.errors import UserError
 
 
 def split_documents(store: TokenStore, held_out_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchtrain.errors import UserError
+from anchorline.errors import UserError
 
 # Not source that anyone wrote to be read: test suites, other people's packages, generated tables and topics.
 _SKIPPED_FOLDERS = {

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from torchtrain.checkpoint.files import sync
+from anchorline.errors import UserError
+from anchorline.files import sync
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import demo
 from torchtrain.data.corpus import BadRecord, Record, read, source_files, source_name
 from torchtrain.data.store import SourceCount, StoreWriter, TokenStore
-from torchtrain.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -15,8 +15,8 @@ from typing import Any, Self
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from torchtrain.checkpoint.files import sync
-from torchtrain.errors import UserError
+from anchorline.errors import UserError
+from anchorline.files import sync
 
 TOKENS, OFFSETS, DOMAINS, BAD_RECORDS, HEADER = (
     "tokens.bin",

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from anchorline.errors import UserError
 from torchtrain.config import PackConfig
 from torchtrain.data.store import TokenStore
-from torchtrain.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -17,7 +17,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from torchtrain.errors import OtherRankFailed, RankLost, UserError
+from anchorline.errors import UserError
+from torchtrain.errors import OtherRankFailed, RankLost
 
 # Seconds. torchrun kills what is left of a node 30 s after one of its processes ended: a lost rank is told of before.
 PERIOD, PATIENCE = 2.0, 20.0

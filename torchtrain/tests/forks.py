@@ -101,7 +101,7 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "manifest": ("torchtrain.checkpoint.store", "write_file", _half, False),
     "commit": ("torchtrain.checkpoint.store", "commit", _die, False),
     "committed": ("torchtrain.checkpoint.store", "commit", _die, True),
-    "removal": ("torchtrain.checkpoint.files", "_set_aside", _die, True),
+    "removal": ("anchorline.files", "_set_aside", _die, True),
     "export": ("torchtrain.training.export", "commit", _die, False),
     "exported": ("torchtrain.training.export", "commit", _die, True),
     "evaluation": ("torchtrain.training.evaluate", "make_plan", _die, True),

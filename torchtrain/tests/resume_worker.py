@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtrain.checkpoint.files import FileEntry
+from anchorline.files import FileEntry
 from torchtrain.checkpoint.manifest import Layout, Manifest, Progress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints

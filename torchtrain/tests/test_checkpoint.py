@@ -20,8 +20,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtrain.checkpoint import files, fragments, rng
-from torchtrain.checkpoint.files import FileEntry, entry_of, replace_file, write_file
+from anchorline import files
+from anchorline.errors import UserError
+from anchorline.files import FileEntry, entry_of, replace_file, write_file
+from torchtrain.checkpoint import fragments, rng
 from torchtrain.checkpoint.fragments import KINDS, Fragment
 from torchtrain.checkpoint.identity import check_config, check_identity, differences, otherwise
 from torchtrain.checkpoint.lock import hold, is_held
@@ -30,7 +32,6 @@ from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import TrainConfig, load_config
 from torchtrain.distributed.world import ALONE, World
-from torchtrain.errors import UserError
 from torchtrain.tests.conftest import tiny_model
 from torchtrain.tests.runs import unprivileged
 from torchtrain.training.engine import Replicated

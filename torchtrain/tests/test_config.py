@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
+from anchorline.errors import UserError
 from torchtrain.config import PAPER_ROPE_THETA, Config, RopeConfig, dump_config, load_config
-from torchtrain.errors import UserError
 
 MINIMAL = """
 run: {folder: runs/x}
@@ -76,7 +76,10 @@ def test_overrides(load):
         ("pack.anchor=[x]", r"pack\.anchor\.0: 'x': Input should be a valid integer$"),
         ("rope.theta=1.0", r"rope\.theta: 1\.0: Input should be greater than 1"),
         ("rope.long_factor=[0.0]", r"rope\.long_factor\.0: 0\.0: Input should be greater than 0"),
-        ("run.folder=!!timestamp 2026-11-31", r"is not a YAML value; quote it \(day is out of range"),
+        (
+            "run.folder=!!timestamp 2026-11-31",
+            r"is not a YAML value; quote it \(line 1: the tag .*timestamp. is not taken",
+        ),
         ("run={folder: a, folder: b}", r"is not a YAML value; quote it \(line 1: key 'folder' stands twice"),
         ("train.steps=0", r"train\.steps: 0: "),
         ("train.steps=twenty", r"train\.steps: 'twenty': "),
@@ -108,7 +111,7 @@ def test_overrides(load):
         ("data.sources.7.demo=code", r"override data\.sources\.7\.demo: '7' is no index of a list of 2"),
         ("run.folder.x=1", r"override 'run\.folder\.x=1': 'folder' holds a value, not a section"),
         ("train.steps=[", r"override 'train\.steps=\[': '\[' is not a YAML value"),
-        ("pack=", r"pack: "),
+        ("pack=", r"pack.sequence_length: missing"),
     ],
 )
 def test_mistakes(load, override, message):
@@ -147,10 +150,10 @@ def test_all_mistakes_are_told_at_once(load):
     ("text", "message"),
     [
         ("model: {source: a}\nmodel: {source: b}", "line 2: key 'model' stands twice"),
-        ("? [a, b]\n: c", r"line 1: key \['a', 'b'\] is no name; quote it"),
+        ("? [a, b]\n: c", r"line 1: key \(a sequence\) is no name; quote it"),
         ("model:\n  1: a", "line 2: key 1 is no name; quote it"),
-        ("a: !!int x", "not valid YAML: invalid literal"),
-        ("[" * 10_000, "not valid YAML: maximum recursion depth"),
+        ("a: !!int x", "line 1: 'x' does not fit its tag"),
+        ("[" * 10_000, "not valid YAML: values are nested too deep"),
         ("a: [", "not valid YAML"),
         ("- a", "found list"),
         ("", "found NoneType"),
@@ -167,7 +170,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r": is a directory; give a YAML file"):
         load_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"a: \xff")
-    with pytest.raises(UserError, match=r"latin\.yaml: not valid YAML: .*utf-8"):
+    with pytest.raises(UserError, match=r"latin\.yaml: .*utf-8"):
         load_config(tmp_path / "latin.yaml")
 
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from anchorline.errors import UserError
 from torchtrain.config import Source
 from torchtrain.data.corpus import BadRecord, Record, read, source_name
-from torchtrain.errors import UserError
 from torchtrain.tests.data_fixtures import write_jsonl
 
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from anchorline.errors import UserError
 from torchtrain.config import Source
 from torchtrain.data import demo
 from torchtrain.data.corpus import Record, read
-from torchtrain.errors import UserError
 
 ENTRY = {
     "Introduction": {"Background": {"text": "<p>First &amp; <b>old</b>.</p> <p>Second<br><br>line</p>"}},

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from anchorline.errors import UserError
 from torchtrain.config import Config, load_config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.shard import deal_out, pad, part_of, rows_of_rank
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import deepspeed_config
-from torchtrain.errors import UserError
 from torchtrain.tests.conftest import POSITIONS, tiny_config
 from torchtrain.tests.forks import forks
 from torchtrain.training.loop import train

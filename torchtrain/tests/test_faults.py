@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import typer
 
+from anchorline import files
+from anchorline.errors import UserError
 from torchtrain import cli
-from torchtrain.checkpoint import files
 from torchtrain.checkpoint.lock import hold, is_held
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
-from torchtrain.errors import UserError
 from torchtrain.tests.run_fixtures import (
     QUIET,
     fails,

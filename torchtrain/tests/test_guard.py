@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
+from anchorline.errors import UserError
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
-from torchtrain.errors import UserError
 from torchtrain.tests.run_fixtures import (
     QUIET,
     fails,

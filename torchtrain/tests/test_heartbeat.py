@@ -8,9 +8,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from anchorline.errors import UserError
 from torchtrain.distributed import heartbeat as module
 from torchtrain.distributed.heartbeat import heartbeat
-from torchtrain.errors import OtherRankFailed, RankLost, UserError
+from torchtrain.errors import OtherRankFailed, RankLost
 
 PERIOD, PATIENCE = 0.05, 1.0
 

@@ -7,13 +7,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import torchtrain
+from anchorline.errors import UserError
 from parity_tests.tolerance import judge
 from torchtrain.attention import hf, make_plan, visible_BTT
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.config import BASE_VARIANTS, PackConfig
 from torchtrain.data import collate
 from torchtrain.data.rows import Segment, build_row
-from torchtrain.errors import UserError
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import NAMED_ROWS, named_batch
 

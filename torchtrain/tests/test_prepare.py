@@ -9,9 +9,9 @@ import warnings
 import numpy as np
 import pytest
 
+from anchorline.errors import UserError
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import DomainSummary, Progress, TokenStore, fingerprint, prepare
-from torchtrain.errors import UserError
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from anchorline.errors import UserError
 from torchtrain.config import RopeConfig
-from torchtrain.errors import UserError
 from torchtrain.modeling.rope import check_resets, describe, extend
 from torchtrain.tests.conftest import POSITIONS, tiny_config
 

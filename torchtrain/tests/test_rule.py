@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 
+from anchorline.errors import UserError
 from torchtrain.attention.rule import check_document_ids, visible_BTT
-from torchtrain.errors import UserError
 from torchtrain.tests.layouts import document_ids, named_batch
 
 DRAWN = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtrain.errors import UserError
+from anchorline.errors import UserError
 from torchtrain.modeling import smollm2
 from torchtrain.modeling.smollm2 import ORIGIN, gguf_file, smollm2_folder
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtrain
+from anchorline.errors import UserError
 from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
 from torchtrain.data import PackedRows, collate, prepare
-from torchtrain.errors import UserError
 from torchtrain.modeling.load import hidden_states, load_model, open_config, open_tokenizer
 from torchtrain.modeling.rope import extend
 from torchtrain.tests.conftest import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from anchorline.errors import UserError
 from torchtrain.config import SaveConfig, load_config
-from torchtrain.errors import UserError
 from torchtrain.tests.conftest import tiny_tokenizer
 from torchtrain.tests.run_fixtures import (
     QUIET,

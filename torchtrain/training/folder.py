@@ -10,11 +10,11 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from torchtrain.checkpoint.files import DELETED, PARTIAL, FileEntry, commit, discard, entry_of, sweep, write_file
+from anchorline.errors import UserError
+from anchorline.files import DELETED, PARTIAL, FileEntry, commit, discard, entry_of, sweep, write_file
 from torchtrain.checkpoint.lock import at_work, hold, is_held
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import Config, dump_config
-from torchtrain.errors import UserError
 
 _MADE_BY = "torchtrain train"
 _ATTEMPTS, _SECONDS_BETWEEN = 10, 0.5

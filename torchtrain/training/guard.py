@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtrain.checkpoint.files import replace_file
+from anchorline.errors import UserError
+from anchorline.files import replace_file
 from torchtrain.config import TrainConfig
 from torchtrain.data import PackedRows
-from torchtrain.errors import UserError
 from torchtrain.training.metrics import finite
 
 WINDOW = 16

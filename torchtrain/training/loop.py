@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import torchtrain
-from torchtrain.checkpoint.files import PARTIAL, entry_of
+from anchorline.files import PARTIAL, entry_of
 from torchtrain.checkpoint.identity import check_config, check_identity, otherwise
 from torchtrain.checkpoint.lock import hold
 from torchtrain.checkpoint.manifest import Manifest

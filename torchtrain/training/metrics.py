@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtrain.checkpoint.files import FileEntry, entry_of, sync
+from anchorline.errors import UserError, disk_fault
+from anchorline.files import FileEntry, entry_of, sync
 from torchtrain.distributed.world import World
-from torchtrain.errors import UserError, disk_fault
 from torchtrain.training.loss import IGNORE
 
 NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())

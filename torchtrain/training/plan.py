@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anchorline.errors import UserError
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET, GATHERED
-from torchtrain.errors import UserError
 from torchtrain.modeling.load import check_config, open_config, resolve_source
 from torchtrain.modeling.rope import extend
 from torchtrain.training.flops import FlopCounter, peak_of

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from torchtrain.checkpoint.files import PARTIAL, FileEntry
+from anchorline.errors import UserError, disk_fault
+from anchorline.files import PARTIAL, FileEntry
 from torchtrain.checkpoint.manifest import Layout, Manifest, Progress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
-from torchtrain.errors import UserError, disk_fault
 from torchtrain.training.engine import Engine
 from torchtrain.training.evaluate import HeldOut
 from torchtrain.training.export import export

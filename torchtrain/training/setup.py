@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from anchorline.errors import UserError
 from torchtrain.attention import resolve_engine
 from torchtrain.attention.dense import check_tokens
 from torchtrain.config import Config
@@ -31,7 +32,6 @@ from torchtrain.data import identity as data_identity
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.world import ALONE, World
-from torchtrain.errors import UserError
 from torchtrain.modeling.load import check_config, load_model, open_config, open_tokenizer, resolve_source
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope

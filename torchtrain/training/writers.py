@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from anchorline.errors import UserError
 from torchtrain.config import Config
-from torchtrain.errors import UserError
 
 
 def check_writers(config: Config) -> None:

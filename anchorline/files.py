@@ -1,8 +1,10 @@
 """Files that survive a crash: written once, flushed to the disk, committed by a rename."""
 
+import errno
 import hashlib
 import os
 import shutil
+import stat
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -19,6 +21,29 @@ class FileEntry(BaseModel):
 
     bytes: int
     sha256: str
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Read a user's file whole: a regular one (a pipe would make us wait), of at most `most` bytes.
+
+    Raises:
+        OSError: what the system says; or it is no regular file, it is longer, or no file can have its name.
+    """
+    try:
+        file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 - closed below
+    except ValueError:  # NUL, or half a surrogate pair
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+    with file:
+        held = os.fstat(file.fileno())
+        if not stat.S_ISREG(held.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if held.st_size > most:
+            raise OSError(errno.EFBIG, f"longer than {most:,} bytes", str(path))
+        return file.read(most)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def write_file(path: Path, content: bytes | memoryview) -> FileEntry:

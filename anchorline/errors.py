@@ -1,0 +1,33 @@
+"""A user's mistake, in one line, for every command."""
+
+import os
+from pathlib import Path
+
+_MOST_QUOTED = 120
+
+
+class UserError(ValueError):
+    """A mistake of the user's: one line that names the field, the value and the fix."""
+
+
+def disk_fault(error: OSError) -> str:
+    """Return what the system says of a file, in words: "no space left on device (PATH)"."""
+    said = one_line(error.strerror).lower() if error.strerror else one_line(error)
+    return f"{said} ({quoted(Path(os.fsdecode(error.filename)))})" if isinstance(error.filename, str | bytes) else said
+
+
+def quoted(value: object, most: int = _MOST_QUOTED) -> str:
+    """Return a value as a message may quote it: on one line, printable, at most `most` characters; the cut is shown."""
+    text = one_line(value if isinstance(value, Path | os.PathLike) else repr(value))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def one_line(message: object) -> str:
+    """Return a text as one line that any terminal takes: white space folded, what cannot be printed written as an escape."""
+    return "".join(_printable(c) for c in " ".join(str(message).split()))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape", "backslashreplace").decode("ascii")

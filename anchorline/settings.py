@@ -1,0 +1,262 @@
+"""Settings: strict YAML and `section.key=value` overrides in, a validated pydantic model out. Every command reads its file here.
+
+Strict means: string keys, each once; plain values only (no tags, dates or merge keys); numbers of 64 bits; text without NUL and half
+surrogate pairs; bounded size, depth and expansion of aliases. So whatever a file holds, building its values neither fails nor
+takes long, and what is left is the schema's to refuse.
+"""
+
+import difflib
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from anchorline.errors import UserError, one_line, quoted
+from anchorline.files import read_file
+
+MOST_BYTES = 1 << 20
+_MOST_VALUES = 100_000
+_MOST_DEPTH = 64
+_MOST_SHOWN = 8  # mistakes of one file
+_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+_STRING = "tag:yaml.org,2002:str"
+
+Tree = dict[str, Any]
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as people read it: 2e-5 is a number (PyYAML alone reads a string) and 2026-11-30 a string."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load(
+    schema: type[Schema],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    example: str,
+    prepare: Callable[[Tree], Tree] = lambda tree: tree,
+) -> Schema:
+    """Read a YAML file, apply overrides, validate.
+
+    Args:
+        schema: what the file must fit; its unknown keys are refused if it forbids them.
+        path: the file.
+        overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
+        example: of an override, for messages.
+        prepare: what is done to the tree before it is validated.
+
+    Raises:
+        UserError: the file is not readable or not strict YAML, a key is unknown (the nearest known one is named) or stands twice, a
+            value is not allowed.
+    """
+    name = quoted(Path(path))
+    try:
+        tree = _parse(read_file(Path(path), MOST_BYTES))
+    except OSError as error:
+        reason = one_line(error.strerror or error).lower()
+        raise UserError(f"config {name}: {reason}; give a YAML file that can be read") from None
+    except ValueError as error:
+        raise UserError(f"config {name}: {one_line(error)}") from None
+    if not isinstance(tree, dict):
+        sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
+        raise UserError(f"config {name}: expected sections such as {sections}, found {type(tree).__name__}")
+    for override in overrides:
+        _override(tree, override, example)
+    return validate(schema, prepare(tree), f"config {name}")
+
+
+def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
+    """Validate a tree of plain values; `what` opens the message.
+
+    Raises:
+        UserError: one line for all that does not fit.
+    """
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{what}: {explain(schema, error)}") from None
+    except RecursionError:
+        raise UserError(f"{what}: values are nested too deep") from None
+
+
+def explain(schema: type[BaseModel], error: ValidationError) -> str:
+    """Return one line for all of a ValidationError: the field, the value, what is allowed."""
+    shown = [_explain_one(schema, item) for item in error.errors(include_url=False)]
+    more = f"; and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
+    return one_line("; ".join(shown[:_MOST_SHOWN])) + more
+
+
+def _parse(text: bytes) -> Any:
+    """Return what a YAML text holds. Raises UserError, or UnicodeDecodeError."""
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text.decode("utf-8-sig"))
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check(loader, node)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML: {quoted_reason(error)}") from None
+    except RecursionError:
+        raise UserError("not valid YAML: values are nested too deep") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def quoted_reason(error: Exception) -> str:
+    """Return why a library refuses a text, on one line and not at the length of the text."""
+    reason = one_line(error)
+    return reason if len(reason) <= 300 else f"{reason[:297]}..."
+
+
+def _check(loader: _Loader, root: yaml.Node) -> None:
+    """Refuse all that plain settings do not need. Aliases count each time they stand for their value."""
+    values, ahead = 0, [(root, 0)]
+    while ahead:
+        node, depth = ahead.pop()
+        values += 1
+        place = f"line {node.start_mark.line + 1}" if node.start_mark else "the value"
+        if values > _MOST_VALUES:
+            raise UserError(f"more than {_MOST_VALUES:,} values, aliases written out; write fewer")
+        if depth > _MOST_DEPTH:
+            raise UserError(f"{place}: values are nested more than {_MOST_DEPTH} deep")
+        if node.tag not in _PLAIN:
+            raise UserError(f"{place}: the tag {quoted(node.tag)} is not taken; write a plain value")
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(loader, node, place)
+        elif isinstance(node, yaml.MappingNode):
+            _check_keys(node)
+            ahead.extend((child, depth + 1) for pair in node.value for child in pair)
+        else:
+            ahead.extend((child, depth + 1) for child in node.value)
+
+
+def _check_scalar(loader: _Loader, node: yaml.ScalarNode, place: str) -> None:
+    text = node.value
+    if node.tag == _STRING:
+        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserError(f"{place}: {quoted(text)} holds NUL or half a surrogate pair; remove it")
+        return
+    if loader.resolve(yaml.ScalarNode, text, (True, False)) != node.tag:
+        raise UserError(f"{place}: {quoted(text)} does not fit its tag; leave the tag out")
+    try:
+        value = loader.construct_object(node)
+    except ValueError:
+        raise UserError(f"{place}: {quoted(text)} is not a number; quote it if it is text") from None
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise UserError(f"{place}: {quoted(text)} does not fit into 64 bits; give a smaller number")
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    seen = set()
+    for key, _ in node.value:
+        place = f"line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode) or key.tag != _STRING:
+            shown = key.value if isinstance(key, yaml.ScalarNode) else f"(a {key.id})"
+            raise UserError(f"{place}: key {one_line(shown)[:40]} is no name; quote it")
+        if key.value in seen:
+            raise UserError(f"{place}: key {quoted(key.value)} stands twice; remove one")
+        seen.add(key.value)
+
+
+def _override(tree: Tree, override: str, example: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise UserError(f"override {quoted(override)}: write section.key=value, for example {example}")
+    *parents, leaf = dotted.split(".")
+    node: Any = tree
+    for name in parents:
+        if isinstance(node, list):
+            node = node[_index(node, name, dotted)]
+        else:
+            if node.get(name) is None:
+                node[name] = {}
+            node = node[name]
+        if not isinstance(node, dict | list):
+            raise UserError(f"override {quoted(override)}: {quoted(name)} holds a value, not a section")
+    try:
+        value = _parse(text.encode("utf-8", "surrogatepass"))
+    except ValueError as error:
+        raise UserError(
+            f"override {quoted(override)}: {quoted(text)} is not a YAML value; quote it ({quoted_reason(error)})"
+        ) from None
+    if isinstance(node, list):
+        node[_index(node, leaf, dotted)] = value
+    else:
+        node[leaf] = value
+
+
+def _index(items: list, name: str, dotted: str) -> int:
+    if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
+        raise UserError(f"override {quoted(dotted)[1:-1]}: {quoted(name)} is no index of a list of {len(items)}")
+    return int(name)
+
+
+def _explain_one(schema: type[BaseModel], item: Any) -> str:
+    kind, loc = item["type"], item["loc"]
+    location, inner = _locate(schema, loc[:-1] if kind == "extra_forbidden" else loc)
+    # A model that a validator made tells of its own fields, which the schema does not lead to.
+    where = ".".join(location or map(str, loc))
+    if kind == "extra_forbidden":
+        key, known = str(loc[-1]), list(inner.model_fields) if inner else []
+        nearest = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location, nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
+        return f"{'.'.join([*location, quoted(key)[1:-1]])}: unknown key; {hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    if kind == "missing":
+        return f"{where}: missing; add it"
+    if kind == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}: {quoted(item['input'])}: {message}"
+
+
+def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+    """Return the fields and indices of a place, without the names that pydantic gives a union's members, and the model that it is in."""
+    location: list[str] = []
+    kinds: list[Any] = [schema]
+    for part in loc:
+        found = [kind for held in kinds for kind in _inside(held, part)]
+        if found:
+            location.append(quoted(str(part))[1:-1])
+            kinds = [member for kind in found for member in _members(kind)]
+    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return location, models[0] if models else None
+
+
+def _inside(kind: Any, part: str | int) -> Iterator[Any]:
+    """Yield the type of what a type holds under a field's name, an index or a key."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if isinstance(part, str) and part in kind.model_fields:
+            yield kind.model_fields[part].annotation
+    elif get_origin(kind) in (list, tuple) and isinstance(part, int):
+        yield get_args(kind)[0]
+    elif get_origin(kind) is dict:
+        yield get_args(kind)[1]
+
+
+def _members(kind: Any) -> Iterator[Any]:
+    """Yield the members of a union, or the type itself."""
+    if get_origin(kind) is Annotated:
+        yield from _members(get_args(kind)[0])
+    elif get_origin(kind) in (Union, types.UnionType):
+        for member in get_args(kind):
+            yield from _members(member)
+    else:
+        yield kind
