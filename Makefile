@@ -1,8 +1,8 @@
 # Two commands: `make train` and `make test`. Both set up .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
-# Python compiles what is imported, when it is; pip would compile everything, for most of a minute.
-PIP := PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
+# Python compiles what is imported, when it is; pip would compile everything (--no-compile), for most of a minute.
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 
 .PHONY: help setup train test gate check format lock clean
 
@@ -46,9 +46,9 @@ setup: .venv/.installed  ## create .venv and install everything into it
 	@echo "==> creating .venv with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "==> installing the packages of requirements.txt, each checked against its hash"
-	@$(PIP) install --no-deps --require-hashes --requirement requirements.txt
+	@$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.txt
 	@echo "==> installing PyTorch"
-	@$(PIP) install --constraint constraints.txt torch
+	@$(PIP) install --no-compile --constraint constraints.txt torch
 	@echo "==> installing Anchorline"
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
