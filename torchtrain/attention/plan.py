@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtrain.attention.block_mask import make_block_mask
 from torchtrain.attention.rule import ANCHOR, PADDING, check_document_ids
 
 
@@ -59,8 +60,6 @@ class AttentionPlan:
     @cached_property
     def block_mask(self) -> BlockMask:
         """FlexAttention's lowering, built on first use and kept for the other layers."""
-        from torchtrain.attention.flex import make_block_mask
-
         return make_block_mask(self.document_ids_BT)
 
     def to(self, device: torch.device | str) -> "AttentionPlan":

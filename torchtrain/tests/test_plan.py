@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from torch.nn.attention.flex_attention import create_block_mask
 
-from torchtrain.attention.flex import BLOCK, make_block_mask
+from torchtrain.attention.block_mask import BLOCK, make_block_mask
 from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rule import visible_BTT

@@ -1,0 +1,68 @@
+"""FlexAttention's BlockMask, built from the document boundaries, never by evaluating T x T.
+
+`create_block_mask` evaluates the rule on every pair (32 s and 10 GiB at T = 32K); here a block of keys is classified by
+the documents at its borders: nothing visible, all visible ("full": no mask is evaluated inside) or some.
+
+Legend: B batch · T tokens of a row · Q, J blocks of queries, of keys.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from torchtrain.attention.rule import ANCHOR, PADDING, visible
+
+BLOCK = 128
+
+
+def make_block_mask(document_ids_BT: Tensor) -> BlockMask:
+    """Lower document ids [B, T] to a BlockMask over T rounded up to a multiple of 128 (the rest counts as padding).
+
+    A block pair is kept where some pair of it is visible, and full where all are. Both are exact where ids do not decrease
+    along the row (padding aside), which is how rows are packed; ids in any other order keep a superset of the blocks and
+    stay correct, because the rule itself is evaluated inside every block that is not full.
+    """
+    ids_BT = F.pad(document_ids_BT, (0, -document_ids_BT.shape[1] % BLOCK), value=PADDING)
+    B, T = ids_BT.shape
+    blocks = ids_BT.view(B, T // BLOCK, BLOCK)
+
+    # The documents of a block lie between its first and last id. Padding takes no part: first > last where all is padding.
+    real = blocks != PADDING
+    some_real_BQ, all_real_BQ = real.any(-1), real.all(-1)
+    last_BQ = blocks.amax(-1)
+    first_BQ = _min_where(real, blocks)
+    has_anchor_BQ = first_BQ == ANCHOR
+    one_document_BQ = all_real_BQ & (_min_where(blocks > ANCHOR, blocks) >= last_BQ)  # with or without anchor tokens
+
+    block_Q = torch.arange(T // BLOCK, device=ids_BT.device)
+    before_QJ = block_Q[None, :] < block_Q[:, None]
+    on_diagonal_QJ = block_Q[None, :] == block_Q[:, None]
+
+    overlap_BQJ = (first_BQ[:, None, :] <= last_BQ[:, :, None]) & (first_BQ[:, :, None] <= last_BQ[:, None, :])
+    reach_BQJ = (overlap_BQJ | has_anchor_BQ[:, None, :]) & some_real_BQ[:, :, None] & some_real_BQ[:, None, :]
+    some_BQJ = reach_BQJ & (before_QJ | on_diagonal_QJ)
+
+    to_anchor_BQJ = (all_real_BQ & (last_BQ == ANCHOR))[:, None, :]
+    single_BQ = one_document_BQ & ~has_anchor_BQ  # queries of one document, which may also see its anchor's keys
+    to_own_BQJ = single_BQ[:, :, None] & one_document_BQ[:, None, :] & (last_BQ[:, :, None] == last_BQ[:, None, :])
+    full_BQJ = before_QJ & all_real_BQ[:, :, None] & (to_anchor_BQJ | to_own_BQJ)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible(ids_BT[b, q], ids_BT[b, k], q, k)
+
+    return BlockMask.from_kv_blocks(
+        *_as_indices(some_BQJ & ~full_BQJ), *_as_indices(full_BQJ), BLOCK_SIZE=BLOCK, mask_mod=mask_mod
+    )
+
+
+def _min_where(chosen: Tensor, blocks: Tensor) -> Tensor:
+    """Smallest chosen id of each block; more than any id where none is chosen."""
+    return blocks.masked_fill(~chosen, torch.iinfo(blocks.dtype).max).amin(-1)
+
+
+def _as_indices(kept_BQJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool blocks -> (number kept [B, 1, Q], their indices first [B, 1, Q, J]), as BlockMask stores them."""
+    count = kept_BQJ.sum(-1, dtype=torch.int32)
+    indices = kept_BQJ.int().argsort(dim=-1, descending=True, stable=True).int()
+    return count[:, None], indices[:, None]
