@@ -152,9 +152,12 @@ class _Download(threading.Thread):
             paths = {}
             for name in sorted(wanted):
                 paths[name] = hf_hub_download(
-                    self.source, name, revision=info.sha, etag_timeout=ANSWER_SECONDS, tqdm_class=self._watched()
+                    self.source, name, etag_timeout=ANSWER_SECONDS, tqdm_class=self._watched()
                 )
                 self._move()
+            if len({Path(path).parent for path in paths.values()}) > 1:  # a folder for each commit
+                self.reason = "the hub's model changed while it was fetched; try again"
+                return
             self.folder = Path(paths["config.json"]).parent
         except (RepositoryNotFoundError, GatedRepoError) as error:
             self.unknown = True

@@ -96,6 +96,14 @@ def load(
     return validate(schema, prepare(tree), f"config {name}")
 
 
+def dump(tree: Tree) -> str:
+    """Return a tree of plain values as YAML that `load` reads back to an equal one."""
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    # PyYAML writes U+0085 and the like as they are, and reads spaces: then escapes stand for all that is not ASCII.
+    same = all(character not in text for character in "\x85\u2028\u2029\ufeff")
+    return text if same else yaml.safe_dump(tree, sort_keys=False)
+
+
 def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
     """Validate a tree of plain values; `what` opens the message.
 

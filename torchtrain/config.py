@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from anchorline import settings
@@ -336,7 +335,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump_config(config: Config) -> str:
     """Return the resolved config, every default written out, as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return settings.dump(config.model_dump(mode="json"))
 
 
 def _empty_sections(tree: settings.Tree) -> settings.Tree:
