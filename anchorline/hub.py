@@ -91,19 +91,22 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
     download.wait()
     if download.folder is not None:
         return download.folder
-    cached = _in_cache(source, patterns)
+    cached = _in_cache(source, patterns, download.wanted)
     if cached is None or download.unknown:
         raise UserError(f"{looked}, and no id that can be reached: {download.reason}; give a folder, or another id")
     say(f"warning   {source}: {download.reason}; taken from the cache, {cached}")
     return cached
 
 
-def _in_cache(source: str, patterns: Sequence[str]) -> Path | None:
+def _in_cache(source: str, patterns: Sequence[str], wanted: Sequence[str]) -> Path | None:
+    """Return the folder of a model in the cache if it is all there, as far as is known: what the hub listed, if it did."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(source, allow_patterns=list(patterns), local_files_only=True))
-        return folder if (folder / "config.json").is_file() else None
+        whole = all((folder / name).is_file() for name in (wanted or ["config.json"]))
+        weights = not set(WEIGHTS) <= set(patterns) or any(folder.glob("*.safetensors"))
+        return folder if whole and weights else None
     except Exception:  # LocalEntryNotFoundError, or what a damaged cache makes of it: it does not hold the model
         return None
 
@@ -115,6 +118,7 @@ class _Download(threading.Thread):
         super().__init__(name="download", daemon=True)
         self.source, self.patterns = source, patterns
         self.folder: Path | None = None
+        self.wanted: list[str] = []  # of what the hub has
         self.reason = ""
         self.unknown = False  # the hub has answered, and has no such model
         self._answered = threading.Event()
@@ -140,17 +144,17 @@ class _Download(threading.Thread):
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
         try:
-            info = HfApi().model_info(self.source, timeout=ANSWER_SECONDS)
+            info = HfApi().model_info(self.source, timeout=2 * ANSWER_SECONDS)  # `wait` gives up first
             self._move()
             self._answered.set()
             names = [file.rfilename for file in info.siblings or []]
             top = [name for name in names if "/" not in name]
-            wanted = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in self.patterns)]
-            if "config.json" not in wanted:
+            self.wanted = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in self.patterns)]
+            if "config.json" not in self.wanted:
                 self.reason, self.unknown = "the hub has it, but without a config.json", True
                 return
             paths = {}
-            for name in sorted(wanted):
+            for name in sorted(self.wanted):
                 paths[name] = hf_hub_download(
                     self.source, name, etag_timeout=ANSWER_SECONDS, tqdm_class=self._watched()
                 )

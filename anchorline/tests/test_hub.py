@@ -15,7 +15,7 @@ from anchorline.errors import UserError
 
 ANSWER, STALL = 0.5, 0.7  # seconds, in place of the real ones
 AT_MOST = 15.0  # of a busy machine, importing huggingface_hub; without bounds it was 23 to 420 s
-FILES = ("config.json", "*.safetensors")
+FILES = ("config.json", *hub.WEIGHTS)
 
 
 @pytest.fixture(autouse=True)
