@@ -105,7 +105,9 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
         _leave(name, str(error), MISTAKE)
     except MemoryError as error:
         _leave(
-            name, f"memory ran out: {error or 'the system gives no more'}; ask for less, or take a larger machine", 1
+            name,
+            f"memory ran out: {str(error) or 'the system gives no more'}; ask for less, or take a larger machine",
+            1,
         )
     except OSError as error:
         if error.errno == errno.EPIPE:
