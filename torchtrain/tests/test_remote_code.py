@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from anchorline.errors import UserError
-from torchtrain.modeling.load import open_config, open_tokenizer, resolve_source
+from torchtrain.config import ModelConfig
+from torchtrain.modeling.load import load_model, open_config, open_tokenizer, resolve_source
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -53,10 +54,10 @@ def own(model_folder, tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def command(tree, write_config, tmp_path, *overrides: str) -> subprocess.CompletedProcess:
+def command(tree, write_config, tmp_path) -> subprocess.CompletedProcess:
     """Run `yes | torchtrain train`."""
     return subprocess.run(
-        f"yes | {sys.executable} -m torchtrain train {write_config(tree)} train.steps=2 {' '.join(overrides)}",
+        f"yes | {sys.executable} -m torchtrain train {write_config(tree)} train.steps=2",
         shell=True, capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
     )  # fmt: skip
@@ -72,11 +73,12 @@ def test_whatever_is_typed_no_code_runs(own, tree, write_config, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_code_that_is_trusted_trains(own, tree, write_config, tmp_path):
-    tree["model"]["source"] = str(own)
-    ended = command(tree, write_config, tmp_path, "model.trust_remote_code=true")
-    assert ended.returncode == 0, ended.stderr
+def test_code_that_is_trusted_is_loaded(own, tmp_path):
+    source = resolve_source(str(own), tmp_path, trust_remote_code=True)
+    config = open_config(source, trust_remote_code=True)
     assert (tmp_path / "ran").exists()
+    settings = ModelConfig(source=source, dtype="float32", trust_remote_code=True)
+    assert type(load_model(source, config, settings, "sdpa", torch.device("cpu"))).__name__ == "OwnForCausalLM"
 
 
 def test_a_known_model_with_code_beside_it_takes_none_of_it(model_folder, tmp_path):
