@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-_MOST_QUOTED = 120
+_MOST_QUOTED, _MOST_OF_A_REASON = 120, 300
 
 
 class UserError(ValueError):
@@ -20,6 +20,12 @@ def quoted(value: object, most: int = _MOST_QUOTED) -> str:
     """Return a value as a message may quote it: on one line, printable, at most `most` characters; the cut is shown."""
     text = one_line(value if isinstance(value, Path | os.PathLike) else repr(value))
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def quoted_reason(error: object) -> str:
+    """Return why a library refuses something, on one line and not at the length of what it refuses."""
+    reason = one_line(error) or type(error).__name__
+    return reason if len(reason) <= _MOST_OF_A_REASON else f"{reason[: _MOST_OF_A_REASON - 3]}..."
 
 
 def one_line(message: object) -> str:

@@ -2,16 +2,21 @@
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 
 # What a folder or file is called before it counts, and while it is removed.
 PARTIAL, DELETED = ".partial", ".deleted"
 _BLOCK = 1 << 22
+MOST_JSON = 1 << 26  # bytes: more than the settings of any model, and its tokenizer
 
 
 class FileEntry(BaseModel):
@@ -34,12 +39,41 @@ def read_file(path: Path, most: int) -> bytes:
     except ValueError:  # NUL, or half a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     with file:
-        held = os.fstat(file.fileno())
-        if not stat.S_ISREG(held.st_mode):
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if held.st_size > most:
+        content = bytearray()
+        try:
+            while block := file.read(min(_BLOCK, most + 1 - len(content))):
+                content += block
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        if len(content) > most:
             raise OSError(errno.EFBIG, f"longer than {most:,} bytes", str(path))
-        return file.read(most)
+        return bytes(content)
+
+
+def read_json(path: Path, what: str, most: int = MOST_JSON) -> dict[str, Any]:
+    """Read a user's file that holds one JSON object.
+
+    Args:
+        path: the file.
+        what: opens the message.
+        most: bytes that are read.
+
+    Raises:
+        UserError: it cannot be read, or is no JSON, or no object.
+    """
+    try:
+        found = json.loads(read_file(path, most).decode("utf-8"))
+    except OSError as error:
+        raise UserError(f"{what}: {disk_fault(error)}") from None
+    except RecursionError:
+        raise UserError(f"{what}: {quoted(path)} is not JSON (values are nested too deep)") from None
+    except ValueError as error:  # of JSON, of UTF-8, of an integer's digits
+        raise UserError(f"{what}: {quoted(path)} is not JSON ({quoted_reason(error)})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{what}: {quoted(path)} holds no values by name, but a {type(found).__name__}")
+    return found
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -15,13 +15,16 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origi
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from anchorline.errors import UserError, one_line, quoted
+from anchorline.errors import UserError, one_line, quoted, quoted_reason
 from anchorline.files import read_file
 
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 16  # the parser takes a second for as much
 _MOST_VALUES = 100_000
 _MOST_DEPTH = 64
 _MOST_SHOWN = 8  # mistakes of one file
+_MOST_DIGITS = 64  # characters of a number
+_MOST_NAMES = 16  # in `section.key`
+_TOO_DEEP = f"values are nested more than {_MOST_DEPTH} deep"
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 _STRING = "tag:yaml.org,2002:str"
 
@@ -29,18 +32,31 @@ Tree = dict[str, Any]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"^([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+}
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as people read it: 2e-5 is a number (PyYAML alone reads a string) and 2026-11-30 a string."""
+    """YAML as people read it, where 1.1 is not: 2e-5 is a number, 2026-11-30 and 12:30 are strings."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN and tag not in _NUMBERS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        """Refuse at once what is nested too deep: the scanner looks at every open bracket again for each token."""
+        if self.flow_level >= _MOST_DEPTH:
+            raise UserError(_TOO_DEEP)
+        super().fetch_flow_collection_start(TokenClass)
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
 def load(
@@ -80,6 +96,14 @@ def load(
     return validate(schema, prepare(tree), f"config {name}")
 
 
+def dump(tree: Tree) -> str:
+    """Return a tree of plain values as YAML that `load` reads back to an equal one."""
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    # PyYAML writes U+0085 and the like as they are, and reads spaces: then escapes stand for all that is not ASCII.
+    same = all(character not in text for character in "\x85\u2028\u2029\ufeff")
+    return text if same else yaml.safe_dump(tree, sort_keys=False)
+
+
 def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
     """Validate a tree of plain values; `what` opens the message.
 
@@ -96,9 +120,9 @@ def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
 
 def explain(schema: type[BaseModel], error: ValidationError) -> str:
     """Return one line for all of a ValidationError: the field, the value, what is allowed."""
-    shown = [_explain_one(schema, item) for item in error.errors(include_url=False)]
-    more = f"; and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
-    return one_line("; ".join(shown[:_MOST_SHOWN])) + more
+    shown = [_explain_one(schema, item) for item in error.errors(include_url=False)[:_MOST_SHOWN]]
+    more = f"; and {error.error_count() - _MOST_SHOWN} more" if error.error_count() > _MOST_SHOWN else ""
+    return one_line("; ".join(shown)) + more
 
 
 def _parse(text: bytes) -> Any:
@@ -114,16 +138,10 @@ def _parse(text: bytes) -> Any:
     except yaml.YAMLError as error:
         raise UserError(f"not valid YAML: {quoted_reason(error)}") from None
     except RecursionError:
-        raise UserError("not valid YAML: values are nested too deep") from None
+        raise UserError(_TOO_DEEP) from None
     finally:
         if loader is not None:
             loader.dispose()
-
-
-def quoted_reason(error: Exception) -> str:
-    """Return why a library refuses a text, on one line and not at the length of the text."""
-    reason = one_line(error)
-    return reason if len(reason) <= 300 else f"{reason[:297]}..."
 
 
 def _check(loader: _Loader, root: yaml.Node) -> None:
@@ -136,7 +154,7 @@ def _check(loader: _Loader, root: yaml.Node) -> None:
         if values > _MOST_VALUES:
             raise UserError(f"more than {_MOST_VALUES:,} values, aliases written out; write fewer")
         if depth > _MOST_DEPTH:
-            raise UserError(f"{place}: values are nested more than {_MOST_DEPTH} deep")
+            raise UserError(f"{place}: {_TOO_DEEP}")
         if node.tag not in _PLAIN:
             raise UserError(f"{place}: the tag {quoted(node.tag)} is not taken; write a plain value")
         if isinstance(node, yaml.ScalarNode):
@@ -156,9 +174,11 @@ def _check_scalar(loader: _Loader, node: yaml.ScalarNode, place: str) -> None:
         return
     if loader.resolve(yaml.ScalarNode, text, (True, False)) != node.tag:
         raise UserError(f"{place}: {quoted(text)} does not fit its tag; leave the tag out")
+    if node.tag in _NUMBERS and len(text) > _MOST_DIGITS:
+        raise UserError(f"{place}: {quoted(text)} is longer than any number; quote it if it is text")
     try:
         value = loader.construct_object(node)
-    except ValueError:
+    except (ValueError, IndexError):  # of `0x_`, `_`
         raise UserError(f"{place}: {quoted(text)} is not a number; quote it if it is text") from None
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise UserError(f"{place}: {quoted(text)} does not fit into 64 bits; give a smaller number")
@@ -170,7 +190,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
         place = f"line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode) or key.tag != _STRING:
             shown = key.value if isinstance(key, yaml.ScalarNode) else f"(a {key.id})"
-            raise UserError(f"{place}: key {one_line(shown)[:40]} is no name; quote it")
+            raise UserError(f"{place}: key {one_line(shown[:200])[:40]} is no name; quote it")
         if key.value in seen:
             raise UserError(f"{place}: key {quoted(key.value)} stands twice; remove one")
         seen.add(key.value)
@@ -180,7 +200,9 @@ def _override(tree: Tree, override: str, example: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise UserError(f"override {quoted(override)}: write section.key=value, for example {example}")
-    *parents, leaf = dotted.split(".")
+    *parents, leaf = dotted.split(".", _MOST_NAMES)
+    if len(parents) == _MOST_NAMES:
+        raise UserError(f"override {quoted(override)}: no key is so deep; write section.key=value")
     node: Any = tree
     for name in parents:
         if isinstance(node, list):
@@ -216,10 +238,10 @@ def _explain_one(schema: type[BaseModel], item: Any) -> str:
     where = ".".join(location or map(str, loc))
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), list(inner.model_fields) if inner else []
-        nearest = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(key[:100].lower().replace("-", "_"), known, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*location, nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
         return f"{'.'.join([*location, quoted(key)[1:-1]])}: unknown key; {hint}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = quoted_reason(item["msg"].removeprefix("Value error, "))
     if kind == "missing":
         return f"{where}: missing; add it"
     if kind == "value_error":

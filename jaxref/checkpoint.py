@@ -14,16 +14,17 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 
+from anchorline.errors import UserError
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
 from jaxref.weights import from_arrays, parameter_shapes, to_arrays
 
 
 def save(folder: str | Path, decoder: Decoder, optimizer_state: optax.OptState | None = None) -> None:
-    """Write a checkpoint. Raises ValueError if `folder` exists: a checkpoint is never overwritten."""
+    """Write a checkpoint. Raises UserError if `folder` exists: a checkpoint is never overwritten."""
     folder = Path(folder).absolute()
     if folder.exists():
-        raise ValueError(f"folder: {folder} exists; give a new one")
+        raise UserError(f"folder: {folder} exists; give a new one")
     params = to_arrays(decoder)
     dtypes = {name: str(array.dtype) for name, array in params.items()}
     items = {
@@ -49,7 +50,7 @@ def restore(
     if not (folder / "about").is_dir():
         raise FileNotFoundError(f"{folder}: not a checkpoint of jaxref")
     if optimizer is not None and not (folder / "optimizer").is_dir():
-        raise ValueError(f"optimizer: {folder} holds no optimizer state; it was saved without one")
+        raise UserError(f"optimizer: {folder} holds no optimizer state; it was saved without one")
     with _checkpointer() as checkpointer:
         about = checkpointer.restore(folder, ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         _refuse_other_config(_plain(config), about["config"])
@@ -76,4 +77,4 @@ def _plain(config: DecoderConfig) -> dict[str, Any]:
 def _refuse_other_config(given: dict[str, Any], saved: dict[str, Any]) -> None:
     for field in sorted(given.keys() | saved.keys()):
         if given.get(field) != saved.get(field):
-            raise ValueError(f"{field}: {given.get(field)!r} is not the checkpoint's {saved.get(field)!r}")
+            raise UserError(f"{field}: {given.get(field)!r} is not the checkpoint's {saved.get(field)!r}")

@@ -1,6 +1,5 @@
-"""The command line: print or draw what the oracle holds. A mistake is one line on standard error and exit code 2."""
+"""The command line: print or draw what the oracle holds. How it ends is `anchorline.command`'s."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,13 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(
-    help="Anchorline's oracle: the right number, and which rounding moves it.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+from anchorline.command import INTERRUPTED, Leave, finite, make_app
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import read_json
+
+app = make_app("jaxref", "Anchorline's oracle: the right number, and which rounding moves it.")
 
 MOST_TOKENS = 64  # of a drawing: a line of it fits a wide terminal
 MOST_POSITION = 2**24  # every rounding carries positions up to here exactly, float32 too
@@ -31,14 +28,18 @@ def mask(
     variant: Annotated[
         str, typer.Option(help="full, intra, intra_reset or anchor; each may be followed by +tag and +interleave")
     ] = "anchor",
-    anchor: Annotated[int, typer.Option(help="tokens of the prefix that opens the row in every variant")] = 1,
-    padding: Annotated[int, typer.Option(help="tokens after the last document")] = 0,
+    anchor: Annotated[int, typer.Option(min=0, help="tokens of the prefix that opens the row in every variant")] = 1,
+    padding: Annotated[int, typer.Option(min=0, help="tokens after the last document")] = 0,
     tag: Annotated[
         int | None,
-        typer.Option(help="tokens that open each document, such as the name of its domain (0, and 2 under +tag)"),
+        typer.Option(
+            min=0, help="tokens that open each document, such as the name of its domain (0, and 2 under +tag)"
+        ),
     ] = None,
-    chunks: Annotated[int, typer.Option(help="pieces that +interleave cuts a document into")] = 4,
-    seed: Annotated[int, typer.Option(help="of the order in which +interleave merges the pieces")] = 0,
+    chunks: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, help="pieces that +interleave cuts a document into")
+    ] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="of the order in which +interleave merges the pieces")] = 0,
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="also draw all four variants side by side into this file")
     ] = None,
@@ -59,7 +60,7 @@ def mask(
         tag = 2 if tagged else 0
     tokens = anchor + sum(tag + n for n in lengths) + padding
     if tokens > MOST_TOKENS:
-        raise ValueError(
+        raise UserError(
             f"documents: the row has {tokens} tokens, a drawing at most {MOST_TOKENS}; give shorter documents"
         )
     rest: dict[str, Any] = {"anchor": anchor, "padding": padding, "tag": tag, "chunks": chunks, "seed": seed}
@@ -72,7 +73,10 @@ def mask(
         origin = layout(lengths, "anchor", **rest).document_ids
         in_document_1 = origin + (origin == 0)
         origins = {base: (origin if base == "anchor" else in_document_1)[rows[base].source] for base in VARIANTS}
-        save_figure({base: (rows[base], origins[base]) for base in VARIANTS}, png)
+        try:
+            save_figure({base: (rows[base], origins[base]) for base in VARIANTS}, png)
+        except ValueError as error:  # matplotlib knows its formats by the name's ending
+            raise UserError(f"png: {quoted(png)}: {quoted_reason(error)}") from None
     live, causal = live_pairs(row.document_ids[None]), tokens * (tokens + 1) // 2
     print(draw(row.document_ids))
     print(f"\npositions  {' '.join(map(str, row.position_ids))}")
@@ -90,7 +94,9 @@ def rope(
         str | None,
         typer.Option("--type", help="default, linear, ntk, dynamic, yarn or llama3; longrope needs --config"),
     ] = None,
-    factor: Annotated[float | None, typer.Option(help="of every type but default: new length over original")] = None,
+    factor: Annotated[
+        float | None, typer.Option(callback=finite, help="of every type but default: new length over original")
+    ] = None,
     original: Annotated[
         int | None, typer.Option(help="of dynamic, yarn and llama3: positions the model was made for (8192)")
     ] = None,
@@ -119,7 +125,7 @@ def rope(
     from jaxref.rounding import PRESETS, Rounding, preset
 
     if not 0 <= position <= MOST_POSITION:
-        raise ValueError(
+        raise UserError(
             f"position: {position}; give one from 0 to {MOST_POSITION}: beyond, float32 holds not every one"
         )
     if config is None:
@@ -136,7 +142,7 @@ def rope(
             **bands,
         )
     elif any(option is not None for option in (theta, rope_type, factor, original, head_dim)):
-        raise ValueError("config: it says theta, type, factor, original and head_dim; give the file or the options")
+        raise UserError("config: it says theta, type, factor, original and head_dim; give the file or the options")
     else:
         spec = RopeSpec.from_hf(_read_config(config))
     frequencies, scaling = inverse_frequencies(spec, position + 1)
@@ -210,7 +216,7 @@ def study(
 
             found = run_study(resolved, out, advance, command)
     except KeyboardInterrupt:
-        _fail("interrupted; finished cells are kept, and the same command goes on", 130)
+        raise Leave("interrupted; finished cells are kept, and the same command goes on", INTERRUPTED) from None
     print(f"{len(found.records)} records in {out / RESULTS}")
     print(f"report: {write_report(found, out)}")
 
@@ -220,11 +226,11 @@ def ring(
     model: Annotated[
         str, typer.Option(help="smollm2, a folder with config.json and safetensors, or a hub id")
     ] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=2, help="of the row, one document")] = 1024,
+    tokens: Annotated[int, typer.Option(min=2, max=MOST_POSITION, help="of the row, one document")] = 1024,
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="sizes of the ring; 1 is one process")] = "1,2,4,8",
     rounding: Annotated[str, typer.Option(help="the preset whose roundings everything has")] = "flash_bf16",
     text: Annotated[str, typer.Option(help="demo, or a .jsonl, .txt or .parquet file or a folder of them")] = "demo",
-    seed: Annotated[int, typer.Option(help="of the choice of the document")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the choice of the document")] = 0,
 ) -> None:
     """Show how far zigzag ring attention moves a model's logits from those of one process, in emulation.
 
@@ -264,7 +270,7 @@ def _whole_numbers(option: str, given: str) -> list[int]:
     try:
         return [int(number) for number in given.split(",")]
     except ValueError:
-        raise ValueError(f"{option}: {given!r}; give whole numbers between commas, for example 3,5,2") from None
+        raise UserError(f"{option}: {quoted(given)}; give whole numbers between commas, for example 3,5,2") from None
 
 
 def _without_tag(variant: str) -> tuple[str, bool]:
@@ -284,43 +290,19 @@ def _theta(theta: str) -> float:
     try:
         return float(theta)
     except ValueError:
-        raise ValueError(f"theta: {theta!r} is neither a number nor one of {', '.join(_PAPER_LENGTHS)}") from None
+        raise UserError(f"theta: {quoted(theta)} is neither a number nor one of {', '.join(_PAPER_LENGTHS)}") from None
 
 
 def _read_config(path: Path) -> dict:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"config: {path} is not JSON ({error})") from None
-    if not isinstance(config, dict) or not ("head_dim" in config or "hidden_size" in config):
-        raise ValueError(f"config: {path} is not the config.json of a model: it has no hidden_size")
+    config = read_json(path, "config")
+    if not ("head_dim" in config or "hidden_size" in config):
+        raise UserError(f"config: {quoted(path)} is not the config.json of a model: it has no hidden_size")
     return config
 
 
 def main() -> None:
     """Entry point of the command `jaxref`."""
-    try:
-        status = app(standalone_mode=False)
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
-    except ValueError as error:
-        _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-    except Exception as error:
-        # What typer says of options; its exceptions are click's own or not, by its version.
-        describe = getattr(error, "format_message", None)
-        if describe is None:
-            raise
-        _fail(describe(), 2)
-    else:
-        sys.exit(status)
-
-
-def _fail(message: str, code: int) -> None:
-    if message:  # empty where help was printed instead
-        print(f"jaxref: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
+    app()
 
 
 if __name__ == "__main__":

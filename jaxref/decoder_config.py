@@ -4,11 +4,11 @@ Llama 2/3, Mistral, Qwen 1.5/2 (`qwen2`: biases on q, k, v) and Qwen 3 (RMSNorm 
 with three switches. Absent fields take the defaults that transformers' configuration classes give them.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from anchorline.errors import UserError, quoted
 from jaxref.rope import RopeSpec
 
 ARCHITECTURES = {
@@ -16,6 +16,16 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+}
+# What no decoder has more of: its shapes alone would take for ever.
+MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
 }
 
 
@@ -47,11 +57,13 @@ class DecoderConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
         """Read a `config.json` as a dict. Every field that would change a number and is not implemented is refused.
 
-        Raises ValueError, one line naming the field, its value and what is known.
+        Raises UserError, one line naming the field, its value and what is known.
         """
         model_type = config.get("model_type")
-        if model_type not in ARCHITECTURES:
-            raise ValueError(f"model_type: {model_type!r} is not implemented; known are {', '.join(ARCHITECTURES)}")
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+            raise UserError(
+                f"model_type: {quoted(model_type)} is not implemented; known are {', '.join(ARCHITECTURES)}"
+            )
         _refuse_what_is_not_implemented(config)
 
         heads = _size(config, "num_attention_heads")
@@ -60,15 +72,15 @@ class DecoderConfig:
         same_as_heads = model_type == "llama" or "num_key_value_heads" in config
         kv_heads = _size(config, "num_key_value_heads", heads if same_as_heads else None)
         if heads % kv_heads:
-            raise ValueError(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+            raise UserError(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
         if config.get("head_dim") is None and hidden % heads and model_type != "qwen3":
-            raise ValueError(f"hidden_size: {hidden} is no multiple of num_attention_heads {heads}; give head_dim")
+            raise UserError(f"hidden_size: {hidden} is no multiple of num_attention_heads {heads}; give head_dim")
         head_dim = _size(config, "head_dim", 128 if model_type == "qwen3" else hidden // heads)
         if head_dim % 2:
-            raise ValueError(f"head_dim: {head_dim} is odd, and RoPE rotates pairs")
+            raise UserError(f"head_dim: {head_dim} is odd, and RoPE rotates pairs")
         eps = config.get("rms_norm_eps", 1e-6)
-        if not isinstance(eps, int | float) or not 0 < eps < math.inf:
-            raise ValueError(f"rms_norm_eps: {eps!r} is not a positive number")
+        if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < 1:
+            raise UserError(f"rms_norm_eps: {quoted(eps)} is not a number between 0 and 1")
         bias = model_type in ("llama", "qwen3") and _flag(config, "attention_bias")
         return cls(
             model_type=model_type,
@@ -106,14 +118,15 @@ def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:
     if config["model_type"].startswith("qwen") and not config.get("use_sliding_window"):
         window = None
     longest = config.get("max_position_embeddings")
-    if window is not None and (longest is None or window < longest):
-        raise ValueError(
+    if window is not None and (not isinstance(window, int) or not isinstance(longest, int) or window < longest):
+        raise UserError(
             f"sliding_window: {window} is shorter than max_position_embeddings {longest}, and sliding windows are not "
             "implemented; set it to null if every row is to be attended to in full"
         )
-    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
-    if other_layers:
-        raise ValueError(f"layer_types: {sorted(other_layers)} not implemented; known is full_attention")
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+        other = sorted({str(layer) for layer in layers} - {"full_attention"}) if isinstance(layers, list) else layers
+        raise UserError(f"layer_types: {quoted(other)} not implemented; known is full_attention")
     for field, implemented in (
         ("hidden_act", "silu"),
         ("mlp_bias", False),
@@ -121,21 +134,21 @@ def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:
         ("quantization_config", None),
     ):
         if config.get(field, implemented) != implemented:
-            raise ValueError(f"{field}: {config[field]!r} is not implemented; known is {implemented!r}")
+            raise UserError(f"{field}: {quoted(config[field])} is not implemented; known is {implemented!r}")
 
 
 def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
     value = config.get(field)
     value = default if value is None else value
     if value is None:
-        raise ValueError(f"{field}: missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{field}: {value!r} is not a positive whole number")
+        raise UserError(f"{field}: missing")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MOST.get(field, 2**31):
+        raise UserError(f"{field}: {quoted(value)} is not a positive whole number up to {MOST.get(field, 2**31)}")
     return value
 
 
 def _flag(config: Mapping[str, Any], field: str) -> bool:
     value = config.get(field, False)
     if not isinstance(value, bool):
-        raise ValueError(f"{field}: {value!r} is not true or false")
+        raise UserError(f"{field}: {quoted(value)} is not true or false")
     return value

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from anchorline.errors import UserError
+
 ANCHOR, PADDING = 0, -1
 VARIANTS = ("full", "intra", "intra_reset", "anchor")
 
@@ -97,13 +99,13 @@ def layout(
         seed: of the merge order.
         turns: the merge order itself, as `Layout.turns`, instead of one drawn from `seed`.
 
-    Raises ValueError: an unknown variant, a length or a number of chunks that is not positive, turns of other pieces.
+    Raises UserError: an unknown variant, a length or a number of chunks that is not positive, turns of other pieces.
     """
     base, *extras = variant.split("+")
     if base not in VARIANTS or extras not in ([], ["interleave"]):
-        raise ValueError(f"variant {variant!r}; choose {', '.join(VARIANTS)}, each with +interleave or without")
+        raise UserError(f"variant {variant!r}; choose {', '.join(VARIANTS)}, each with +interleave or without")
     if min(lengths, default=0) < 1 or min(anchor, padding, tag) < 0 or chunks < 1:
-        raise ValueError(
+        raise UserError(
             f"lengths {list(lengths)}, anchor {anchor}, padding {padding}, tag {tag}, chunks {chunks}: lengths and chunks "
             "are positive, the others not negative"
         )
@@ -150,7 +152,7 @@ def _order(names: np.ndarray, seed: int, turns: Sequence[int] | None) -> np.ndar
     if turns is None:
         return np.random.default_rng(seed).permutation(names)
     if sorted(turns) != names.tolist():
-        raise ValueError(f"turns: {list(turns)} is no order of the pieces {names.tolist()}")
+        raise UserError(f"turns: {list(turns)} is no order of the pieces {names.tolist()}")
     return np.asarray(turns)
 
 

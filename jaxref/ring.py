@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anchorline.errors import UserError
 from jaxref.attention import attend_under
 from jaxref.mask import rule
 from jaxref.model import Block, Decoder
@@ -33,10 +34,10 @@ def zigzag(tokens: int, ranks: int) -> np.ndarray:
     """The rank of each token, int64 [T]: the row is cut into 2 R chunks, and rank r holds the r-th and the r-th from the end.
 
     So each has as many pairs of a causal mask as any other (`zigzag_ring_flash_attn`, github.com/zhuzilin/ring-flash-attention).
-    Raises ValueError unless 2 R divides T.
+    Raises UserError unless 2 R divides T.
     """
     if ranks < 1 or tokens % (2 * ranks):
-        raise ValueError(
+        raise UserError(
             f"ranks: {tokens} tokens do not divide into twice {ranks} chunks; give a multiple of {2 * ranks}"
         )
     chunk_T = np.arange(tokens) // (tokens // (2 * ranks))
@@ -128,7 +129,7 @@ class Moved:
 def moved(decoder: Decoder, ids_T: np.ndarray, ranks: list[int], rounding: Rounding) -> Iterator[Moved]:
     """Yield, for each number of ranks, what a zigzag ring does to the logits of one document [T], positions from 0.
 
-    Raises ValueError: see `zigzag`, before anything is computed.
+    Raises UserError: see `zigzag`, before anything is computed.
     """
     owners = [zigzag(len(ids_T), count) for count in ranks]
     row = (ids_T[None], np.arange(len(ids_T))[None], np.ones((1, len(ids_T)), np.int64))

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anchorline.errors import UserError, quoted, quoted_reason
 from jaxref.rounding import Rounding
 
 # The base the paper trains each length with (arXiv 2411.13476).
@@ -48,14 +49,17 @@ _OPTIONAL = {
 }
 TYPES = tuple(_REQUIRED)
 
+# Positions are whole numbers in float32, so no stretch is larger; a base and its powers are float32 in every model.
+LEAST_STRETCH, MOST_STRETCH, MOST_THETA, MOST_DIM = 1e-6, 2**24, 1e38, 2**14
+
 _DIGITS = 50
 _TWO_PI = Decimal("6.2831853071795864769252867665590057683943387987502")
 
 
 def paper_theta(length: int) -> float:
-    """The base the paper trains a context length with. Raises ValueError for a length that it has none for."""
+    """The base the paper trains a context length with. Raises UserError for a length that it has none for."""
     if length not in PAPER_ROPE_THETA:
-        raise ValueError(
+        raise UserError(
             f"theta: the paper has no base for {length}; it has for {', '.join(map(str, PAPER_ROPE_THETA))}"
         )
     return PAPER_ROPE_THETA[length]
@@ -72,7 +76,7 @@ class RopeSpec:
     low_freq_factor, high_freq_factor: original length over wavelength, below and above which llama3 divides and keeps.
     short_factor, long_factor: one number for each pair; the long ones count beyond the original length.
 
-    Raises ValueError for an unknown type, a parameter out of range, one that the type needs and has not, and one that
+    Raises UserError for an unknown type, a parameter out of range, one that the type needs and has not, and one that
     it has and would ignore.
     """
 
@@ -93,31 +97,33 @@ class RopeSpec:
     long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.rope_type not in TYPES:
-            raise ValueError(f"rope_type: {self.rope_type!r} is unknown; choose from {', '.join(TYPES)}")
+        if not isinstance(self.rope_type, str) or self.rope_type not in TYPES:
+            raise UserError(f"rope_type: {quoted(self.rope_type)} is unknown; choose from {', '.join(TYPES)}")
         smallest = 4 if self.rope_type in ("ntk", "dynamic") else 2  # D / (D - 2) is their exponent
-        if not isinstance(self.head_dim, int) or self.head_dim < smallest or self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim!r}; RoPE rotates pairs, give an even number from {smallest}")
-        if not _is_number(self.theta) or not 1 < self.theta < math.inf:
-            raise ValueError(f"theta: {self.theta!r}; give a number above 1")
+        if not isinstance(self.head_dim, int) or not smallest <= self.head_dim <= MOST_DIM or self.head_dim % 2:
+            raise UserError(
+                f"head_dim: {quoted(self.head_dim)}; RoPE rotates pairs, give an even number from {smallest} to {MOST_DIM}"
+            )
+        if not _is_number(self.theta) or not 1 < self.theta <= MOST_THETA:
+            raise UserError(f"theta: {quoted(self.theta)}; give a number above 1, and up to {MOST_THETA:g}")
         for name, value in self._parameters().items():
             if name not in _used(self.rope_type):
-                raise ValueError(f"{name}: rope_type {self.rope_type!r} does not use it; leave it out")
-            least = {"factor": 1, "original_max_position_embeddings": 2}.get(name, 0)
+                raise UserError(f"{name}: rope_type {self.rope_type!r} does not use it; leave it out")
+            least = {"factor": 1, "original_max_position_embeddings": 2}.get(name, LEAST_STRETCH)
             listed = name in ("short_factor", "long_factor")
             if listed and not isinstance(value, tuple):
-                raise ValueError(f"{name}: {value!r}; give a list of numbers")
+                raise UserError(f"{name}: {quoted(value)}; give a list of numbers")
             numbers: tuple[Any, ...] = value if listed else (value,)
-            if name != "truncate" and not all(_is_number(x) and 0 < x < math.inf and x >= least for x in numbers):
-                raise ValueError(f"{name}: {value!r}; give numbers " + (f"from {least}" if least else "above 0"))
+            if name != "truncate" and not all(_is_number(x) and least <= x <= MOST_STRETCH for x in numbers):
+                raise UserError(f"{name}: {quoted(value)}; give numbers from {least:g} to {MOST_STRETCH}")
         for name in _REQUIRED[self.rope_type]:
             if getattr(self, name) is None:
-                raise ValueError(f"{name}: missing, and rope_type {self.rope_type!r} needs it")
+                raise UserError(f"{name}: missing, and rope_type {self.rope_type!r} needs it")
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if factors is not None and len(factors) != self.head_dim // 2:
-                raise ValueError(f"{name}: {len(factors)} numbers; give one for each of {self.head_dim // 2} pairs")
+                raise UserError(f"{name}: {len(factors)} numbers; give one for each of {self.head_dim // 2} pairs")
         if self.low_freq_factor is not None and not self.low_freq_factor < (self.high_freq_factor or 0):
-            raise ValueError(
+            raise UserError(
                 f"low_freq_factor: {self.low_freq_factor!r} is not below high_freq_factor {self.high_freq_factor!r}"
             )
 
@@ -125,12 +131,12 @@ class RopeSpec:
     def from_hf(cls, config: Mapping[str, Any]) -> "RopeSpec":
         """Read a `config.json`: transformers 5's `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
-        What is absent falls back as in transformers. Raises ValueError as `RopeSpec` does, and for what would rotate
+        What is absent falls back as in transformers. Raises UserError as `RopeSpec` does, and for what would rotate
         otherwise: a part of the head, parameters that differ by layer type, keys that are unknown.
         """
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(config.get(name) or {}, Mapping):
-                raise ValueError(f"{name}: {config[name]!r} is not a table of parameters")
+                raise UserError(f"{name}: {quoted(config[name])} is not a table of parameters")
         given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         longest = _length(config, "max_position_embeddings")
         rope_type = given.pop("rope_type", given.pop("type", "default"))
@@ -140,19 +146,19 @@ class RopeSpec:
         if head_dim is None:
             hidden, heads = _length(config, "hidden_size"), _length(config, "num_attention_heads")
             if hidden is None or heads is None:
-                raise ValueError(
+                raise UserError(
                     "head_dim: missing, and so is hidden_size or num_attention_heads; give head_dim or both"
                 )
             head_dim = hidden // heads
         partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
         if partial not in (None, 1):
-            raise ValueError(f"partial_rotary_factor: {partial!r} is not implemented; known is 1")
-        if rope_type not in TYPES or rope_type == "ntk":
+            raise UserError(f"partial_rotary_factor: {quoted(partial)} is not implemented; known is 1")
+        if not isinstance(rope_type, str) or rope_type not in TYPES or rope_type == "ntk":
             known = ", ".join(name for name in TYPES if name != "ntk")
-            raise ValueError(f"rope_type: {rope_type!r} is not implemented; known in a config are {known}")
+            raise UserError(f"rope_type: {quoted(rope_type)} is not implemented; known in a config are {known}")
         unknown = set(given) - {field.name for field in fields(cls)}
         if unknown:
-            raise ValueError(f"rope_parameters: {', '.join(sorted(unknown))} not implemented")
+            raise UserError(f"rope_parameters: {quoted_reason(', '.join(sorted(unknown)))} not implemented")
 
         if rope_type == "dynamic":
             given["original_max_position_embeddings"] = longest
@@ -315,8 +321,8 @@ def _decimal(value: float | None) -> Decimal:
 
 def _length(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{name}: {value!r} is not a positive whole number")
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 2**31):
+        raise UserError(f"{name}: {quoted(value)} is not a positive whole number up to {2**31}")
     return value
 
 

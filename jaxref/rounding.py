@@ -43,6 +43,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from anchorline.errors import UserError
+
 # Exponent and explicit mantissa bits.
 FORMATS = {"bf16": (8, 7), "fp16": (5, 10), "fp32": (8, 23)}
 CARRIERS = ("float64", "float32")
@@ -58,7 +60,7 @@ class Rounding:
         exp(logit - max), rounded at `probs`, and divides the result, as FlashAttention-2 does (arXiv 2307.08691, section 3.1);
         the backward pass is FlashAttention-2's too.
 
-    Raises ValueError for a carrier, format or order that does not exist.
+    Raises UserError for a carrier, format or order that does not exist.
     """
 
     carrier: Literal["float64", "float32"]
@@ -88,7 +90,7 @@ class Rounding:
         for name, value in vars(self).items():
             choices = known.get(name, (None, *FORMATS))
             if value not in choices:
-                raise ValueError(f"{name}: {value!r} is unknown; choose from {', '.join(map(str, choices))}")
+                raise UserError(f"{name}: {value!r} is unknown; choose from {', '.join(map(str, choices))}")
 
     @property
     def dtype(self) -> Any:
@@ -123,7 +125,7 @@ SITES = tuple(field.name for field in fields(Rounding) if field.name not in ("ca
 def _check_names(names: Any) -> None:
     for name in names:
         if name not in (*SITES, "carrier", "normalise"):
-            raise ValueError(f"{name}: no such site; the sites are {', '.join(SITES)}")
+            raise UserError(f"{name}: no such site; the sites are {', '.join(SITES)}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -189,7 +191,7 @@ PRESETS: dict[str, Rounding] = {
 
 
 def preset(name: str) -> Rounding:
-    """A rounding of `PRESETS`. Raises ValueError for a name that is not there."""
+    """A rounding of `PRESETS`. Raises UserError for a name that is not there."""
     if name not in PRESETS:
-        raise ValueError(f"rounding: {name!r} is no preset; choose from {', '.join(PRESETS)}")
+        raise UserError(f"rounding: {name!r} is no preset; choose from {', '.join(PRESETS)}")
     return PRESETS[name]

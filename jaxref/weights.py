@@ -18,6 +18,8 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
 
@@ -39,18 +41,18 @@ def to_arrays(decoder: Decoder) -> dict[str, jax.Array]:
 def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
     """A decoder that holds these arrays (numpy or JAX; float64, float32, bfloat16 or float16), each in its own dtype.
 
-    Raises ValueError, one line, for missing or unexpected names, wrong shapes and dtypes, and an `lm_head.weight` that
+    Raises UserError, one line, for missing or unexpected names, wrong shapes and dtypes, and an `lm_head.weight` that
     differs from the embedding it is tied to.
     """
     arrays = dict(arrays)
     _check(config, {name: np.shape(array) for name, array in arrays.items()})
     for name, array in arrays.items():
         if str(array.dtype) not in DTYPES:
-            raise ValueError(f"{name}: dtype {array.dtype} is not one of {', '.join(DTYPES)}")
+            raise UserError(f"{name}: dtype {array.dtype} is not one of {', '.join(DTYPES)}")
     if config.tie_word_embeddings and "lm_head.weight" in arrays:
         head, table = np.asarray(arrays.pop("lm_head.weight")), np.asarray(arrays["model.embed_tokens.weight"])
         if head.dtype != table.dtype or head.tobytes() != table.tobytes():
-            raise ValueError("tie_word_embeddings: true, but lm_head.weight differs from model.embed_tokens.weight")
+            raise UserError("tie_word_embeddings: true, but lm_head.weight differs from model.embed_tokens.weight")
     graph, state = nnx.split(_abstract(config))
     leaves = [jnp.asarray(arrays[name]) for name, _ in _named(state)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
@@ -59,7 +61,7 @@ def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
 def cast(decoder: Decoder, dtype: str) -> Decoder:
     """The same decoder with every parameter rounded once, to nearest even, to `dtype` (see DTYPES)."""
     if dtype not in DTYPES:
-        raise ValueError(f"dtype: {dtype!r}; known are {', '.join(DTYPES)}")
+        raise UserError(f"dtype: {dtype!r}; known are {', '.join(DTYPES)}")
 
     def rounded(array: jax.Array) -> jax.Array:
         if array.dtype == jnp.float64 and dtype == "bfloat16":
@@ -73,30 +75,33 @@ def cast(decoder: Decoder, dtype: str) -> Decoder:
 def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
     """Read `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, tensor by tensor.
 
-    Names, shapes and dtypes are checked before any tensor is read. Raises FileNotFoundError for a missing file and
-    ValueError for a config that is not implemented or weights that do not fit it.
+    Names, shapes and dtypes are checked before any tensor is read. Raises FileNotFoundError for missing weights and
+    UserError for a config that is not implemented or weights that do not fit it.
     """
     folder = Path(folder)
-    config = DecoderConfig.from_hf(read_json(folder / "config.json"))
+    config = DecoderConfig.from_hf(read_json(folder / "config.json", "config"))
     files = {name: _opened(path) for name, path in _locations(folder).items()}
     # Old Llama checkpoints also store this constant, which follows from the config.
     files = {name: file for name, file in files.items() if not name.endswith("rotary_emb.inv_freq")}
-    slices = {name: file.get_slice(name) for name, file in files.items()}
+    try:
+        slices = {name: file.get_slice(name) for name, file in files.items()}
+    except SafetensorError as error:
+        raise UserError(f"weights: {quoted(folder)} names what is not in its files ({quoted_reason(error)})") from None
     _check(config, {name: tuple(part.get_shape()) for name, part in slices.items()})
     for name, part in slices.items():
         if part.get_dtype() not in SAFETENSORS_DTYPES:
-            raise ValueError(f"{name}: dtype {part.get_dtype()} is not one of {', '.join(SAFETENSORS_DTYPES)}")
+            raise UserError(f"{name}: dtype {part.get_dtype()} is not one of {', '.join(SAFETENSORS_DTYPES)}")
     return config, from_arrays(config, {name: jnp.asarray(file.get_tensor(name)) for name, file in files.items()})
 
 
 def save_hf(folder: str | Path, decoder: Decoder) -> None:
     """Write `config.json` and `model.safetensors`, readable by transformers; the folder appears complete or not at all.
 
-    Raises ValueError if `folder` exists.
+    Raises UserError if `folder` exists.
     """
     folder = Path(folder)
     if folder.exists():
-        raise ValueError(f"folder: {folder} exists; give a new one")
+        raise UserError(f"folder: {folder} exists; give a new one")
     arrays = {name: np.asarray(array) for name, array in to_arrays(decoder).items()}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -128,10 +133,10 @@ def _check(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> None
     ):
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            raise ValueError(f"weights: {problem} {', '.join(sorted(names)[:SHOWN])}{more}")
+            raise UserError(f"weights: {problem} {', '.join(sorted(names)[:SHOWN])}{more}")
     for name, shape in wanted.items():
         if tuple(shapes[name]) != shape:
-            raise ValueError(f"{name}: shape {tuple(shapes[name])} is not the {shape} of the config")
+            raise UserError(f"{name}: shape {tuple(shapes[name])} is not the {shape} of the config")
 
 
 def _locations(folder: Path) -> dict[str, Path]:
@@ -142,7 +147,12 @@ def _locations(folder: Path) -> dict[str, Path]:
             raise FileNotFoundError(f"{single}: not found, nor {index.name} beside it")
         with _opened(single) as file:
             return dict.fromkeys(file.keys(), single)
-    locations = {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+    named = read_json(index, "weights").get("weight_map")
+    if not isinstance(named, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in named.values()
+    ):
+        raise UserError(f"weights: {quoted(index)} has no weight_map of tensors to files beside it")
+    locations = {name: folder / file for name, file in named.items()}
     for path in sorted(set(locations.values())):
         if not path.is_file():
             raise FileNotFoundError(f"{path}: not found, but {index.name} names it")
@@ -153,17 +163,4 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{path}: not safetensors, or damaged ({error})") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises FileNotFoundError, or ValueError naming the file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: not found")
-    try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return content
+        raise UserError(f"{quoted(path)}: not safetensors, or damaged ({quoted_reason(error)})") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from anchorline.errors import UserError, one_line
 from parity_tests.checking.adapter import Adapter, Resolved, attention, declare, merge, name_of, resolve
 from parity_tests.checking.cases import DTYPES, LAYOUTS, Case
 from parity_tests.checking.judging import CaseResult, judge_case
@@ -64,7 +65,7 @@ def check_attention(
         seed: of q, k, v and the cotangent.
         progress: called after each case with its result, the number of the case and of all cases.
 
-    Raises ValueError, one line: an option that does not exist, a function whose signature leaves something open. Whatever the
+    Raises UserError, one line: an option that does not exist, a function whose signature leaves something open. Whatever the
     function itself does wrong is in the result.
     """
     how = resolve(fn, merge(declare(like=like), adapter))
@@ -92,25 +93,25 @@ def make_cases(
     head_dim: int = 16,
     seed: int = 0,
 ) -> list[Case]:
-    """Multiply the options out. Raises ValueError naming an option that does not exist."""
+    """Multiply the options out. Raises UserError naming an option that does not exist."""
     layouts = list(LAYOUTS if layouts is None else layouts)
     dtypes = list(how.adapter.dtypes or ("float32", "bfloat16") if dtypes is None else dtypes)
     heads = list(HEADS if heads is None else heads)
     for field, values, choices in (("layouts", layouts, LAYOUTS), ("dtypes", dtypes, DTYPES)):
         for value in values:
             if value not in choices:
-                raise ValueError(f"{field}: {value!r} is unknown; choose from {', '.join(choices)}")
+                raise UserError(f"{field}: {value!r} is unknown; choose from {', '.join(choices)}")
         if not values:
-            raise ValueError(f"{field}: none given; choose from {', '.join(choices)}")
+            raise UserError(f"{field}: none given; choose from {', '.join(choices)}")
     if not heads or any(k < 1 or h < 1 or h % k for h, k in heads):
-        raise ValueError(f"heads: {heads}; give (query heads, key/value heads) with the first a multiple of the second")
+        raise UserError(f"heads: {heads}; give (query heads, key/value heads) with the first a multiple of the second")
     if head_dim < 1:
-        raise ValueError(f"head_dim: {head_dim}; give a positive number")
+        raise UserError(f"head_dim: {head_dim}; give a positive number")
     return [Case(LAYOUTS[name], h, k, head_dim, dtype, seed) for name in layouts for dtype in dtypes for h, k in heads]
 
 
 def choose_device(how: Resolved, device: str | None) -> str:
-    """The device to run on. Raises ValueError for one that is not there."""
+    """The device to run on. Raises UserError for one that is not there."""
     if how.adapter.library == "jax":
         import jax
 
@@ -118,13 +119,13 @@ def choose_device(how: Resolved, device: str | None) -> str:
         try:
             jax.devices("gpu" if chosen.startswith("cuda") else chosen)
         except RuntimeError as error:
-            raise ValueError(f"device: {chosen!r}: {' '.join(str(error).split())}") from None
+            raise UserError(f"device: {chosen!r}: {' '.join(str(error).split())}") from None
         return chosen
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: {chosen!r}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"device: {chosen!r}: {str(error).splitlines()[0]}") from None
     return chosen
 
 
@@ -183,8 +184,8 @@ def check_command(
                 seed=seed,
                 progress=show,
             )
-    except ValueError as error:
-        print(f"parity: {' '.join(str(error).split())}", file=sys.stderr)
+    except UserError as error:
+        print(f"parity: {one_line(error)}", file=sys.stderr)
         return 2
     Console().print(result.table())
     print(result.explain())
@@ -194,5 +195,5 @@ def check_command(
 def _pair(text: str) -> tuple[int, int]:
     head, slash, kv = text.partition("/")
     if not (slash and head.isdecimal() and kv.isdecimal()):
-        raise ValueError(f"heads: {text!r}; give query heads / key-value heads, as in 4/2")
+        raise UserError(f"heads: {text!r}; give query heads / key-value heads, as in 4/2")
     return int(head), int(kv)

@@ -1,7 +1,4 @@
-"""The command line of the judge.
-
-Exit codes: 0 the same, 1 something is not, 2 a user's mistake, 130 interrupted.
-"""
+"""The command line of the judge. It exits with 0 if all is the same and 1 if something is not; how else, `anchorline.command` says."""
 
 import shlex
 import sys
@@ -12,12 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(
-    help="Judge a computation against the oracle: is it the same, and if not, where does it part and by how much?",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+from anchorline.command import INTERRUPTED, Leave, make_app
+
+app = make_app(
+    "parity", "Judge a computation against the oracle: is it the same, and if not, where does it part and by how much?"
 )
 
 OUT = Path("runs/parity")  # of a configuration, unless told otherwise
@@ -65,7 +60,7 @@ def run(
       parity run --model my/export --against my/original --dtype bfloat16
     """
     given = {name for name in context.params if _is_given(context, name)}
-    with _mistakes_in_one_line():
+    with _interruptible():
         if config is None:
             _refuse_options(given & {"case"}, "needs a configuration")
             if against is None:
@@ -100,7 +95,7 @@ def diff(
     from parity_tests.report import diff as differences
     from parity_tests.report.schema import read_report
 
-    with _mistakes_in_one_line():
+    with _interruptible():
         found = differences.diff(read_report(a), read_report(b))
     Console().print(differences.show(found))
     counts = f"{found.same} with the same verdict, {len(found.better)} better, {len(found.worse)} worse"
@@ -165,7 +160,7 @@ def zoo(
     """
     from rich.console import Console
 
-    with _mistakes_in_one_line():
+    with _interruptible():
         from anchorline.errors import UserError
         from parity_tests.gate.case import why_not_here
         from parity_tests.gate.spec import GateConfig, expand, load_gate
@@ -325,15 +320,14 @@ def _quiet() -> None:
 
 
 @contextmanager
-def _mistakes_in_one_line() -> Iterator[None]:
+def _interruptible() -> Iterator[None]:
+    """Say of an interruption what is kept."""
     try:
         yield
-    except (ValueError, OSError) as error:  # UserError is a ValueError
-        print(f"parity: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print("parity: interrupted; with --out finished cases are kept, and the same command goes on", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise Leave(
+            "interrupted; with --out finished cases are kept, and the same command goes on", INTERRUPTED
+        ) from None
 
 
 def main() -> None:

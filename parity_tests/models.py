@@ -42,12 +42,14 @@ def tiny_model(family: str, dtype: torch.dtype, implementation: str = "anchor", 
     torch.manual_seed(seed)
     windows = {"sliding_window": None} if family == "mistral" else {}
     config = FAMILIES[family](**(SIZES | windows | changes), initializer_range=0.08)
-    drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     for name, weight in drawn.named_parameters():
         if name.endswith("bias") or "norm" in name:
             weight.data += 0.1 * torch.randn_like(weight)
     # Built in its dtype: `.to(bfloat16)` would round RoPE's inverse frequencies as well.
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=implementation, trust_remote_code=False
+    )
     model.load_state_dict(drawn.state_dict())
     return model.eval()
 

@@ -1,10 +1,9 @@
-"""The command line. A mistake is one line on standard error and exit code 2; an interruption is one line and 130, or 143 where
-SIGTERM made it (the run is saved).
+"""The command line. How it ends is `anchorline.command`'s, but for what many processes add: who speaks, and 143 where SIGTERM
+ended a run (it is saved).
 
 `torchtrain train` is one process; torchrun starts many: torchrun --nproc_per_node 8 -m torchtrain train CONFIG.
 """
 
-import json
 import os
 import sys
 import time
@@ -15,22 +14,20 @@ from typing import Annotated, Any
 
 import typer
 
-from anchorline.errors import UserError
+from anchorline.command import INTERRUPTED, MISTAKE, Leave, finite, make_app
+from anchorline.errors import UserError, one_line, quoted
 from torchtrain.errors import OtherRankFailed, RankLost, Terminated
 
 # torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits in case
 # rank 0 found the same; one with nothing to say leaves last.
 _SECONDS_BEFORE_SPEAKING = 2.0
 _SECONDS_BEFORE_LEAVING = 5.0
+MOST, MOST_PROCESSES = 2**31 - 1, 2**16
 # 128 + SIGTERM, as shells and schedulers write an end by SIGTERM.
 TERMINATED = 143
 
-app = typer.Typer(
-    help="Extend a language model's context: train it on packed long sequences, AnchorAttention and others.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+app = make_app(
+    "torchtrain", "Extend a language model's context: train it on packed long sequences, AnchorAttention and others."
 )
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="YAML config, for example configs/demo.yaml")]
@@ -42,7 +39,8 @@ Overrides = Annotated[
 
 @app.callback()
 def _torchtrain() -> None:
-    """Keep the verbs verbs: typer makes a single command the whole program."""
+    # Packages that we call must not wait for an answer from whoever started us.
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
 
 
 @app.command()
@@ -63,7 +61,7 @@ def train(
 
     On several GPUs, as the file's `distributed` section says: torchrun --nproc_per_node 8 -m torchtrain train FILE
     """
-    with _one_line_errors():
+    with _one_speaks():
         from torchtrain.config import load_config
 
         config = load_config(file, overrides or [])
@@ -98,7 +96,9 @@ def resume(
     overrides: Overrides = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=0, help="from the checkpoint of this step; 0 begins anew; default: the last"),
+        typer.Option(
+            "--step", min=0, max=MOST, help="from the checkpoint of this step; 0 begins anew; default: the last"
+        ),
     ] = None,
 ) -> None:
     """Go on with a run after anything: it ends as if it had never been interrupted.
@@ -110,12 +110,13 @@ def resume(
 
     On several GPUs: torchrun --nproc_per_node 8 -m torchtrain resume FOLDER distributed.sequence_parallel=8
     """
-    with _one_line_errors():
+    with _one_speaks():
         from torchtrain.config import load_config
 
         if not (folder / "config.yaml").is_file():
             raise UserError(f"{folder}: holds no run of ours; give the folder of one (run.folder in its config)")
-        config = load_config(folder / "config.yaml", [*(overrides or []), f"run.folder={json.dumps(str(folder))}"])
+        config = load_config(folder / "config.yaml", overrides or [])
+        config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
 
         from torchtrain.training.loop import resume as run  # isort: skip
 
@@ -128,7 +129,7 @@ def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the ru
 
     Example: torchtrain status runs/demo
     """
-    with _one_line_errors():
+    with _one_speaks():
         from torchtrain.training.status import status_lines
 
         for line in status_lines(folder):
@@ -139,17 +140,26 @@ def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the ru
 def plan(
     file: ConfigFile,
     overrides: Overrides = None,
-    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="how many, each with its own GPU")] = 1,
-    gpu_memory: Annotated[float, typer.Option("--memory", min=0, help="GiB of each GPU")] = 80,
+    processes: Annotated[
+        int, typer.Option("--processes", "-n", min=1, max=MOST_PROCESSES, help="how many, each with its own GPU")
+    ] = 1,
+    gpu_memory: Annotated[
+        float, typer.Option("--memory", min=1e-6, max=2**20, callback=finite, help="GiB of each GPU")
+    ] = 80,
     document_tokens: Annotated[
-        int | None, typer.Option(min=1, help="mean tokens of a document, which says how much attention is left")
+        int | None,
+        typer.Option(min=1, max=MOST, help="mean tokens of a document, which says how much attention is left"),
     ] = None,
-    tokens_per_second: Annotated[float | None, typer.Option(min=1e-9, help="of all processes together")] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(min=1e-9, max=1e15, callback=finite, help="of all processes together")
+    ] = None,
     measured: Annotated[
         Path | None, typer.Option(help="folder of a run on the same kind of GPU: its FLOP/s per process")
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="name of the GPU, whose peak --mfu is a share of")] = None,
-    mfu: Annotated[float | None, typer.Option(min=0.001, max=1, help="share of the peak, of --gpu")] = None,
+    mfu: Annotated[
+        float | None, typer.Option(min=0.001, max=1, callback=finite, help="share of the peak, of --gpu")
+    ] = None,
 ) -> None:
     """Tell before a run: memory of each GPU, tokens, FLOPs, expected time, and what to change if it does not fit.
 
@@ -157,7 +167,7 @@ def plan(
 
     Example: torchtrain plan configs/paper/llama2-7b-128k-anchor.yaml -n 8 --document-tokens 1060 --gpu A100 --mfu 0.4
     """
-    with _one_line_errors():
+    with _one_speaks():
         from torchtrain.config import load_config
 
         config = load_config(file, overrides or [])
@@ -207,55 +217,50 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: torchtrain config configs/demo.yaml pack.variant=intra > mine.yaml
     """
-    with _one_line_errors():
+    with _one_speaks():
         from torchtrain.config import dump_config, load_config
 
         typer.echo(dump_config(load_config(file, overrides or [])), nl=False)
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_speaks() -> Iterator[None]:
+    """Of the processes of a run, let one say why they end."""
     try:
         yield
     except UserError as error:
         rank, message = os.environ.get("RANK", "0"), str(error)
         if rank != "0":
             time.sleep(_SECONDS_BEFORE_SPEAKING)
-            message = message if message.startswith("rank ") else f"rank {rank}: {message}"
-        _fail(message, 2)
+            message = message if message.startswith("rank ") else f"rank {quoted(rank)[1:-1]}: {message}"
+        raise Leave(message, MISTAKE) from None
     except OtherRankFailed as error:
         time.sleep(_SECONDS_BEFORE_LEAVING)
-        raise typer.Exit(error.code) from None
+        raise Leave("", error.code) from None
     except RankLost as error:
-        _fail(str(error), 1)
+        raise Leave(str(error), 1) from None
     except Terminated as error:
-        _fail(str(error), TERMINATED)
+        raise Leave(str(error), TERMINATED) from None
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "torchtrain":
+        if (error.name or "").partition(".")[0] in ("torchtrain", "anchorline"):
             raise
-        _fail(f"the package {error.name} is not installed: pip install 'anchorline[torch]'", 2)
+        raise Leave(f"the package {error.name} is not installed: pip install 'anchorline[torch]'", MISTAKE) from None
+    except RuntimeError as error:
+        if not _is_memory(error):
+            raise
+        raise MemoryError(one_line(str(error).partition("\n")[0])) from error
     except KeyboardInterrupt:
-        _fail("" if os.environ.get("RANK", "0") != "0" else "interrupted", 130)
+        raise Leave("" if os.environ.get("RANK", "0") != "0" else "interrupted", INTERRUPTED) from None
 
 
-def _fail(message: str, code: int) -> None:
-    if message:  # else another rank says it
-        print(f"torchtrain: {' '.join(message.split())}", file=sys.stderr)
-    raise typer.Exit(code)
+def _is_memory(error: RuntimeError) -> bool:
+    """Whether torch got no memory: of a GPU it has a class of its own, of the host a text."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 def main() -> None:
     """Entry point of the command `torchtrain`."""
-    try:
-        sys.exit(app(standalone_mode=False))
-    except Exception as error:
-        # What typer says of arguments; its exceptions are click's own or not, by its version.
-        describe = getattr(error, "format_message", None)
-        if describe is None:
-            raise
-        if message := " ".join(describe().split()):  # empty where help was printed instead
-            print(f"torchtrain: {message}", file=sys.stderr)
-        sys.exit(2)
+    app()
 
 
 if __name__ == "__main__":

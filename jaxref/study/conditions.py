@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from anchorline.errors import UserError
 from jaxref.rounding import PRESETS, SITES, Rounding, preset
 from jaxref.study.methods import AS_THE_ORACLE, ROPE_SITES, Method
 
@@ -49,15 +50,15 @@ CONDITIONS = _named()
 
 
 def condition(name: str) -> Condition:
-    """A condition of `CONDITIONS`. Raises ValueError for a name that is not there."""
+    """A condition of `CONDITIONS`. Raises UserError for a name that is not there."""
     check_condition("condition", name)
     return CONDITIONS[name]
 
 
 def check_condition(field: str, name: str) -> None:
-    """Raise ValueError, one line naming the field, if there is no such condition."""
+    """Raise UserError, one line naming the field, if there is no such condition."""
     if name not in CONDITIONS:
-        raise ValueError(f"{field}: {name!r} is no condition; choose from {', '.join(CONDITIONS)}")
+        raise UserError(f"{field}: {name!r} is no condition; choose from {', '.join(CONDITIONS)}")
 
 
 def on_alone(fmt: str) -> list[Condition]:

@@ -4,7 +4,6 @@ Parameters are made in float32 and rounded once to the study's dtype. Norms' wei
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from anchorline import hub
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
 from jaxref.study import smollm2
@@ -51,7 +53,7 @@ class Pretrained:
 def load_pretrained(model: ModelConfig) -> Pretrained:
     """Load the model of a study, its tokenizer and BOS.
 
-    Raises ValueError, one line: no such model, an architecture that the oracle does not know, no tokenizer.json.
+    Raises UserError, one line: no such model, an architecture that the oracle does not know, no tokenizer.json.
     """
     if model.source == "smollm2":
         folder = smollm2.converted_folder(model.cache)
@@ -62,17 +64,19 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
     else:
         folder = _folder(model.source)
     try:
-        config_json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config_json = read_json(folder / "config.json", "model.source")
         _, decoder = load_hf(folder)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"model.source: {model.source!r} is no model the oracle can load: {error}") from None
+    except (UserError, OSError) as error:
+        raise UserError(f"model.source: {quoted(model.source)} is no model the oracle can load: {error}") from None
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"model.source: {folder} has no tokenizer.json, which the text is read with; add it")
+        raise UserError(f"model.source: {quoted(folder)} has no tokenizer.json, which the text is read with; add it")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more particular
-        raise ValueError(f"model.source: {file} is no tokenizer: {' '.join(str(error).split())}") from None
+    except BaseException as error:  # tokenizers raises nothing more particular, or panics in Rust
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise UserError(f"model.source: {quoted(file)} is no tokenizer: {quoted_reason(error)}") from None
     return _pretrained(model, config_json, decoder, tokenizer, _bos(folder, config_json, tokenizer))
 
 
@@ -89,41 +93,32 @@ def _pretrained(
 
 
 def _folder(source: str) -> Path:
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise ValueError(f"model.source: {source!r} is no folder, no hub id (owner/name) and not smollm2")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.source: {source!r} could not be fetched: {reason}; give a folder") from None
+    return hub.find_model(source, "model.source", ("*.json", *hub.WEIGHTS))
 
 
 def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int | None:
-    """The tokenizer's BOS, or the config's. Raises ValueError, one line: a tokenizer_config.json that says nothing of use."""
+    """The tokenizer's BOS, or the config's. Raises UserError, one line: a tokenizer_config.json that says nothing of use."""
     file, given = folder / "tokenizer_config.json", {}
     if file.is_file():
-        try:
-            given = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"model.source: {file} is no JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise ValueError(f"model.source: {file} holds no settings by name, but a {type(given).__name__}")
+        given = read_json(file, "model.source")
     token = given.get("bos_token")
     if isinstance(token, dict):
         token = token.get("content")
     if token is not None:
         found = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if found is None:
-            raise ValueError(f"model.source: {file} names the bos_token {token!r}, which tokenizer.json does not have")
+            raise UserError(
+                f"model.source: {quoted(file)} names the bos_token {quoted(token)}, which tokenizer.json does not have"
+            )
         return found
     found = config_json.get("bos_token_id")
-    return found[0] if isinstance(found, list) else found
+    found = found[0] if isinstance(found, list) and found else found
+    vocabulary = config_json["vocab_size"]
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < vocabulary):
+        raise UserError(
+            f"bos_token_id: {quoted(found)} in {quoted(folder / 'config.json')} is no token of {vocabulary}"
+        )
+    return found
 
 
 def variant(pretrained: Pretrained, name: str, seed: int) -> Decoder:

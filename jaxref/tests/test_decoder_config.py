@@ -76,7 +76,7 @@ def test_a_sliding_window_is_refused_where_it_would_matter():
         ({"vocab_size": 0}, "vocab_size: 0 is not a positive whole number"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers: '2' is not a positive whole number"),
         ({"intermediate_size": None}, "intermediate_size: missing"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps: 0 is not a positive number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: 0 is not a number between 0 and 1"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is not true or false"),
         ({"head_dim": None, "hidden_size": 13}, "hidden_size: 13 is no multiple of num_attention_heads 4"),
     ],

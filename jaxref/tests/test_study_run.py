@@ -237,7 +237,7 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
 
     model, text = given
     for arguments, line in (
-        ([text, "model.source=no/such/folder/here"], "is no folder, no hub id (owner/name) and not smollm2"),
+        ([text, "model.source=no/such/folder/here"], "and no hub id such as name/model; give one of them, or smollm2"),
         ([model, "text.source=nowhere.txt"], "text.source: 'nowhere.txt' is neither demo nor a .jsonl"),
         ([*given, "lengths.lengths=[500]"], "has 0 documents of 500 tokens or more, and 2 are needed"),
         ([*given, "text.field=body"], "has no string 'body'"),
@@ -262,8 +262,8 @@ def test_an_unknown_architecture_is_refused(given, tmp_path):
     ("file", "content", "line"),
     [
         ("tokenizer.json", "{}", "tokenizer.json is no tokenizer: "),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no settings by name, but a list"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json is no JSON: "),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no values by name, but a list"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON ("),
         (
             "tokenizer_config.json",
             '{"bos_token": "<s>"}',

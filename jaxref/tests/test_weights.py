@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from anchorline.errors import UserError
 from jaxref.decoder_config import DecoderConfig
 from jaxref.tests.decoders import FAMILIES, hf_config, random_arrays, tiny
 from jaxref.weights import cast, from_arrays, load_hf, parameter_shapes, save_hf, to_arrays
@@ -124,13 +125,13 @@ def test_what_does_not_fit_is_named(tmp_path):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config.json: not found"):
+    with pytest.raises(UserError, match=r"no such file or directory \(.*config.json\)"):
         load_hf(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama")))
     with pytest.raises(FileNotFoundError, match=r"model.safetensors: not found, nor model.safetensors.index.json"):
         load_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json: not JSON"):
+    with pytest.raises(ValueError, match=r"config.json is not JSON"):
         load_hf(tmp_path)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from anchorline.errors import UserError
 from parity_tests.checking.cases import DTYPES, FEATURES, LIKE
 
 Library = Literal["torch", "jax"]
@@ -70,12 +71,12 @@ class Adapter:
         ):
             value = getattr(self, field)
             if value is not None and value not in choices:
-                raise ValueError(f"{field}: {value!r} is unknown; choose from {', '.join(choices)}")
+                raise UserError(f"{field}: {value!r} is unknown; choose from {', '.join(choices)}")
         for field, values, choices in (("dtypes", self.dtypes or (), DTYPES), ("lacks", self.lacks, FEATURES)):
             for value in values:
                 if value not in choices:
                     near = difflib.get_close_matches(value, choices, n=1)
-                    raise ValueError(
+                    raise UserError(
                         f"{field}: {value!r} is unknown; "
                         + (f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}")
                     )
@@ -91,7 +92,7 @@ def declare(
     dtypes: Iterable[str] | str | None = None,
     lacks: Iterable[str] | str = (),
 ) -> Adapter:
-    """An `Adapter`; single names may stand for collections of one. Raises ValueError naming field, value and choices."""
+    """An `Adapter`; single names may stand for collections of one. Raises UserError naming field, value and choices."""
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     lacks = (lacks,) if isinstance(lacks, str) else lacks
     return Adapter(
@@ -137,13 +138,13 @@ class Resolved:
 def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved:
     """Complete a declaration by what the function's signature and code say.
 
-    Raises ValueError, one line that says what to declare: something is open or contradicts itself.
+    Raises UserError, one line that says what to declare: something is open or contradicts itself.
     """
     adapter = merge(declared, getattr(fn, "parity_attention", None))
     name = name_of(fn)
     parameters = _parameters(fn)
     if parameters is None and adapter.documents is None:
-        raise ValueError(
+        raise UserError(
             f"{name}: its signature cannot be read; wrap it in a def, or declare documents=... and library=..."
         )
     meanings = {p.name: _MEANING.get(_plain(p.name)) for p in parameters or ()}
@@ -159,22 +160,22 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
         elif unknown:
             keywords[wanted] = unknown[0]
         else:
-            raise ValueError(
+            raise UserError(
                 f"{name}: declared documents={documents!r}, but none of its parameters can take it: {list(meanings)}"
             )
     for p in parameters or ():
         if p.name not in qkv and p.name not in keywords.values() and _required(p):
-            raise ValueError(
+            raise UserError(
                 f"{name}: parameter {p.name!r} has no default and is not known; wrap the function in one without it"
             )
     layout = adapter.layout or ("varlen" if documents == "cu_seqlens" else _layout_of(qkv))
     if (layout == "varlen") != (documents == "cu_seqlens"):
-        raise ValueError(
+        raise UserError(
             f"{name}: layout {layout!r} with documents {documents!r}; varlen goes with cu_seqlens and nothing else"
         )
     library = adapter.library or _library_of(fn, name, documents)
     if library == "jax" and documents in ("plan", "block_mask"):
-        raise ValueError(
+        raise UserError(
             f"{name}: documents {documents!r} is a torch object; with jax choose document_ids, mask or cu_seqlens"
         )
     lacks = set(adapter.lacks)
@@ -220,7 +221,7 @@ def _first_three(name: str, parameters: list[inspect.Parameter] | None) -> tuple
         return [], (0, 1, 2)
     names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY][:3]
     if len(names) < 3:
-        raise ValueError(
+        raise UserError(
             f"{name}: takes {len(names)} positional arguments; an attention function takes q, k, v and the documents"
         )
     letters = [_plain(n)[:1] for n in names]
@@ -235,7 +236,7 @@ def _documents_kind(name: str, meanings: set[str]) -> Documents:
     if len(kinds) == 1:
         return kinds[0]  # type: ignore[return-value]
     what = f"takes {' and '.join(kinds)}" if kinds else "has no parameter that is known to take documents"
-    raise ValueError(f"{name}: {what}; declare documents= one of {', '.join(get_args(Documents))}")
+    raise UserError(f"{name}: {what}; declare documents= one of {', '.join(get_args(Documents))}")
 
 
 def _layout_of(qkv: list[str]) -> Tensors:
@@ -255,7 +256,7 @@ def _library_of(fn: Callable[..., Any], name: str, documents: str) -> Library:
         found: list[Library] = [library for library in get_args(Library) if any(_belongs(x, library) for x in places)]
         if len(found) == 1:
             return found[0]
-    raise ValueError(
+    raise UserError(
         f"{name}: cannot tell whether it takes torch or jax arrays; declare library='torch' or library='jax'"
     )
 

@@ -9,27 +9,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from anchorline.errors import UserError
+
 
 def load_target(target: str) -> Callable[..., Any]:
     """Import `module:name` or `path/to/file.py:name`; names may have dots. The working directory is importable.
 
-    Raises ValueError, one line: nothing to import, the import fails, no such name, not callable.
+    Raises UserError, one line: nothing to import, the import fails, no such name, not callable.
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(f"target {target!r}: expected module:function, or path/to/file.py:function")
+        raise UserError(f"target {target!r}: expected module:function, or path/to/file.py:function")
     found: Any = _load_file(Path(place)) if place.endswith(".py") else _import(place)
     for part in name.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
-            raise ValueError(
+            raise UserError(
                 f"target {target!r}: {place} has no {part!r}" + (f"; did you mean {near[0]!r}?" if near else "")
             )
         found = getattr(found, part)
     if inspect.isclass(found):
-        raise ValueError(f"target {target!r}: is a class; name a function, or an instance that can be called")
+        raise UserError(f"target {target!r}: is a class; name a function, or an instance that can be called")
     if not callable(found):
-        raise ValueError(f"target {target!r}: is not callable, but a {type(found).__name__}")
+        raise UserError(f"target {target!r}: is not callable, but a {type(found).__name__}")
     return found
 
 
@@ -40,17 +42,17 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise ValueError(
+            raise UserError(
                 f"target {module!r}: no module named {error.name!r} here or among the installed packages"
             ) from None
-        raise ValueError(f"target {module!r}: importing it fails: {error}") from None
+        raise UserError(f"target {module!r}: importing it fails: {error}") from None
     except (Exception, SystemExit) as error:
-        raise ValueError(f"target {module!r}: importing it raises {type(error).__name__}: {_line(error)}") from None
+        raise UserError(f"target {module!r}: importing it raises {type(error).__name__}: {_line(error)}") from None
 
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"target {str(path)!r}: no such file")
+        raise UserError(f"target {str(path)!r}: no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -60,7 +62,7 @@ def _load_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"target {str(path)!r}: importing it raises {type(error).__name__}: {_line(error)}") from None
+        raise UserError(f"target {str(path)!r}: importing it raises {type(error).__name__}: {_line(error)}") from None
     return module
 
 

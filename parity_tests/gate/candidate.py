@@ -146,7 +146,9 @@ def _build(spec: CaseSpec) -> Any:
         return load_model(folder, config, settings, spec.engine, where)
     config = _extended(tiny_config(spec.model), spec)
     # Built in its dtype: `.to(bfloat16)` would round RoPE's inverse frequencies as well.
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation_name(spec.engine))
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=implementation_name(spec.engine), trust_remote_code=False
+    )
     weights = {name: torch.from_numpy(array).to(dtype) for name, array in tiny_weights(spec.model, spec.seed).items()}
     # A tied head has no weight of its own.
     model.load_state_dict(weights, strict=not config.tie_word_embeddings)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from anchorline.errors import UserError
+from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
-from jaxref.weights import parameter_shapes, read_json
+from jaxref.weights import parameter_shapes
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.models import FAMILIES
 from torchtrain.config import TrainConfig
@@ -105,20 +106,9 @@ def _tokens(spec: CaseSpec, count: int, random: np.random.Generator) -> np.ndarr
 def source(model: str) -> str:
     """The folder of a model with real weights. Raises UserError for what is none or cannot be reached."""
     try:
-        found = resolve_source(model, CACHE)
+        return resolve_source(model, CACHE)
     except UserError as error:
         raise UserError(str(error).replace("model.source", "model", 1)) from None
-    if Path(found).is_dir():
-        return found
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "tokenizer*"])
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split()).partition(". ")[0]
-        raise UserError(
-            f"model {model!r}: no folder here, and the hub has no such id or cannot be reached: {reason}"
-        ) from None
 
 
 def tiny_config(model: str) -> Any:
@@ -169,7 +159,7 @@ def decoder_config(spec: CaseSpec) -> DecoderConfig:
     if spec.model in TINY:
         config = DecoderConfig.from_hf(tiny_config(spec.model).to_dict())
     else:
-        config = DecoderConfig.from_hf(read_json(Path(source(spec.model)) / "config.json"))
+        config = DecoderConfig.from_hf(read_json(Path(source(spec.model)) / "config.json", "model"))
     if spec.rope == "keep":
         return config
     settings = rope_settings(spec.rope, config.head_dim // 2)

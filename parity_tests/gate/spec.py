@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from anchorline import settings
+from anchorline.errors import UserError
 from parity_tests.report.schema import Group
 from torchtrain.config import PackConfig
 
@@ -56,7 +57,7 @@ class CaseSpec(_Strict):
     def _is_possible(self) -> Self:
         PackConfig(sequence_length=2, variant=self.variant)  # says what is wrong with a variant
         if self.position_offset + self.tokens > _POSITIONS:
-            raise ValueError(f"position_offset {self.position_offset}: positions stay below {_POSITIONS}")
+            raise UserError(f"position_offset {self.position_offset}: positions stay below {_POSITIONS}")
         return self
 
     @field_validator("stages")
@@ -117,11 +118,11 @@ class GateConfig(_Strict):
     def _cases_are_distinct(self) -> Self:
         specs = expand(self)
         if not specs:
-            raise ValueError("no case; give `matrix` an entry, or `cases`")
+            raise UserError("no case; give `matrix` an entry, or `cases`")
         seen: set[str] = set()
         for spec in specs:
             if spec.id in seen:
-                raise ValueError(f"case {spec.id} is asked for twice; remove one")
+                raise UserError(f"case {spec.id} is asked for twice; remove one")
             seen.add(spec.id)
         return self
 

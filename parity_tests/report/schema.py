@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from anchorline.errors import UserError
 from parity_tests.tolerance import Judged
 
 VERSION = 1
@@ -114,9 +115,9 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def read_report(path: Path) -> Report:
-    """Read a report. Raises ValueError, one line: no file, not JSON, not this version of the schema."""
+    """Read a report. Raises UserError, one line: no file, not JSON, not this version of the schema."""
     if not path.is_file():
-        raise ValueError(f"report {path}: no such file")
+        raise UserError(f"report {path}: no such file")
     try:
         return Report.model_validate_json(path.read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as error:
@@ -124,6 +125,6 @@ def read_report(path: Path) -> Report:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-        raise ValueError(
+        raise UserError(
             f"report {path}: not a report of schema version {VERSION}: {' '.join(reason.split())}"
         ) from None

@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 from transformers.utils.logging import disable_progress_bar
 
+from anchorline.command import INTERRUPTED, Command, Leave
 from jaxref.study.report import write_report
 from jaxref.study.run import RESULTS
 from jaxref.study.spec import load_study
 from parity_tests.study.run import DTYPES, run_torch_study
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command("study", cls=Command)
 def main(
     config: Annotated[Path, typer.Argument(help="a study; its section shift_pairs is run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="changes to it: shift_pairs.tokens=128")] = None,
@@ -29,15 +33,11 @@ def main(
     try:
         loaded = load_study(config, overrides or [])
         found = run_torch_study(loaded, out, implementation, dtype, advance, " ".join(sys.argv))
-    except (ValueError, OSError) as error:
-        print(f"study: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print("study: interrupted; finished sequences are kept, and the same command goes on", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise Leave("interrupted; finished sequences are kept, and the same command goes on", INTERRUPTED) from None
     print(f"{len(found.records)} records in {out / RESULTS}")
     print(f"report: {write_report(found, out)}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from anchorline.errors import UserError
 from jaxref.rope import inverse_frequencies
 from jaxref.study import schema
 from jaxref.study.cells import fingerprint
@@ -71,7 +72,7 @@ def shift_records(rows: Sequence[Shifts], section: ShiftPairsConfig, attention_f
 def load_torch(config: StudyConfig, pretrained: Pretrained, implementation: str, dtype: str) -> tuple[Any, bool]:
     """The torch model, tried on a few tokens, and whether its implementation returns attention.
 
-    Its parameters are those that the oracle has under `model.weights`. Raises ValueError, one line: they are not of this dtype,
+    Its parameters are those that the oracle has under `model.weights`. Raises UserError, one line: they are not of this dtype,
     or the implementation does not exist or does not run here.
     """
     from transformers import AutoModelForCausalLM
@@ -81,7 +82,7 @@ def load_torch(config: StudyConfig, pretrained: Pretrained, implementation: str,
 
     held = str(pretrained.decoder.embed_tokens.weight[...].dtype)
     if dtype not in ("float32", held):
-        raise ValueError(
+        raise UserError(
             f"--dtype: {dtype} does not hold the parameters of model.weights={config.model.weights}, which are {held}; "
             f"give model.weights={dtype}"
         )
@@ -90,7 +91,11 @@ def load_torch(config: StudyConfig, pretrained: Pretrained, implementation: str,
     returns: list[bool] = []
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=implementation
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation=implementation,
+            trust_remote_code=False,
+            local_files_only=True,
         )
         with torch.no_grad():
             for parameter in model.parameters():  # in place: `.to` would round RoPE's frequencies as well
@@ -100,7 +105,7 @@ def load_torch(config: StudyConfig, pretrained: Pretrained, implementation: str,
         side_by_side(model, few, few[None], lambda _, runs: returns.append(runs[0].weights is not None))
     except (ImportError, ValueError, KeyError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
-        raise ValueError(f"--implementation: {implementation!r} does not run here: {reason}; give another") from None
+        raise UserError(f"--implementation: {implementation!r} does not run here: {reason}; give another") from None
     return model, all(returns)
 
 
@@ -116,14 +121,14 @@ def run_torch_study(
 
     Every sequence is kept in `out/cells`, named by a hash of what its numbers depend on, as in `jaxref.study.run`.
 
-    Raises ValueError, one line: no such section, model, implementation or text; an output folder of another study.
+    Raises UserError, one line: no such section, model, implementation or text; an output folder of another study.
     """
     started = datetime.now(UTC)
     section = config.shift_pairs
     if section is None:
-        raise ValueError("shift_pairs: the configuration has no such section, and no other is run on a torch model")
+        raise UserError("shift_pairs: the configuration has no such section, and no other is run on a torch model")
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype: {dtype!r}; give {', '.join(DTYPES)}")
+        raise UserError(f"--dtype: {dtype!r}; give {', '.join(DTYPES)}")
     marked = config.model_copy(update={"title": f"{config.title} (torch {implementation} {dtype})"})
     claim(marked, out)
     pretrained = load_pretrained(config.model)

@@ -20,6 +20,7 @@ FREE = (
     "train.skip_bad_steps",
     "train.loss_spike",
     "model.activation_checkpointing",
+    "model.trust_remote_code",
 )
 _ABSENT = "nothing"
 

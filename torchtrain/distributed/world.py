@@ -8,6 +8,7 @@ DeepSpeed's engine asks for one.
 """
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from anchorline.errors import UserError, disk_fault
+from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
 from torchtrain.config import Config
 from torchtrain.distributed.heartbeat import heartbeat
 from torchtrain.errors import OtherRankFailed, RankLost
@@ -105,11 +106,39 @@ ALONE = World()
 
 
 def here() -> tuple[int, int, int]:
-    """Return (rank, size, local rank) as torchrun gives them; (0, 1, 0) without it."""
-    return tuple(int(os.environ.get(name, default)) for name, default in _PLACE)  # type: ignore[return-value]
+    """Return (rank, size, local rank) as torchrun gives them; (0, 1, 0) without it.
+
+    Raises:
+        UserError: one of the variables is no such number, or where the processes meet is not said or cannot be found.
+    """
+    size = _number("WORLD_SIZE", 1, 1, _MOST_PROCESSES)
+    rank = _number("RANK", 0, 0, size - 1)
+    local_rank = _number("LOCAL_RANK", 0, 0, size - 1)
+    if size > 1:
+        _number("MASTER_PORT", None, 1, 65_535)
+        address = os.environ.get("MASTER_ADDR", "")
+        try:
+            socket.getaddrinfo(address or None, os.environ["MASTER_PORT"], type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # a name that is too long for a network is none
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"MASTER_ADDR {quoted(address)}: {one_line(reason)}; {_ADVICE}") from None
+        if not address:
+            raise UserError(f"MASTER_ADDR: missing, and WORLD_SIZE is {size}; {_ADVICE}")
+    return rank, size, local_rank
 
 
-_PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+_ADVICE = "start processes with torchrun, which sets it"
+_MOST_PROCESSES = 2**16
+
+
+def _number(name: str, default: int | None, least: int, most: int) -> int:
+    """Return what a variable of the environment says, or the default where it is not set."""
+    said = os.environ.get(name)
+    if said is None and default is not None:
+        return default
+    if said is None or not (said.isascii() and said.isdecimal() and len(said) < 10) or not least <= int(said) <= most:
+        raise UserError(f"{name} {quoted(said)}: no whole number from {least} to {most}; {_ADVICE}")
+    return int(said)
 
 
 @contextmanager
@@ -119,7 +148,7 @@ def join(config: Config) -> Iterator[World]:
     NCCL where there is CUDA (each process its own GPU), gloo anywhere else.
 
     Raises:
-        UserError: more processes on this machine than GPUs.
+        UserError: more processes on this machine than GPUs; or they cannot meet.
         RankLost: a process is gone, found when this one waited for it.
     """
     rank, size, local_rank = here()
@@ -139,7 +168,15 @@ def join(config: Config) -> Iterator[World]:
         return
     backend = "nccl" if cuda else "gloo"
     if size > 1:
-        dist.init_process_group(backend, device_id=device if cuda else None)
+        try:
+            dist.init_process_group(backend, device_id=device if cuda else None)
+        except dist.DistError as error:
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            reason = quoted_reason(str(error).partition("\n")[0])
+            raise UserError(
+                f"MASTER_ADDR and MASTER_PORT, {quoted(place)[1:-1]}: the processes cannot meet there: {reason}; choose another "
+                "port (torchrun --master_port)"
+            ) from None
     else:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -4,15 +4,17 @@ Legend: B batch · T tokens of a row · M model width · V vocabulary.
 """
 
 import logging
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from anchorline.errors import UserError
+from anchorline import hub
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import read_json
 from torchtrain.config import ModelConfig
 from torchtrain.modeling.smollm2 import smollm2_folder
 
@@ -21,69 +23,146 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# What transformers reads of a folder, besides weights and the tokenizer's own file; each holds one JSON object.
+_SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "model.safetensors.index.json",
+)
+_OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_template.jinja")
+# Where a config leaves these, building or running the model would take for ever, or end in an overflow.
+_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**31,
+}
 
 
-def resolve_source(source: str, cache: str | Path, say: Callable[[str], None] = logger.info) -> str:
-    """Return a folder or a hub id that transformers can load.
+def resolve_source(
+    source: str,
+    cache: str | Path,
+    say: Callable[[str], None] = logger.info,
+    *,
+    weights: bool = True,
+    trust_remote_code: bool = False,
+) -> str:
+    """Return a folder that transformers can load, every file of settings in it read once.
 
     Args:
         source: `model.source`: `smollm2`, a folder with a config.json, or a hub id.
         cache: where `smollm2` is converted to.
-        say: takes the line that the conversion begins.
+        say: takes the line that the conversion begins, or that the hub is asked.
+        weights: whether they are needed, too: a hub's are then fetched.
+        trust_remote_code: whether the model's own code is needed, too.
 
     Raises:
-        UserError: none of the three; or `smollm2` cannot be made.
+        UserError: none of the three, a damaged file; or `smollm2` cannot be made.
     """
     if source == "smollm2":
         return str(smollm2_folder(cache, say))
-    folder = Path(source).expanduser()
-    if (folder / "config.json").is_file():
-        return str(folder)
-    if folder.exists() or not _HUB_ID.fullmatch(source):
-        raise UserError(f"model.source {source!r}: no folder with a config.json, and no hub id such as name/model")
-    return source
+    wanted = (*hub.CONFIGS, *(hub.WEIGHTS if weights else ()), *(hub.CODE if trust_remote_code else ()))
+    folder = hub.find_model(source, "model.source", wanted, say)
+    for name in _SETTINGS:
+        if (folder / name).exists():
+            read_json(folder / name, f"model.source {quoted(source)}")
+    for name in _OTHER_FILES:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise UserError(f"model.source {quoted(source)}: {quoted(folder / name)} is no regular file; replace it")
+    if weights and not any(folder.glob("*.safetensors")):
+        found = next((path.name for path in sorted(folder.glob("*.bin"))), None)
+        instead = f"; {quoted(found)} may run code when it is read, so convert it to safetensors" if found else ""
+        raise UserError(f"model.source {quoted(source)}: the folder holds no weights in *.safetensors{instead}")
+    return str(folder)
 
 
-def open_config(source: str) -> "PretrainedConfig":
+@contextmanager
+def _read_by_library(source: str, what: str, trust_remote_code: bool = False) -> Iterator[None]:
+    """Tell in one line whatever a library says of a user's files: what it raises of a damaged one can be anything.
+
+    Only calls into a library may stand in the block.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else None  # it says so without a heading
+        reason = _first_line(cause or error)
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            reason = "it needs code that comes with the model; read that, and if you trust it set model.trust_remote_code=true"
+        elif isinstance(error, KeyError | AttributeError | TypeError | IndexError):
+            reason = f"{type(error).__name__}: {reason}"  # whose text alone says little
+        raise UserError(f"model.source {quoted(source)}: {what}: {reason}") from error
+    except BaseException as error:  # tokenizers panics in Rust
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise UserError(f"model.source {quoted(source)}: {what}: {_first_line(error)}") from None
+
+
+def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConfig":
     """Read a model's config, without its weights.
+
+    Args:
+        source: what `resolve_source` returned.
+        trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
 
     Raises:
         UserError: it cannot be read, or it is not a causal language model's that transformers knows.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except OSError as error:
+    with _read_by_library(source, "its config.json is refused", trust_remote_code):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
+    own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
         raise UserError(
-            f"model.source {source!r}: no folder and no id that can be reached: {_first_line(error)}"
-        ) from None
-    except (ValueError, KeyError, StrictDataclassError) as error:
-        reason = _first_line(error.__cause__ or error)  # the cause says it without a heading
-        raise UserError(f"model.source {source!r}: its config.json is refused: {reason}") from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"model.source {source!r}: {config.model_type} is no causal language model of transformers")
+            f"model.source {quoted(source)}: {quoted(config.model_type)} is no causal language model of transformers"
+        )
+    _check_sizes(source, config)
     return config
 
 
-def open_tokenizer(source: str) -> "PreTrainedTokenizerFast":
+def _check_sizes(source: str, config: "PretrainedConfig") -> None:
+    """Refuse sizes that no model has, which building it would not survive."""
+    for name, most in _SIZES.items():
+        size = getattr(config, name, None)
+        if size is None:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= most:
+            raise UserError(
+                f"model.source {quoted(source)}: its config.json is refused: {name} {quoted(size)} is no whole number "
+                f"from 1 to {most:,}"
+            )
+
+
+def open_tokenizer(source: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
     """Read a model's tokenizer.
+
+    Args:
+        source: what `resolve_source` returned.
+        trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
 
     Raises:
         UserError: it cannot be read, or it is a slow one.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.source {source!r}: no tokenizer: {_first_line(error)}") from None
+    with _read_by_library(source, "no tokenizer", trust_remote_code):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         name = type(tokenizer).__name__
-        raise UserError(f"model.source {source!r}: {name} is a slow tokenizer; convert it to a tokenizer.json")
+        raise UserError(f"model.source {quoted(source)}: {name} is a slow tokenizer; convert it to a tokenizer.json")
     return tokenizer
 
 
@@ -128,13 +207,13 @@ def load_model(
         UserError: weights missing, cut off or of another shape, attention that cannot be replaced, or a check below that
             fails.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from torchtrain.attention.hf import implementation_name, register
 
     register()
-    try:
+    _check_weights(source)
+    with _read_by_library(source, "the model cannot be built", model.trust_remote_code):
         loaded: PreTrainedModel
         loaded, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             source,
@@ -143,21 +222,18 @@ def load_model(
             attn_implementation=implementation_name(engine),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # and refused here: transformers names them only in a report that it logs
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,  # a pickle may run code
         )
-    except SafetensorError as error:
-        raise UserError(
-            f"model.source {source!r}: a safetensors file is damaged or cut off ({error}); copy or download it again"
-        ) from None
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"model.source {source!r}: {_first_line(error)}") from None
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise UserError(
-            f"model.source {source!r}: {len(mismatched)} weights do not fit its config.json, the first is {name}: "
+            f"model.source {quoted(source)}: {len(mismatched)} weights do not fit its config.json, the first is {name}: "
             f"{list(found)} in the file, {list(expected)} by the config"
         )
     if missing := sorted(info["missing_keys"]):
-        raise UserError(f"model.source {source!r}: {len(missing)} weights are missing, the first is {missing[0]}")
+        raise UserError(f"model.source {quoted(source)}: {len(missing)} weights are missing, the first is {missing[0]}")
     loaded = loaded.to(device)  # pyright: ignore[reportArgumentType]
     check_head(loaded)
     check_separation(loaded)
@@ -166,6 +242,36 @@ def load_model(
         enable = getattr(loaded, "activation_checkpointing_enable", loaded.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return loaded.train()
+
+
+def _check_weights(source: str) -> None:
+    """Open every file of weights, and hold the index against them.
+
+    Raises:
+        UserError: one is damaged, cut off, or named by the index and not there.
+    """
+    from safetensors import safe_open
+
+    folder = Path(source)
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    if index.exists():
+        named = read_json(index, f"model.source {quoted(source)}").get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise UserError(f"model.source {quoted(source)}: {quoted(index)} has no weight_map of tensors to files")
+        names = sorted(set(named.values()))
+        if stray := next((name for name in names if Path(name).name != name or not (folder / name).is_file()), None):
+            raise UserError(f"model.source {quoted(source)}: {quoted(index)} names {quoted(stray)}, which is not there")
+        files = [folder / name for name in names]
+    for path in files:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except Exception as error:  # SafetensorError, or of the system
+            raise UserError(
+                f"model.source {quoted(source)}: {quoted(path.name)}: a safetensors file is damaged or cut off "
+                f"({_first_line(error)}); copy or download it again"
+            ) from None
 
 
 def hidden_states(model: "PreTrainedModel", batch: dict[str, Tensor], plan: Any = None) -> Tensor:
@@ -238,4 +344,4 @@ def _tiny_batch(model: "PreTrainedModel") -> dict[str, Tensor]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return quoted_reason(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__))

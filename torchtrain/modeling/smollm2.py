@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from anchorline.errors import UserError
 
@@ -96,8 +97,8 @@ def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    read = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
+    read: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32, trust_remote_code=False)
     # save_pretrained refuses a model that was quantised: the same weights in a model that never was.
     config = model.config
     if hasattr(config, "quantization_config"):
@@ -105,7 +106,7 @@ def _convert(source: Path, folder: Path) -> None:
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**read).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**read, trust_remote_code=False).save_pretrained(folder)
 
 
 def _rename(partial: Path, target: Path) -> None:

@@ -143,8 +143,8 @@ GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="flash runs on this m
     [
         ("train.step=3", "train.step: unknown key; did you mean train.steps?"),
         ("rope.theta=keep", f"the model holds {POSITIONS} positions"),
-        ("model.source=/no/such/folder", "no folder with a config.json, and no hub id"),
-        ("model.source=nobody/nothing", "no folder and no id that can be reached"),
+        ("model.source=/no/such/folder", "no folder with a config.json here, and no hub id"),
+        ("model.source=nobody/nothing", "no folder with a config.json here, and no id that can be reached"),
         ("data.sources.0.files=/no/such/*.jsonl", "matches no file"),
         ("data.min_tokens=1000000", "the corpus is empty"),
         ("data.held_out_share=0.0", "data.held_out_share 0 "),

@@ -76,7 +76,9 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
         config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     with torch.device("meta"):
         dtype = getattr(torch, settings.dtype)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_STAND_IN)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=_STAND_IN, trust_remote_code=settings.trust_remote_code
+        )
     if settings.activation_checkpointing:
         enable_checkpointing(model)
     for parameter in model.parameters():

@@ -67,7 +67,9 @@ def model_config(config: Config) -> "PretrainedConfig":
     Raises:
         UserError: as `set_up`.
     """
-    own = open_config(resolve_source(config.model.source, config.data.cache))
+    trusted = config.model.trust_remote_code
+    source = resolve_source(config.model.source, config.data.cache, weights=False, trust_remote_code=trusted)
+    own = open_config(source, trusted)
     check_config(own, config.pack.sequence_length)
     check_heads(config, own)
     return extend(own, config.rope, config.pack.sequence_length)
@@ -208,6 +210,7 @@ def _changes(config: Config, processes: int) -> Iterator[tuple[str, dict[str, in
     yield "model", {"activation_checkpointing": True}
     yield "train", {"micro_batch": 1}
     for shared in range(config.distributed.sequence_parallel + 1, processes + 1):
-        yield "distributed", {"sequence_parallel": shared}
+        if processes % shared == 0:
+            yield "distributed", {"sequence_parallel": shared}
     yield "distributed", {"offload": "optimizer"}
     yield "distributed", {"offload": "all"}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from anchorline.errors import UserError
+from anchorline.files import read_json
 from torchtrain.attention import resolve_engine
 from torchtrain.attention.dense import check_tokens
 from torchtrain.config import Config
@@ -82,15 +83,16 @@ def set_up(
     if engine == "dense":
         check_tokens(length)
 
-    source = resolve_source(config.model.source, config.data.cache, say)
-    own_config = open_config(source)
+    trusted = config.model.trust_remote_code
+    source = resolve_source(config.model.source, config.data.cache, say, trust_remote_code=trusted)
+    own_config = open_config(source, trusted)
     check_config(own_config, length)
     check_heads(config, own_config)
     own_positions: int = own_config.max_position_embeddings
     model_config = extend(own_config, config.rope, length)
     if config.pack.base_variant == "intra_reset":
         check_resets(model_config, length)
-    tokenizer = open_tokenizer(source)
+    tokenizer = open_tokenizer(source, trusted)
     check_tokenizer(tokenizer, model_config.vocab_size)
     anchor_ids(tokenizer, config.pack)
 
@@ -207,6 +209,6 @@ def _left_out(store: TokenStore, dropped: int) -> str:
     return ", ".join(parts)
 
 
-def _origin(source: str) -> dict[str, str]:
+def _origin(source: str) -> dict[str, Any]:
     path = Path(source) / ORIGIN
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"source": source}
+    return read_json(path, "model.source") if path.is_file() else {"source": source}

@@ -1,11 +1,12 @@
 """Render a finished study again from its results.json: `python -m jaxref.study.report runs/study`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from anchorline.command import Command
+from anchorline.errors import UserError
 from jaxref.study.report import write_report
 from jaxref.study.report.docs import refresh
 from jaxref.study.schema import Results, read_results
@@ -13,7 +14,7 @@ from jaxref.study.schema import Results, read_results
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command("study", cls=Command)
 def render(
     folder: Annotated[
         Path, typer.Argument(help="folder of a study; its results.json is read, the page is written there")
@@ -30,22 +31,18 @@ def render(
     ] = None,
 ) -> None:
     """Render a finished study again; nothing is computed."""
-    try:
-        results = read_results(folder / "results.json")
-        for other in beside or []:
-            results = together(results, read_results(other / "results.json"))
-        if document is not None:
-            refresh(results, document)
-        print(write_report(results, folder))
-    except (ValueError, OSError) as error:
-        print(f"study: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(2) from None
+    results = read_results(folder / "results.json")
+    for other in beside or []:
+        results = together(results, read_results(other / "results.json"))
+    if document is not None:
+        refresh(results, document)
+    print(write_report(results, folder))
 
 
 def together(results: Results, other: Results) -> Results:
     """The first study with the records of the second.
 
-    Raises ValueError: they are not of the same weights in the same dtype, or do not read the same text: its first documents,
+    Raises UserError: they are not of the same weights in the same dtype, or do not read the same text: its first documents,
     BOS and seed.
     """
     count = min(len(results.text.documents), len(other.text.documents))
@@ -58,7 +55,7 @@ def together(results: Results, other: Results) -> Results:
         ("text", results.text.documents[:count], other.text.documents[:count]),
     ):
         if mine != theirs:
-            raise ValueError(f"--beside: {other.title!r} is of another {what}; give a study of the same")
+            raise UserError(f"--beside: {other.title!r} is of another {what}; give a study of the same")
     return results.model_copy(update={"records": [*results.records, *other.records]})
 
 

@@ -6,6 +6,7 @@ python -m jaxref.study.report runs/study --document docs/precision.md
 from collections.abc import Sequence
 from pathlib import Path
 
+from anchorline.errors import UserError
 from jaxref.study.report.claims import Claim
 from jaxref.study.report.claims_cause import cause_claims
 from jaxref.study.report.claims_context import context_claims
@@ -38,11 +39,11 @@ FIGURES = ("shift", "on-alone", "position")  # shown in the document
 def refresh(results: Results, document: Path) -> None:
     """Replace what stands between the marks of the document, and its figures in `figures/` beside it.
 
-    Raises ValueError, one line, if the document is not there or has not both marks.
+    Raises UserError, one line, if the document is not there or has not both marks.
     """
     text = document.read_text(encoding="utf-8") if document.is_file() else ""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"--document {document}: no file with one line {BEGIN!r} and one {END!r}; add them")
+        raise UserError(f"--document {document}: no file with one line {BEGIN!r} and one {END!r}; add them")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     drawn = [figure for figure in figures_of(results) if figure.name in FIGURES]

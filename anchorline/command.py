@@ -1,0 +1,160 @@
+"""How the commands end, once for all of them: what is said on standard error, and the exit code.
+
+    0    done
+    1    a verdict of "no"; or a fault of the machine: memory that ran out, a process that is gone
+    2    a mistake of the user's, or a file that cannot be used: one line that names it and the fix
+    70   a bug of ours (EX_SOFTWARE of sysexits.h): a traceback, and a last line that says so and how to report it
+    130  interrupted
+
+A command adds its own (143 of a run that SIGTERM stopped) by raising `Leave`.
+"""
+
+import errno
+import importlib.metadata
+import math
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from anchorline.errors import UserError, disk_fault, one_line, quoted
+
+MISTAKE, BUG, INTERRUPTED = 2, 70, 130
+
+# What a disk or the system may answer to anyone's write or read, with a file's name or without one.
+_DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE}
+_REPORTED = ("anchorline", "torch", "transformers", "jax")
+
+
+class Leave(Exception):  # noqa: N818 - it may be a good end
+    """End the command with an exit code, and one line on standard error (none if it is empty)."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class _Ends:
+    """Of a command or a group of them: however it ends, it ends in one of the ways above."""
+
+    name: str | None
+    main: Callable[..., Any]
+
+    def invoke(self, context: Any) -> Any:
+        """Run the command. An interruption is told apart here: the caller would tell of it in its own way."""
+        try:
+            return super().invoke(context)  # type: ignore[misc]
+        except KeyboardInterrupt:
+            raise Leave("interrupted", INTERRUPTED) from None
+
+
+class Command(_Ends, TyperCommand):
+    """A single command."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        """Run the command and end the process."""
+        return _end(self.name or "anchorline", super().main, args, *rest, **extra)
+
+
+class Commands(_Ends, TyperGroup):
+    """A command with verbs."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        """Run the command and end the process."""
+        return _end(self.name or "anchorline", super().main, args, *rest, **extra)
+
+
+def make_app(name: str, about: str) -> typer.Typer:
+    """Make a command whose verbs are added with `@app.command()`."""
+    return typer.Typer(
+        name=name,
+        cls=Commands,
+        help=about,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse nan and infinity: the callback of an option."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number.")
+    return value
+
+
+def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, **extra: Any) -> NoReturn:
+    """Run a command and leave the process with its exit code."""
+    extra["standalone_mode"] = False
+    for stream in (sys.stdout, sys.stderr):
+        if callable(reconfigure := getattr(stream, "reconfigure", None)):
+            reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to stop
+    try:
+        _check_arguments(sys.argv[1:] if args is None else args)
+        code = run(args, *rest, **extra)
+        sys.stdout.flush()
+    except Leave as leave:
+        _leave(name, str(leave), leave.code)
+    except UserError as error:
+        _leave(name, str(error), MISTAKE)
+    except MemoryError as error:
+        _leave(
+            name,
+            f"memory ran out: {str(error) or 'the system gives no more'}; ask for less, or take a larger machine",
+            1,
+        )
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            _leave(name, "", 1)  # who reads our output has seen enough
+        if error.filename is None and error.errno not in _DISK_FAULTS:
+            _bug(name)
+        _leave(name, disk_fault(error), MISTAKE)
+    except Exception as error:
+        # What typer says of arguments; its exceptions are click's own or not, by its version.
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            _bug(name)
+        _leave(name, describe(), MISTAKE)  # empty where help was printed instead
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _check_arguments(args: Sequence[str]) -> None:
+    for argument in args:
+        if "\0" in argument or any("\ud800" <= c <= "\udfff" for c in argument):
+            raise UserError(
+                f"argument {quoted(argument)}: holds NUL or what is not UTF-8; rename the file, or remove it"
+            )
+
+
+def _bug(name: str) -> NoReturn:
+    traceback.print_exc()
+    known = ", ".join(f"{package} {version}" for package in _REPORTED if (version := _version(package)))
+    _leave(
+        name,
+        "this is a bug of Anchorline, not a mistake of yours; please open an issue with all that stands above, the command "
+        f"and its configuration ({known}, Python {platform.python_version()})",
+        BUG,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _leave(name: str, message: str, code: int) -> NoReturn:
+    try:
+        sys.stdout.flush()
+    except OSError:  # nobody reads it, or its disk is full: then it must not be tried again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if message:
+        print(f"{name}: {one_line(message)}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,96 @@
+"""Reading a user's files: whole or refused, never for ever; commits that a crash leaves whole."""
+
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from anchorline import files
+from anchorline.errors import UserError
+from anchorline.files import commit, discard, read_file, read_json, replace_file, sweep, write_file
+
+
+def test_a_file_is_read_whole(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(bytes(range(256)) * 10)
+    assert read_file(tmp_path / "a", 2560) == bytes(range(256)) * 10
+    monkeypatch.setattr(files, "_BLOCK", 100)  # a system may give less than it is asked for
+    assert read_file(tmp_path / "a", 2560) == bytes(range(256)) * 10
+    with pytest.raises(OSError, match="longer than 2,559 bytes"):
+        read_file(tmp_path / "a", 2559)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
+def test_a_file_whose_size_nobody_knows_is_read_whole():
+    """Of /proc, files have size 0, and one read gives a page."""
+    assert read_file(Path("/proc/self/maps"), 1 << 24).endswith(b"\n")
+    with pytest.raises(OSError, match="longer than 10 bytes"):
+        read_file(Path("/proc/self/maps"), 10)
+
+
+def test_nothing_is_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        refused = []
+
+        def read(path: Path) -> None:
+            with pytest.raises(OSError) as error:  # noqa: PT011 - what the system says of each
+                read_file(path, 100)
+            refused.append(error.value.filename)
+
+        for path in (tmp_path / "pipe", tmp_path / "s", tmp_path, Path("/dev/zero"), tmp_path / "none"):
+            thread = threading.Thread(target=read, args=(path,), daemon=True)
+            thread.start()
+            thread.join(10)
+            assert refused
+            assert refused.pop() == str(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", "holds no values by name, but a list"),
+        (b"{", "is not JSON"),
+        (b"", "is not JSON"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"a": ' * 100_000, "nested too deep"),
+        (b'{"a": ' + b"1" * 5_000 + b"}", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"\xef\xbb\xbf{}", "is not JSON"),
+    ],
+)
+def test_json_that_is_none(tmp_path, content, message):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=message) as refused:
+        read_json(tmp_path / "a.json", "what")
+    assert str(refused.value).startswith("what: ")
+    assert "a.json" in str(refused.value)
+
+
+def test_json(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"a": [1, "é"]}))
+    assert read_json(tmp_path / "a.json", "what") == {"a": [1, "é"]}
+    with pytest.raises(UserError, match=r"what: no such file or directory \(.*none\)"):
+        read_json(tmp_path / "none", "what")
+
+
+def test_writing_and_committing(tmp_path):
+    entry = write_file(tmp_path / "a", b"content")
+    assert files.entry_of(tmp_path / "a") == entry
+    assert files.entry_of(tmp_path / "a", 3).bytes == 3
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "a", b"other")
+    replace_file(tmp_path / "a", b"other")
+    assert (tmp_path / "a").read_bytes() == b"other"
+    partial = tmp_path / "folder.partial"
+    partial.mkdir()
+    (partial / "x").write_text("1")
+    commit(partial, tmp_path / "folder")
+    assert (tmp_path / "folder" / "x").read_text() == "1"
+    discard(tmp_path / "folder")
+    (tmp_path / "rest.partial").touch()
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -1,0 +1,199 @@
+"""Strict YAML: whatever a file or an override holds, it is read or refused in one short line, in a moment."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field
+
+from anchorline import settings
+from anchorline.errors import UserError
+
+LONGEST = 1_000  # characters of a message
+SECONDS = 20.0  # a fault takes minutes; a machine may be busy
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str = "x"
+    count: int = 1
+    share: float = 0.5
+    numbers: list[int] = []
+
+
+class Whole(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    part: Part = Part()
+    parts: list[Part] = []
+    pair: tuple[float, float] | None = Field(default=None, strict=False)
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory):
+    return tmp_path_factory.mktemp("settings") / "file.yaml"
+
+
+@pytest.fixture(scope="session")
+def load(file):
+    """Return a function that writes a text and reads it; a refusal is one short line."""
+
+    def load(text: str | bytes = "{}", *overrides: str) -> Whole:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+        started = time.monotonic()
+        found = refused = None
+        try:
+            found = settings.load(Whole, file, overrides, example="part.count=2")
+        except UserError as error:
+            refused = error
+        assert time.monotonic() - started < SECONDS
+        if refused is None:
+            return found
+        assert str(refused).isprintable()
+        assert len(str(refused)) < LONGEST
+        raise refused
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2e-5", 2e-5),
+        ("1E3", 1e3),
+        ("1.5e3", 1.5e3),
+        (".5", 0.5),
+        ("-.5e-1", -0.05),
+        ("1_000.5", 1000.5),
+    ],
+)
+def test_numbers_as_people_write_them(load, text, value):
+    assert load(f"part: {{share: {text}}}").part.share == value
+    assert load("{}", f"part.share={text}").part.share == value
+
+
+@pytest.mark.parametrize("text", ["12:30", "2026-11-30", "1:1", "~x", ".", "-", "1e", "0x", "e5", "<<", "1_000:30.5"])
+def test_what_only_looks_like_a_number_or_a_date_is_text(load, text):
+    assert load(f"part: {{name: {text}}}").part.name == text
+
+
+@pytest.mark.parametrize(("text", "value"), [("0x1f", 31), ("0b11", 3), ("1_000", 1000), ("+5", 5), ("010", 8)])
+def test_whole_numbers(load, text, value):
+    assert load(f"part: {{count: {text}}}").part.count == value
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "more than 100,000 values, aliases written out"),
+        ("a: &a [*a]", "nested more than 64 deep"),
+        ("[" * 60_000, "nested more than 64 deep"),
+        ("a: {" * 15_000, "nested more than 64 deep"),
+        ("- " * 30_000, "nested more than 64 deep"),
+        ("? " * 30_000, "nested more than 64 deep"),
+        ("x" * 70_000, "longer than 65,536 bytes"),
+        ("part: {count: !!int ''}", "does not fit its tag"),
+        ("part: {count: !!timestamp abc}", "the tag 'tag:yaml.org,2002:timestamp' is not taken"),
+        ("part: {count: !!python/object/apply:os.system [ls]}", "is not taken"),
+        ("part: {count: !!binary x}", "is not taken"),
+        ("part: !!set {a}", "is not taken"),
+        ("part: !!omap [a: 1]", "is not taken"),
+        ("part: !!map [1]", "expected a mapping node"),
+        ("part: {numbers: !!seq {a: 1}}", "expected a sequence node"),
+        ("part: {name: !!str {a: 1}}", "expected a scalar node"),
+        ("{[1]: 2}", r"key \(a sequence\) is no name"),
+        ("{{a: 1}: 2}", r"key \(a mapping\) is no name"),
+        ("on: 1", "key on is no name; quote it"),
+        ("part: {count: 1}\npart: {count: 2}", "line 2: key 'part' stands twice"),
+        ("<<: {part: {count: 1}}", "<<: unknown key"),
+        ("part: {count: 0x_}", "is not a number"),
+        ("part: {count: 09}", "is not a number"),
+        ("part: {count: 9999999999999999999999999}", "does not fit into 64 bits"),
+        (f"part: {{count: {'1' * 50_000}}}", "longer than any number"),
+        (f"part: {{count: 1{':1' * 20_000}}}", "should be a valid integer"),
+        (f"part: {{share: 1.{'1' * 50_000}}}", "longer than any number"),
+        ("part: {share: 1e400}", "finite number"),
+        ("part: {share: .nan}", "finite number"),
+        ('part: {name: "\\0"}', "holds NUL or half a surrogate pair"),
+        ('part: {name: "\\ud800"}', "holds NUL or half a surrogate pair"),
+        ("part: {name: \ud800}", "utf-8"),
+        (b"part: {name: \xff}", "utf-8"),
+        ("part: {}".encode("utf-16"), "utf-8"),
+        ("a: 1\n---\nb: 2", "single document"),
+        ("%YAML 9.9\n---\na: 1", "version"),
+        ("".join(f"k{i}: 1\n" for i in range(5_000)), "and 4992 more"),
+        (f"{'k' * 30_000}: 1", "not valid YAML"),
+        (f"? {'k' * 30_000}\n: 1", "unknown key"),
+        (f"part: {{numbers: [{'x,' * 20_000}]}}", "and 19992 more"),
+        (f"part: {{count: {'x' * 50_000}}}", "should be a valid integer"),
+    ],
+)
+def test_files_that_are_refused(load, text, message):
+    with pytest.raises(UserError, match=message):
+        load(text)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("", "write section.key=value"),
+        ("=1", "write section.key=value"),
+        ("part", "write section.key=value"),
+        (".=1", "unknown key"),
+        (".".join(["a"] * 10_000) + "=1", "no key is so deep"),
+        ("parts.0.count=1", "'0' is no index of a list of 0"),
+        ("parts.-1=1", "'-1' is no index"),
+        ("parts.\u0663=1", "is no index"),
+        ("part.name=\udc80", "is not a YAML value"),
+        ("part.name=\0", "is not a YAML value"),
+        ("part.\udc80=1", "part"),
+        ("part.count=" + "9" * 25, "does not fit into 64 bits"),
+        ("part.count={a: 1, a: 2}", "stands twice"),
+        ("part.name.x=1", "'name' holds a value, not a section"),
+        ("pair." + ".".join(["a"] * 14) + "=1", "pair: "),
+    ],
+)
+def test_overrides_that_are_refused(load, override, message):
+    with pytest.raises(UserError, match=message):
+        load("parts: []\npart: {name: x}", override)
+
+
+@given(text=st.text())
+def test_any_text_that_is_written_is_read_back(file, text):
+    file.write_text(settings.dump({"part": {"name": text}}), encoding="utf-8")
+    if "\0" in text:
+        with pytest.raises(UserError, match="NUL"):
+            settings.load(Whole, file, example="")
+    else:
+        assert settings.load(Whole, file, example="").part.name == text
+
+
+@given(
+    text=st.text(alphabet="[]{}:,-?&*!|>%@'\"# \n\tab01.e_~<=\0\ud800"),
+    override=st.text(alphabet="part.name=[]{}&*!: 01~"),
+)
+def test_anything_else_is_read_or_refused(load, text, override):
+    for arguments in ((text,), ("{}", override)):
+        try:
+            load(*arguments)
+        except UserError:
+            continue
+
+
+def test_a_file_that_is_none(tmp_path):
+    for path, message in (
+        (tmp_path / "none", "no such file or directory; give a YAML file"),
+        (tmp_path, "is a directory; give a YAML file"),
+        (tmp_path / ("x" * 300), "file name too long; give a YAML file"),
+        (tmp_path / "a\0b", "no file can have this name"),
+        (tmp_path / "a\ud800b", "no file can have this name"),
+    ):
+        with pytest.raises(UserError, match=message):
+            settings.load(Whole, path, example="")

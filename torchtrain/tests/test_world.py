@@ -1,0 +1,65 @@
+"""What torchrun sets, set wrongly: one line that names the variable, on the spot."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from anchorline.errors import UserError
+from torchtrain.distributed.world import here
+
+PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def place(monkeypatch):
+    def place(**changes: str | None) -> None:
+        for name in PLACE:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in changes.items():
+            if value is not None:
+                monkeypatch.setenv(name, value)
+
+    return place
+
+
+def test_one_process_and_a_place_among_others(place):
+    place()
+    assert here() == (0, 1, 0)
+    place(**PLACE)
+    assert here() == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("RANK", value) for value in ("abc", "", "-1", "2", "1.0", " 1", "9" * 25, "9" * 5000, "\u0661", "0x1")),
+        *(("WORLD_SIZE", value) for value in ("abc", "", "0", "-2", "9" * 25)),
+        *(("LOCAL_RANK", value) for value in ("abc", "2")),
+        *(("MASTER_PORT", value) for value in ("abc", "0", "65536", "", None)),
+        *(("MASTER_ADDR", value) for value in ("no.such.host.invalid", "", None, "x" * 300, "a b", "256.1.1.1")),
+    ],
+)
+def test_what_is_set_wrongly_is_named(place, name, value):
+    place(**(PLACE | {name: value}))
+    with pytest.raises(UserError, match=f"^{name}.*; start processes with torchrun, which sets it$") as refused:
+        here()
+    assert len(str(refused.value)) < 400
+
+
+def test_a_port_that_is_taken_is_one_line(tree, write_config):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [sys.executable, "-m", "torchtrain", "train", str(write_config(tree))],
+            env={**os.environ, **PLACE, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port},
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"torchtrain: MASTER_ADDR and MASTER_PORT, 127.0.0.1:{port}: the processes cannot meet there: "
+    )
+    assert "Traceback" not in ended.stderr
