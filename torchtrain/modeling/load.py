@@ -4,8 +4,9 @@ Legend: B batch · T tokens of a row · M model width · V vocabulary.
 """
 
 import logging
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,11 @@ def load_model(
         )
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.source {source!r}: {len(missing)} weights are missing, the first is {missing[0]}")
+    if (name := first_not_finite(loaded.named_parameters())) is not None:
+        raise UserError(
+            f"model.source {source!r}: {name} holds a number that is not finite in {model.dtype}; copy or download it again, or "
+            "choose another model or model.dtype"
+        )
     loaded = loaded.to(device)  # pyright: ignore[reportArgumentType]
     check_head(loaded)
     check_separation(loaded)
@@ -166,6 +172,15 @@ def load_model(
         enable = getattr(loaded, "activation_checkpointing_enable", loaded.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return loaded.train()
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor that holds NaN or an infinity, or None. Reads each once, and copies nothing."""
+    for name, x in tensors:
+        if x.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(x)))):
+            return name
+    return None
 
 
 def hidden_states(model: "PreTrainedModel", batch: dict[str, Tensor], plan: Any = None) -> Tensor:
