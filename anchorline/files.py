@@ -1,22 +1,28 @@
-"""Files that survive a crash: written once, flushed to the disk, committed by a rename."""
+"""Files that survive a crash: written once, flushed to the disk, committed by a rename. Nothing is removed that is not listed."""
 
 import errno
 import hashlib
+import itertools
 import json
 import os
-import shutil
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
+from anchorline.errors import UserError, one_line, quoted, quoted_reason
 
 # What a folder or file is called before it counts, and while it is removed.
 PARTIAL, DELETED = ".partial", ".deleted"
 _BLOCK = 1 << 22
 MOST_JSON = 1 << 26  # bytes: more than the settings of any model, and its tokenizer
+# What stands below a folder that a user names has paths this much longer, in bytes, at most.
+_ROOM_BELOW = 200
+_MOST_DEPTH = 64
 
 
 class FileEntry(BaseModel):
@@ -28,52 +34,120 @@ class FileEntry(BaseModel):
     sha256: str
 
 
-def read_file(path: Path, most: int) -> bytes:
-    """Read a user's file whole: a regular one (a pipe would make us wait), of at most `most` bytes.
+def resolve(field: str, path: str | Path) -> Path:
+    """Return a folder of the user's as an absolute path without links and `..`: what is checked is what is used.
+
+    `a/../b` is `b` even where there is no `a`, and making folders on the way cannot change what a path means any more.
+
+    Args:
+        field: what the message names, such as `run.folder`.
+        path: what the user wrote.
 
     Raises:
-        OSError: what the system says; or it is no regular file, it is longer, or no file can have its name.
+        UserError: no folder can have this path, it leads through a link to nothing, or the system does not tell.
+    """
+    said = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
+    try:
+        written = Path(path).expanduser().absolute()
+        for place in (written, *written.parents):
+            if place.is_symlink() and not place.exists():
+                raise UserError(
+                    f"{said}: {quoted(place)} is a link to what is not there; mount its disk, or remove the link"
+                )
+        found = Path(os.path.realpath(written))
+        with suppress(FileNotFoundError, NotADirectoryError):  # NotADirectory: who wants to write there says so
+            os.lstat(found / ("0" * _ROOM_BELOW))
+        return found
+    except OSError as error:
+        raise UserError(f"{said}: {one_line(error.strerror).lower()}; choose another") from None
+    except ValueError as error:  # NUL, or half a surrogate pair
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{said}: no folder can have this name; choose another") from None
+    except RuntimeError:
+        raise UserError(f"{said}: there is no such user; write the path out") from None
+
+
+def open_file(path: Path) -> FileIO:
+    """Open a file to read: a regular one (a pipe would make us wait).
+
+    Raises:
+        OSError: what the system says; or it is no regular file, or no file can have its name.
     """
     try:
-        file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 - closed below
+        file = FileIO(str(path), "rb", opener=_without_waiting)
     except ValueError:  # NUL, or half a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
-    with file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        content = bytearray()
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Read a user's file whole, of at most `most` bytes, also one whose size the system does not tell.
+
+    Raises:
+        OSError: as `open_file`; or it is longer.
+    """
+    content = bytearray()
+    with open_file(path) as file:
         try:
             while block := file.read(min(_BLOCK, most + 1 - len(content))):
                 content += block
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
-        if len(content) > most:
-            raise OSError(errno.EFBIG, f"longer than {most:,} bytes", str(path))
-        return bytes(content)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"longer than {most:,} bytes", str(path))
+    return bytes(content)
 
 
-def read_json(path: Path, what: str, most: int = MOST_JSON) -> dict[str, Any]:
-    """Read a user's file that holds one JSON object.
+def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
 
     Args:
         path: the file.
-        what: opens the message.
+        what: opens the message, such as the setting that names the file.
         most: bytes that are read.
 
     Raises:
-        UserError: it cannot be read, or is no JSON, or no object.
+        UserError: it cannot be read, or is no JSON object, nested `_MOST_DEPTH` deep at most: one line that names it.
+    """
+    said = f"{what}: {quoted(path)}" if what else quoted(path)
+    try:
+        return parse_json(read_file(path, most))
+    except OSError as error:
+        raise UserError(f"{said}: {one_line(error.strerror or error).lower()}") from None
+    except ValueError as error:
+        raise UserError(f"{said} {quoted_reason(error)}") from None
+
+
+def parse_json(text: bytes) -> dict[str, Any]:
+    """Return the JSON object that a text is.
+
+    Raises:
+        ValueError: it is none, or nested too deep: says so, in the words that follow a file's name.
     """
     try:
-        found = json.loads(read_file(path, most).decode("utf-8"))
-    except OSError as error:
-        raise UserError(f"{what}: {disk_fault(error)}") from None
-    except RecursionError:
-        raise UserError(f"{what}: {quoted(path)} is not JSON (values are nested too deep)") from None
-    except ValueError as error:  # of JSON, of UTF-8, of an integer's digits
-        raise UserError(f"{what}: {quoted(path)} is not JSON ({quoted_reason(error)})") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{what}: {quoted(path)} holds no values by name, but a {type(found).__name__}")
-    return found
+        content = json.loads(text.decode("utf-8"))
+        _check_depth(content)
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of an integer's digits
+        reason = "values are nested too deep" if isinstance(error, RecursionError) else quoted_reason(error)
+        raise ValueError(f"is not JSON ({reason})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"holds no values by name, but a {type(content).__name__}")
+    return content
+
+
+def _check_depth(content: Any) -> None:
+    """Refuse a tree deeper than `_MOST_DEPTH`: what walks it later recurses."""
+    ahead = [(content, 0)]
+    while ahead:
+        value, depth = ahead.pop()
+        if depth > _MOST_DEPTH:
+            raise RecursionError
+        if isinstance(value, dict | list):
+            ahead.extend((inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
 
 
 def _without_waiting(path: str, flags: int) -> int:
@@ -86,15 +160,24 @@ def write_file(path: Path, content: bytes | memoryview) -> FileEntry:
     Raises:
         OSError: what the system says, such as a full disk.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        left = memoryview(content)
-        while left:
-            left = left[os.write(handle, left) :]
-        os.fsync(handle)
+        write_all(handle, content)
     finally:
         os.close(handle)
     return FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def write_all(handle: int, content: bytes | memoryview) -> None:
+    """Write all of a content to an open file, and flush it to the disk.
+
+    Raises:
+        OSError: what the system says.
+    """
+    left = memoryview(content)
+    while left:
+        left = left[os.write(handle, left) :]
+    os.fsync(handle)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -107,13 +190,51 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def entry_of(path: Path, length: int | None = None) -> FileEntry:
-    """Return what a file is, or its first `length` bytes are (fewer where it is shorter)."""
+    """Return what a file is, or its first `length` bytes are (fewer where it is shorter).
+
+    Raises:
+        OSError: as `open_file`.
+    """
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while block := file.read(_BLOCK if length is None else min(_BLOCK, length - size)):
             digest.update(block)
             size += len(block)
     return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def entries_of(folder: Path) -> dict[str, FileEntry]:
+    """Return what every file below a folder is, by its path from there."""
+    found = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return {path.relative_to(folder).as_posix(): entry_of(path) for path in sorted(found)}
+
+
+def differs(path: Path, entry: FileEntry, whole: bool = True) -> str | None:
+    """Return, in words, how a file is not what it must be, or None.
+
+    Args:
+        path: the file.
+        entry: what it must be.
+        whole: read its content, too, and not only its size.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if path.is_symlink() or not path.is_file():
+        return "is missing"
+    if (size := path.stat().st_size) != entry.bytes:
+        return f"is cut off or overwritten ({size:,} bytes; {entry.bytes:,} were written)"
+    if whole and entry_of(path) != entry:
+        return "its content has changed (its SHA-256 is not the one written down)"
+    return None
+
+
+def follow_umask(folder: Path) -> None:
+    """Give all files below a folder the mode of what this process makes: libraries make some of theirs private."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for place, _, names in os.walk(folder):
+        for name in names:
+            os.chmod(Path(place, name), mode)
 
 
 def sync(path: Path) -> None:
@@ -128,35 +249,63 @@ def sync(path: Path) -> None:
 def commit(partial: Path, final: Path) -> None:
     """Rename a folder, everything in it flushed first, to the name under which it counts.
 
-    One that has the name already is removed only after the new one has taken it.
+    Raises:
+        OSError: what the system says; something has the name already. Nothing is ever removed for it.
     """
     for folder, _, names in os.walk(partial):
         for name in names:
             sync(Path(folder, name))
         sync(Path(folder))
-    doomed = _set_aside(final) if final.exists() else None
     os.rename(partial, final)
     sync(final.parent)
-    if doomed is not None:
-        shutil.rmtree(doomed)
 
 
-def discard(folder: Path) -> None:
-    """Remove a folder. It loses its name first, so that a crash never leaves a part of it under that name."""
-    shutil.rmtree(_set_aside(folder))
+def set_aside(folder: Path) -> Path:
+    """Rename a folder so that it no longer counts, to a name that nothing has; return it.
+
+    Raises:
+        OSError: what the system says.
+    """
+    for number in itertools.count():
+        aside = folder.with_name(f"{folder.name}{DELETED}" + (f"-{number}" if number else ""))
+        if not os.path.lexists(aside):
+            os.rename(folder, aside)
+            sync(folder.parent)
+            return aside
+    raise AssertionError
 
 
-def sweep(folder: Path) -> None:
-    """Remove from a folder, if it is there, what interruptions left in it. Only for who may write there alone."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.name.endswith((PARTIAL, DELETED)):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+def remove(folder: Path, names: Iterable[str]) -> bool:
+    """Remove files of a folder, then the folders that are empty without them; nothing else, and nothing behind a link.
 
+    Args:
+        folder: where they are.
+        names: their paths from there, and those of folders that are to go if they are empty. One that is not there does not matter.
 
-def _set_aside(folder: Path) -> Path:
-    doomed = folder.with_name(folder.name + DELETED)
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(folder, doomed)
-    sync(folder.parent)
-    return doomed
+    Returns:
+        Whether the folder is gone.
+
+    Raises:
+        OSError: what the system says.
+    """
+    names = sorted(names)
+    if folder.is_symlink():
+        return False
+    top, parents = os.path.realpath(folder), {folder}
+    for name in names:
+        path = folder / name
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            continue
+        if os.path.realpath(path.parent) == os.path.normpath(f"{top}/{os.path.dirname(name)}"):
+            parents |= {parent for parent in path.parents if parent.is_relative_to(folder)}
+            if path.is_dir() and not path.is_symlink():
+                parents.add(path)
+            else:
+                path.unlink(missing_ok=True)
+    for place in sorted(parents, reverse=True):
+        try:
+            place.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+    return not folder.exists()

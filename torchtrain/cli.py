@@ -16,15 +16,14 @@ import typer
 
 from anchorline.command import INTERRUPTED, MISTAKE, Leave, finite, make_app
 from anchorline.errors import UserError, one_line, quoted
-from torchtrain.errors import OtherRankFailed, RankLost, Terminated
+from anchorline.files import resolve
+from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, Terminated
 
 # torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits in case
 # rank 0 found the same; one with nothing to say leaves last.
 _SECONDS_BEFORE_SPEAKING = 2.0
 _SECONDS_BEFORE_LEAVING = 5.0
 MOST, MOST_PROCESSES = 2**31 - 1, 2**16
-# 128 + SIGTERM, as shells and schedulers write an end by SIGTERM.
-TERMINATED = 143
 
 app = make_app(
     "torchtrain", "Extend a language model's context: train it on packed long sequences, AnchorAttention and others."
@@ -113,7 +112,7 @@ def resume(
     with _one_speaks():
         from torchtrain.config import load_config
 
-        if not (folder / "config.yaml").is_file():
+        if not os.path.lexists(resolve("", folder) / "config.yaml"):
             raise UserError(f"{folder}: holds no run of ours; give the folder of one (run.folder in its config)")
         config = load_config(folder / "config.yaml", overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})

@@ -1,5 +1,8 @@
 """How a process of a run ends besides a user's mistake: with one line or none, and an exit code."""
 
+# Exit code: 128 + SIGTERM, as shells and schedulers write an end by SIGTERM.
+TERMINATED = 143
+
 
 class OtherRankFailed(Exception):  # noqa: N818 - it is no error of this process
     """Another process of the run stopped and says why; this one stops in silence, with the other's exit code."""
@@ -14,4 +17,11 @@ class RankLost(Exception):  # noqa: N818
 
 
 class Terminated(Exception):  # noqa: N818
-    """SIGTERM was obeyed; the message, empty on all ranks but the first, says from where the run goes on."""
+    """SIGTERM was obeyed; the message says from where the run goes on. It is empty on ranks that leave it to another to say.
+
+    `agreed`: all ranks end so, between two steps; else only those that the signal came to.
+    """
+
+    def __init__(self, message: str, agreed: bool = False) -> None:
+        super().__init__(message)
+        self.agreed = agreed

@@ -10,7 +10,7 @@ import pytest
 
 from anchorline import files
 from anchorline.errors import UserError
-from anchorline.files import commit, discard, read_file, read_json, replace_file, sweep, write_file
+from anchorline.files import commit, read_file, read_json, remove, replace_file, set_aside, write_file
 
 
 def test_a_file_is_read_whole(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_json_that_is_none(tmp_path, content, message):
 def test_json(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"a": [1, "é"]}))
     assert read_json(tmp_path / "a.json", "what") == {"a": [1, "é"]}
-    with pytest.raises(UserError, match=r"what: no such file or directory \(.*none\)"):
+    with pytest.raises(UserError, match=r"what: .*none: no such file or directory"):
         read_json(tmp_path / "none", "what")
 
 
@@ -90,7 +90,12 @@ def test_writing_and_committing(tmp_path):
     (partial / "x").write_text("1")
     commit(partial, tmp_path / "folder")
     assert (tmp_path / "folder" / "x").read_text() == "1"
-    discard(tmp_path / "folder")
-    (tmp_path / "rest.partial").touch()
-    sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(OSError, match="not empty"):  # a commit removes nothing
+        (tmp_path / "other.partial").mkdir()
+        commit(tmp_path / "other.partial", tmp_path / "folder")
+    aside = set_aside(tmp_path / "folder")
+    (aside / "the user's").touch()
+    assert not remove(aside, ["x"])
+    assert [path.name for path in aside.iterdir()] == ["the user's"]
+    assert remove(aside, ["the user's"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "other.partial"]

@@ -1,12 +1,14 @@
 """One process at a time writes a run's folder. The system drops the lock when its holder ends, however it ends."""
 
 import fcntl
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from anchorline.errors import UserError, disk_fault
+from anchorline.files import open_file
 
 _ATTEMPTS, _SECONDS_BETWEEN = 5, 0.2
 
@@ -19,21 +21,73 @@ def hold(record: Path) -> Iterator[None]:
         record: `run.json`, which is written once and never replaced.
 
     Raises:
-        UserError: another process holds it; it cannot be written; or its disk has no locks.
+        UserError: another process holds it, or has removed the run; it cannot be written; or its disk has no locks.
     """
     try:
-        file = record.open("r+b")  # nothing is written, but NFS gives this lock only to who may
+        handle = os.open(
+            record, os.O_RDWR | os.O_NONBLOCK
+        )  # nothing is written, but NFS gives this lock only to who may
     except OSError as error:
         raise UserError(f"run.folder {record.parent}: cannot be written: {disk_fault(error)}") from None
-    with file:
-        for attempt in range(_ATTEMPTS):
-            if _taken(record, file.fileno(), fcntl.LOCK_EX):
-                break
-            if attempt + 1 < _ATTEMPTS:
-                time.sleep(_SECONDS_BETWEEN)
-        else:
-            raise UserError(at_work(record))
+    try:
+        take(record, handle)
         yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[int]:
+    """Make a file and hold it, from before anyone can see it as a run's record and on, whatever its name becomes.
+
+    One that a process left which has ended is taken over. The file is removed if the block fails while it has its name.
+
+    Args:
+        path: the file; its folder is there.
+
+    Yields:
+        The empty file, open.
+
+    Raises:
+        UserError: another process holds it, or its disk has no locks.
+        OSError: it cannot be made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    handle = os.open(path, flags, 0o666)
+    try:
+        take(path, handle)
+        os.ftruncate(handle, 0)
+        try:
+            yield handle
+        except BaseException:
+            if _same(path, handle):
+                path.unlink()
+            raise
+    finally:
+        os.close(handle)
+
+
+def take(path: Path, handle: int) -> None:
+    """Take the lock of an open file, and see that the file still has its name.
+
+    Raises:
+        UserError: another process holds it or has removed it; or its disk has no locks.
+    """
+    for attempt in range(_ATTEMPTS):
+        if _taken(path, handle, fcntl.LOCK_EX):
+            if _same(path, handle):
+                return
+            break
+        if attempt + 1 < _ATTEMPTS:
+            time.sleep(_SECONDS_BETWEEN)
+    raise UserError(at_work(path))
+
+
+def _same(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def is_held(record: Path) -> bool:
@@ -42,7 +96,7 @@ def is_held(record: Path) -> bool:
     Raises:
         UserError: its disk has no locks.
     """
-    with record.open("rb") as file:
+    with open_file(record) as file:
         return not _taken(record, file.fileno(), fcntl.LOCK_SH)
 
 

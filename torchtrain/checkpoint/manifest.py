@@ -10,13 +10,14 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from anchorline.errors import UserError
-from anchorline.files import FileEntry
+from anchorline.errors import UserError, quoted
+from anchorline.files import FileEntry, parse_json, read_file
 from torchtrain import __version__
 
 MANIFEST = "manifest.json"
 # Raise it when a checkpoint of an older trainer can no longer be read.
 FORMAT = 1
+_MOST_BYTES = 1 << 28
 
 
 class DamageError(UserError):
@@ -81,7 +82,7 @@ class Manifest(_Part):
         """
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(read_file(path, _MOST_BYTES))
             digest = content.pop("sha256", None)
             if content.get("format") != FORMAT:
                 raise DamageError(f"{path}: format {content.get('format')} is not the format {FORMAT} of this trainer")
@@ -93,10 +94,10 @@ class Manifest(_Part):
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
             raise DamageError(f"{path}: {place}: {error.errors()[0]['msg']}") from None
-        except (ValueError, AttributeError, RecursionError) as error:
+        except ValueError as error:
             if isinstance(error, DamageError):
                 raise
-            raise DamageError(f"{path}: is no JSON of ours ({error})") from None
+            raise DamageError(f"{path}: is no JSON of ours ({quoted(str(error))})") from None
 
 
 def versions() -> dict[str, str]:

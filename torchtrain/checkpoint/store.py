@@ -2,27 +2,30 @@
 
 `checkpoints/step-00000010/`: `manifest.json`, `state-*.safetensors` (see `fragments`), `rng-*.safetensors`. Nothing in it is
 pickled, and nothing is unpickled. `*.partial` and `*.deleted` are what an interruption leaves; they do not count and go at
-the next opening.
+the next opening. Only files with the names of a checkpoint's are ever removed: what a user lays beside them stays.
 """
 
+import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from anchorline.errors import UserError, disk_fault
-from anchorline.files import PARTIAL, FileEntry, commit, discard, entry_of, sweep, write_file
+from anchorline.files import DELETED, PARTIAL, FileEntry, commit, differs, remove, set_aside, write_file
 from torchtrain.checkpoint import fragments, rng
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
 from torchtrain.checkpoint.state import State
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.errors import OtherRankFailed
 
-_NAME = re.compile(r"step-(\d{8,})")
+STEP = re.compile(r"step-\d{8,19}")
+# Files of a checkpoint.
+OWN = re.compile(r"manifest\.json|state-\d{5,}-\d{3,}\.safetensors|rng-\d{5,}\.safetensors")
+_LEFT = re.compile(rf"{STEP.pattern}(?:{re.escape(PARTIAL)}|{re.escape(DELETED)}(?:-\d+)?)")
 _Own = TypeVar("_Own")
 
 
@@ -41,15 +44,33 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in their order, whatever the clock said when they were written."""
-        if not self.folder.is_dir():
-            return []
-        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(name[1]) for name in names if name)
+        """Return the steps that have a checkpoint, in their order, whatever the clock said when they were written.
+
+        Raises:
+            UserError: there is something in the folder's place, and it cannot be looked into.
+        """
+        return sorted(
+            step_of(name) for name in self._names() if STEP.fullmatch(name) and name == self.path(step_of(name)).name
+        )
+
+    def give_up(self) -> None:
+        """Where the checkpoints cannot be reached, rename what stands in the folder's place. Only for who begins anew.
+
+        Raises:
+            OSError: what the system says.
+        """
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            set_aside(self.folder)
 
     def sweep(self) -> None:
-        """Remove what interruptions left. Only for who holds the run's lock."""
-        sweep(self.folder)
+        """Remove what interruptions left. Only for who holds the run's lock.
+
+        Raises:
+            OSError: what the system says.
+        """
+        for name in self._names():
+            if _LEFT.fullmatch(name):
+                _remove(self.folder / name)
 
     def save(
         self, state: State, manifest: Callable[[dict[str, FileEntry]], Manifest], step: int, keep: int, world: World
@@ -75,7 +96,7 @@ class Checkpoints:
             if leads:
                 self.folder.mkdir(exist_ok=True)
                 if partial.exists():
-                    shutil.rmtree(partial)
+                    _remove(partial)
                 partial.mkdir()
         with self._telling(step, partial, world):
             held = state.fragments()
@@ -91,17 +112,32 @@ class Checkpoints:
                         f"{unseen[0]} of another node is not there: run.folder must be on a disk that all nodes share"
                     )
                 write_file(partial / MANIFEST, manifest(files).dump())
+                damaged = set_aside(self.path(step)) if os.path.lexists(self.path(step)) else None
                 commit(partial, self.path(step))
+                if damaged is not None:
+                    _remove(damaged)
         with world.together():
             if leads:
-                try:
-                    self._retain(keep, step)
-                except OSError as error:
-                    raise UserError(
-                        f"{self.path(step)}: is saved, but an older checkpoint could not be removed: {disk_fault(error)}; "
-                        f"mend that, then: torchtrain resume {self.folder.parent}"
-                    ) from None
+                self.retain(keep, step)
         return sum(entry.bytes for entry in files.values())
+
+    def retain(self, keep: int, new: int) -> None:
+        """Remove what is older than the last `keep` good ones, never the one just saved or taken up. Damaged ones between them
+        stay, for who wants to look. Only for who holds the run's lock.
+
+        Raises:
+            UserError: one cannot be removed.
+        """
+        good = [step for step in self.steps() if self.looks_good(step)]
+        try:
+            for step in self.steps():
+                if len(good) >= keep and step < good[-keep] and step != new:
+                    _discard(self.path(step))
+        except OSError as error:
+            raise UserError(
+                f"{self.path(new)}: is saved, but an older checkpoint could not be removed: {disk_fault(error)}; "
+                f"mend that, then: torchtrain resume {self.folder.parent}"
+            ) from None
 
     def load(self, state: State, manifest: Manifest, world: World) -> None:
         """Give an engine the state of a checkpoint that `verify` has checked. All ranks call it.
@@ -170,20 +206,20 @@ class Checkpoints:
         manifest = Manifest.read(path)
         if manifest.progress.step != step:
             raise DamageError(f"{path}: its manifest is that of step {manifest.progress.step}")
+        if foreign := sorted(name for name in manifest.files if not OWN.fullmatch(name)):
+            raise DamageError(f"{path / MANIFEST}: {foreign[0]!r} is no file of a checkpoint")
         known = {MANIFEST, *manifest.files}
         if strange := sorted(child.name for child in path.iterdir() if child.name not in known):
             raise DamageError(f"{path / strange[0]}: was not written by this run")
         for name, entry in sorted(manifest.files.items())[world.rank :: world.size]:
-            _check_size(path / name, entry)
-            if entry_of(path / name) != entry:
-                raise DamageError(f"{path / name}: its content has changed (its SHA-256 is not the manifest's)")
+            _check(path / name, entry)
 
     def looks_good(self, step: int) -> bool:
         """Whether a checkpoint has its manifest and files of the right sizes; their content is not read."""
         try:
             for name, entry in Manifest.read(self.path(step)).files.items():
-                _check_size(self.path(step) / name, entry)
-        except DamageError:
+                _check(self.path(step) / name, entry, whole=False)
+        except (DamageError, OSError):
             return False
         return True
 
@@ -194,16 +230,21 @@ class Checkpoints:
         """
         for later in reversed(self.steps()):
             if later > step:
-                discard(self.path(later))
+                _discard(self.path(later))
 
-    def _retain(self, keep: int, new: int) -> None:
-        """Remove what is older than the last `keep` good ones, never the new one. Damaged ones between them stay, for who wants
-        to look.
-        """
-        good = [step for step in self.steps() if self.looks_good(step)]
-        for step in self.steps():
-            if len(good) >= keep and step < good[-keep] and step != new:
-                discard(self.path(step))
+    def _names(self) -> list[str]:
+        """Return the names of all that the folder holds, nothing where there is none."""
+        try:
+            return os.listdir(self.folder)
+        except FileNotFoundError:
+            if not self.folder.is_symlink():
+                return []
+            why = f"is a link to {os.readlink(self.folder)}, which is not there"
+        except OSError as error:
+            why = f"cannot be looked into: {str(error.strerror).lower()}"
+        raise UserError(
+            f"{self.folder}: {why}; mount its disk, or begin anew: torchtrain resume {self.folder.parent} --step 0"
+        )
 
     def _damage(self, step: int, world: World) -> str | None:
         """Return what is wrong with a checkpoint, on the rank that is to say it, "" on the others; None of a good one.
@@ -237,7 +278,8 @@ class Checkpoints:
                 yield
         except (UserError, OtherRankFailed) as error:
             if world.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                with suppress(OSError):
+                    _remove(partial)
             if isinstance(error, OtherRankFailed):
                 raise
             kept = [s for s in self.steps() if self.looks_good(s)]
@@ -248,11 +290,25 @@ class Checkpoints:
             ) from None
 
 
-def _check_size(path: Path, entry: FileEntry) -> None:
-    if not path.is_file():
-        raise DamageError(f"{path}: is missing")
-    if (size := path.stat().st_size) != entry.bytes:
-        raise DamageError(f"{path}: is cut off or overwritten ({size:,} bytes; {entry.bytes:,} were written)")
+def step_of(name: str) -> int:
+    """Return the step of a folder's name that `STEP` fits."""
+    return int(name.partition("-")[2])
+
+
+def _check(path: Path, entry: FileEntry, whole: bool = True) -> None:
+    if (fault := differs(path, entry, whole)) is not None:
+        raise DamageError(f"{path}: {fault}")
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint. It loses its name first, so that a crash never leaves a part of it under that name."""
+    _remove(set_aside(folder))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint's files and, where nothing else is in it, its folder. What a link leads to stays."""
+    if not folder.is_symlink() and folder.is_dir():
+        remove(folder, filter(OWN.fullmatch, os.listdir(folder)))
 
 
 def _gathered(own: _Own, world: World) -> list[_Own]:

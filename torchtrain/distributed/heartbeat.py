@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from anchorline.errors import UserError
-from torchtrain.errors import OtherRankFailed, RankLost
+from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, Terminated
 
 # Seconds. torchrun kills what is left of a node 30 s after one of its processes ended: a lost rank is told of before.
 PERIOD, PATIENCE = 2.0, 20.0
@@ -42,6 +42,7 @@ def heartbeat(rank: int, size: int, period: float | None = None, patience: float
 
     Raises:
         OtherRankFailed: in place of `RankLost`, where another rank has said what happened.
+        Terminated: as the block raised it, without its message where another rank says why all end.
     """
     if size == 1:
         yield
@@ -51,8 +52,13 @@ def heartbeat(rank: int, size: int, period: float | None = None, patience: float
     try:
         yield
     except BaseException as error:
+        terminated = isinstance(error, Terminated)
+        agreed = isinstance(error, Terminated) and error.agreed
         with _deaf():
-            watch.end(f"{rank} {2 if isinstance(error, UserError) else 1}")
+            code = TERMINATED if terminated else 2 if isinstance(error, UserError) else 1
+            watch.end(None if agreed else f"{rank} {code}", wait=True)
+        if terminated and not agreed and watch.code_of_another is not None:
+            raise Terminated("") from None
         if isinstance(error, RankLost) and watch.code_of_another is not None:
             raise OtherRankFailed("another rank says why", watch.code_of_another) from None
         raise
@@ -80,12 +86,13 @@ class _Watch(threading.Thread):
         self._ended = threading.Event()
         self._answered = time.monotonic()
         self._fault: str | None = None
+        self._waits = False
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart by torchrun
         self._place = f"anchorline/{start}"
 
-    def end(self, fault: str | None) -> None:
-        """Stop watching: the block has ended, by a fault ("RANK EXIT-CODE") or without one."""
-        self._fault = fault
+    def end(self, fault: str | None, wait: bool = False) -> None:
+        """Stop watching: the block has ended, by a fault ("RANK EXIT-CODE") or without one; `wait` until the others know."""
+        self._fault, self._waits = fault, wait
         self._ended.set()
         self.join(timeout=self.patience)
 
@@ -99,7 +106,7 @@ class _Watch(threading.Thread):
             if self._fault is not None:
                 self._tell_fault(store, self._fault)
             store.set(self._sign(self.rank), _DONE.decode())
-            if self._fault is not None:
+            if self._waits:
                 self._wait_for_others(store)
         except (RuntimeError, OSError) as error:
             # It may be the end: whoever keeps the store leaves an instant before the others.

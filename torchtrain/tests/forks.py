@@ -92,7 +92,8 @@ def _half(path: Path, content: bytes) -> None:
 
 # Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes before).
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
-    "folder": ("torchtrain.training.folder", "commit", _die, False),
+    "folder": ("torchtrain.training.folder", "write_all", _die, False),
+    "replacement": ("torchtrain.training.folder", "remove", _die, True),
     "gradient": ("torchtrain.training.loop", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
     "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
@@ -101,9 +102,9 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "manifest": ("torchtrain.checkpoint.store", "write_file", _half, False),
     "commit": ("torchtrain.checkpoint.store", "commit", _die, False),
     "committed": ("torchtrain.checkpoint.store", "commit", _die, True),
-    "removal": ("anchorline.files", "_set_aside", _die, True),
-    "export": ("torchtrain.training.export", "commit", _die, False),
-    "exported": ("torchtrain.training.export", "commit", _die, True),
+    "removal": ("torchtrain.checkpoint.store", "set_aside", _die, True),
+    "export": ("torchtrain.training.folder", "commit", _die, False),
+    "exported": ("torchtrain.training.folder", "commit", _die, True),
     "evaluation": ("torchtrain.training.evaluate", "make_plan", _die, True),
     "plot": ("torchtrain.training.loop", "plot", _die, True),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from anchorline import files
 from anchorline.errors import UserError
 from anchorline.files import FileEntry, entry_of, replace_file, write_file
-from torchtrain.checkpoint import fragments, rng
+from torchtrain.checkpoint import fragments, rng, store
 from torchtrain.checkpoint.fragments import KINDS, Fragment
 from torchtrain.checkpoint.identity import check_config, check_identity, differences, otherwise
 from torchtrain.checkpoint.lock import hold, is_held
@@ -280,10 +280,10 @@ def test_later_ones_are_forgotten_the_last_first(checkpoints, monkeypatch):
     engine = make_engine(updates=0)
     for step in (2, 4, 6, 8):
         save(checkpoints, step, engine)
-    real, calls = shutil.rmtree, []
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **k: calls.append(checkpoints.steps()) or real(path, **k))
+    real, calls = store._remove, []
+    monkeypatch.setattr(store, "_remove", lambda path: calls.append(checkpoints.steps()) or real(path))
     checkpoints.forget_after(4)
-    assert [2, 4, 8] not in calls
+    assert calls == [[2, 4, 6], [2, 4]]
     assert checkpoints.steps() == [2, 4]
     checkpoints.forget_after(0)
     assert checkpoints.steps() == []
@@ -296,7 +296,7 @@ def test_an_older_one_that_cannot_be_removed_is_not_called_unsaved(checkpoints, 
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("torchtrain.checkpoint.store.discard", refuse)
+    monkeypatch.setattr("torchtrain.checkpoint.store._discard", refuse)
     with pytest.raises(
         UserError, match=r"step-00000002: is saved, but an older .*permission denied \(.*step-00000001\)"
     ):
@@ -372,7 +372,7 @@ def test_the_ranks_share_the_work_of_finding_the_last_good_one(checkpoints, monk
     manifest = checkpoints.path(2) / MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:-1])
     read = []
-    monkeypatch.setattr("torchtrain.checkpoint.store.entry_of", lambda path: read.append(path.name) or entry_of(path))
+    monkeypatch.setattr(files, "entry_of", lambda path: read.append(path.name) or entry_of(path))
     by_rank = []
     for rank in range(2):
         read.clear()
@@ -524,16 +524,16 @@ def test_a_disk_without_locks_is_one_line(tmp_path, monkeypatch, code):
 
 def test_a_line_that_was_cut_off_goes_and_one_that_does_not_fit_is_told(tmp_path):
     path = tmp_path / "timing.jsonl"
-    path.write_text('{"event": "step", "step": 1}\n{"ev')
+    path.write_text('{"event": "save", "step": 1}\n{"ev')
     with MetricsFile(path) as file:
-        file.write("step", {"step": 2})
+        file.write("save", {"step": 2})
         assert [event["step"] for event in read_metrics(path)] == [1, 2]
         with open("/dev/full", "ab", buffering=0) as full:
             file._file, whole = full, file._file
             with pytest.raises(
                 UserError, match=rf"{path}: could not be written: no space left on device; .* {tmp_path}"
             ):
-                file.write("step", {"step": 3})
+                file.write("save", {"step": 3})
             file._file = whole
 
 

@@ -112,19 +112,8 @@ def test_a_strangers_file_in_the_folder(place, straight, interrupted):
     assert next(status_lines(folder)).endswith("interrupted")
     assert place.resume(interrupted) == 0
     assert place.train(interrupted, "--replace") == 2
-    assert "holds slurm-17.out, which is not recognised as a run's" in place.last_line(interrupted)
+    assert "holds slurm-17.out, which is not recognised as the run's" in place.last_line(interrupted)
     (folder / "slurm-17.out").unlink()
-    assert_same(folder, straight)
-
-
-def test_a_run_is_replaced_whole(place, straight):
-    """Killed in between, it leaves no half of the old one under its name."""
-    folder = place.folder / "replaced"
-    shutil.copytree(straight, folder)
-    assert place.train("replaced", "--replace", at="removal") == -signal.SIGKILL
-    assert not folder.exists()
-    assert_same(folder.with_name("replaced.deleted"), straight)
-    assert place.train("replaced") == 0
     assert_same(folder, straight)
 
 
@@ -148,7 +137,7 @@ def test_a_damaged_checkpoint_and_the_way_round_it(place, straight, interrupted)
     shard.write_bytes(content_of_it)
     assert place.resume(interrupted) == 2
     assert place.last_line(interrupted) == (
-        f"torchtrain: {shard}: its content has changed (its SHA-256 is not the manifest's); the last good checkpoint is that of "
+        f"torchtrain: {shard}: its content has changed (its SHA-256 is not the one written down); the last good checkpoint is that of "
         f"step 2: torchtrain resume {folder} --step 2"
     )
     assert place.resume(interrupted, "--step", "7") == 2
@@ -200,7 +189,7 @@ def test_a_finished_run_that_is_taken_up_again_otherwise(run, place, monkeypatch
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("torchtrain.training.export.commit", "model: the model could not be written: no space left on device (a file); step 6 is"),
+        ("torchtrain.training.folder.commit", "model: the model could not be written: no space left on device (a file); step 6 is"),
         ("torchtrain.training.loop.plot", "no space left on device (a file)"),
         ("torchtrain.checkpoint.store.commit", "the checkpoint could not be written: no space left on device (a file); the last"),
     ],

@@ -50,7 +50,8 @@ def test_a_run_killed_at_any_phase_is_resumed_bitwise(place, straight, phase, nt
     name = f"{phase}-{nth}"
     assert place.train(name, at=phase, nth=nth) == -signal.SIGKILL
     if phase == "folder":  # there is no run yet
-        assert not (place.folder / name).exists()
+        assert place.resume(name) == 2
+        assert "holds no run of ours" in place.last_line(name)
         assert place.train(name) == 0
     else:
         assert place.resume(name) == 0, place.log(name)
@@ -58,7 +59,7 @@ def test_a_run_killed_at_any_phase_is_resumed_bitwise(place, straight, phase, nt
 
 
 def test_every_phase_is_killed_at():
-    assert {phase for phase, _ in KILLS} == set(PHASES)
+    assert {phase for phase, _ in KILLS} | {"replacement"} == set(PHASES)  # that one: test_run_folder.py
 
 
 def test_a_run_killed_again_and_again_gets_through(place, straight):

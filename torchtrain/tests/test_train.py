@@ -72,7 +72,16 @@ def test_loss_falls_and_the_export_loads(run, model_folder, family, variant, ove
 def test_what_a_run_leaves(run, tree):
     result = run()
     folder = result.model.parent
-    left = {"model", "metrics.jsonl", "timing.jsonl", "loss.png", "config.yaml", "run.json", "checkpoints"}
+    left = {
+        "model",
+        "metrics.jsonl",
+        "timing.jsonl",
+        "loss.png",
+        "config.yaml",
+        "run.json",
+        "outputs.json",
+        "checkpoints",
+    }
     assert {path.name for path in folder.iterdir()} == left
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     resolved = yaml.safe_load((folder / "config.yaml").read_text())

@@ -18,6 +18,7 @@ from torchtrain.tests.run_fixtures import (
 )
 from torchtrain.tests.runs import content
 from torchtrain.training import loop
+from torchtrain.training.folder import RunFolder
 from torchtrain.training.metrics import read_metrics
 from torchtrain.training.session import exported_steps
 from torchtrain.training.status import status_lines
@@ -98,7 +99,7 @@ def test_writers_are_told_what_the_metrics_hold(run, monkeypatch):
     (_, where, purge), (_, project, identity, how, steps), *ends = told["calls"]
     assert (where, purge, project, how, steps) == ("tensorboard", None, "a-project", "allow", 3)
     assert ends == ["closed", ("finished", 0)]
-    (folder / "loss.png").unlink()  # as if it had been interrupted at the end
+    RunFolder(folder).reopen()  # as if it had been interrupted at the end
     told["calls"].clear()
     loop.resume(load_config(folder / "config.yaml"), console=QUIET)
     assert told["calls"][:2] == [("tensorboard", "tensorboard", 4), ("wandb", "a-project", identity, "allow", 3)]

@@ -1,11 +1,12 @@
 """The trained model as an ordinary Hugging Face folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from anchorline.files import commit
+from anchorline.files import commit, follow_umask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -17,8 +18,10 @@ def export(
     partial: Path,
     target: Path,
     weights: dict[str, Tensor] | None = None,
+    end: Callable[[Path, Path], None] = commit,
 ) -> None:
-    """Write model and tokenizer into `partial`, flush them to the disk, then rename it to `target`: it is there whole or not at all.
+    """Write model and tokenizer into `partial`, then `end(partial, target)`: by default flush and rename, so it is there whole or
+    not at all.
 
     What is written loads with plain transformers: the config carries the new length and RoPE parameters, and says nothing
     of the attention engine the model was trained with.
@@ -26,11 +29,14 @@ def export(
     Args:
         model: saved as safetensors, in its dtype.
         tokenizer: saved with the model's length as `model_max_length`.
-        partial: a folder beside the target, not there yet.
+        partial: a folder beside the target, empty or not there yet.
         target: not there yet.
         weights: the state dict, where the model does not hold it whole.
+        end: gives the folder its name.
     """
+    partial.mkdir(exist_ok=True)
     model.save_pretrained(partial, state_dict=weights)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(partial)
-    commit(partial, target)
+    follow_umask(partial)
+    end(partial, target)

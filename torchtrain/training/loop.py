@@ -4,6 +4,7 @@ It is the same on one process and on many: every rank runs it, rank 0 writes and
 begins and for one that goes on: `resume` only takes up a state first.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,21 +19,24 @@ import torch
 from rich.console import Console
 
 import torchtrain
-from anchorline.files import PARTIAL, entry_of
+from anchorline.errors import UserError
+from anchorline.files import PARTIAL, entry_of, resolve
 from torchtrain.checkpoint.identity import check_config, check_identity, otherwise
 from torchtrain.checkpoint.lock import hold
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, TrainConfig
+from torchtrain.data.corpus import source_files
 from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
 from torchtrain.training.engine import Engine, make_engine
 from torchtrain.training.evaluate import HeldOut, evaluate
+from torchtrain.training.finite import check_finite
 from torchtrain.training.flops import FlopCounter, peak_flops
 from torchtrain.training.folder import RunFolder
 from torchtrain.training.guard import Guard
-from torchtrain.training.metrics import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
+from torchtrain.training.metrics import NOTHING, MetricsFile, check_beginning, last_saved, read_metrics, rewind
 from torchtrain.training.report import Display, plot, step_status, tell_tokenising
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.session import Session, layout_of, memory_gib
@@ -106,19 +110,20 @@ class _Run:
         self.leads = world.rank == 0
         self.console = (console or Console(stderr=True)) if self.leads else Console(quiet=True)
         self.say = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
-        self.folder = RunFolder(config.run.folder)
+        with world.together():
+            self.folder = RunFolder(config.run.folder)
 
     def begin(self, replace: bool) -> Result | None:
         with self.world.together():
             self._check()
             if self.leads:
-                self.folder.check(replace, self.config.data.cache)
+                self.folder.check(replace, self.config.data.cache, _local_sources(self.config) if replace else ())
         setup = self._set_up()
         with ExitStack() as held:
             with self.world.together():
                 if self.leads:
-                    self.folder.create(self.config, setup.record, replace)
-                    held.enter_context(hold(self.folder.record))
+                    sources = _local_sources(self.config) if replace else ()
+                    held.enter_context(self.folder.create(self.config, setup.record, replace, sources))
             self._see_folder()
             return self._train(setup, None)
 
@@ -133,13 +138,20 @@ class _Run:
             with self.world.together():
                 record = self.folder.check_run()
                 check_config(record["config"], self.config)
-            if self.world.from_first(self.folder.finished) and step is None:
+            with self.world.together():
+                finished = self.leads and self.folder.finished
+                if finished and step is None:
+                    self.folder.check_model()
+            if self.world.from_first(finished) and step is None:
                 self.say(f"{self.folder.path}: is finished; its model is in {self.folder.model}")
                 return None
             checkpoints = Checkpoints(self.folder.checkpoints)
             with self.world.together():
                 if self.leads:
                     self.folder.sweep()
+                    if step != 0:
+                        checkpoints.sweep()
+                        self._check_not_gone(checkpoints)
             manifest = None if step == 0 else checkpoints.open(step, self.world)
             if manifest is None:
                 self.say(f"begin     anew in {self.folder.path}" + ("" if step == 0 else ": it has no checkpoint"))
@@ -151,16 +163,30 @@ class _Run:
                     check_config(manifest.config, self.config)
                 if self.leads:
                     check_beginning(self.folder.metrics, events)
+                    self.folder.check_forgetting(done, self.config.train.steps)
             setup = self._set_up(partial(check_identity, record["identity"] if manifest is None else manifest.identity))
             if manifest is not None and (changed := otherwise(manifest, layout_of(self.config, setup, self.world))):
                 self.say(f"warning   the last digits may differ from those of an uninterrupted run: {changed}")
             with self.world.together():
                 if self.leads:  # in this order: killed in between, it is taken up at the same step
-                    self.folder.plot.unlink(missing_ok=True)  # the run no longer counts as finished
+                    self.folder.reopen()
+                    if manifest is None:
+                        with MetricsFile(self.folder.timing) as timing:
+                            timing.write("begin", {"step": 0})
+                        checkpoints.give_up()
+                        checkpoints.sweep()
                     checkpoints.forget_after(done)
                     self.folder.forget_after(done, self.config.train.steps)
                     rewind(self.folder.metrics, events)
             return self._train(setup, manifest)
+
+    def _check_not_gone(self, checkpoints: Checkpoints) -> None:
+        """Check that there are checkpoints where there were some: their disk may not be mounted."""
+        if not checkpoints.steps() and (saved := last_saved(read_metrics(self.folder.timing))) is not None:
+            raise UserError(
+                f"{checkpoints.folder}: its checkpoints are gone, and there was one of step {saved}; mount their disk or put them "
+                f"back, or begin anew: torchtrain resume {self.folder.path} --step 0"
+            )
 
     def _see_folder(self) -> None:
         """Check that all ranks see the run that rank 0 made or found."""
@@ -170,6 +196,7 @@ class _Run:
         self.termination.advice = f"to go on from the last checkpoint: torchtrain resume {self.folder.path}"
 
     def _check(self) -> None:
+        resolve("data.cache", self.config.data.cache)
         check_layout(self.config, self.world.size)
         check_writers(self.config)
 
@@ -212,6 +239,9 @@ class _Run:
                 evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row, engine, micro_batch)
                 event = {"step": step, "tokens_seen": tokens_seen, **losses.as_dict()}
                 metrics.write("evaluation", event)
+                with world.together():
+                    check_finite(engine, f"after step {step}", "lower train.learning_rate and train anew")
+                    _check_held_out(losses, step)
                 if writers:
                     writers.write("evaluation", step, event)
                 return losses
@@ -249,17 +279,18 @@ class _Run:
             with world.together():
                 if leads:
                     _plot(folder)
+                    folder.finish(session.step)
         tokens = session.tokens_seen - tokens_before
         speed = tokens / seconds if seconds else 0.0
         return Result(before, after, session.tokens_seen, speed, folder.model) if leads else None
 
     def _export(self, session: Session) -> None:
         self.say(f"exporting to {self.folder.model}")
-        session.export(self.folder.model)
+        session.export(self.folder.model)  # which refuses weights that are not finite
 
     def _terminated(self, step: int) -> None:
         saved = f"stopped by SIGTERM after step {step}, which is saved; to go on: torchtrain resume {self.folder.path}"
-        raise Terminated(saved if self.leads else "")
+        raise Terminated(saved if self.leads else "", agreed=True)
 
 
 def steps(
@@ -304,6 +335,9 @@ def steps(
             guard.passed(losses.overall.value)
         else:
             with world.together():
+                # Weights that are no numbers make every step a bad one: leaving steps out would be of no use.
+                check_finite(engine, f"before step {step + 1}", f"so {fault}; lower train.learning_rate and train anew")
+            with world.together():
                 guard.leave_out(step + 1, fault, values)
         seconds = time.perf_counter() - started
         (tokens,) = world.sum([sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)])
@@ -323,8 +357,32 @@ def steps(
         yield event | ({"left_out": fault} if fault else {}), speed
 
 
+def _local_sources(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield what of this machine's files a run is made of, with the field that names it."""
+    yield "model.source", Path(config.model.source).expanduser()
+    for number, source in enumerate(config.data.sources):
+        if source.files is not None:
+            yield from ((f"data.sources.{number}.files", path) for path in source_files(source))
+        elif source.dataset is not None:
+            yield f"data.sources.{number}.dataset", Path(source.dataset).expanduser()
+
+
+def _check_held_out(losses: HeldOut, step: int) -> None:
+    """Check that a held-out loss is a number; all ranks have the same.
+
+    Raises:
+        UserError: it is none.
+    """
+    loss = losses.overall.value
+    if loss is not None and not math.isfinite(loss):
+        raise UserError(
+            f"the held-out loss after step {step} is {loss}: activations are not finite, though the weights are; "
+            "set model.dtype: float32" + (", lower train.learning_rate" if step else "") + ", and train anew"
+        )
+
+
 def _plot(folder: RunFolder) -> None:
-    """Draw beside, then rename: the plot is what tells that a run is finished."""
+    """Draw beside, then rename: nobody sees a half."""
     partial_plot = folder.plot.with_name(folder.plot.name + PARTIAL)
     plot(read_metrics(folder.metrics), partial_plot)
     partial_plot.replace(folder.plot)

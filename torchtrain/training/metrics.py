@@ -14,15 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from anchorline.errors import UserError, disk_fault
-from anchorline.files import FileEntry, entry_of, sync
+from anchorline.errors import UserError, disk_fault, one_line, quoted
+from anchorline.files import FileEntry, entry_of, parse_json, read_file, sync
 from torchtrain.distributed.world import World
 from torchtrain.training.loss import IGNORE
 
+_MOST_BYTES = 1 << 31
 NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())
 
 
@@ -100,8 +102,9 @@ class MetricsFile:
 
     def __enter__(self) -> "MetricsFile":
         if self._path is not None:
-            self._file = self._path.open("ab", buffering=0)  # what could not be written is not tried again on closing
-            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+            # Unbuffered: what could not be written is not tried again on closing.
+            self._file = open(self._path, "ab", buffering=0, opener=_without_waiting)
+            os.truncate(self._path, read_file(self._path, _MOST_BYTES).rfind(b"\n") + 1)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,11 +137,16 @@ class MetricsFile:
         return entry_of(self._path)
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+
+
 def check_beginning(path: Path, entry: FileEntry) -> None:
     """Check that a file of events begins with what it was once.
 
     Raises:
         UserError: it does not.
+        OSError: it cannot be read.
     """
     if (entry_of(path, entry.bytes) if path.exists() else NOTHING) != entry:
         raise UserError(
@@ -154,10 +162,91 @@ def rewind(path: Path, entry: FileEntry) -> None:
     sync(path)
 
 
+class _Event(BaseModel):
+    """What whoever reads an event relies on; more may stand beside it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Loss = float | None
+
+
+class _DomainLoss(_Event):
+    loss: _Loss
+    labelled_tokens: _Count
+
+
+class _Losses(_Event):
+    step: _Count
+    tokens_seen: _Count
+    loss: _Loss
+    domains: dict[str, _DomainLoss]
+
+
+class _Step(_Losses):
+    gradient_norm: _Loss
+    left_out: str = ""
+
+
+class _Speed(_Event):
+    step: _Count
+    seconds: Annotated[float, Field(ge=0, lt=1e9)]
+    tokens_per_second: Annotated[float, Field(ge=0)]
+    flops_per_second: Annotated[float, Field(ge=0)]
+    mfu: float = 0.0
+    memory_gib: float = 0.0
+
+
+class _OfStep(_Event):
+    step: _Count
+
+
+_METRICS = {"step": _Step, "evaluation": _Losses}
+_TIMING = {"step": _Speed, "save": _OfStep}
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a `metrics.jsonl`, in order; a last line that is still being written is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return the events of a `metrics.jsonl` or `timing.jsonl`, in order; a last line that is still being written is left out.
+
+    Returns:
+        Nothing where there is no file.
+
+    Raises:
+        UserError: it cannot be read, or a line is damaged: names file and line.
+    """
+    try:
+        content = read_file(path, _MOST_BYTES)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path}: {one_line(error.strerror or error).lower()}") from None
+    kinds = _TIMING if path.name == "timing.jsonl" else _METRICS
+    events = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            event = parse_json(line)
+            if not isinstance(event.get("event"), str):
+                raise ValueError("it has no name of an event")
+            if (kind := kinds.get(event["event"])) is not None:
+                kind.model_validate(event)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise UserError(f"{path}: line {number} is damaged: {quoted(place)[1:-1]}: {first['msg']}") from None
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} is damaged: {one_line(error)[:200]}") from None
+        events.append(event)
+    return events
+
+
+def last_saved(events: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the last step that was saved since the run was begun, by the events of `timing.jsonl`."""
+    saved = None
+    for event in events:
+        if event["event"] in ("begin", "save"):
+            saved = event["step"] if event["event"] == "save" else None
+    return saved
 
 
 def finite(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """A run from the side of what it leaves: where it stands, its files, and how both are taken up again."""
 
-import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,17 @@ import torch
 from safetensors import SafetensorError
 
 from anchorline.errors import UserError, disk_fault
-from anchorline.files import PARTIAL, FileEntry
+from anchorline.files import FileEntry
 from torchtrain.checkpoint.manifest import Layout, Manifest, Progress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
+from torchtrain.modeling.load import first_not_finite
 from torchtrain.training.engine import Engine
 from torchtrain.training.evaluate import HeldOut
 from torchtrain.training.export import export
+from torchtrain.training.finite import check_finite
 from torchtrain.training.folder import RunFolder
 from torchtrain.training.guard import Guard
 from torchtrain.training.metrics import MetricsFile
@@ -62,6 +64,9 @@ class Session:
         progress = manifest.progress
         self.step, self.tokens_seen = progress.step, progress.tokens_seen
         self._saved = progress.step
+        with self._engine.world.together():
+            if self._leads:  # it may have been interrupted before it came to that
+                self.checkpoints.retain(self._config.save.keep, progress.step)
         self.guard = self._guard(progress)
         self.before = HeldOut(self._setup.store.domains, self._setup.own_positions)
         for mean, (total, tokens) in zip(self.before.means(), progress.before, strict=True):
@@ -86,13 +91,14 @@ class Session:
         """Save a checkpoint of this step, unless it is the one that was taken up or saved last.
 
         Raises:
-            UserError: it cannot be written; see `Checkpoints.save`.
+            UserError: it cannot be written; see `Checkpoints.save`. Or weights or moments are not finite: nothing comes of them.
         """
         if self.saved:
             return
         started = time.perf_counter()
         world = self._engine.world
         state = state_of(self._engine)
+        self._check_finite()
         updates = state.updates
 
         def manifest(files: dict[str, FileEntry]) -> Manifest:
@@ -125,22 +131,29 @@ class Session:
         """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one.
 
         Raises:
-            UserError: it cannot be written. Nothing of it is left.
+            UserError: it cannot be written, something else has its name, or a weight is not finite. Nothing of it is left.
         """
         world = self._engine.world
-        if world.from_first(target.is_dir()):
+        with world.together():
+            there = self._leads and self._folder.exported(target)
+        if world.from_first(there):
             return
+        self._check_finite()
         started = time.perf_counter()
         weights = self._engine.weights()
         with world.together():
             if self._leads:
-                partial = target.with_name(target.name + PARTIAL)
+                folder = self._folder
+                if weights is not None and (name := first_not_finite(weights.items())) is not None:
+                    raise UserError(
+                        f"{name} is not finite after step {self.step}, so the model was not written to {target}"
+                    )
                 try:
-                    shutil.rmtree(partial, ignore_errors=True)
-                    target.parent.mkdir(exist_ok=True)
-                    export(self._setup.model, self._setup.tokenizer, partial, target, weights)
+                    partial = folder.begin_export(target)
+                    export(self._setup.model, self._setup.tokenizer, partial, target, weights, folder.end_export)
                 except (OSError, SafetensorError) as error:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    with suppress(OSError, UserError):
+                        folder.drop_export()
                     why = disk_fault(error) if isinstance(error, OSError) else str(error)
                     safe = f"step {self.step} is saved" if self.saved else "save.every is 0, so nothing is saved"
                     raise UserError(
@@ -153,6 +166,15 @@ class Session:
         """Export this step's model if it is one of the last that `save.last` keeps; the trained one itself comes later."""
         if self.step in exported_steps(self._config.save, self._config.train.steps):
             self.export(self._folder.exports / f"step-{self.step:08d}")
+
+    def _check_finite(self) -> None:
+        with self._engine.world.together():
+            check_finite(
+                self._engine,
+                f"after step {self.step}",
+                f"nothing of it was saved; lower train.learning_rate ({self._config.train.learning_rate}), warm up longer or set "
+                "model.dtype: float32, and train anew",
+            )
 
     def _guard(self, progress: Progress | None = None) -> Guard:
         so_far: Mapping[str, Any] = (

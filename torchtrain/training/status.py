@@ -1,11 +1,12 @@
 """Where a run stands, from what it has left so far; nothing is written and nothing is waited for."""
 
-import json
 import statistics
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+from anchorline.errors import UserError, disk_fault, one_line
+from anchorline.files import read_json
 from torchtrain.checkpoint.lock import is_held
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.training.folder import RunFolder
@@ -13,45 +14,58 @@ from torchtrain.training.metrics import read_metrics
 from torchtrain.training.report import step_status
 
 _LAST = 20  # steps whose time tells how long the others will take
+_MOST_BYTES = 1 << 26
+_LONGEST = 8.6e13  # seconds that timedelta takes
 
 
 def status_lines(folder: Path) -> Iterator[str]:
     """Yield a line for each thing that is known of a run.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder holds no run, or a file of it cannot be read or is damaged: names it.
     """
+    try:
+        yield from _lines(folder)
+    except OSError as error:
+        raise UserError(disk_fault(error)) from None
+
+
+def _lines(folder: Path) -> Iterator[str]:
     run = RunFolder(folder)
     record = run.check_run()
     total = record["config"]["train"]["steps"]
     at_work = is_held(run.record)
-    state = "at work" if at_work else "finished" if run.finished else "interrupted"
+    finished = run.finished
+    state = "at work" if at_work else "finished" if finished else "interrupted"
     yield f"run        {run.path}: {state}"
 
-    events = read_metrics(run.metrics) if run.metrics.is_file() else []
-    timings = read_metrics(run.timing) if run.timing.is_file() else []
+    events, timings = read_metrics(run.metrics), read_metrics(run.timing)
     steps = [event for event in events if event["event"] == "step"]
     speeds = [event for event in timings if event["event"] == "step"]
     done = steps[-1]["step"] if steps else 0
     yield f"steps      {done:,} of {total:,}"
     if steps and speeds:
-        yield f"last step  {step_status(speeds[-1] | steps[-1])}"
+        yield f"last step  {one_line(step_status(speeds[-1] | steps[-1]))}"
         if done < total:
             left = (total - done) * statistics.median(event["seconds"] for event in speeds[-_LAST:])
-            yield f"time left  about {timedelta(seconds=round(left))}{'' if at_work else ', once it is resumed'}"
+            yield f"time left  about {timedelta(seconds=round(min(left, _LONGEST)))}{'' if at_work else ', once it is resumed'}"
     for event in events:
         if event["event"] == "evaluation":
-            yield f"held out   loss {event['loss']:.4f} after step {event['step']:,}"
+            loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
+            yield f"held out   loss {loss} after step {event['step']:,}"
 
     checkpoints = Checkpoints(run.checkpoints)
     for step in checkpoints.steps():
         word = "" if checkpoints.looks_good(step) else ", damaged"
         yield f"checkpoint step {step:,}{word}"
     for path in sorted(run.bad_steps.glob("step-*.json")):
-        yield f"bad step   {json.loads(path.read_text(encoding='utf-8'))['step']:,}: its rows are in {path}"
-    for path in sorted(run.exports.glob("step-????????")):
+        try:
+            yield f"bad step   {int(read_json(path, most=_MOST_BYTES)['step']):,}: its rows are in {path}"
+        except (UserError, LookupError, TypeError, ValueError, OverflowError) as error:
+            yield f"bad step   damaged: {error if isinstance(error, UserError) else f'{path}: names no step'}"
+    for path in run.exports_of_steps():
         yield f"model      {path}"
     if run.model.is_dir():
         yield f"model      {run.model}"
-    if not at_work and not run.finished:
+    if not at_work and not finished:
         yield f"to go on   torchtrain resume {run.path}"

@@ -14,15 +14,15 @@ from torchtrain.errors import Terminated
 class Termination:
     """Takes SIGTERM for as long as its block lasts.
 
-    Outside `noted` the signal raises `Terminated` where the program stands: there is nothing to save that is not saved.
-    `advice` says how to go on.
+    Outside `noted` the signal raises `Terminated` where the program stands, once: there is nothing to save that is not saved.
+    Every rank that it comes to can say so; the first one does (`torchtrain.distributed.heartbeat`). `advice` says how to go on.
     """
 
     advice = "there is no run yet: start it again"
 
     def __init__(self) -> None:
         self.asked = False
-        self._noting = False
+        self._noting = self._raised = False
         self._before: Any = None
 
     def __enter__(self) -> "Termination":
@@ -45,6 +45,7 @@ class Termination:
 
     def _take(self, _: int, __: FrameType | None) -> None:
         self.asked = True
-        if not self._noting:
+        if not self._noting and not self._raised:
+            self._raised = True
             rank, _size, _local = here()
-            raise Terminated("" if rank else f"stopped by SIGTERM; {self.advice}")
+            raise Terminated(f"{f'rank {rank}: ' if rank else ''}stopped by SIGTERM; {self.advice}")
