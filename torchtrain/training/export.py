@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from anchorline.files import commit
+from torchtrain.modeling.save import save_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -20,8 +21,8 @@ def export(
 ) -> None:
     """Write model and tokenizer into `partial`, flush them to the disk, then rename it to `target`: it is there whole or not at all.
 
-    What is written loads with plain transformers: the config carries the new length and RoPE parameters, and says nothing
-    of the attention engine the model was trained with.
+    What is written loads with plain transformers, 4 and 5, and other readers: the config carries the new length and RoPE
+    parameters, and says nothing of the attention engine the model was trained with.
 
     Args:
         model: saved as safetensors, in its dtype.
@@ -30,7 +31,5 @@ def export(
         target: not there yet.
         weights: the state dict, where the model does not hold it whole.
     """
-    model.save_pretrained(partial, state_dict=weights)
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.save_pretrained(partial)
+    save_folder(model, tokenizer, partial, weights)
     commit(partial, target)
