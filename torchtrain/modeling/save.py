@@ -64,6 +64,8 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1
     original = rope.get("original_max_position_embeddings") or length
     notes = []
+    if name == "nemotron" and kind != "default":
+        notes.append(f"transformers 4: leaves {kind} out of nemotron; use transformers 5")
     if kind == "dynamic":
         plain = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]}})
         notes.append(
@@ -77,7 +79,7 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
     if kind == "yarn" and rope.get("attention_factor") is not None:
         relative = rope["attention_factor"] / (0.1 * math.log(factor) + 1 if factor > 1 else 1)
         notes.append(
-            "vLLM before 0.24 and llama.cpp: leave yarn's attention_factor out; "
+            "older vLLM and llama.cpp: leave yarn's attention_factor out; "
             f'set "attn_factor": {relative:.9g} in rope_scaling, rope.scaling.attn_factor in the GGUF'
         )
     if kind == "longrope":
@@ -111,6 +113,9 @@ def _add_older_names(written: dict[str, Any]) -> None:
             rope["attention_factor"] = _longrope_attention_factor(rope, length)
         written["original_max_position_embeddings"] = original  # where it looks for the length
     scaling = {key: value for key, value in rope.items() if key not in _BESIDE_SCALING}
+    if written["model_type"] == "phi3" and rope.get("attention_factor") is None and "short_factor" in rope:
+        # The only three fields that transformers 4 takes for this family, which derives the rest, as 5 then does.
+        scaling = {"type": "longrope"} | {key: rope[key] for key in ("short_factor", "long_factor")}
     written["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
     written |= {key: rope[key] for key in _BESIDE_SCALING if key in rope}
 
