@@ -60,7 +60,9 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     length, name = config.max_position_embeddings, config.model_type
     if rope and "rope_type" not in rope:
-        return ["transformers 4: takes one RoPE for all layers, and this model sets it per layer type; use transformers 5"]
+        return [
+            "transformers 4: takes one RoPE for all layers, and this model sets it per layer type; use transformers 5"
+        ]
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1
     original = rope.get("original_max_position_embeddings") or length
     notes = []
@@ -73,7 +75,9 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
             """(before 0.24: '{"rope_scaling": null}')"""
         )
     elif kind == "linear" and factor != 1:
-        notes.append(f"vLLM: takes max_position_embeddings times the factor as its length; set --max-model-len {length}")
+        notes.append(
+            f"vLLM: takes max_position_embeddings times the factor as its length; set --max-model-len {length}"
+        )
     elif kind == "yarn" and original * factor != length:
         notes.append(f"vLLM: takes {original} times the factor as its length; set --max-model-len {length}")
     if kind == "yarn" and rope.get("attention_factor") is not None:
@@ -85,7 +89,9 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
     if kind == "longrope":
         if (mscale := rope.get("attention_factor")) is not None or original * factor != length:
             mscale = _longrope_attention_factor(rope, length) if mscale is None else mscale
-            notes.append(f'vLLM: set "short_mscale" and "long_mscale": {mscale:.9g} beside short_factor and long_factor')
+            notes.append(
+                f'vLLM: set "short_mscale" and "long_mscale": {mscale:.9g} beside short_factor and long_factor'
+            )
         if name not in _LONGROPE_IN_GGUF:
             notes.append(f"llama.cpp: its converter leaves longrope's factors out of {name}; do not use a GGUF of it")
     if kind == "llama3" and name not in _LLAMA3_IN_GGUF:

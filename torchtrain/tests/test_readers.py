@@ -144,7 +144,9 @@ def test_the_tokenizer_is_one_that_transformers_4_knows(tmp_path):
 
 
 def llama_tokenizer(**settings) -> LlamaTokenizer:
-    return LlamaTokenizer(vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "a": 4, "▁a": 5}, merges=[("▁", "a")], **settings)
+    return LlamaTokenizer(
+        vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "a": 4, "▁a": 5}, merges=[("▁", "a")], **settings
+    )
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -169,7 +171,10 @@ NOTES = {
     "yarn, all given": [rf'older vLLM and llama\.cpp: .*"attn_factor": {1.25 / (0.1 * math.log(4) + 1):.9g}'],
     "llama3": [],
     "longrope": [r"llama\.cpp: .*llama"],
-    "longrope, factor 8": [rf'vLLM: set "short_mscale" and "long_mscale": {math.sqrt(1 + math.log(8) / math.log(POSITIONS)):.9g}', r"llama\.cpp: .*llama"],
+    "longrope, factor 8": [
+        rf'vLLM: set "short_mscale" and "long_mscale": {math.sqrt(1 + math.log(8) / math.log(POSITIONS)):.9g}',
+        r"llama\.cpp: .*llama",
+    ],
 }
 
 
