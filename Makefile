@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Python compiles what is imported, when it is; pip would compile everything (--no-compile), for most of a minute.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 
-.PHONY: help setup train test gate check format lock clean
+.PHONY: help setup train test gate readers check format lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,17 @@ test: setup  ## run every test (those marked gpu are skipped, and say so, where 
 gate: setup  ## judge the trainer against the oracle, then let the gate catch every known bug (configs/parity/ci.yaml)
 	@echo "==> running the gate against the zoo"
 	@$(BIN)/parity zoo configs/parity/ci.yaml
+
+# transformers 4 with its own tokenizers and huggingface_hub, gguf for llama.cpp's converter; torch is shared by the .pth, never installed.
+readers: setup  ## put older transformers into .venv-readers: the tests then read exports with them, too
+	@for version in 4.57.3 4.51.3; do \
+		env=.venv-readers/transformers-$$version; test -f $$env/.installed && continue; \
+		echo "==> creating $$env"; rm -rf $$env; $(BIN)/python -m venv $$env \
+		&& $$env/bin/python -m pip install --quiet --no-compile --disable-pip-version-check transformers==$$version gguf sentencepiece protobuf \
+		&& $(BIN)/python -c 'import sys, sysconfig; from pathlib import Path; Path(sys.argv[1], "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")' \
+			"$$($$env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		&& touch $$env/.installed || exit 1; \
+	done
 
 check: setup  ## ruff (format and lint) and pyright on the public surface
 	@echo "==> ruff"

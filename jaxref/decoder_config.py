@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anchorline.errors import UserError, quoted
-from jaxref.rope import RopeSpec
+from jaxref.rope import RopeSpec, inverse_frequencies
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -101,16 +101,30 @@ class DecoderConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """A `config.json` that transformers 5 and `from_hf` read back as this decoder."""
+        """A `config.json` that transformers 4 and 5 and `from_hf` read back as this decoder."""
         fields = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "hidden_act": "silu",
             "attention_bias": self.o_bias,
             "sliding_window": None,
-            "rope_parameters": self.rope.to_hf(),
+            **_rope_fields(self.rope, self.max_position_embeddings),
         }
         derived = {"qkv_bias", "o_bias", "qk_norm", "rope"}
         return fields | {name: value for name, value in vars(self).items() if name not in derived}
+
+
+def _rope_fields(rope: RopeSpec, longest: int) -> dict[str, Any]:
+    """RoPE as transformers 5 reads it and, beside it, as 4 does, which takes a theta of 10,000 where it finds no other."""
+    parameters = rope.to_hf()
+    beside = {"rope_theta": parameters["rope_theta"], "rope_scaling": None}
+    if parameters["rope_type"] == "longrope":
+        # 4 looks for this length outside of rope_scaling, and derives the attention factor from the two lengths.
+        original = beside["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+        if rope.factor != longest / original:
+            parameters.setdefault("attention_factor", inverse_frequencies(rope)[1])
+    if parameters["rope_type"] != "default":
+        beside["rope_scaling"] = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    return {"rope_parameters": parameters, **beside}
 
 
 def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:

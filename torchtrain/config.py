@@ -74,6 +74,10 @@ class RopeConfig(Section):
         default="keep", description="rope_theta: a number, the model's own, or the paper's for this context length"
     )
     factor: Stretch | None = Field(default=None, description="scale; default: new length / original length")
+    original_max_position_embeddings: Count | None = Field(
+        default=None,
+        description="positions a linear model held before its scaling; asked for where its config.json leaves that open",
+    )
     attention_factor: Stretch | None = None
     beta_fast: Stretch | None = None
     beta_slow: Stretch | None = None
@@ -95,7 +99,8 @@ class RopeConfig(Section):
             "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
         }[self.type]
         needs = {"llama3": {"low_freq_factor", "high_freq_factor"}, "longrope": {"short_factor", "long_factor"}}
-        given = {name for name, value in self if name not in ("type", "theta") and value is not None}
+        of_the_model = ("type", "theta", "original_max_position_embeddings")
+        given = {name for name, value in self if name not in of_the_model and value is not None}
         if stray := sorted(given - takes):
             raise ValueError(f"rope type {self.type!r} does not take {', '.join(stray)}; remove it or change rope.type")
         if missing := sorted(needs.get(self.type, set()) - given):

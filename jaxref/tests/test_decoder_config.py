@@ -3,6 +3,7 @@
 import pytest
 
 from jaxref.decoder_config import DecoderConfig
+from jaxref.rope import inverse_frequencies
 from jaxref.tests.decoders import FAMILIES, hf_config
 
 
@@ -27,6 +28,39 @@ def test_the_families_differ_in_biases_and_norms():
 def test_to_hf_reads_back_the_same(family):
     config = DecoderConfig.from_hf(hf_config(family))
     assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0]}
+SCALED = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.5},
+    {**LONGROPE, "factor": 4.0, "original_max_position_embeddings": 16},
+    {**LONGROPE, "factor": 8.0, "original_max_position_embeddings": 16},
+]
+
+
+@pytest.mark.parametrize("rope", SCALED, ids=lambda rope: f"{rope['rope_type']} {rope['factor']:g}")
+def test_to_hf_says_rope_to_transformers_4_too(rope):
+    """Which knows `rope_theta` and `rope_scaling` alone, and for longrope derives the factor from two lengths beside it."""
+    fields = hf_config("llama", head_dim=4, max_position_embeddings=64)
+    config = DecoderConfig.from_hf(fields | {"rope_parameters": {"rope_theta": 5e4, **rope}})
+    written = config.to_hf()
+    del written["rope_parameters"]
+    scaling = written["rope_scaling"]
+    assert "rope_theta" not in scaling
+    if rope["rope_type"] == "longrope":
+        scaling["factor"] = written["max_position_embeddings"] / written["original_max_position_embeddings"]
+    read = DecoderConfig.from_hf(written)
+    assert read.rope.theta == 5e4
+    for seq_len in (1, 64):
+        (ours, factor), (theirs, other) = (inverse_frequencies(spec, seq_len) for spec in (config.rope, read.rope))
+        assert ours.tolist() == theirs.tolist()
+        assert factor == other
+
+
+def test_to_hf_says_that_nothing_is_scaled():
+    written = DecoderConfig.from_hf(hf_config("llama")).to_hf()
+    assert (written["rope_theta"], written["rope_scaling"]) == (10000.0, None)
 
 
 @pytest.mark.parametrize(("family", "head_dim"), [("llama", 3), ("mistral", 3), ("qwen2", 3), ("qwen3", 128)])

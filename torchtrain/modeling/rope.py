@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _UNSCALED = ("keep", "default", "dynamic")  # in training: dynamic scales only beyond max_position_embeddings
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
+_SCALED = (*_WITH_ORIGINAL_LENGTH, "linear")
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "PretrainedConfig":
@@ -28,8 +30,9 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
     `max_position_embeddings` becomes `length`, or stays what it was where that is more and still holds.
 
     Factors count from the original length, so that two extensions equal one: what the model's theta holds alone. That is
-    its `original_max_position_embeddings` where it has one; `max_position_embeddings` over its own factor if it is linear,
-    a type that records no original length; else `max_position_embeddings`.
+    its `original_max_position_embeddings` where it has one, else `max_position_embeddings`. A linear model made elsewhere
+    records none, and its `max_position_embeddings` is the scaled length to some and the unscaled one to others: then
+    `rope.original_max_position_embeddings` must say it. What this returns records it.
 
     Args:
         config: the model's config, left as it is.
@@ -39,22 +42,27 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
     Raises:
         UserError: the length is beyond the model's, and theta is not raised nor the factor large enough to reach it; a
             factor below 1; lists of another length than half a head; a model without RoPE, or with one set of parameters
-            per layer type.
+            per layer type; a linear model whose original length is open; a type that the model's own config class changes.
     """
     held: int = config.max_position_embeddings
     own: dict[str, Any] | None = getattr(config, "rope_parameters", None)
     changed = copy.deepcopy(config)
-    if rope.type == "keep" and rope.theta == "keep":
+    keeps = rope.type == "keep" and rope.theta == "keep"
+    if not own or "rope_type" not in own:
+        if not keeps:
+            what = "sets RoPE per layer type" if own else "has no RoPE"
+            raise UserError(f"rope: the model ({config.model_type}) {what}; rope.type and rope.theta must be keep")
         if length > held:
             raise _too_long(length, held)
         return changed
-    if not own or "rope_type" not in own:
-        what = "sets RoPE per layer type" if own else "has no RoPE"
-        raise UserError(f"rope: the model ({config.model_type}) {what}; rope.type and rope.theta must be keep")
+    if keeps and length <= held and rope.original_max_position_embeddings is None:
+        return changed
 
-    original: int = own.get("original_max_position_embeddings") or held
-    if own["rope_type"] == "linear":
-        original = round(held / own["factor"])
+    original = _original_length(config, own, rope.original_max_position_embeddings)
+    if rope.original_max_position_embeddings == held and own["rope_type"] == "linear":
+        held = round(held * own["factor"])  # the scaled length, as we write it
+    if keeps and length > held:
+        raise _too_long(length, held)
     changed.rope_parameters = _parameters(config, own, rope, length, original)
     if rope.type != "keep":
         held = original  # whatever stretched the model is replaced
@@ -62,6 +70,8 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
     if length > held and rope.type in _UNSCALED and not theta_is_raised:
         raise _too_long(length, held)
     changed.max_position_embeddings = max(length, held)
+    _record_original_length(changed, original)
+    _check_read_back(changed)
     return changed
 
 
@@ -79,7 +89,7 @@ def check_resets(config: "PretrainedConfig", length: int) -> None:
         UserError: longrope, and rows longer than the original length.
     """
     own = getattr(config, "rope_parameters", None) or {}
-    if own.get("rope_type") == "longrope" and length > own["original_max_position_embeddings"]:
+    if own.get("rope_type") == "longrope" and length > own[_ORIGINAL]:
         raise UserError(
             "pack.variant intra_reset: longrope takes short or long factors by the longest document of each micro-batch, so "
             "training would depend on how rows are batched; choose another variant, or another rope.type"
@@ -104,6 +114,60 @@ def rotated_dimensions(config: "PretrainedConfig") -> int:
     """Return how many dimensions of a head RoPE rotates."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def _original_length(config: "PretrainedConfig", own: dict[str, Any], answer: int | None) -> int:
+    held: int = config.max_position_embeddings
+    recorded = own.get(_ORIGINAL) or (None if hasattr(type(config), _ORIGINAL) else getattr(config, _ORIGINAL, None))
+    if own["rope_type"] == "linear" and own["factor"] != 1 and recorded is None:
+        shorter = round(held / own["factor"])
+        if answer is None:
+            raise UserError(
+                f"rope.{_ORIGINAL}: missing; the model is linear with factor {own['factor']:g}, and its config.json leaves "
+                f"open whether max_position_embeddings {held} is the length after scaling or before; give {shorter} if it "
+                f"holds {held} positions, {held} if it holds {round(held * own['factor'])}"
+            )
+        possible = [shorter, held]
+    else:
+        # Outside of scaled types it says nothing: a default model may carry what it was before theta was raised.
+        possible = [recorded if recorded and own["rope_type"] in _SCALED else held]
+    if answer is not None and answer not in possible:
+        raise UserError(
+            f"rope.{_ORIGINAL} {answer}: by its config.json the model began with "
+            f"{' or '.join(map(str, possible))} positions; give that, or leave it out"
+        )
+    return possible[0] if answer is None else answer
+
+
+def _record_original_length(config: "PretrainedConfig", original: int) -> None:
+    """Set the field beside `rope_parameters` that says where scaling begins.
+
+    transformers 5 lets it overrule `rope_parameters`, so an old one must not stay. For linear it is our own record; no
+    reader looks at it there.
+    """
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type == "linear":
+        setattr(config, _ORIGINAL, original)
+    elif hasattr(type(config), _ORIGINAL):  # a field of this family (Phi-3), always there
+        setattr(config, _ORIGINAL, config.rope_parameters.get(_ORIGINAL, config.max_position_embeddings))
+    else:
+        vars(config).pop(_ORIGINAL, None)
+
+
+def _check_read_back(config: "PretrainedConfig") -> None:
+    """Refuse what would be trained and then read as something else: Phi-3's config takes yarn for longrope."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    wanted = config.rope_parameters
+    try:
+        read: Any = type(config).from_dict(config.to_dict()).rope_parameters
+    except (KeyError, TypeError, ValueError, StrictDataclassError):
+        read = None
+    if read != wanted:
+        raise UserError(
+            f"rope.type {wanted['rope_type']}: {config.model_type} does not read it back from its config.json as it is "
+            "written; choose another rope.type"
+        )
 
 
 def _parameters(
@@ -136,7 +200,7 @@ def _parameters(
         return {**kept, "rope_type": "default", "rope_theta": theta * factor ** (d / (d - 2))}
 
     parameters = {**kept, "rope_type": rope.type, "rope_theta": theta, "factor": factor}
-    given = rope.model_dump(exclude={"type", "theta", "factor"}, exclude_none=True)
+    given = rope.model_dump(exclude={"type", "theta", "factor", _ORIGINAL}, exclude_none=True)
     for name in given.keys() & {"short_factor", "long_factor"}:
         if len(given[name]) != rotated_dimensions(config) // 2:
             raise UserError(
@@ -144,7 +208,7 @@ def _parameters(
                 f"a head, give {rotated_dimensions(config) // 2}"
             )
     if rope.type in _WITH_ORIGINAL_LENGTH:
-        parameters["original_max_position_embeddings"] = original
+        parameters[_ORIGINAL] = original
     return parameters | given
 
 

@@ -99,6 +99,8 @@ def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from torchtrain.modeling.save import save_folder
+
     read: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     model = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32, trust_remote_code=False)
     # save_pretrained refuses a model that was quantised: the same weights in a model that never was.
@@ -107,8 +109,7 @@ def _convert(source: Path, folder: Path) -> None:
         delattr(config, "quantization_config")
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
-    plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**read, trust_remote_code=False).save_pretrained(folder)
+    save_folder(plain, AutoTokenizer.from_pretrained(**read, trust_remote_code=False), folder)
 
 
 def _rename(partial: Path, target: Path) -> None:

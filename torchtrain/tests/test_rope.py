@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from anchorline.errors import UserError
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import check_resets, describe, extend
-from torchtrain.tests.conftest import POSITIONS, tiny_config
+from torchtrain.tests.conftest import POSITIONS, SIZES, tiny_config
 
 # float32 rounds once an operation. base ** e: e and then e * ln(base) carry a relative error into the exponent, so the power
 # errs by |e ln base| roundings more; 16 covers all other operations of any type (yarn's blend has the most, 9).
@@ -129,6 +129,76 @@ def test_two_extensions_equal_one(rope_type):
     theta = config.rope_parameters.pop("rope_theta")
     assert theta == pytest.approx(once.rope_parameters.pop("rope_theta"), rel=8 * torch.finfo(torch.float64).eps, abs=0)
     assert config.to_dict() == once.to_dict()
+
+
+def linear_config(**changes):
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    return tiny_config(rope_parameters=rope, **changes)
+
+
+@pytest.mark.parametrize("settings", [{"type": "yarn"}, {"type": "linear"}, {"theta": 5e5}, {}], ids=str)
+def test_a_linear_model_from_elsewhere_must_say_what_its_length_is(settings):
+    with pytest.raises(
+        UserError, match=r"rope\.original_max_.*missing; .*factor 2, .*give 32 if it holds 64 .*64 if .* 128"
+    ):
+        extend(linear_config(), RopeConfig(**settings), LENGTH)
+
+
+@pytest.mark.parametrize(("original", "factor"), [(POSITIONS, 4), (POSITIONS // 2, 8)])
+def test_a_linear_model_counts_from_the_length_that_was_given(original, factor):
+    rope = RopeConfig(type="yarn", original_max_position_embeddings=original)
+    parameters = extend(linear_config(), rope, LENGTH).rope_parameters
+    assert (parameters["factor"], parameters["original_max_position_embeddings"]) == (factor, original)
+
+
+def test_a_linear_model_whose_length_is_the_unscaled_one_holds_more():
+    keep = RopeConfig(original_max_position_embeddings=POSITIONS)
+    kept = extend(linear_config(), keep, 2 * POSITIONS)
+    assert kept.max_position_embeddings == 2 * POSITIONS
+    assert extend(kept, RopeConfig(), 2 * POSITIONS).to_dict() == kept.to_dict()  # and asks no second time
+    assert extend(kept, RopeConfig(type="linear"), LENGTH).rope_parameters["factor"] == 4
+    with pytest.raises(UserError, match="the model holds 128 positions"):
+        extend(linear_config(), keep, 3 * POSITIONS)
+    with pytest.raises(UserError, match="the model holds 64 positions"):
+        extend(linear_config(), RopeConfig(original_max_position_embeddings=POSITIONS // 2), 2 * POSITIONS)
+
+
+def test_a_linear_model_within_either_length_is_not_asked():
+    assert extend(linear_config(), RopeConfig(), POSITIONS).to_dict() == linear_config().to_dict()
+
+
+def test_a_factor_larger_than_needed_does_not_move_the_length_it_counts_from():
+    once = extend(tiny_config(), RopeConfig(type="linear", factor=8.0), 2 * POSITIONS)
+    assert extend(once, RopeConfig(type="yarn"), LENGTH).rope_parameters["factor"] == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "answer", "began"),
+    [(linear_config(), 48, "32 or 64"), (tiny_config(), 32, "64")],
+    ids=["linear", "default"],
+)
+def test_an_original_length_that_cannot_be_is_refused(config, answer, began):
+    rope = RopeConfig(type="yarn", original_max_position_embeddings=answer)
+    with pytest.raises(UserError, match=rf"original_max_position_embeddings {answer}: .* began with {began} positions"):
+        extend(config, rope, LENGTH)
+
+
+def phi3(**changes):
+    from transformers import Phi3Config
+
+    return Phi3Config(**(SIZES | changes))
+
+
+def test_a_type_that_the_family_reads_back_as_another_is_refused():
+    with pytest.raises(UserError, match=r"rope\.type yarn: phi3 does not read it back"):
+        extend(phi3(), RopeConfig(type="yarn"), LENGTH)
+
+
+def test_a_family_with_a_field_for_the_original_length_gets_the_right_one():
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = extend(phi3(original_max_position_embeddings=4096), RopeConfig(type="longrope", **lists), LENGTH)
+    config.standardize_rope_params()  # as the model does when it is built
+    assert config.rope_parameters["original_max_position_embeddings"] == POSITIONS
 
 
 def test_a_dynamic_model_is_unscaled_up_to_its_length_so_other_types_count_from_there():

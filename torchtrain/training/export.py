@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from anchorline.files import commit, follow_umask
+from torchtrain.modeling.save import save_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -23,8 +24,8 @@ def export(
     """Write model and tokenizer into `partial`, then `end(partial, target)`: by default flush and rename, so it is there whole or
     not at all.
 
-    What is written loads with plain transformers: the config carries the new length and RoPE parameters, and says nothing
-    of the attention engine the model was trained with.
+    What is written loads with plain transformers, 4 and 5, and other readers: the config carries the new length and RoPE
+    parameters, and says nothing of the attention engine the model was trained with.
 
     Args:
         model: saved as safetensors, in its dtype.
@@ -35,8 +36,6 @@ def export(
         end: gives the folder its name.
     """
     partial.mkdir(exist_ok=True)
-    model.save_pretrained(partial, state_dict=weights)
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.save_pretrained(partial)
+    save_folder(model, tokenizer, partial, weights)
     follow_umask(partial)
     end(partial, target)

@@ -17,6 +17,7 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import first_not_finite
+from torchtrain.modeling.save import reader_notes
 from torchtrain.training.engine import Engine
 from torchtrain.training.evaluate import HeldOut
 from torchtrain.training.export import export
@@ -160,6 +161,8 @@ class Session:
                         f"{target}: the model could not be written: {why}; {safe}; "
                         f"mend that, then: torchtrain resume {self._folder.path}"
                     ) from None
+                for note in reader_notes(self._setup.model.config):
+                    self._say(f"readers   {note}")
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
 
     def export_if_kept(self) -> None:
