@@ -176,7 +176,7 @@ def test_a_plan_given_by_the_caller_is_used_as_it_is():
 
 
 def test_auto_says_what_it_chose(caplog):
-    hf._announced.clear()
+    hf.announced.clear()
     with caplog.at_level("WARNING", logger="torchtrain"):
         tiny()(**inputs(named_batch()))
     assert [r.message for r in caplog.records] == ["attention auto: sdpa on cpu in torch.float64"]
