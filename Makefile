@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Python compiles what is imported, when it is; pip would compile everything, for most of a minute.
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup train test gate check format clean
+.PHONY: help setup train test gate families check format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,10 @@ test: setup  ## run every test (those marked gpu are skipped, and say so, where 
 gate: setup  ## judge the trainer against the oracle, then let the gate catch every known bug (configs/parity/ci.yaml)
 	@echo "==> running the gate against the zoo"
 	@$(BIN)/parity zoo configs/parity/ci.yaml
+
+families: setup  ## judge the plug-in on every causal family of transformers and write docs/families.md
+	@echo "==> every causal family under anchor, some minutes"
+	@$(BIN)/python -m parity_tests.families --out docs/families.md
 
 check: setup  ## ruff (format and lint) and pyright on the public surface
 	@echo "==> ruff"

@@ -67,12 +67,12 @@ def attach(model: _Model, engine: str = "auto") -> _Model:
 
 def _read_back(model: PreTrainedModel, name: str) -> None:
     """Families whose attention does not go through transformers' interface ignore the setting, with a log line."""
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        if config._attn_implementation != name:
-            raise UserError(
-                f"attach: {type(model).__name__} computes attention in its own way and ignores attn_implementation={name!r} "
-                f"(it runs {config._attn_implementation!r}); choose another model"
-            )
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != name:
+        raise UserError(
+            f"attach: {type(model).__name__} computes attention in its own way and ignores attn_implementation={name!r} "
+            f"(it runs {config._attn_implementation!r}); choose another model"
+        )
 
 
 def _longest_row(model: PreTrainedModel) -> str:
@@ -90,7 +90,7 @@ def _check_masks(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Refuse `document_ids` that would be swallowed; drop a mask that hides nothing before a family makes more of it."""
-    implementation = str(decoder.config._attn_implementation)
+    implementation = str(decoder.config.get_text_config(decoder=True)._attn_implementation)
     if not implementation.startswith(implementation_name("auto")):
         if kwargs.get("document_ids") is not None:
             raise UserError(

@@ -53,13 +53,13 @@ def check_separation(model: nn.Module) -> None:
             before = _watch(model, input_ids=position_ids + 1, **row)
         model.eval()
         after = _watch(model, input_ids=position_ids + 3 - document_ids, **row)  # another first document
-    _check_lookups(before, after)
-    _check_gradients(model, after)
+        _check_lookups(before, after)
+        _check_gradients(model, after)
 
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Give modes back, module by module, and the random states of the model's devices."""
+    """With gradients whoever calls; modes given back, module by module, and the random states of the model's devices."""
     modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device for p in model.parameters() if p.device.type != "cpu"}, key=str)
     kind = devices[0].type if devices else "cuda"
@@ -85,7 +85,7 @@ def _watch(model: nn.Module, **inputs: Any) -> _Watched:
             seen.layers.append((name, given, made))
         if module is token_embedding:
             seen.embedded = output.detach().requires_grad_()
-            return seen.embedded
+            return seen.embedded.clone()  # which a family may scale in place
         return None
 
     with ExitStack() as hooks:

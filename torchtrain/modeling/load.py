@@ -101,7 +101,9 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
         raise UserError(
             f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local copy"
         )
-    for what, setting in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
+    from torchtrain.attention.masks import MASKED_LAYER_TYPES
+
+    for what, setting in MASKED_LAYER_TYPES.items():
         reach = getattr(config, setting, None)
         is_used = what in (getattr(config, "layer_types", None) or [what])
         if reach is not None and is_used and reach < length:
