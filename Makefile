@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Python compiles what is imported, when it is; pip would compile everything (--no-compile), for most of a minute.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 
-.PHONY: help setup train test gate readers check format lock clean
+.PHONY: help setup train test gate readers families check format lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,10 @@ readers: setup  ## put older transformers into .venv-readers: the tests then rea
 			"$$($$env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		&& touch $$env/.installed || exit 1; \
 	done
+
+families: setup  ## judge the plug-in on every causal family of transformers and write docs/families.md
+	@echo "==> every causal family under anchor, some minutes"
+	@$(BIN)/python -m parity_tests.families --out docs/families.md
 
 check: setup  ## ruff (format and lint) and pyright on the public surface
 	@echo "==> ruff"

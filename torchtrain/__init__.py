@@ -2,18 +2,30 @@
 
     import torchtrain
 
-    torchtrain.register()
-    model.set_attn_implementation("anchor")
+    model = torchtrain.attach(model)
     model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
 
 Importing the package is cheap; torch and transformers are loaded by the first call that needs them.
 """
 
 import time
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    Model = TypeVar("Model", bound=nn.Module)
 
 STARTED = time.perf_counter()  # of the process, but for Python itself
 __version__ = "0.1.0"
-__all__ = ["register"]
+__all__ = ["attach", "register"]
+
+
+def attach(model: "Model", engine: str = "auto") -> "Model":
+    """Set Anchorline's attention on a model and check every layer; see `torchtrain.attention.attach.attach`."""
+    from torchtrain.attention.attach import attach as attach_checked
+
+    return attach_checked(model, engine)
 
 
 def register() -> None:

@@ -90,8 +90,8 @@ def test_writing_and_committing(tmp_path):
     (partial / "x").write_text("1")
     commit(partial, tmp_path / "folder")
     assert (tmp_path / "folder" / "x").read_text() == "1"
+    (tmp_path / "other.partial").mkdir()
     with pytest.raises(OSError, match="not empty"):  # a commit removes nothing
-        (tmp_path / "other.partial").mkdir()
         commit(tmp_path / "other.partial", tmp_path / "folder")
     aside = set_aside(tmp_path / "folder")
     (aside / "the user's").touch()

@@ -1,8 +1,13 @@
 """The plug-in for transformers: attention implementation `anchor`, and one name per engine (`implementation_name`).
 
+`torchtrain.attach(model)` is the way in (`torchtrain.attention.attach`): it checks the whole model. Without it,
+
     torchtrain.register()
     model.set_attn_implementation("anchor")
     model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
+
+refuses at the first call what transformers shows to an attention function and to a mask builder (`masks`). Layers that are
+not attention show nothing there: only `attach` finds those.
 
 Extra keyword arguments of `model(...)` travel to every layer's attention function, through gradient checkpointing too:
 `document_ids` [B, T], and optionally `plan`, built once per batch by `make_plan`. Without a plan it is built from the
@@ -23,10 +28,26 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from anchorline.errors import UserError
 from torchtrain.attention.engines import ENGINES, attend, resolve_engine
+from torchtrain.attention.masks import (
+    GENERATE,
+    NO_CACHE,
+    callers,
+    is_generating,
+    length_refusal,
+    mask_refusal,
+    read_mask,
+)
+from torchtrain.attention.memory import remember
 from torchtrain.attention.plan import AttentionPlan, make_plan
 
 logger = logging.getLogger(__name__)
-_announced: set[tuple[str, str, torch.dtype]] = set()
+announced: set[tuple[str, str, torch.dtype]] = set()
+
+# Arguments of a layer's attention that change the result and that no engine honours:
+ARGUMENTS_REFUSED = (
+    *("softcap", "s_aux", "sinks", "position_bias", "head_mask"),
+    *("indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k"),
+)
 
 
 def implementation_name(engine: str) -> str:
@@ -46,7 +67,7 @@ def register() -> None:
     for engine in ("auto", *ENGINES):
         name = implementation_name(engine)
         AttentionInterface.register(name, partial(_anchor_attention, engine=engine))
-        AttentionMaskInterface.register(name, _refuse_masks)
+        AttentionMaskInterface.register(name, read_mask)
 
 
 def _anchor_attention(
@@ -64,13 +85,10 @@ def _anchor_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' calling convention: q [B, H, T, D] in, out [B, T, H, D] and no attention weights back."""
-    _refuse(query, key, attention_mask, dropout, kwargs)
+    _refuse(module, query, key, attention_mask, dropout, kwargs)
     if plan is None:
         if document_ids is None:
-            raise UserError(
-                "document_ids: missing; call model(input_ids, position_ids=..., document_ids=...) with an integer [batch, "
-                "tokens] tensor: 0 anchor, 1.. documents, -1 padding"
-            )
+            raise UserError(_say_why_missing())
         plan = _remembered_plan(document_ids, query)
     if engine == "auto":
         _announce(resolve_engine(engine, query.device, query.dtype), query)
@@ -79,70 +97,59 @@ def _anchor_attention(
     return out_BTHD, None
 
 
-def _refuse(query: Tensor, key: Tensor, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+def _refuse(
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Any, dropout: float, kwargs: dict[str, Any]
+) -> None:
     """Refuse every argument that would change the result and that no engine honours."""
     T = query.shape[2]
     if attention_mask is not None:
-        raise UserError("attention_mask: not honoured by `anchor`; give padding the document id -1 instead")
+        raise UserError(mask_refusal(attention_mask))
     if key.shape[2] != T:
-        raise UserError(
-            f"past_key_values: {T} queries against {key.shape[2]} keys; `anchor` has no KV cache: pass use_cache=False, and "
-            'generate with model.set_attn_implementation("sdpa")'
-        )
+        raise UserError(f"past_key_values: {T} queries against {key.shape[2]} keys; {NO_CACHE}")
     if dropout:
         raise UserError(f"attention_dropout: {dropout} is not honoured by `anchor`; set config.attention_dropout=0")
     window = kwargs.get("sliding_window")
     if window is not None and window < T:  # a window as long as the row hides nothing
+        raise UserError(length_refusal("sliding_window", window, T))
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise UserError(
-            f"sliding_window: {window} would hide keys of a row of {T} tokens, which `anchor` does not honour; set "
-            "config.sliding_window=None or shorten the row"
+            "is_causal: False, every token would see later ones; `anchor` is causal: set config.is_decoder=True"
         )
-    for name in ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k"):
+    for name in ARGUMENTS_REFUSED:
         if kwargs.get(name) is not None:
             raise UserError(f"{name}: not honoured by `anchor`; remove it (documents are told by document_ids)")
     if kwargs.get("output_attentions"):
         raise UserError("output_attentions: `anchor` makes no attention weights; use the eager implementation for them")
 
 
-def _refuse_masks(
-    *_: Any, attention_mask: Tensor | None = None, q_offset: Any = 0, use_vmap: bool = False, **__: Any
-) -> None:
-    """Stand in for transformers' mask builder: no mask is built, and none that was asked for is dropped in silence."""
-    if attention_mask is not None:
-        raise UserError("attention_mask: not honoured by `anchor`; give padding the document id -1 instead")
-    if int(q_offset):
-        raise UserError(
-            "past_key_values: `anchor` has no KV cache; pass use_cache=False, and generate with "
-            'model.set_attn_implementation("sdpa")'
-        )
-    if use_vmap:
-        raise UserError(
-            "or_mask_function, and_mask_function: not honoured by `anchor`; express the mask in document_ids"
-        )
+def _say_why_missing() -> str:
+    """Tell why no `document_ids` came; the callers know. Asked only on the way to an error."""
+    if is_generating():
+        return GENERATE
+    for frame in callers():
+        module = frame.f_locals.get("self")
+        given = frame.f_locals.get("kwargs", {}), frame.f_locals
+        if isinstance(module, nn.Module) and any(x.get("document_ids") is not None for x in given):
+            return (
+                f"document_ids: {type(module).__name__} was given them and does not hand them on to its attention, so "
+                "`anchor` cannot run in it; choose another model"
+            )
+    return (
+        "document_ids: missing; call model(input_ids, position_ids=..., document_ids=...) with an integer [batch, tokens] "
+        "tensor: 0 anchor, 1.. documents, -1 padding; transformers.Trainer strips it unless remove_unused_columns=False"
+    )
 
 
 def _remembered_plan(document_ids: Tensor, query: Tensor) -> AttentionPlan:
-    """Build the plan in the first layer and keep it on the tensor, so that it lives and dies with it.
-
-    `_version` counts in-place changes: ids that were written to get a new plan. Inference tensors count none: there the ids
-    themselves are compared.
-    """
+    """Build the plan in the first layer and keep it on the tensor, so that it lives and dies with it."""
     if not isinstance(document_ids, Tensor):
         raise UserError(f"document_ids: a {type(document_ids).__name__}; give an integer tensor [batch, tokens]")
-    version = None if document_ids.is_inference() else document_ids._version
-    remembered: tuple[int | None, AttentionPlan] | None = getattr(document_ids, "_anchor_plan", None)
-    if remembered is not None and remembered[0] == version:
-        plan = remembered[1]
-        unchanged = version is not None or torch.equal(plan.document_ids_BT.to(document_ids), document_ids)
-        if unchanged and plan.document_ids_BT.device == query.device:
-            return plan
-    plan = make_plan(document_ids).to(query.device)
-    document_ids._anchor_plan = (version, plan)  # type: ignore[attr-defined]
-    return plan
+    return remember(f"_anchor_plan_{query.device}", document_ids, lambda: make_plan(document_ids).to(query.device))
 
 
 def _announce(chosen: str, query: Tensor) -> None:
     what = (chosen, query.device.type, query.dtype)
-    if what not in _announced:
-        _announced.add(what)
+    if what not in announced:
+        announced.add(what)
         logger.warning("attention auto: %s on %s in %s", *what)  # a warning, so that it is seen without logging set up

@@ -171,7 +171,7 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
     """Refuse what the attention engines do not honour, before any weight is read.
 
     Raises:
-        UserError: no fixed number of positions, attention dropout, or a sliding window shorter than the rows.
+        UserError: no fixed number of positions, attention dropout, or a window or chunk of attention shorter than the rows.
     """
     if getattr(config, "max_position_embeddings", None) is None:
         raise UserError(
@@ -181,13 +181,16 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
         raise UserError(
             f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local copy"
         )
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    if window is not None and slides and window < length:
-        raise UserError(
-            f"model.source: its sliding window of {window} tokens is shorter than pack.sequence_length {length} and is not "
-            "supported; shorten the rows or choose a model without one"
-        )
+    from torchtrain.attention.masks import MASKED_LAYER_TYPES
+
+    for what, setting in MASKED_LAYER_TYPES.items():
+        reach = getattr(config, setting, None)
+        is_used = what in (getattr(config, "layer_types", None) or [what])
+        if reach is not None and is_used and reach < length:
+            raise UserError(
+                f"model.source: its {setting} of {reach} tokens is shorter than pack.sequence_length {length} and is not "
+                "supported; shorten the rows or choose a model without one"
+            )
 
 
 def load_model(
@@ -211,6 +214,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     from torchtrain.attention.hf import implementation_name, register
+    from torchtrain.attention.separation import check_separation
 
     register()
     _check_weights(source)
@@ -322,33 +326,6 @@ def check_head(model: "PreTrainedModel") -> None:
         raise UserError(
             f"model.source: {model.config.model_type} does more than one linear layer to make logits (scales or caps them), "
             "which the chunked loss does not support"
-        )
-
-
-def check_separation(model: "PreTrainedModel") -> None:
-    """Check that documents are separate: the gradient from one document's hidden states into another's tokens is zero.
-
-    An attention layer that is not replaced by the engine ignores `document_ids` in silence; this finds it.
-
-    Raises:
-        UserError: a gradient crosses.
-    """
-    batch = _tiny_batch(model)
-    model.train()  # so that an engine which refuses dropout does so now
-    embedded: list[Tensor] = []
-
-    def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[0]
-
-    with model.get_input_embeddings().register_forward_hook(keep):
-        hidden_BTM = hidden_states(model, batch)
-    last = batch["document_ids"][0] == 2
-    (gradient_BTM,) = torch.autograd.grad(hidden_BTM[:, last].float().sum(), embedded[0])
-    if gradient_BTM[:, ~last].any():
-        raise UserError(
-            f"model.source: {model.config.model_type} lets one document see another, so it does not use the attention engine "
-            "in every layer and is not supported"
         )
 
 

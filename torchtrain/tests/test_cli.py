@@ -239,7 +239,7 @@ def test_no_tokenizer(call, tmp_path):
     ("family", "changes", "message"),
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ("mistral", {"sliding_window": 100}, "sliding window of 100 tokens is shorter than pack.sequence_length 128"),
+        ("mistral", {"sliding_window": 100}, "sliding_window of 100 tokens is shorter than pack.sequence_length 128"),
     ],
 )
 def test_models_that_the_engines_do_not_honour(call, tree, model_folder, family, changes, message):

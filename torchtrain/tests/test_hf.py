@@ -176,7 +176,7 @@ def test_a_plan_given_by_the_caller_is_used_as_it_is():
 
 
 def test_auto_says_what_it_chose(caplog):
-    hf._announced.clear()
+    hf.announced.clear()
     with caplog.at_level("WARNING", logger="torchtrain"):
         tiny()(**inputs(named_batch()))
     assert [r.message for r in caplog.records] == ["attention auto: sdpa on cpu in torch.float64"]
@@ -211,11 +211,14 @@ def test_missing_document_ids_are_refused():
     assert refused(lambda: tiny()(**batch)).startswith("document_ids: missing")
 
 
-@pytest.mark.parametrize("fill", [0, 1])
-def test_a_padding_mask_is_refused_even_if_it_hides_nothing(fill):
-    mask = torch.ones(11, 12, dtype=torch.long)
-    mask[:, -1] = fill
-    assert refused(lambda: tiny()(**inputs(named_batch()), attention_mask=mask)).startswith("attention_mask")
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float64])
+def test_a_padding_mask_is_taken_only_if_it_hides_nothing(dtype):
+    model, batch, mask = tiny(), inputs(named_batch()), torch.ones(11, 12, dtype=dtype)
+    assert torch.equal(model(**batch, attention_mask=mask).logits, model(**batch).logits)
+    mask[3, 0] = 0  # in place: what was remembered of it no longer holds
+    assert refused(lambda: model(**batch, attention_mask=mask)).startswith("attention_mask")
+    longer = torch.ones(11, 13, dtype=dtype)
+    assert refused(lambda: model(**batch, attention_mask=longer)).startswith("attention_mask")
 
 
 def test_a_4d_mask_is_refused():
@@ -228,7 +231,51 @@ def test_decoding_from_a_cache_is_refused():
     cache = model(**batch, use_cache=True).past_key_values
     step = {name: x[:, -1:] for name, x in batch.items()}
     assert refused(lambda: model(**step, past_key_values=cache)).startswith("past_key_values")
-    assert "document_ids" in refused(lambda: model.generate(batch["input_ids"], max_new_tokens=2))
+
+
+@pytest.mark.parametrize("left_padding", [0, 1])
+def test_generating_is_refused_with_what_to_do(left_padding):
+    model, batch = tiny(), inputs(named_batch()[:2])
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, :left_padding] = 0
+    message = refused(lambda: model.generate(batch["input_ids"], attention_mask=mask, max_new_tokens=2))
+    assert message.startswith('generate: `anchor` has no KV cache; generate with model.set_attn_implementation("sdpa")')
+
+
+def test_what_the_trainer_of_transformers_strips_is_told(tmp_path):
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    batch = inputs(named_batch()[:2])
+    rows = [
+        {name: x[i].tolist() for name, x in batch.items()} | {"labels": batch["input_ids"][i].tolist()} for i in (0, 1)
+    ]
+    arguments = TrainingArguments(tmp_path, max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+    trainer = Trainer(
+        tiny().float(), arguments, data_collator=default_data_collator, train_dataset=Dataset.from_list(rows)
+    )
+    assert "transformers.Trainer strips it unless remove_unused_columns=False" in refused(trainer.train)
+
+
+@pytest.mark.parametrize("chunk", [11, 12])
+def test_chunked_attention_is_refused_where_it_hides_keys(chunk):
+    from transformers import Llama4TextConfig
+
+    own = {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": chunk}
+    model = AutoModelForCausalLM.from_config(Llama4TextConfig(**SIZES, **own), attn_implementation="anchor")
+    if chunk < 12:
+        assert refused(lambda: model(**inputs(named_batch()))).startswith("attention_chunk_size: 11 would hide keys")
+    else:
+        assert model(**inputs(named_batch())).logits.isfinite().all()
+
+
+def test_a_mask_that_no_layer_takes_is_no_reason_to_refuse():
+    from transformers import Llama4TextConfig
+
+    own = {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4}
+    config = Llama4TextConfig(**SIZES, **own, layer_types=["full_attention", "full_attention"])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="anchor")
+    assert model(**inputs(named_batch())).logits.isfinite().all()
 
 
 def test_a_sliding_window_that_would_hide_keys_is_refused():

@@ -335,7 +335,7 @@ def test_a_model_whose_attention_is_not_replaced(load, model_folder, monkeypatch
         ids = torch.ones_like(kwargs["document_ids"])
         return {**kwargs, "document_ids": ids, "plan": None}
 
-    with pytest.raises(UserError, match="llama lets one document see another"):
+    with pytest.raises(UserError, match=r"model.layers.0.self_attn \(LlamaAttention\): carries one document"):
         load(model_folder())
 
 

@@ -1,0 +1,297 @@
+"""Every causal family of transformers under `anchor`: right, refused and why, or not built. Writes docs/families.md.
+
+    python -m parity_tests.families --out docs/families.md   # every family, some minutes
+    python -m parity_tests.families llama lfm2               # these, to the terminal
+
+A family is judged on a tiny random model in float64, on two packed rows. Truth is the family's own eager attention, given the
+mask rule as a 4D float mask; the reference is its sdpa, given the same mask. So what is allowed (`tolerance`) is what two
+implementations of transformers differ by. Isolation is exact: no gradient of a token reaches one that it may not see.
+
+Legend: B batch · T tokens of a row · V vocabulary.
+"""
+
+import argparse
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+import torchtrain
+from anchorline.errors import UserError
+from parity_tests.tolerance import judge
+from torchtrain.attention import visible_BTT
+
+RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
+_VOCABULARY = 61
+_LARGEST = 20_000_000  # parameters: one more is no tiny model, its config has a size that `_SIZES` does not know
+
+# Sizes that a family ties to one another in a way of its own, or that its config leaves open.
+_LATENT = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4")
+_OWN_SIZES: dict[str, dict[str, Any]] = {
+    **{family: {"num_key_value_heads": 4} for family in (*_LATENT, "longcat_flash", "minicpm3", "youtu")},
+    **{family: {"head_dim": 8} for family in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "gemma4_text": {"global_head_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "xlstm": {"num_blocks": 4},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "layer_types": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+    },
+}
+
+# What families call their sizes. A name that a config lacks is left out.
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "embedding_dim", "emb_dim", "dim"), 32),
+    **dict.fromkeys(("word_embed_proj_dim", "lru_width", "attention_hidden_size", "dim_model_base"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("n_inner", "dff", "dim_ff", "d_inner", "intermediate_size_mlp", "dense_intermediate_size"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16),
+    **dict.fromkeys(("expert_ffn_hidden_size", "shared_experts_intermediate_size"), 16),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "zero_expert_num"), 1),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "attention_head_size", "attention_head_dim", "d_head", "dim_head"), 8),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim", "kv_channels"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "gated_norm_rank", "laurel_rank"), 8),
+    **dict.fromkeys(("rotary_dim", "index_n_heads", "d_rel"), 4),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state"), 8),
+    **dict.fromkeys(("n_mamba_heads", "mamba_headdim", "state_size", "ssm_state_size", "router_hidden_size"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
+    **dict.fromkeys(("pad_token_id", "bos_token_id"), 0),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), _VOCABULARY),
+    "num_kv_shared_layers": 0,
+    "is_decoder": True,
+    "mamba_d_ssm": 64,
+    "eos_token_id": 1,
+    "initializer_range": 0.2,  # attention far from uniform: a wrong mask shows
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came out for one family."""
+
+    family: str
+    verdict: str
+    why: str = ""
+    alone: str = ""  # what `set_attn_implementation` without `attach` does
+
+
+def main() -> int:
+    """Sweep, print, and write the page; 1 if a family that is accepted computes something else."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help="model types; every causal family without one")
+    parser.add_argument("--out", type=Path, help="the page to write")
+    arguments = parser.parse_args()
+    rows = []
+    for family in arguments.families or causal_families():
+        rows.append(examine(family))
+        print(f"{rows[-1].family}: {rows[-1].verdict} {rows[-1].why} | {rows[-1].alone}", flush=True)
+    if arguments.out:
+        arguments.out.write_text(page(rows), encoding="utf-8")
+    return int(any(row.verdict == WRONG for row in rows))
+
+
+def causal_families() -> list[str]:
+    """Model types that `AutoModelForCausalLM` knows, sorted."""
+    return sorted(name for name, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def examine(family: str) -> Row:
+    """Build a tiny model of a family and judge it."""
+    with _quiet():
+        try:
+            model = tiny_model(family)
+            model(input_ids=packed_rows()["input_ids"], use_cache=False)
+        except Exception as error:
+            return Row(family, NOT_BUILT, _line(error))
+        alone = _alone(model)
+        try:
+            torchtrain.attach(model)
+        except UserError as error:
+            return Row(family, REFUSED, str(error), alone)
+        except Exception as error:
+            return Row(family, WRONG, f"attach fails: {_line(error)}", alone)
+        try:
+            fault = find_fault(model)
+        except Exception as error:
+            return Row(family, NOT_BUILT, f"its eager attention does not run with a 4D mask: {_line(error)}", alone)
+    return Row(family, WRONG if fault else RIGHT, fault, alone)
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """A family's config, every size that has a known name made small, every dropout 0."""
+    return _shrink(CONFIG_MAPPING[family](), **_OWN_SIZES.get(family, {}))
+
+
+def _shrink(config: PretrainedConfig, **more: Any) -> PretrainedConfig:
+    own = config.to_dict()
+    changes = {name: value for name, value in _SIZES.items() if own.get(name) is not None}
+    changes |= {name: 0.0 for name, value in own.items() if isinstance(value, float) and _drops(name)}
+    changes |= {name: _shrink(getattr(config, name)) for name in config.sub_configs if getattr(config, name, None)}
+    return type(config)(**(changes | more))
+
+
+def _drops(name: str) -> bool:
+    return "dropout" in name or "pdrop" in name or "layerdrop" in name or name == "drop_path_rate"
+
+
+def tiny_model(family: str) -> Any:
+    """A random model of a family in float64, attention by eager."""
+    config = tiny_config(family)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > _LARGEST:
+        raise ValueError(f"{parameters:,} parameters: a size in its config has a name that the sweep does not know")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped kernels have no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.double()  # what a family makes in float32 whatever it is told
+    return model.eval()
+
+
+def packed_rows() -> dict[str, Tensor]:
+    """Two rows of 12 tokens: an anchor and two documents; three documents."""
+    document_ids = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3, 3]])
+    B, T = document_ids.shape
+    tokens = torch.randint(2, _VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "position_ids": torch.arange(T).expand(B, T), "document_ids": document_ids}
+
+
+def find_fault(model: Any) -> str:
+    """Compare logits and every gradient with transformers' own; return what differs, or nothing."""
+    batch = packed_rows()
+    truth, reference = (_logits_and_gradients(model, name, batch) for name in ("eager", "sdpa"))
+    candidate = _logits_and_gradients(model, "anchor", batch)
+    for name in truth:
+        if truth[name].shape != candidate[name].shape:
+            return f"{name}: shape {list(candidate[name].shape)}"
+        verdict = judge(candidate[name], truth[name], reference[name], "float64")
+        if not verdict.passed:
+            return f"{name}: {verdict}"
+    return _leak(model, batch)
+
+
+def _logits_and_gradients(model: Any, implementation: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits, and the gradients of a random weighting of them into every parameter."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    logits_BTV = model(**(batch if implementation == "anchor" else _masked(batch)), use_cache=False).logits
+    weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logits_BTV.backward(weights)
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits_BTV.detach(), **gradients}
+
+
+def _masked(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with the rule as a 4D float mask instead of document ids."""
+    visible = visible_BTT(batch["document_ids"])[:, None]
+    mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
+    return {**{name: x for name, x in batch.items() if name != "document_ids"}, "attention_mask": mask}
+
+
+def _leak(model: Any, batch: dict[str, Tensor]) -> str:
+    """Gradients of each token's logits into the embeddings: exactly zero at what it may not see."""
+    others = {name: batch[name] for name in ("position_ids", "document_ids")}
+    embeds = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    logits_BTV = model(inputs_embeds=embeds.clone(), **others, use_cache=False).logits
+    weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    allowed = visible_BTT(batch["document_ids"])
+    for token in range(logits_BTV.shape[1]):
+        (gradient,) = torch.autograd.grad(logits_BTV[:, token], embeds, weights[:, token], retain_graph=True)
+        if (gradient.any(-1) & ~allowed[:, token]).any():
+            return f"token {token} sees what it may not"
+    return ""
+
+
+def _alone(model: Any) -> str:
+    """What `set_attn_implementation("anchor")` does without `attach`: refused, ignored, or runs, right or leaking."""
+    torchtrain.register()
+    model.set_attn_implementation("anchor")
+    try:
+        if model.config.get_text_config(decoder=True)._attn_implementation != "anchor":
+            return "ignored, with a log line"
+        return "leaks in silence" if _leak(model, packed_rows()) else "separate"
+    except UserError:
+        return "refused"
+    except Exception as error:
+        return f"fails: {_line(error)}"
+    finally:
+        model.set_attn_implementation("eager")
+
+
+def page(rows: list[Row]) -> str:
+    """The table as Markdown."""
+    count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (RIGHT, REFUSED, NOT_BUILT, WRONG)}
+    lines = [
+        "# Families under `anchor`",
+        "",
+        f"Made by `make families` with transformers {transformers.__version__}: every model type that `AutoModelForCausalLM` knows, as a tiny",
+        f"random model in float64. {count[RIGHT]} are right, {count[REFUSED]} refused, {count[NOT_BUILT]} not built, {count[WRONG]} wrong.",
+        "",
+        "- **right**: `torchtrain.attach` takes it; logits and the gradient of every parameter are those of its own eager attention, given the",
+        "  same rule as a 4D float mask, by the error rule; and no gradient of any token reaches one that it may not see: exactly zero.",
+        "- **refused**: by `torchtrain.attach`, with this line. A family whose refusal names a setting runs where that setting allows it.",
+        "- **not built**: no tiny model of it could be made from its config's defaults here. `attach` judges the model that you have.",
+        "",
+        'The last column is `model.set_attn_implementation("anchor")` without `attach`: refused at the first call, separate, ignored (so that',
+        "`document_ids` do nothing), or a leak in silence.",
+        "",
+        "| family | verdict | why | without `attach` |",
+        "| --- | --- | --- | --- |",
+    ]
+    return "\n".join([*lines, *(_table_row(row) for row in rows), ""])
+
+
+def _table_row(row: Row) -> str:
+    return "| " + " | ".join(x.replace("|", "/") for x in (row.family, row.verdict, row.why, row.alone)) + " |"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' advice on configs that no checkpoint has."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""docs/families.md says what is so: every family has its row, and some are judged again here."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from parity_tests import families
+from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, WRONG, Row
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+
+
+def rows_of_the_page() -> dict[str, Row]:
+    cells = [re.split(r" \| ", line[2:-2]) for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    return {row[0]: Row(*(x.strip() for x in row)) for row in cells[2:]}
+
+
+def test_every_family_of_transformers_has_its_row_and_none_is_wrong():
+    rows = rows_of_the_page()
+    assert list(rows) == families.causal_families(), "run `make families`"
+    assert {row.verdict for row in rows.values()} == {RIGHT, REFUSED, NOT_BUILT}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gpt2", "mixtral", "gemma2", "lfm2", "mamba", "falcon", "stablelm"]
+)
+def test_a_family_judged_again(family):
+    assert families.examine(family) == rows_of_the_page()[family]
+
+
+def test_a_wrong_family_is_found(monkeypatch):
+    """A scale off by a percent, and a mask of another rule: neither is taken for right."""
+    model = families.tiny_model("llama")
+    families.torchtrain.attach(model)
+    assert families.find_fault(model) == ""
+    for layer in model.model.layers[1:]:
+        layer.self_attn.forward = _scaled(layer.self_attn, 1.01)
+    assert "BREAKS" in families.find_fault(model)
+    causal = families.visible_BTT
+    monkeypatch.setattr(families, "visible_BTT", lambda ids: causal(torch.ones_like(ids)))
+    assert "BREAKS" in families.find_fault(families.torchtrain.attach(families.tiny_model("llama")))
+
+
+def _scaled(attention, factor):
+    forward, scaling = type(attention).forward, attention.scaling
+
+    def run(*args, **kwargs):
+        attention.scaling = scaling * (factor if attention.config._attn_implementation == "anchor" else 1)
+        return forward(attention, *args, **kwargs)
+
+    return run
+
+
+def test_what_leaks_alone_is_refused_by_attach():
+    rows = rows_of_the_page().values()
+    assert any(row.alone == "leaks in silence" for row in rows)
+    assert all(row.verdict == REFUSED for row in rows if row.alone == "leaks in silence")
+    assert WRONG not in {row.verdict for row in rows}

@@ -1,0 +1,128 @@
+"""The way in for a training loop of one's own: set `anchor` on a model, check that it holds in every layer, say what runs.
+
+model = torchtrain.attach(model)
+model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
+"""
+
+import logging
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from anchorline.errors import UserError
+from torchtrain.attention.engines import resolve_engine
+from torchtrain.attention.hf import announced, implementation_name, register
+from torchtrain.attention.masks import MASKED_LAYER_TYPES, hides_nothing
+from torchtrain.attention.separation import check_separation
+
+logger = logging.getLogger(__name__)
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def attach(model: _Model, engine: str = "auto") -> _Model:
+    """Make a causal language model of transformers train under the mask rule, or refuse and leave it as it was.
+
+    The implementation is set and read back, the separation of documents checked on 11 tokens (`check_separation`), and the
+    engine that will run told in one line. From then on the model also refuses what `anchor` alone cannot see: `document_ids`
+    while another implementation is set, and labels that are already shifted; and takes an attention mask that is all ones.
+
+    Args:
+        model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or compilation.
+        engine: `auto`, `flash`, `flex`, `sdpa` or `dense`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: no such model, an engine that cannot run here, a family that ignores the setting, or a layer that leaks,
+            by name.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
+        raise UserError(
+            f"attach: {type(model).__name__} is no causal language model of transformers; attach it before DDP, FSDP or "
+            "torch.compile wrap it"
+        )
+    name, chosen = implementation_name(engine), resolve_engine(engine, inner.device, inner.dtype)
+    register()
+    announced.add((chosen, inner.device.type, inner.dtype))  # in the line below
+    before = inner.config._attn_implementation
+    try:
+        inner.set_attn_implementation(name)
+        _read_back(inner, name)
+        check_separation(model)
+    except BaseException:
+        inner.set_attn_implementation(before or "eager")
+        raise
+    for module, hook in ((inner.base_model, _check_masks), (model, _check_labels)):
+        if hook not in module._forward_pre_hooks.values():  # attached before
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+    logger.warning(
+        "attached: %s, attention %s on %s in %s, documents are separate%s",
+        *(type(inner).__name__, chosen, inner.device.type, inner.dtype, _longest_row(inner)),
+    )
+    return model
+
+
+def _read_back(model: PreTrainedModel, name: str) -> None:
+    """Families whose attention does not go through transformers' interface ignore the setting, with a log line."""
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != name:
+        raise UserError(
+            f"attach: {type(model).__name__} computes attention in its own way and ignores attn_implementation={name!r} "
+            f"(it runs {config._attn_implementation!r}); choose another model"
+        )
+
+
+def _longest_row(model: PreTrainedModel) -> str:
+    """Tell up to which length a row is taken whole: on 11 tokens a window of 4,096 hides nothing."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    for kind, setting in MASKED_LAYER_TYPES.items():
+        length = getattr(config, setting, None)
+        if length is not None and (kinds is None or kind in kinds):
+            return f"; a row of more than {length:,} tokens is refused ({setting})"
+    return ""
+
+
+def _check_masks(
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Refuse `document_ids` that would be swallowed; drop a mask that hides nothing before a family makes more of it."""
+    implementation = str(decoder.config.get_text_config(decoder=True)._attn_implementation)
+    if not implementation.startswith(implementation_name("auto")):
+        if kwargs.get("document_ids") is not None:
+            raise UserError(
+                f"document_ids: attn_implementation={implementation!r} ignores them in silence; set "
+                f"model.set_attn_implementation({implementation_name('auto')!r}) again"
+            )
+        return None
+    mask, tokens = kwargs.get("attention_mask"), _tokens(args, kwargs)
+    if isinstance(mask, Tensor) and tokens is not None and hides_nothing(mask, tokens.shape[1]):
+        return args, kwargs | {"attention_mask": None}
+    return None
+
+
+def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse labels that are already shifted, which transformers shifts once more: looked for in the first batch."""
+    labels, tokens = kwargs.get("labels"), _tokens(args, kwargs)
+    if labels is None or kwargs.get("shift_labels") is not None or tokens is None or tokens.is_floating_point():
+        return
+    if getattr(model, "_anchor_saw_labels", False):
+        return
+    model._anchor_saw_labels = True  # type: ignore[assignment]
+    used = labels != -100
+    shifted = (labels[:, :-1] == tokens[:, 1:]) | ~used[:, :-1]
+    if bool(shifted.all() & (used & (labels != tokens)).any()):
+        raise UserError(
+            "labels: each is already the next token, and transformers shifts labels by one more; pass them twice, as "
+            "labels=shift_labels, shift_labels=shift_labels"
+        )
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
+        if isinstance(value, Tensor):
+            return value
+    return None

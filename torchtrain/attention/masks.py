@@ -1,0 +1,127 @@
+"""What transformers' mask builders ask for, where `document_ids` say who sees whom: nothing is built, nothing is dropped.
+
+Upstream: transformers/masking_utils.py (`create_causal_mask` and its siblings, AttentionMaskInterface).
+
+Legend: T tokens of a row.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from anchorline.errors import UserError
+from torchtrain.attention.memory import remember
+
+# A test holds these lists against transformers' own source: whatever an upgrade adds is in none of them, and is refused.
+# `document_ids` say all that these mask functions say:
+MASKS_TOLD = {
+    "causal_mask_function",
+    "and_masks",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+}
+# These hide nothing of a row that is no longer than this setting:
+MASKS_WITH_A_LENGTH = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "attention_chunk_size"}
+# Layers in which attention alone carries one token into another, and the setting by which it does not reach the whole row:
+MASKED_LAYER_TYPES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+LAYER_TYPES = {"full_attention", *MASKED_LAYER_TYPES}
+
+_USE_SDPA = 'model.set_attn_implementation("sdpa")'
+NO_CACHE = f"`anchor` has no KV cache: pass use_cache=False, and generate with {_USE_SDPA}"
+GENERATE = f"generate: `anchor` has no KV cache; generate with {_USE_SDPA}, and set `anchor` again to train"
+
+
+def read_mask(
+    *_: Any,
+    config: Any,
+    q_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    q_offset: Any = 0,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    **__: Any,
+) -> Tensor | None:
+    """Stand in for transformers' mask builder, once or twice a forward pass.
+
+    Returns:
+        None where `document_ids` say all there is to say. Otherwise a mask that a layer's attention refuses if it is given
+        it (`mask_refusal`), and not before: some families build masks that none of their layers takes.
+
+    Raises:
+        UserError: layers that are not attention, padding, a KV cache, a mask function of the caller's own.
+    """
+    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in LAYER_TYPES:
+            raise UserError(
+                f"layers.{i}: {kind} by config.layer_types, which can carry one document into another; `anchor` replaces "
+                "attention only: choose a model whose layers are all attention"
+            )
+    if int(q_offset):
+        raise UserError(GENERATE if is_generating() else f"past_key_values: {NO_CACHE}")
+    if attention_mask is not None and not hides_nothing(attention_mask, q_length):
+        raise UserError(GENERATE if is_generating() else mask_refusal(attention_mask))
+    if use_vmap:
+        raise UserError(
+            "or_mask_function, and_mask_function: not honoured by `anchor`; express the mask in document_ids"
+        )
+    refusal = None
+    for name in sorted(functions_in(mask_function) - MASKS_TOLD):
+        setting = MASKS_WITH_A_LENGTH.get(name)
+        if setting is None or local_size is None:
+            refusal = f"attention_mask: transformers' {name} is not honoured by `anchor`; choose a model without it"
+        elif local_size < q_length:
+            refusal = length_refusal(setting, local_size, q_length)
+    if refusal is None:
+        return None
+    mask = torch.zeros((), dtype=torch.bool).expand(1, 1, q_length, q_length)
+    mask._anchor_refusal = refusal  # type: ignore[attr-defined]
+    return mask
+
+
+def hides_nothing(mask: Tensor, tokens: int) -> bool:
+    """Whether a padding mask [B, T] is all ones, as every collator makes one. It is looked at once and remembered."""
+    fits = mask.ndim == 2 and mask.shape[1] == tokens
+    return fits and remember("_anchor_hides_nothing", mask, lambda: bool((mask == 1).all()))
+
+
+def is_generating() -> bool:
+    """Whether transformers' `generate` is among the callers. Asked only on the way to an error."""
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    return any(frame.f_code is generate for frame in callers())
+
+
+def callers() -> Iterator[FrameType]:
+    """Walk the frames of whoever called, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def functions_in(mask_function: Callable[..., Any]) -> set[str]:
+    """Names of the functions that a mask of transformers is composed of: they hold one another in their closures."""
+    names = {getattr(mask_function, "__qualname__", type(mask_function).__qualname__).partition(".")[0]}
+    for cell in getattr(mask_function, "__closure__", None) or ():
+        held = cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,)
+        names = names.union(*(functions_in(x) for x in held if callable(x)))
+    return names
+
+
+def mask_refusal(mask: Any) -> str:
+    """Say why a mask that reached a layer is refused."""
+    text = "attention_mask: not honoured by `anchor` unless it is all ones; give padding the document id -1 instead"
+    return getattr(mask, "_anchor_refusal", text)
+
+
+def length_refusal(setting: str, length: int, tokens: int) -> str:
+    """Say that a row is longer than what a window or a chunk of attention leaves whole."""
+    return (
+        f"{setting}: {length} would hide keys of a row of {tokens} tokens, which `anchor` does not honour; shorten the row, "
+        f"or set config.{setting}=None where the model is trained to see that far"
+    )

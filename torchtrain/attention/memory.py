@@ -1,0 +1,25 @@
+"""What is made of a tensor once and kept on it, so that it lives and dies with it."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+_Value = TypeVar("_Value")
+
+
+def remember(name: str, tensor: Tensor, make: Callable[[], _Value]) -> _Value:
+    """Return what `make` makes of this tensor; it is made anew only for a tensor that was written to.
+
+    `_version` counts in-place changes. Inference tensors count none: there a copy is compared.
+    """
+    kept: tuple[int | Tensor, _Value] | None = getattr(tensor, name, None)
+    if kept is not None and _is_unchanged(tensor, kept[0]):
+        return kept[1]
+    value = make()
+    setattr(tensor, name, (tensor.clone() if tensor.is_inference() else tensor._version, value))
+    return value
+
+
+def _is_unchanged(tensor: Tensor, version: int | Tensor) -> bool:
+    return tensor.equal(version) if isinstance(version, Tensor) else tensor._version == version

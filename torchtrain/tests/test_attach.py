@@ -1,0 +1,254 @@
+"""The way in: what `attach` checks, what it refuses by name, and that it leaves a model as it was."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import torchtrain
+from anchorline.errors import UserError
+from torchtrain.attention import attach as attach_module
+from torchtrain.attention import visible_BTT
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def tiny(family: str = "llama", **changes) -> nn.Module:
+    torch.manual_seed(0)
+    known = inspect.signature(CONFIG_MAPPING[family]).parameters
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**(sizes | changes)))
+
+
+def batch(T: int = 12) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 61, (1, T), generator=torch.Generator().manual_seed(1))
+    position_ids = torch.arange(T)[None]
+    return {"input_ids": tokens, "position_ids": position_ids, "document_ids": position_ids // (T // 2) + 1}
+
+
+def refused(call) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class Shifted(nn.Module):
+    """A layer that carries each token into the next."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class WithBigrams(nn.Embedding):
+    """An embedding that looks up two tokens at once."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.bigrams = nn.Embedding(rows, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        pairs = (ids + torch.nn.functional.pad(ids, (1, 0))[:, :-1]) % self.num_embeddings
+        return super().forward(ids) + self.bigrams(pairs)
+
+
+def test_it_says_in_one_line_what_runs(caplog):
+    model = tiny()
+    with caplog.at_level("WARNING", logger="torchtrain"):
+        assert torchtrain.attach(model) is model
+        model(**batch())
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["attached: LlamaForCausalLM, attention sdpa on cpu in torch.float32, documents are separate"]
+    assert model.config._attn_implementation == "anchor"
+
+
+def test_an_engine_by_name_and_one_that_cannot_run():
+    assert torchtrain.attach(tiny(), "dense").config._attn_implementation == "anchor_dense"
+    assert refused(lambda: torchtrain.attach(tiny(), "fast")).startswith("attention 'fast': unknown engine")
+    assert "no backward pass on cpu" in refused(lambda: torchtrain.attach(tiny(), "flex"))
+
+
+def test_a_length_that_it_could_not_see_is_told(caplog):
+    torchtrain.attach(tiny("llama4_text", num_local_experts=2, intermediate_size_mlp=48, head_dim=8))
+    assert "a row of more than 8,192 tokens is refused (attention_chunk_size)" in caplog.text
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_the_model_is_left_as_it_was(leaks):
+    model = tiny().train()
+    model.model.layers[0].eval()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    if leaks:
+        model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
+    model.lm_head.weight.requires_grad_(False)
+    model.model.norm.weight.grad = torch.ones(32)
+
+    def state():
+        return (
+            torch.get_rng_state().tolist(),
+            {name: module.training for name, module in model.named_modules()},
+            {name: (p.requires_grad, p.grad is None) for name, p in model.named_parameters()},
+            sum(len(m._forward_hooks) for m in model.modules()),
+            model.config.use_cache,
+        )
+
+    before = state()
+    if leaks:
+        refused(lambda: torchtrain.attach(model))
+        assert model.config._attn_implementation == "sdpa"
+        assert not model._forward_pre_hooks
+    else:
+        torchtrain.attach(torchtrain.attach(model))
+        assert len(model._forward_pre_hooks) == len(model.model._forward_pre_hooks) == 1
+    assert state() == before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_checks_under_no_grad_too(mode):
+    model = tiny()
+    model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
+    with mode():
+        assert "model.layers.1.mlp" in refused(lambda: torchtrain.attach(model))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_layer_that_leaks_is_named(frozen):
+    model = tiny().requires_grad_(not frozen)
+    model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
+    assert refused(lambda: torchtrain.attach(model)).startswith(
+        "model.layers.1.mlp (Shifted): carries one document into"
+    )
+
+
+def test_a_state_space_model_is_refused_by_its_mixer():
+    message = refused(lambda: torchtrain.attach(tiny("mamba")))
+    assert message.startswith("backbone.layers.0.mixer (MambaMixer): carries one document into another")
+
+
+def test_an_embedding_of_several_tokens_is_named():
+    model = tiny()
+    model.model.embed_tokens = WithBigrams(61, 32)
+    assert refused(lambda: torchtrain.attach(model)).startswith("model.embed_tokens.bigrams: looks up several tokens")
+
+
+def test_a_model_in_which_nothing_can_be_seen_is_refused():
+    model = tiny()
+    for layer in model.model.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+    assert "sees no other token of its own document" in refused(lambda: torchtrain.attach(model))
+
+
+HYBRIDS = {
+    "qwen3_next": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_are_refused_by_attach_and_at_the_first_call(family):
+    model = tiny(family, **HYBRIDS[family])
+    assert refused(lambda: torchtrain.attach(model)).startswith("layers.0: ")
+    torchtrain.register()
+    model.set_attn_implementation("anchor")
+    assert refused(lambda: model(**batch(), use_cache=False)).startswith("layers.0: ")
+
+
+def test_a_family_that_ignores_the_setting():
+    message = refused(lambda: torchtrain.attach(tiny("falcon")))
+    assert message.startswith("attach: FalconForCausalLM computes attention in its own way")
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+def test_a_family_that_drops_document_ids_is_told_so(family):
+    message = refused(lambda: torchtrain.attach(tiny(family)))
+    assert re.match(r"document_ids: \w+DecoderLayer was given them and does not hand them on", message)
+
+
+def test_dropout_of_attention_is_refused_in_eval_mode_too():
+    assert refused(lambda: torchtrain.attach(tiny(attention_dropout=0.1).eval())).startswith("attention_dropout: 0.1")
+
+
+@pytest.mark.parametrize("what", [nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2))])
+def test_what_is_no_causal_model(what):
+    assert "is no causal language model of transformers" in refused(lambda: torchtrain.attach(what))
+
+
+def test_lora_and_gradient_checkpointing():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    torchtrain.attach(model).train()
+    inputs = batch()
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, **inputs, use_cache=False).logits
+    (gradient,) = torch.autograd.grad(logits[:, -1].square().sum(), embeds)
+    assert torch.equal(gradient.any(-1), visible_BTT(inputs["document_ids"])[:, -1])
+    assert refused(lambda: model(**batch(), labels=torch.roll(batch()["input_ids"], -1))).startswith("labels: each")
+    model.base_model.model.model.layers[0].mlp = Shifted(model.base_model.model.model.layers[0].mlp)
+    assert refused(lambda: torchtrain.attach(model)).startswith("base_model.model.model.layers.0.mlp (Shifted)")
+
+
+def test_document_ids_that_another_implementation_would_swallow():
+    model = torchtrain.attach(tiny())
+    model.set_attn_implementation("sdpa")
+    assert model.generate(batch()["input_ids"], max_new_tokens=2, do_sample=False).shape == (1, 14)
+    assert "'sdpa' ignores them in silence" in refused(lambda: model(**batch()))
+    model.set_attn_implementation("anchor")
+    assert model(**batch()).logits.isfinite().all()
+
+
+def shifted_labels(inputs) -> torch.Tensor:
+    labels = torch.roll(inputs["input_ids"], -1, dims=1)
+    labels[:, [5, 11]] = -100
+    return labels
+
+
+def test_labels_that_are_shifted_already_are_refused_and_the_right_call_is_right():
+    model, inputs = torchtrain.attach(tiny()), batch()
+    labels = shifted_labels(inputs)
+    assert refused(lambda: model(**inputs, labels=labels)).startswith("labels: each is already the next token")
+    output = model(**inputs, labels=labels, shift_labels=labels)
+    assert torch.equal(output.loss, nn.functional.cross_entropy(output.logits[0], labels[0]))
+
+
+@pytest.mark.parametrize(
+    "unshifted", [lambda x: x, lambda x: x.where(x > 30, -100), lambda x: torch.full_like(x, -100)]
+)
+def test_labels_as_transformers_wants_them_pass(unshifted):
+    model, inputs = torchtrain.attach(tiny()), batch()
+    model(**inputs, labels=unshifted(inputs["input_ids"]))
+
+
+def test_a_constant_row_is_no_sign_of_shifted_labels():
+    model, inputs = torchtrain.attach(tiny()), batch()
+    inputs["input_ids"][:] = 7
+    model(**inputs, labels=inputs["input_ids"])
+
+
+def test_a_mask_of_ones_is_looked_at_once(monkeypatch):
+    model, inputs, looked = torchtrain.attach(tiny()), batch(), []
+    hides_nothing = attach_module.hides_nothing
+    monkeypatch.setattr(attach_module, "hides_nothing", lambda *a: looked.append(a) or hides_nothing(*a))
+    mask = torch.ones_like(inputs["input_ids"])
+    assert torch.equal(model(**inputs, attention_mask=mask).logits, model(**inputs).logits)
+    assert len(looked) == 1
+    mask[0, 3] = 0
+    assert refused(lambda: model(**inputs, attention_mask=mask)).startswith("attention_mask")
