@@ -22,6 +22,10 @@ PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Theta = Annotated[float, Field(gt=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+# What a run did that was begun before a setting existed: its resolved config, which holds every default, lacks the setting.
+_BEFORE = {"data": {"special_tokens": "control"}}
 
 
 class Section(BaseModel):
@@ -105,15 +109,15 @@ class Source(Section):
     demo: Literal["speeches", "encyclopedia", "code"] | None = Field(
         default=None, description="a small real corpus carried by installed packages"
     )
-    files: str | None = Field(default=None, description="glob of .jsonl (also .gz) or .parquet files")
-    dataset: str | None = Field(default=None, description="Hugging Face dataset id")
+    files: Name | None = Field(default=None, description="glob of .jsonl (also .gz or .zst) or .parquet files")
+    dataset: Name | None = Field(default=None, description="folder of a Hugging Face dataset, or its hub id")
     subset: str | None = Field(default=None, description="configuration name of the dataset")
-    split: str = "train"
+    split: Name = "train"
     revision: str | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
     streaming: bool = Field(default=False, description="read the dataset without downloading all of it first")
-    text_field: str = "text"
-    domain: str | None = Field(default=None, description="one domain for the whole source; default: its own name")
-    domain_field: str | None = Field(
+    text_field: Name = "text"
+    domain: Name | None = Field(default=None, description="one domain for the whole source; default: its own name")
+    domain_field: Name | None = Field(
         default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
     )
     max_documents: PositiveInt | None = None
@@ -134,8 +138,12 @@ class DataConfig(Section):
     """Documents in, tokens out."""
 
     sources: list[Source] = Field(min_length=1)
-    cache: str = Field(default="cache", description="folder for the tokenised corpus and converted models")
+    cache: Name = Field(default="cache", description="folder for the tokenised corpus and converted models")
     append_eos: bool = Field(default=True, description="close each document with the tokenizer's EOS")
+    special_tokens: Literal["text", "control"] = Field(
+        default="text",
+        description="what a special token written in a document is, such as </s>: text like any other, or the control token",
+    )
     min_tokens: PositiveInt = Field(default=1, description="shorter documents are dropped, counted and reported")
     bad_record_share: Share = Field(
         default=0.001, description="share of records without text or unparsable above which a source is refused"
@@ -308,13 +316,28 @@ class Config(Section):
         return self
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, validate.
+
+    Args:
+        path: the file.
+        overrides: change its values.
+        of_run: it is the resolved config that a run left: a setting that it lacks is younger than the run.
 
     Raises:
         UserError: see `anchorline.settings.load`.
     """
-    return settings.load(Config, path, overrides, example="train.steps=20", prepare=_empty_sections)
+    prepare = older_meaning if of_run else _empty_sections
+    return settings.load(Config, path, overrides, example="train.steps=20", prepare=prepare)
+
+
+def older_meaning(resolved: settings.Tree) -> settings.Tree:
+    """Return a run's resolved config with what the run did wherever a setting is younger than it."""
+    tree = _empty_sections(resolved)
+    for name, values in _BEFORE.items():
+        if isinstance(tree.get(name), dict):
+            tree[name] = values | tree[name]
+    return tree
 
 
 def dump_config(config: Config) -> str:
