@@ -39,7 +39,7 @@ def find_files(pattern: str) -> list[Path]:
     if "\0" in pattern:
         raise UserError(f"{shown}: holds NUL, which no file's name can; remove it")
     found = set()
-    for name in _Matches(shown).of(str(Path(pattern).expanduser())):
+    for name in _Matches(shown).of(os.path.expanduser(pattern)):
         path = Path(name)
         # Told of the first one: the rest may be a whole disk.
         if not path.name.endswith(KINDS) or not os.path.isfile(path):

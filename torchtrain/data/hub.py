@@ -11,6 +11,7 @@ from torchtrain.config import Source
 from torchtrain.data.files import missing_datasets
 
 _SECONDS = 10.0  # the hub has to answer, once
+_MOST_ID = 96  # characters of an id on the hub
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -69,7 +70,7 @@ def _folder(dataset: str, shown: str) -> bool:
         there = False
     if there:
         raise UserError(f"{shown}: is a file; give it as files, or the folder it lies in")
-    if not _ID.fullmatch(dataset):
+    if not _ID.fullmatch(dataset) or len(dataset) > _MOST_ID:
         raise UserError(f"{shown}: {_looked()}, and a hub id is a name such as owner/set; mend the path")
     return False
 

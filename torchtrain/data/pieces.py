@@ -58,6 +58,7 @@ class Cuts(NamedTuple):
 
     def pieces(self, text: str, size: int = PIECE) -> Iterator[str]:
         """Yield the pieces of a text, each of `size` characters or, up to the next cut, more."""
+        assert size > 0
         start = 0
         while cut := self.pattern.search(text, start + size):
             yield text[start : cut.start()]

@@ -67,7 +67,7 @@ def prepare(
     """
     report = on_progress or (lambda progress: None)
     name = fingerprint(data, tokenizer)
-    corpus = Path(data.cache).expanduser() / "corpus"
+    corpus = Path(os.path.expanduser(data.cache)) / "corpus"
     final = corpus / name
     if not os.path.exists(final):
         lock = FileLock(corpus / f".{name}.lock")
