@@ -101,6 +101,7 @@ def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast")
     before = data.model_copy(update={"special_tokens": "control"})
     try:
         store = TokenStore.open(corpus / fingerprint(before, tokenizer))
+        store.verify()
     except UserError:  # there is none, or a damaged one
         return None
     appended = data.append_eos and tokenizer.eos_token_id is not None

@@ -127,17 +127,19 @@ class TokenStore:
             header = _Header.parse(read_file(folder / name, _MOST_HEADER_BYTES))
             for name, entry in (header.files or {}).items():
                 _check_size(folder / name, entry)
-            name = OFFSETS
-            offsets = _array(folder / name, np.int64)
-            name = DOMAINS
-            document_domains = _array(folder / name, np.int32)
-            name = HASHES
-            hashes = _array(folder / name, np.uint64) if name in (header.files or {}) else None
             name = TOKENS
             tokens = _tokens(folder / name)
-            _check_bounds(offsets, document_domains, tokens, header)
-            if hashes is not None and len(hashes) != len(document_domains):
-                raise ValueError(f"its sizes differ: {len(hashes)} hashes, {len(document_domains)} documents")
+            name = OFFSETS
+            offsets = _array(folder / name, np.int64)
+            _check_offsets(offsets, len(tokens))
+            documents = len(offsets) - 1
+            name = DOMAINS
+            document_domains = _array(folder / name, np.int32)
+            _check_domains(document_domains, documents, len(header.domains))
+            name = HASHES
+            hashes = _array(folder / name, np.uint64) if name in (header.files or {}) else None
+            if hashes is not None and len(hashes) != documents:
+                raise ValueError(f"its sizes differ: {len(hashes)} hashes, {documents} documents")
         except FileNotFoundError:
             raise UserError(f"{quoted(folder)} holds no finished token store ({name} is missing); {_ANEW}") from None
         except ValidationError as error:
@@ -260,16 +262,20 @@ def _tokens(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=np.int32, mode="r")
 
 
-def _check_bounds(offsets: np.ndarray, document_domains: np.ndarray, tokens: np.ndarray, header: _Header) -> None:
-    """Check that what is read by offset and index lies inside. Raises ValueError."""
-    if len(document_domains) != len(offsets) - 1 or offsets[-1] != len(tokens):
-        raise ValueError(
-            f"its sizes differ: {len(offsets)} offsets, {len(document_domains)} documents, {len(tokens)} tokens"
-        )
-    if offsets[0] != 0 or not (offsets[1:] > offsets[:-1]).all():
+def _check_offsets(offsets: np.ndarray, tokens: int) -> None:
+    """Check that every document lies inside. Raises ValueError."""
+    if len(offsets) == 0 or offsets[0] != 0 or not (offsets[1:] > offsets[:-1]).all():
         raise ValueError("offsets that do not rise from 0")
-    if document_domains.min(initial=0) < 0 or document_domains.max(initial=-1) >= len(header.domains):
-        raise ValueError(f"its sizes differ: a document's domain is none of the {len(header.domains)}")
+    if offsets[-1] != tokens:
+        raise ValueError(f"its sizes differ: documents of {offsets[-1]} tokens, and there are {tokens}")
+
+
+def _check_domains(document_domains: np.ndarray, documents: int, domains: int) -> None:
+    """Check that every document has one that there is. Raises ValueError."""
+    if len(document_domains) != documents:
+        raise ValueError(f"its sizes differ: {len(document_domains)} documents, and there are {documents}")
+    if document_domains.min(initial=0) < 0 or document_domains.max(initial=-1) >= domains:
+        raise ValueError(f"its sizes differ: a document's domain is none of the {domains}")
 
 
 def _hash(tokens: np.ndarray) -> int:
@@ -421,9 +427,7 @@ def take_over(store: TokenStore, folder: Path, fingerprint: str) -> None:
 
     Raises:
         OSError: it cannot be written.
-        UserError: the store is damaged.
     """
-    store.verify()
     files = {}
     for name in (TOKENS, OFFSETS, DOMAINS, BAD_RECORDS):
         try:
