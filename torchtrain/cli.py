@@ -114,7 +114,7 @@ def resume(
 
         if not os.path.lexists(resolve("", folder) / "config.yaml"):
             raise UserError(f"{folder}: holds no run of ours; give the folder of one (run.folder in its config)")
-        config = load_config(folder / "config.yaml", overrides or [])
+        config = load_config(folder / "config.yaml", overrides or [], of_run=True)
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
 
         from torchtrain.training.loop import resume as run  # isort: skip
@@ -133,6 +133,29 @@ def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the ru
 
         for line in status_lines(folder):
             print(line)
+
+
+@app.command()
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a run's folder, or a token store's (cache/corpus/...)")
+    ],
+) -> None:
+    """Read everything that has a digest, and say what is no longer what was written: a run's checkpoints and tokens, or a store.
+
+    Exit code 0: all is as it was written; 1: something is not.
+
+    Example: torchtrain verify runs/demo
+    """
+    with _one_speaks():
+        from torchtrain.training.verify import verify_folder
+
+        good = True
+        for found in verify_folder(folder):
+            print(found)
+            good &= found.good
+        if not good:
+            raise typer.Exit(1)
 
 
 @app.command()

@@ -32,6 +32,9 @@ Real = Annotated[float, Field(gt=0, le=1e30)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 PathText = Annotated[str, Field(min_length=1, max_length=4095)]  # characters: Linux takes no longer path
 
+# What a run did that was begun before a setting existed: its resolved config, which holds every default, lacks the setting.
+_BEFORE = {"data": {"special_tokens": "control"}}
+
 
 class Section(BaseModel):
     """Base of every section: no unknown keys, no silent conversions, no nan, nothing changed after loading."""
@@ -122,8 +125,8 @@ class Source(Section):
     demo: Literal["speeches", "encyclopedia", "code"] | None = Field(
         default=None, description="a small real corpus carried by installed packages"
     )
-    files: PathText | None = Field(default=None, description="glob of .jsonl (also .gz) or .parquet files")
-    dataset: Name | None = Field(default=None, description="Hugging Face dataset id")
+    files: PathText | None = Field(default=None, description="glob of .jsonl (also .gz or .zst) or .parquet files")
+    dataset: Name | None = Field(default=None, description="folder of a Hugging Face dataset, or its hub id")
     subset: Name | None = Field(default=None, description="configuration name of the dataset")
     split: Name = "train"
     revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
@@ -153,6 +156,10 @@ class DataConfig(Section):
     sources: list[Source] = Field(min_length=1, max_length=10_000)
     cache: PathText = Field(default="cache", description="folder for the tokenised corpus and converted models")
     append_eos: bool = Field(default=True, description="close each document with the tokenizer's EOS")
+    special_tokens: Literal["text", "control"] = Field(
+        default="text",
+        description="what a special token written in a document is, such as </s>: text like any other, or the control token",
+    )
     min_tokens: Count = Field(default=1, description="shorter documents are dropped, counted and reported")
     bad_record_share: Share = Field(
         default=0.001, description="share of records without text or unparsable above which a source is refused"
@@ -329,13 +336,28 @@ class Config(Section):
         return self
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, validate.
+
+    Args:
+        path: the file.
+        overrides: change its values.
+        of_run: it is the resolved config that a run left: a setting that it lacks is younger than the run.
 
     Raises:
         UserError: see `anchorline.settings.load`.
     """
-    return settings.load(Config, path, overrides, example="train.steps=20", prepare=_empty_sections)
+    prepare = older_meaning if of_run else _empty_sections
+    return settings.load(Config, path, overrides, example="train.steps=20", prepare=prepare)
+
+
+def older_meaning(resolved: settings.Tree) -> settings.Tree:
+    """Return a run's resolved config with what the run did wherever a setting is younger than it."""
+    tree = _empty_sections(resolved)
+    for name, values in _BEFORE.items():
+        if isinstance(tree.get(name), dict):
+            tree[name] = values | tree[name]
+    return tree
 
 
 def dump_config(config: Config) -> str:

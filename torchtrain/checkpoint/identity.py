@@ -5,7 +5,7 @@ from typing import Any
 
 from anchorline.errors import UserError
 from torchtrain.checkpoint.manifest import Layout, Manifest, versions
-from torchtrain.config import Config
+from torchtrain.config import Config, older_meaning
 
 # What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and their
 # order stay the same; of these, only how sums are cut (micro-batches, chunks, ranks) moves a result, by its rounding.
@@ -35,7 +35,7 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
     Raises:
         UserError: a setting that decides the numbers is another: says which, as it was and as it is.
     """
-    found = differences(was, config.model_dump(mode="json"))
+    found = differences(older_meaning(dict(was)), config.model_dump(mode="json"))
     if changes := [change for change in found if not is_free(change[0])]:
         raise UserError(f"{_told(changes)}; undo that, or train anew with a run.folder of its own")
 

@@ -1,9 +1,10 @@
 """From documents to batches: corpus, tokens on disk, packing plan, rows of five arrays."""
 
-from torchtrain.data.dataset import PackedRows, collate, split_documents
+from torchtrain.data.dataset import PackedRows, collate
 from torchtrain.data.packing import PackPlan, Span
 from torchtrain.data.prepare import Progress, fingerprint, identity, prepare, tokenizer_identity
 from torchtrain.data.rows import describe
+from torchtrain.data.split import Split, split_documents
 from torchtrain.data.store import DomainSummary, TokenStore
 from torchtrain.data.tokens import anchor_ids, check_store, check_tokenizer, pad_id, tag_ids
 
@@ -13,6 +14,7 @@ __all__ = [
     "PackedRows",
     "Progress",
     "Span",
+    "Split",
     "TokenStore",
     "anchor_ids",
     "check_store",

@@ -1,18 +1,16 @@
 """Sources in, records out: {text, domain} one at a time; what cannot be read is named, counted and passed over."""
 
-import glob
-import gzip
-import json
 import re
-import zlib
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anchorline.errors import UserError
 from torchtrain.config import Source
 from torchtrain.data import demo
+from torchtrain.data.files import BadItemError, find_files, items
+from torchtrain.data.hub import dataset_items
 
 _MOST_KEYS = 8  # of a bad record that are named
 
@@ -41,14 +39,10 @@ class BadRecord:
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-class _BadItemError(Exception):
-    """Why a record gives no document."""
-
-
 def read(source: Source) -> Iterator[Record | BadRecord]:
     """Yield the records of a source in an order that never changes; bad ones in their place, so that nothing is silent.
 
-    A record is bad where its JSON does not parse, or its text or domain is missing, no string, blank or not Unicode.
+    A record is bad where it cannot be parsed, or its text or domain is missing, no string, blank or not Unicode.
     `source.max_documents` counts good records.
 
     Raises:
@@ -77,29 +71,10 @@ def source_name(source: Source) -> str:
     if source.files is None:
         return source.demo or source.dataset or ""
     for part in reversed(Path(source.files).parts):
-        stem = re.sub(r"\.(jsonl(\.gz)?|parquet)$", "", part)
+        stem = re.sub(r"\.(jsonl(\.gz|\.zst)?|parquet)$", "", part)
         if name := re.sub(r"\[.*?\]|[*?]", "", stem).strip("-_. /\\"):
             return name
     return "files"
-
-
-def source_files(source: Source) -> list[Path]:
-    """Return the files of a `files` source, sorted.
-
-    Raises:
-        UserError: nothing matches, or a match is neither .jsonl, .jsonl.gz nor .parquet.
-    """
-    assert source.files is not None
-    pattern = str(Path(source.files).expanduser())
-    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
-    if not paths:
-        raise UserError(f"data.sources: files {source.files!r} matches no file; check the path (from {Path.cwd()})")
-    for path in paths:
-        if not path.is_file() or not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-            raise UserError(
-                f"data.sources: {path} is no .jsonl, .jsonl.gz or .parquet file; narrow files {source.files!r}"
-            )
-    return paths
 
 
 def _read_all(source: Source) -> Iterator[Record | BadRecord]:
@@ -109,42 +84,56 @@ def _read_all(source: Source) -> Iterator[Record | BadRecord]:
             yield _record(source, name, where, {"text": text}, text_field="text")
         return
     if source.dataset is not None:
-        items = _hub_items(source)
+        found = dataset_items(source)
     else:
-        items = (item for path in source_files(source) for item in _file_items(path, source))
-    for where, item in items:
-        if isinstance(item, _BadItemError):
+        assert source.files is not None
+        found = (item for path in find_files(source.files) for item in items(path, _fields(source)))
+    for where, item in found:
+        if isinstance(item, BadItemError):
             yield BadRecord(where, str(item), name)
         else:
             yield _record(source, name, where, item, source.text_field)
+
+
+def _fields(source: Source) -> dict[str, str]:
+    named = {"text_field": source.text_field, "domain_field": source.domain_field}
+    return {setting: field for setting, field in named.items() if field is not None}
 
 
 def _record(source: Source, name: str, where: str, item: Any, text_field: str) -> Record | BadRecord:
     domain = name
     try:
         if source.domain_field is not None:
-            domain = _string(item, source.domain_field, "domain_field")
+            domain = _name(item, source.domain_field)
         return Record(_string(item, text_field, "text_field"), domain)
-    except _BadItemError as why:
+    except BadItemError as why:
         return BadRecord(where, str(why), domain)
+
+
+def _name(item: Any, field: str) -> str:
+    """Return a domain as a record names it: it will stand in files, tables and on screens."""
+    domain = _string(item, field, "domain_field")
+    if any(unicodedata.category(character) == "Cc" for character in domain):
+        raise BadItemError(f"{field!r} holds control characters")
+    return domain
 
 
 def _string(item: Any, field: str, setting: str) -> str:
     if not isinstance(item, dict):
-        raise _BadItemError(f"is no JSON object but {type(item).__name__}")
+        raise BadItemError(f"is no JSON object but {type(item).__name__}")
     value = _look_up(item, field)
     if value is None:
         keys = [f"{key:.40}" for key in item][:_MOST_KEYS] + ["..."] * (len(item) > _MOST_KEYS)
-        raise _BadItemError(f"has no {field!r} (it has {', '.join(keys) or 'nothing'}; see {setting})")
+        raise BadItemError(f"has no {field!r} (it has {', '.join(keys) or 'nothing'}; see {setting})")
     if not isinstance(value, str):
-        raise _BadItemError(f"{field!r} is no string but {type(value).__name__}")
+        raise BadItemError(f"{field!r} is no string but {type(value).__name__}")
     if not value.strip():
-        raise _BadItemError(f"{field!r} is blank")
+        raise BadItemError(f"{field!r} is blank")
     try:
         # JSON can spell half of a surrogate pair, which no tokenizer can encode.
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise _BadItemError(f"{field!r} is not valid Unicode (half a surrogate pair)") from None
+        raise BadItemError(f"{field!r} is not valid Unicode (half a surrogate pair)") from None
     return value
 
 
@@ -156,82 +145,3 @@ def _look_up(item: dict[str, Any], field: str) -> Any:
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-def _file_items(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
-    return _parquet_items(path, source) if path.suffix == ".parquet" else _jsonl_items(path)
-
-
-def _jsonl_items(path: Path) -> Iterator[tuple[str, Any]]:
-    number = 0
-    try:
-        # Bytes, not text: a line that is no UTF-8 must cost that line and not the file.
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                try:
-                    yield where, json.loads(line.decode("utf-8-sig"))
-                except UnicodeDecodeError:
-                    yield where, _BadItemError("is not UTF-8")
-                except (ValueError, RecursionError) as error:
-                    yield where, _BadItemError(f"is no JSON: {error}")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"data.sources: {path} breaks off after line {number}: {error}; copy it again") from None
-    except OSError as error:
-        raise UserError(f"data.sources: {path}: {error.strerror}") from None
-
-
-def _parquet_items(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise _missing_datasets(f"files {source.files!r}") from None
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            wanted = {
-                name
-                for field in (source.text_field, source.domain_field or "")
-                for name in (field, field.split(".")[0])
-            }
-            columns = [name for name in file.schema_arrow.names if name in wanted]
-            for field, setting in ((source.text_field, "text_field"), (source.domain_field, "domain_field")):
-                if field is not None and not {field, field.split(".")[0]} & set(columns):
-                    known = ", ".join(file.schema_arrow.names)
-                    raise UserError(f"data.sources: {path} has no column {field!r}; it has {known}: set {setting}")
-            for batch in file.iter_batches(columns=columns):
-                for item in batch.to_pylist():
-                    number += 1
-                    yield f"{path}: row {number}", item
-    except (arrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"data.sources: {path} cannot be read after row {number}: {reason}") from None
-
-
-def _hub_items(source: Source) -> Iterator[tuple[str, Any]]:
-    try:
-        from datasets import load_dataset
-        from datasets.exceptions import DatasetsError
-    except ImportError:
-        raise _missing_datasets(f"dataset {source.dataset!r}") from None
-    assert source.dataset is not None
-    number = 0
-    try:
-        rows = load_dataset(
-            source.dataset, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
-        )
-        for number, item in enumerate(rows, start=1):
-            yield f"{source.dataset} [{source.split}] record {number}", item
-    except (OSError, ValueError, DatasetsError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"data.sources: dataset {source.dataset!r} (subset {source.subset!r}, split {source.split!r}) "
-            f"cannot be read after record {number}: {reason}"
-        ) from None
-
-
-def _missing_datasets(what: str) -> UserError:
-    return UserError(f"data.sources: {what} needs the package datasets: pip install 'anchorline[torch]'")

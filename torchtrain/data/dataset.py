@@ -1,4 +1,4 @@
-"""Packed rows by number: split the documents, plan an epoch, read any row, stack rows into a batch.
+"""Packed rows by number: plan an epoch, read any row, stack rows into a batch.
 
 Shapes: B batch · T tokens of a row.
 """
@@ -10,25 +10,9 @@ import torch
 
 from anchorline.errors import UserError
 from torchtrain.config import PackConfig
-from torchtrain.data.packing import HELD_OUT, INTERLEAVE, PackPlan, random_stream
+from torchtrain.data.packing import INTERLEAVE, PackPlan, random_stream
 from torchtrain.data.rows import Segment, build_row
 from torchtrain.data.store import TokenStore
-
-
-def split_documents(store: TokenStore, held_out_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training, held-out) documents, int64 and sorted, drawn by seed from each domain apart.
-
-    A share above 0 holds out at least one document of every domain that has two.
-    """
-    held_out = []
-    for domain in range(len(store.domains)):
-        own = np.flatnonzero(store.document_domains == domain)
-        count = round(held_out_share * len(own))
-        if held_out_share > 0 and len(own) > 1:
-            count = max(count, 1)
-        held_out.append(random_stream(seed, HELD_OUT, domain).permutation(own)[:count])
-    held = np.sort(np.concatenate(held_out))
-    return np.setdiff1d(np.arange(len(store)), held), held
 
 
 class PackedRows:

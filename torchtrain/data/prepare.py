@@ -5,36 +5,41 @@ when it is whole, so a store that exists is finished, whatever was interrupted.
 """
 
 import hashlib
+import itertools
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from filelock import FileLock
 
-from anchorline.errors import UserError
-from anchorline.files import sync
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import PARTIAL, sync
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import demo
-from torchtrain.data.corpus import BadRecord, Record, read, source_files, source_name
-from torchtrain.data.store import SourceCount, StoreWriter, TokenStore
+from torchtrain.data.corpus import BadRecord, Record, read, source_name
+from torchtrain.data.encode import BATCH_CHARACTERS, Encoder, special_tokens_of
+from torchtrain.data.files import find_files
+from torchtrain.data.store import SourceCount, StoreWriter, TokenStore, take_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Raise it when the same sources and settings would give other tokens or other files (reading, rendering, layout).
 FORMAT = 2
-# Text handed to the tokenizer at one time: enough for all its threads, little beside the model.
-_BATCH_CHARACTERS = 4_000_000
+_MOST_FILES = 1_000_000  # of a data set's folder
 
 
 @dataclass(frozen=True)
 class Progress:
     """How far a preparation is: what it does, and over all sources the documents and tokens written, the bad records met."""
 
-    state: str  # `tokenising NAME` of a source, then `tokenised`; `tokens reused` if a finished store was found
+    state: str  # `tokenising NAME` of a source, then `tokenised`; or `tokens reused`, where a finished store was found
     documents: int
     tokens: int
     bad_records: int
@@ -62,24 +67,49 @@ def prepare(
     """
     report = on_progress or (lambda progress: None)
     name = fingerprint(data, tokenizer)
-    corpus = Path(data.cache).expanduser() / "corpus"
+    corpus = Path(os.path.expanduser(data.cache)) / "corpus"
     final = corpus / name
-    if not final.exists():
+    if not os.path.exists(final):
         lock = FileLock(corpus / f".{name}.lock")
         try:
             corpus.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except (OSError, NotImplementedError) as error:
-            raise UserError(f"data.cache {data.cache!r} cannot be written: {error}; choose another folder") from None
+            raise _unwritable(data, error) from None
         try:
             if not final.exists():
-                return _make(final, data, tokenizer, report)
+                older = _older(corpus, data, tokenizer)
+                if older is None:
+                    return _make(final, data, tokenizer, report)
+                with _commits(final, data) as partial:
+                    take_over(older, partial, name)
         finally:
             lock.release()
     store = TokenStore.open(final)
     for count in store.sources:
         _check_share(count, data)
     report(Progress("tokens reused", len(store), len(store.tokens), sum(count.bad_records for count in store.sources)))
+    return store
+
+
+def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore | None:
+    """Return the store of the same corpus in which special tokens were control tokens, if its texts hold none: then it is the
+    same under `text`. So were all stores before there was a choice.
+    """
+    if data.special_tokens == "control":
+        return None
+    before = data.model_copy(update={"special_tokens": "control"})
+    try:
+        store = TokenStore.open(corpus / fingerprint(before, tokenizer))
+        store.verify()
+    except UserError:  # there is none, or a damaged one
+        return None
+    appended = data.append_eos and tokenizer.eos_token_id is not None
+    special, block = list(special_tokens_of(tokenizer).values()), 1 << 24
+    for start in range(0, len(store.tokens), block):
+        found = start + np.flatnonzero(np.isin(store.tokens[start : start + block], special))
+        if len(np.setdiff1d(found, store.offsets[1:] - 1) if appended else found):
+            return None
     return store
 
 
@@ -112,6 +142,8 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
         "eos": tokenizer.eos_token_id if data.append_eos else None,
         "min_tokens": data.min_tokens,
     }
+    if data.special_tokens != "control":  # what all stores were before there was a choice
+        content["special_tokens"] = data.special_tokens
     return json.loads(json.dumps(content))
 
 
@@ -125,10 +157,15 @@ def _source_identity(source: Source) -> dict[str, Any]:
 
 def _files(source: Source) -> list[Path]:
     if source.files is not None:
-        return source_files(source)
-    if source.dataset is not None and Path(source.dataset).is_dir():
-        return sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
-    return []
+        return find_files(source.files)
+    if source.dataset is None or not os.path.isdir(source.dataset):
+        return []
+    found = list(itertools.islice(Path(source.dataset).rglob("*"), _MOST_FILES + 1))
+    if len(found) > _MOST_FILES:
+        raise UserError(
+            f"data.sources: dataset {quoted(source.dataset)}: holds more than {_MOST_FILES:,} files; narrow it"
+        )
+    return sorted(path for path in found if path.is_file())
 
 
 def _looks(path: Path) -> tuple[str, int, int]:
@@ -153,40 +190,54 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
 def _make(
     final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast", report: Callable[[Progress], None]
 ) -> TokenStore:
-    partial = final.with_name(f"{final.name}.partial")
+    encoder = Encoder(tokenizer, data.special_tokens)
+    appended = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
+    eos = np.array(appended, dtype=np.int32)
+    with _commits(final, data) as partial, StoreWriter(partial) as writer:
+        counts = [_add_source(source, data, encoder, eos, writer, report) for source in data.sources]
+        if not writer.documents:
+            records, bad = sum(count.records for count in counts), writer.bad_records
+            found = f"{records} records: {bad} bad, {records - bad} shorter than data.min_tokens {data.min_tokens}"
+            raise UserError(
+                f"data.sources: the corpus is empty: {found if records else 'no records'}; check the sources"
+            )
+        writer.finish(final.name, counts)
+    report(Progress("tokenised", writer.documents, writer.tokens, writer.bad_records))
+    return TokenStore.open(final)
+
+
+@contextmanager
+def _commits(final: Path, data: DataConfig) -> Iterator[Path]:
+    """Give an empty folder and rename it when the block is done; nothing is left of one that fails. The lock is held."""
+    partial = final.with_name(final.name + PARTIAL)
     try:
-        # The lock is held: what lies here was left by a process that died.
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that died
         partial.mkdir()
-        with StoreWriter(partial) as writer:
-            counts = [_add_source(source, data, tokenizer, writer, report) for source in data.sources]
-            if not writer.documents:
-                records, bad = sum(count.records for count in counts), writer.bad_records
-                found = f"{records} records: {bad} bad, {records - bad} shorter than data.min_tokens {data.min_tokens}"
-                raise UserError(
-                    f"data.sources: the corpus is empty: {found if records else 'no records'}; check the sources"
-                )
-            writer.finish(final.name, counts)
+        yield partial
         partial.rename(final)
         sync(final.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"data.cache {data.cache!r} cannot be written: {error}; choose another folder") from None
+        raise _unwritable(data, error) from None
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    report(Progress("tokenised", writer.documents, writer.tokens, writer.bad_records))
-    return TokenStore.open(final)
+
+
+def _unwritable(data: DataConfig, error: Exception) -> UserError:
+    reason = disk_fault(error) if isinstance(error, OSError) else str(error)
+    return UserError(f"data.cache {quoted(data.cache)} cannot be written: {reason}; choose another folder")
 
 
 def _add_source(
     source: Source,
     data: DataConfig,
-    tokenizer: "PreTrainedTokenizerFast",
+    encoder: Encoder,
+    eos: np.ndarray,
     writer: StoreWriter,
     report: Callable[[Progress], None],
 ) -> SourceCount:
-    records, bad, first_bad = 0, 0, ""
+    records, bad, first_bad, special = 0, 0, "", 0
     batch: list[Record] = []
     characters = 0
 
@@ -197,36 +248,35 @@ def _add_source(
     tell()
     for record in read(source):
         records += 1
+        if isinstance(record, Record) and encoder.too_long(record.text):
+            record = BadRecord(
+                f"record {records}", f"{len(record.text):,} characters without a place to cut", record.domain
+            )
         if isinstance(record, BadRecord):
             bad += 1
             first_bad = first_bad or str(record)
             writer.skip_bad(record.domain, str(record))
             continue
+        special += encoder.looks_special(record.text)
         batch.append(record)
         characters += len(record.text)
-        if characters >= _BATCH_CHARACTERS:
-            _add_batch(batch, data, tokenizer, writer)
+        if characters >= BATCH_CHARACTERS:
+            _add_batch(batch, data, encoder, eos, writer)
             batch, characters = [], 0
             tell()
     if batch:
-        _add_batch(batch, data, tokenizer, writer)
-    count = SourceCount(source_name(source), records, bad, first_bad)
+        _add_batch(batch, data, encoder, eos, writer)
+    count = SourceCount(source_name(source), records, bad, first_bad, special)
     _check_share(count, data)
     return count
 
 
-def _add_batch(
-    batch: list[Record], data: DataConfig, tokenizer: "PreTrainedTokenizerFast", writer: StoreWriter
-) -> None:
-    # verbose=False: a document longer than the model's context is no mistake here, so no warning about it.
-    texts = [record.text for record in batch]
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    eos = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
-    for record, ids in zip(batch, encoded["input_ids"], strict=True):
+def _add_batch(batch: list[Record], data: DataConfig, encoder: Encoder, eos: np.ndarray, writer: StoreWriter) -> None:
+    for record, ids in zip(batch, encoder.encode([record.text for record in batch]), strict=True):
         if len(ids) < data.min_tokens:
             writer.skip_short(record.domain, len(ids))
         else:
-            writer.add(record.domain, ids + eos)
+            writer.add(record.domain, np.append(ids, eos))
 
 
 def _check_share(count: SourceCount, data: DataConfig) -> None:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
+from torchtrain.data.encode import special_tokens_of
 from torchtrain.data.store import TokenStore
 
 if TYPE_CHECKING:
@@ -35,12 +36,18 @@ def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Seq
     """Return the tokens that open each document of a domain (index in `domains`) under +tag; {} without.
 
     Raises:
-        UserError: a tag has no tokens.
+        UserError: a tag has no tokens, or a domain is called like a special token: in the template one is meant, in a name not.
     """
     if not pack.tag:
         return {}
     tags = {}
+    special = special_tokens_of(tokenizer)
     for index, domain in enumerate(domains):
+        if found := [content for content in special if content in domain]:
+            raise UserError(
+                f"data.sources: the domain {quoted(domain)} holds the special token {quoted(found[0])}, which a tag cannot write; "
+                "rename it (domain), or leave +tag out of pack.variant"
+            )
         text = pack.tag_template.replace("{domain}", domain)
         tags[index] = tokenizer.encode(text, add_special_tokens=False)
         if not tags[index]:

@@ -129,7 +129,9 @@ def refusal(source: Source) -> str:
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     assert "matches no file" in refusal(Source(files=str(tmp_path / "*.jsonl")))
     (tmp_path / "a.txt").write_text("x")
-    assert "a.txt is no .jsonl, .jsonl.gz or .parquet file" in refusal(Source(files=str(tmp_path / "*")))
+    assert "a.txt is not a regular .jsonl, .jsonl.gz, .jsonl.zst or .parquet file" in refusal(
+        Source(files=str(tmp_path / "*"))
+    )
 
     lines = "".join(json.dumps({"text": f"{i} {i * i}"}) + "\n" for i in range(2000)).encode()
     whole = gzip.compress(lines)

@@ -1,10 +1,13 @@
 """The configs that come with the repository: all validate, and the paper's say what the paper says."""
 
+import json
 from pathlib import Path
 
 import pytest
+import zstandard
 
-from torchtrain.config import BASE_VARIANTS, PAPER_ROPE_THETA, Config, load_config
+from torchtrain.config import BASE_VARIANTS, PAPER_ROPE_THETA, Config, Source, load_config
+from torchtrain.data.corpus import Record, read
 from torchtrain.modeling.rope import extend
 from torchtrain.tests.conftest import tiny_config
 
@@ -42,6 +45,49 @@ def test_the_corpus_holds_the_tokens_of_the_run(paper):
     # SlimPajama: 627 billion tokens in 590 million documents.
     held = config.data.sources[0].max_documents * (627e9 / 590e6) * (1 - config.data.held_out_share)
     assert held > needed
+
+
+@pytest.fixture(scope="module")
+def slimpajama(tmp_path_factory) -> Path:
+    """A folder laid out as SlimPajama-627B is: splits of chunks of .jsonl.zst files, one with two frames."""
+    folder = tmp_path_factory.mktemp("SlimPajama")
+    compress = zstandard.ZstdCompressor().compress
+    for split, chunk, number in (
+        ("train", 1, 0),
+        ("train", 1, 1),
+        ("train", 2, 0),
+        ("validation", 1, 0),
+        ("test", 1, 0),
+    ):
+        path = folder / split / f"chunk{chunk}" / f"example_{split}_{number}.jsonl.zst"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records = [
+            {
+                "text": f"{split} {chunk} {number} {i}",
+                "meta": {"redpajama_set_name": f"RedPajama{('C4', 'Book')[i % 2]}"},
+            }
+            for i in range(4)
+        ]
+        lines = [json.dumps(record).encode() + b"\n" for record in records]
+        path.write_bytes(compress(b"".join(lines[:3])) + compress(lines[3]))
+    return folder
+
+
+def test_it_reads_slimpajama_as_it_lies_on_the_hub(paper, slimpajama):
+    path, _ = paper
+    config = load_config(path, [f"data.sources.0.dataset={slimpajama}"])
+    source = config.data.sources[0]
+    assert source.streaming
+    records = list(read(source))
+    places = [(1, 0), (1, 1), (2, 0)]
+    assert records == [
+        Record(f"train {chunk} {number} {i}", f"RedPajama{('C4', 'Book')[i % 2]}")
+        for chunk, number in places
+        for i in range(4)
+    ]
+    # And so do its files.
+    files = Source(files=f"{slimpajama}/train/**/*.jsonl.zst", domain_field=source.domain_field)
+    assert list(read(files)) == records
 
 
 def test_rope_gets_the_papers_base_and_length(paper):

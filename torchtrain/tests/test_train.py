@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
-from torchtrain.data import PackedRows, collate, prepare
+from torchtrain.data import PackedRows, collate, prepare, split_documents
 from torchtrain.modeling.load import hidden_states, load_model, open_config, open_tokenizer
 from torchtrain.modeling.rope import extend
 from torchtrain.tests.conftest import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
@@ -144,7 +144,8 @@ def test_a_diverging_run_says_so(run):
 def packed(tree, write_config, *overrides: str):
     config = load_config(write_config(tree), ("eval.sequences=20", *overrides))
     store = prepare(config.data, tiny_tokenizer())
-    return config, *pack_rows(config, store, tiny_tokenizer()), store
+    split = split_documents(store, config.data.held_out_share, config.run.seed)
+    return config, *pack_rows(config, store, tiny_tokenizer(), split), store
 
 
 @pytest.fixture

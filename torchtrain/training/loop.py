@@ -26,7 +26,7 @@ from torchtrain.checkpoint.lock import hold
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, TrainConfig
-from torchtrain.data.corpus import source_files
+from torchtrain.data.files import find_files
 from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
@@ -362,7 +362,7 @@ def _local_sources(config: Config) -> Iterator[tuple[str, Path]]:
     yield "model.source", Path(config.model.source).expanduser()
     for number, source in enumerate(config.data.sources):
         if source.files is not None:
-            yield from ((f"data.sources.{number}.files", path) for path in source_files(source))
+            yield from ((f"data.sources.{number}.files", path) for path in find_files(source.files))
         elif source.dataset is not None:
             yield f"data.sources.{number}.dataset", Path(source.dataset).expanduser()
 

@@ -18,6 +18,7 @@ from torchtrain.config import Config
 from torchtrain.data import (
     PackedRows,
     Progress,
+    Split,
     TokenStore,
     anchor_ids,
     check_store,
@@ -32,7 +33,7 @@ from torchtrain.data import (
 from torchtrain.data import identity as data_identity
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
-from torchtrain.distributed.world import ALONE, World
+from torchtrain.distributed.world import ALONE, World, here
 from torchtrain.modeling.load import check_config, load_model, open_config, open_tokenizer, resolve_source
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
@@ -99,10 +100,13 @@ def set_up(
     identity = _identity_of(config, model_config, tokenizer)
     check(identity)
     store = prepare(config.data, tokenizer, on_progress)
-    identity["tokens"] = _identity_of_tokens(store)
+    # On each machine once, while the model is loaded: every byte that will be trained on is what was written.
+    verified = store.verify_in_background() if here()[2] == 0 else lambda: None
+    split = split_documents(store, config.data.held_out_share, config.run.seed)
+    identity["tokens"] = _identity_of_tokens(store, split)
     check(identity)
     check_store(store, model_config.vocab_size)
-    rows, held_out = pack_rows(config, store, tokenizer)
+    rows, held_out = pack_rows(config, store, tokenizer, split)
 
     say(f"loading {config.model.source}")
     model = load_model(source, model_config, config.model, engine, device)
@@ -116,8 +120,16 @@ def set_up(
     dropped = rows.plan(0).dropped_tokens
     if missing := _left_out(store, dropped):
         say(f"left out  {missing}")
+    if store.copies:
+        say(f"copies    {_copies(store, split)}")
+    if special := sum(count.special_records or 0 for count in store.sources):
+        meaning = "text" if config.data.special_tokens == "text" else "control tokens"
+        say(
+            f"special   {special:,} records hold what looks like a special token, read as {meaning} (data.special_tokens)"
+        )
     steps, per_step = config.train.steps, config.train.sequences_per_step
     say(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
+    verified()
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
@@ -129,22 +141,24 @@ def set_up(
             "domains": [asdict(summary) for summary in store.summaries],
             "sources": [asdict(count) for count in store.sources],
             "dropped_tokens": dropped,
+            "copies": store.copies,
+            "copies_moved": split.moved,
         },
     }
     return Setup(engine, model, tokenizer, own_positions, store, rows, held_out, identity, record)
 
 
 def pack_rows(
-    config: Config, store: TokenStore, tokenizer: "PreTrainedTokenizerFast"
+    config: Config, store: TokenStore, tokenizer: "PreTrainedTokenizerFast", split: Split
 ) -> tuple[PackedRows, list[dict[str, np.ndarray]]]:
-    """Split the documents; return the training rows, and up to `eval.sequences` held-out rows of each domain.
+    """Return the training rows, and up to `eval.sequences` held-out rows of each domain.
 
     Held-out rows hold one domain each, so that every domain has its share whatever the corpus holds most of.
 
     Raises:
         UserError: no documents to train on, or none held out.
     """
-    train, held = split_documents(store, config.data.held_out_share, config.run.seed)
+    train, held = split.train, split.held_out
 
     def packed(documents: np.ndarray, last: str) -> PackedRows:
         return PackedRows(
@@ -158,9 +172,10 @@ def pack_rows(
         )
 
     if not len(held):
+        copies = f" ({store.copies} are copies of others)" if store.copies else ""
         raise UserError(
-            f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents holds none out, so there is "
-            "nothing to evaluate on; raise it or give more documents"
+            f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents{copies} holds none out, so there "
+            "is nothing to evaluate on; raise it or give more documents"
         )
     by_domain = (held[store.document_domains[held] == domain] for domain in range(len(store.domains)))
     held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]
@@ -183,16 +198,19 @@ def _identity_of(
     }
 
 
-def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
-    """Return what tells that a corpus was tokenised to something else, whatever its files look like."""
+def _identity_of_tokens(store: TokenStore, split: Split) -> dict[str, Any]:
+    """Return what tells that a corpus was tokenised to something else, whatever its files look like; and that it was split by
+    texts, where a run from before that held documents out whose copies it trained on: it cannot go on with the same rows.
+    """
     places = hashlib.sha256(store.offsets.tobytes() + store.document_domains.tobytes()).hexdigest()
-    return {
+    identity = {
         "domains": store.domains,
         "documents": len(store),
         "tokens": len(store.tokens),
         "places": places,
         "sha256": store.sha256,
     }
+    return identity | ({"copies_kept_on_one_side": split.moved} if split.moved else {})
 
 
 def _left_out(store: TokenStore, dropped: int) -> str:
@@ -207,6 +225,14 @@ def _left_out(store: TokenStore, dropped: int) -> str:
     if dropped:
         parts.append(f"{dropped:,} tokens dropped with the last row")
     return ", ".join(parts)
+
+
+def _copies(store: TokenStore, split: Split) -> str:
+    """Return, in words, that documents hold the same text, and what was done about it."""
+    shown = f"{store.copies:,} of {len(store):,} documents hold the text of another"
+    return shown + (
+        f"; {split.moved:,} changed sides, so that none trains whose copy is held out" if split.moved else ""
+    )
 
 
 def _origin(source: str) -> dict[str, Any]:

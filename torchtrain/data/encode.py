@@ -1,0 +1,132 @@
+"""From texts to tokens: text is text, whatever it looks like, and a long one takes no more memory than a short one."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from anchorline.errors import UserError, quoted
+from torchtrain.data.pieces import MOST_WITHOUT_CUT, PIECE, cuts_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Text handed to the tokenizer at one time: enough for all its threads, little beside the model.
+BATCH_CHARACTERS = 1_000_000
+
+
+class Encoder:
+    """Encodes texts by a fast tokenizer. Nothing is put in front of them or behind.
+
+    Args:
+        tokenizer: one with a `tokenizers` backend.
+        special_tokens: what a special token that is written in a text is: `text` like any other, or `control`.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", special_tokens: Literal["text", "control"]) -> None:
+        self._tokenizer, self._as_text = tokenizer, special_tokens == "text"
+        self._cuts = cuts_of(tokenizer.backend_tokenizer)
+        self._control = control_tokens(tokenizer)
+        names = sorted(special_tokens_of(tokenizer), key=len, reverse=True)
+        self._looks = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def looks_special(self, text: str) -> bool:
+        """Whether a text holds what is written like a special token."""
+        return self._looks is not None and self._looks.search(text) is not None
+
+    def too_long(self, text: str) -> bool:
+        """Whether a text holds a stretch without a place to cut it that is more than the tokenizer should be given."""
+        return len(text) > MOST_WITHOUT_CUT and max(map(len, self._pieces(text))) > MOST_WITHOUT_CUT
+
+    def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """Yield the tokens of each text, int32 [tokens], in order.
+
+        Raises:
+            UserError: a text holds a special token that the tokenizer cannot write as text.
+        """
+        parts: list[np.ndarray] = []
+        for tokens, ends in self._encode_pieces(texts):
+            parts.append(tokens)
+            if ends:
+                yield parts[0] if len(parts) == 1 else np.concatenate(parts)
+                parts = []
+
+    def _encode_pieces(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, bool]]:
+        """Yield the tokens of each piece, and whether it is the last of its text."""
+        batch: list[tuple[str, bool]] = []
+        characters = 0
+        for text in texts:
+            ahead = None
+            for piece in self._pieces(text):
+                if ahead is not None:
+                    batch.append((ahead, False))
+                ahead = piece
+                characters += len(piece)
+                if characters >= BATCH_CHARACTERS:
+                    yield from self._encode_batch(batch)
+                    batch, characters = [], len(piece)
+            assert ahead is not None
+            batch.append((ahead, True))
+        yield from self._encode_batch(batch)
+
+    def _encode_batch(self, batch: Sequence[tuple[str, bool]]) -> Iterator[tuple[np.ndarray, bool]]:
+        if not batch:
+            return
+        # verbose=False: a document longer than the model's context is no mistake here, so no warning about it.
+        encoded = self._tokenizer(
+            [piece for piece, _ in batch],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            split_special_tokens=self._as_text,
+            verbose=False,
+        )
+        for ids, (_, ends) in zip(encoded["input_ids"], batch, strict=True):
+            tokens = np.asarray(ids, dtype=np.int32)
+            yield (self._without_control(tokens) if self._as_text else tokens), ends
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        return iter((text,)) if self._cuts is None or len(text) <= PIECE else self._cuts.pieces(text)
+
+    def _without_control(self, tokens: np.ndarray) -> np.ndarray:
+        """Spell out the control tokens that the model itself makes of a text: its vocabulary may hold them like words, and then
+        that the tokenizer does not look for them is not enough.
+        """
+        found = np.isin(tokens, list(self._control.values()))
+        if not found.any():
+            return tokens
+        parts = [
+            self._spell(token) if special else [token] for token, special in zip(tokens.tolist(), found, strict=True)
+        ]
+        return np.array([token for part in parts for token in part], dtype=np.int32)
+
+    def _spell(self, token: int) -> list[int]:
+        """Return the tokens of a special token's text: its first character stands by itself, or all of them do."""
+        model, control = self._tokenizer.backend_tokenizer.model, set(self._control.values())
+        content = next(content for content, index in self._control.items() if index == token)
+        for parts in ([content[:1], content[1:]], list(content)):
+            ids = [found.id for part in parts if part for found in model.tokenize(part)]
+            if ids and not control & set(ids):
+                return ids
+        raise UserError(
+            f"data.special_tokens 'text': a document holds {quoted(content)}, which this tokenizer can only write as the control "
+            f"token {token}; remove it from the data, or set data.special_tokens to control"
+        )
+
+
+def special_tokens_of(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
+    """Return the tokens that are no text, content -> id: those added as special, and BOS, EOS, padding and so on."""
+    found = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    found |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {content: index for content, index in found.items() if content and index is not None}
+
+
+def control_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
+    """Return the special tokens that steer. What the model writes where it knows no token does not: text may be unknown."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    unknown = model.get("unk_id")
+    if model.get("unk_token") is not None:
+        unknown = tokenizer.backend_tokenizer.token_to_id(model["unk_token"])
+    return {content: index for content, index in special_tokens_of(tokenizer).items() if index != unknown}

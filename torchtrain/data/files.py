@@ -1,0 +1,234 @@
+"""The user's files: which of them a pattern means, and the items of each, one at a time. What gives no item says why.
+
+.jsonl, plain or compressed (.gz, .zst), is read line by line, .parquet a few rows at a time: what is held at one time is a
+record, not a file.
+"""
+
+import fnmatch
+import glob
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from anchorline.errors import UserError, disk_fault, one_line, quoted
+
+KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+MOST_LINE_BYTES = 1 << 28
+_MOST_NAMES = 1_000_000
+_MOST_DEPTH = 100
+_ROWS_AT_A_TIME = 256
+
+
+class BadItemError(Exception):
+    """Why an item gives no document."""
+
+
+def find_files(pattern: str) -> list[Path]:
+    """Return the files that a glob pattern means, sorted, each once. `**` goes into any number of folders, links too.
+
+    Raises:
+        UserError: nothing matches; a match is not a file that we read; or too much would have to be looked at.
+    """
+    shown = f"data.sources: files {quoted(pattern)}"
+    if "\0" in pattern:
+        raise UserError(f"{shown}: holds NUL, which no file's name can; remove it")
+    found = set()
+    for name in _Matches(shown).of(os.path.expanduser(pattern)):
+        path = Path(name)
+        # Told of the first one: the rest may be a whole disk.
+        if not path.name.endswith(KINDS) or not os.path.isfile(path):
+            known = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+            raise UserError(
+                f"data.sources: {quoted(path)} is not a regular {known} file; narrow files {quoted(pattern)}"
+            )
+        found.add(path)
+    if not found:
+        raise UserError(f"{shown} matches no file; check the path (from {Path.cwd()})")
+    return sorted(found)
+
+
+class _Matches:
+    """What a pattern matches, as `glob.glob(recursive=True)` has it, but bounded: a loop of links is left, and after a million
+    names there is an error.
+    """
+
+    def __init__(self, shown: str) -> None:
+        self._shown, self._names = shown, 0
+
+    def of(self, pattern: str) -> Iterator[str]:
+        root = os.sep if pattern.startswith(os.sep) else ""
+        yield from self._below(root, [part for part in pattern.split(os.sep) if part], ())
+
+    def _below(self, folder: str, parts: Sequence[str], above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+        if not parts:
+            yield folder
+            return
+        part, rest = parts[0], parts[1:]
+        if part == "**":
+            yield from self._below(folder, rest or ["*"], above)
+            for name in self._list(folder):
+                inner = os.path.join(folder, name)
+                if not name.startswith(".") and (place := _folder(inner)) and place not in above:
+                    if len(above) == _MOST_DEPTH:
+                        raise UserError(f"{self._shown}: folders are nested more than {_MOST_DEPTH} deep; narrow it")
+                    yield from self._below(inner, parts, (*above, place))
+        elif glob.has_magic(part):
+            for name in self._list(folder):
+                if fnmatch.fnmatch(name, part) and (not name.startswith(".") or part.startswith(".")):
+                    yield from self._below(os.path.join(folder, name), rest, above)
+        elif os.path.lexists(inner := os.path.join(folder, part)):
+            yield from self._below(inner, rest, above)
+
+    def _list(self, folder: str) -> list[str]:
+        try:
+            names = sorted(os.listdir(folder or os.curdir))
+        except OSError:  # no folder, or not ours to read
+            return []
+        self._names += len(names)
+        if self._names > _MOST_NAMES:
+            raise UserError(
+                f"{self._shown}: more than {_MOST_NAMES:,} names were looked at; let it begin deeper, or narrow it"
+            )
+        return names
+
+
+def _folder(path: str) -> tuple[int, int] | None:
+    """Return what tells a folder from every other; None of anything else."""
+    try:
+        status = os.stat(os.path.join(path, ""))
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield (where it stands, item) of a file in its order; for an item that cannot be read, why, as a BadItemError.
+
+    Args:
+        path: what `find_files` returned.
+        fields: setting -> the field that it names, such as {"text_field": "text"}; of Parquet no other column is read.
+
+    Raises:
+        UserError: the file cannot be read on, or lacks a column.
+    """
+    return _parquet_items(path, fields) if path.suffix == ".parquet" else _jsonl_items(path)
+
+
+def _jsonl_items(path: Path) -> Iterator[tuple[str, Any]]:
+    number = 0
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(_lines(file), start=1):
+                where = f"{path}:{number}"
+                if line is None:
+                    yield where, BadItemError(f"is longer than {MOST_LINE_BYTES:,} bytes")
+                elif line.strip():
+                    yield where, _parsed(line)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _breaks_off(path, number, error) from None
+    except OSError as error:
+        if error.errno is None:  # pyarrow's, of what it decompresses
+            raise _breaks_off(path, number, error) from None
+        raise UserError(f"data.sources: {quoted(path)}: {disk_fault(error)}") from None
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        # Line by line, not a text file: a line that is not UTF-8 must cost that line and not the file.
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return BadItemError("is not UTF-8")
+    except (ValueError, RecursionError) as error:
+        return BadItemError(f"is no JSON: {error}")
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Yield each line; None for one that is too long to hold."""
+    while line := file.readline(MOST_LINE_BYTES + 1):
+        if len(line) <= MOST_LINE_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(1 << 20)
+        yield None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading what it holds decompressed; a .zst of several frames is one content."""
+    if path.suffix == ".gz":
+        with gzip.open(path, "rb") as file:
+            yield cast(BinaryIO, file)
+    elif path.suffix == ".zst":
+        arrow = import_arrow(path)
+        # pyarrow's reader and not zstandard's, which takes a file that is cut off for one that ends.
+        with arrow.OSFile(str(path)) as raw, arrow.CompressedInputStream(raw, "zstd") as content:
+            yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
+    else:
+        with path.open("rb") as file:
+            yield file
+
+
+def _breaks_off(path: Path, number: int, error: Exception) -> UserError:
+    return UserError(f"data.sources: {quoted(path)} breaks off after line {number}: {one_line(error)}; copy it again")
+
+
+def _parquet_items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    arrow = import_arrow(path)
+    import pyarrow.parquet as parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            wanted = {name for field in fields.values() for name in (field, field.split(".")[0])}
+            columns = [name for name in file.schema_arrow.names if name in wanted]
+            for setting, field in fields.items():
+                if not {field, field.split(".")[0]} & set(columns):
+                    known = one_line(", ".join(file.schema_arrow.names[:20]))
+                    raise UserError(
+                        f"data.sources: {quoted(path)} has no column {quoted(field)}; it has {known}: set {setting}"
+                    )
+            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
+                for item in _rows(batch):
+                    number += 1
+                    yield f"{path}: row {number}", item
+    except (arrow.ArrowException, OSError) as error:
+        reason = one_line(error)
+        raise UserError(f"data.sources: {quoted(path)} cannot be read after row {number}: {reason}") from None
+
+
+def _rows(batch: Any) -> list[Any]:
+    """Return the rows of a RecordBatch as dicts. A value that Python cannot hold must cost its row only: a string that is not
+    UTF-8, which Arrow does not check, or a time before the year 1.
+    """
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if len(batch) == 1:
+            reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error}"
+            return [BadItemError(reason)]
+        return [row for i in range(len(batch)) for row in _rows(batch.slice(i, 1))]
+
+
+def import_arrow(what: object) -> Any:
+    """Return the package pyarrow.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError:
+        raise missing_datasets(quoted(what)) from None
+    return pyarrow
+
+
+def missing_datasets(what: str) -> UserError:
+    """Return what to say where the package datasets, or pyarrow, which comes with it, is not installed."""
+    return UserError(f"data.sources: {what} needs the package datasets: pip install 'anchorline[torch]'")

@@ -1,0 +1,132 @@
+"""Records of a Hugging Face data set: a folder on this disk, or an id on the hub, which is asked once before it is waited for."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from anchorline.errors import UserError, one_line, quoted
+from torchtrain.config import Source
+from torchtrain.data.files import missing_datasets
+
+_SECONDS = 10.0  # the hub has to answer, once
+_MOST_ID = 96  # characters of an id on the hub
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def dataset_items(source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield (where it stands, item) of a `dataset` source in its order. No code of the data set is run.
+
+    Raises:
+        UserError: there is no such data set, it cannot be read on, or the package datasets is missing.
+    """
+    assert source.dataset is not None
+    shown = f"data.sources: dataset {quoted(source.dataset)}"
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ImportError:
+        raise missing_datasets(f"dataset {quoted(source.dataset)}") from None
+    unreachable = None if _folder(source.dataset, shown) else _ask_hub(source, shown)
+    number = 0
+    try:
+        with _from_cache() if unreachable else nullcontext():
+            rows = datasets.load_dataset(
+                source.dataset, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
+            )
+        for number, item in enumerate(rows, start=1):
+            yield f"{source.dataset} [{source.split}] record {number}", item
+    # What a data set, however damaged, makes of its readers; not how a process ends (`torchtrain.errors`).
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        ImportError,
+        DatasetsError,
+    ) as error:
+        if unreachable and not number:
+            raise UserError(
+                f"{shown}: {unreachable}; {_looked()}, nor does datasets' cache hold what was read of it before; "
+                "give a folder, or try again"
+            ) from None
+        raise UserError(
+            f"{shown} (subset {quoted(source.subset)}, split {quoted(source.split)}) "
+            f"cannot be read after record {number}: {one_line(error)[:1000]}"
+        ) from None
+
+
+def _folder(dataset: str, shown: str) -> bool:
+    """Whether a data set is a folder of this disk; if not, its name can be one of the hub's."""
+    path = Path(dataset)
+    try:
+        if path.is_dir():
+            return True
+        there = path.exists()
+    except (OSError, ValueError):  # too long a name, or NUL in it
+        there = False
+    if there:
+        raise UserError(f"{shown}: is a file; give it as files, or the folder it lies in")
+    if not _ID.fullmatch(dataset) or len(dataset) > _MOST_ID:
+        raise UserError(f"{shown}: {_looked()}, and a hub id is a name such as owner/set; mend the path")
+    return False
+
+
+def _looked() -> str:
+    return f"there is no such folder (from {Path.cwd()})"
+
+
+def _ask_hub(source: Source, shown: str) -> str | None:
+    """Ask the hub for a data set, once and with a limit; datasets would ask for minutes. None: it answers.
+
+    Returns:
+        Why the hub does not answer; what was read before may stand in datasets' cache.
+
+    Raises:
+        UserError: it answers that there is no such data set, or none for this user.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    assert source.dataset is not None
+    try:
+        huggingface_hub.HfApi().dataset_info(source.dataset, revision=source.revision, timeout=_SECONDS)
+    except GatedRepoError:
+        raise UserError(f"{shown}: the hub asks for its terms to be accepted; log in (hf auth login)") from None
+    except RevisionNotFoundError:
+        raise UserError(f"{shown}: the hub has no revision {quoted(source.revision)} of it") from None
+    except RepositoryNotFoundError:
+        raise UserError(f"{shown}: {_looked()}, and the hub has none of this name, or not for you") from None
+    except _transport_errors() as error:
+        if huggingface_hub.constants.is_offline_mode():
+            return "the hub is not asked (HF_HUB_OFFLINE)"
+        return f"the hub gave no answer within {_SECONDS:.0f} s ({one_line(error)[:200]})"
+    return None
+
+
+def _transport_errors() -> tuple[type[BaseException], ...]:
+    """Return what the hub's client raises when there is no answer; which http package it uses depends on its version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    http = tuple(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return (OSError, ValueError, *http)
+
+
+@contextmanager
+def _from_cache() -> Iterator[None]:
+    """Let datasets look into its cache only."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    modules = (config, constants)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    for module in modules:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value

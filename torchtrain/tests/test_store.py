@@ -1,0 +1,240 @@
+"""The store's bytes: what is written is checked, what has changed is found, what is older is still read."""
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anchorline.errors import UserError
+from torchtrain.config import DataConfig, Source
+from torchtrain.data import TokenStore, fingerprint, prepare, split_documents
+from torchtrain.data.store import BAD_RECORDS, DOMAINS, HASHES, HEADER, OFFSETS, TOKENS, StoreWriter
+from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
+
+FILES = (TOKENS, OFFSETS, DOMAINS, HASHES, BAD_RECORDS)
+
+
+@pytest.fixture
+def data(tmp_path) -> DataConfig:
+    texts = [f"w{i % 40} w{i % 7} w{i % 11}" for i in range(300)]
+    path = write_jsonl(tmp_path / "a.jsonl", [*({"text": text} for text in texts), {"no": "text"}])
+    return DataConfig(sources=[Source(files=str(path))], cache=str(tmp_path / "cache"), bad_record_share=0.1)
+
+
+def make_older(store: TokenStore) -> None:
+    """Make of a store what the trainer wrote before there were hashes and digests."""
+    header = json.loads((store.folder / HEADER).read_text())
+    for key in ("files", "digest"):
+        del header[key]
+    for source in header["sources"]:
+        del source["special_records"]
+    (store.folder / HEADER).write_text(json.dumps(header, indent=2))
+    (store.folder / HASHES).unlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_anywhere_is_found(data, name):
+    store = prepare(data, word_tokenizer())
+    store.verify()
+    path = store.folder / name
+    whole = path.read_bytes()
+    for place in (0, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        # Seen on opening, or by reading it all: in this process or in the background.
+        with pytest.raises(UserError, match=rf"{store.folder} is damaged \({name}: .*delete the folder") as caught:
+            TokenStore.open(store.folder).verify_in_background()()
+        assert str(caught.value).isprintable()
+    path.write_bytes(whole)
+    TokenStore.open(store.folder).verify_in_background()()
+
+
+def test_one_flipped_bit_in_the_header_is_found_on_opening(data):
+    folder = prepare(data, word_tokenizer()).folder
+    whole = (folder / HEADER).read_bytes()
+    for place in range(0, len(whole) - 1, 7):
+        (folder / HEADER).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=rf"{folder} (is damaged|holds no finished)"):
+            TokenStore.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        (OFFSETS, lambda a: np.concatenate([a[:5], a[5:6] + 10**6, a[6:]]), "offsets that do not rise"),
+        (OFFSETS, lambda a: a - 1, "its sizes differ|offsets that do not rise"),
+        (OFFSETS, lambda a: a.astype(np.float64), "holds float64 of 1 dimensions"),
+        (OFFSETS, lambda a: a[None], "of 2 dimensions"),
+        (DOMAINS, lambda a: a - 1, "a document's domain is none of the 1"),
+        (DOMAINS, lambda a: a + 1, "a document's domain is none of the 1"),
+        (DOMAINS, lambda a: a[1:], "its sizes differ"),
+    ],
+)
+def test_what_points_outside_is_found_on_opening_of_an_older_store(data, name, array, message):
+    store = prepare(data, word_tokenizer())
+    make_older(store)
+    np.save(store.folder / name, array(np.load(store.folder / name)))
+    with pytest.raises(UserError, match=message):
+        TokenStore.open(store.folder)
+
+
+@pytest.mark.parametrize("name", [TOKENS, OFFSETS, DOMAINS, HEADER])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_pipe_and_a_folder_in_a_files_place_are_refused_at_once(data, name, older):
+    store = prepare(data, word_tokenizer())
+    if older:
+        make_older(store)
+    path = store.folder / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=r"is damaged \(.*not a regular file"):
+        TokenStore.open(store.folder)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"is damaged"):
+        TokenStore.open(store.folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"[1]", b'{"digest": []}', b"\xff", b"1e999", b'{"files": {"..": 1}}']
+)
+def test_a_header_of_anything_is_one_line(data, content):
+    store = prepare(data, word_tokenizer())
+    (store.folder / HEADER).write_bytes(content)
+    with pytest.raises(UserError, match="is damaged") as caught:
+        TokenStore.open(store.folder)
+    assert len(str(caught.value)) < 700
+
+
+def test_an_older_store_is_read_and_its_tokens_checked(data):
+    control = data.model_copy(update={"special_tokens": "control"})
+    store = prepare(control, word_tokenizer())
+    split = split_documents(store, 0.2, seed=1)
+    make_older(store)
+    older = prepare(control, word_tokenizer())
+    older.verify()
+    np.testing.assert_array_equal(split_documents(older, 0.2, seed=1).held_out, split.held_out)
+    np.testing.assert_array_equal(older.groups, store.groups)
+    content = bytearray((store.folder / TOKENS).read_bytes())
+    content[7] ^= 1
+    (store.folder / TOKENS).write_bytes(content)
+    with pytest.raises(UserError, match=r"tokens\.bin: its content has changed"):
+        prepare(control, word_tokenizer()).verify()
+
+
+def test_a_store_from_before_is_taken_over_where_its_texts_hold_no_special_token(data, monkeypatch):
+    tokenizer = word_tokenizer()
+    control = data.model_copy(update={"special_tokens": "control"})
+    older = prepare(control, tokenizer)
+    make_older(older)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "__call__", lambda *_, **__: pytest.fail("tokenised again"))
+        store = prepare(data, tokenizer)
+    assert store.fingerprint == store.folder.name == fingerprint(data, tokenizer) != older.fingerprint
+    assert set(store.digests) == set(FILES)
+    store.verify()
+    made = prepare(data.model_copy(update={"cache": data.cache + "2"}), tokenizer)
+    for name in FILES:
+        assert (store.folder / name).read_bytes() == (made.folder / name).read_bytes()
+
+    # One that holds a special token is tokenised anew, and so is a damaged one.
+    path = write_jsonl(store.folder.parents[2] / "b.jsonl", [{"text": "w1 </s> w2"}, {"text": "w3"}])
+    other = data.model_copy(update={"sources": [Source(files=str(path))]})
+    before = prepare(other.model_copy(update={"special_tokens": "control"}), tokenizer)
+    now = prepare(other, tokenizer)
+    assert (before.document(0).tolist(), now.document(0).tolist()) == ([4, 2, 5, 2], [4, 0, 0, 5, 2])
+    assert [count.special_records for count in now.sources] == [1]
+
+
+def test_a_damaged_store_from_before_is_not_taken_over(data):
+    older = prepare(data.model_copy(update={"special_tokens": "control"}), word_tokenizer())
+    (older.folder / TOKENS).write_bytes(b"\7\0\0\0" * len(older.tokens))
+    store = prepare(data, word_tokenizer())
+    store.verify()
+    assert store.document(0).tolist() == [3, 3, 3, 2]
+
+
+def test_without_hard_links_it_is_copied(data, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    prepare(data.model_copy(update={"special_tokens": "control"}), word_tokenizer())
+    monkeypatch.setattr(os, "link", refuse)
+    prepare(data, word_tokenizer()).verify()
+
+
+# --- writes that fail ---------------------------------------------------------------------------------------------------
+
+
+def write_limited(folder: Path, limit: int, said: Any) -> None:
+    """Write a store while no file may grow beyond a size; for a process of its own."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    with StoreWriter(folder) as writer:
+        try:
+            for _ in range(40):
+                writer.add("web", np.arange(1000, dtype=np.int32))
+                writer.skip_bad("web", "x" * 100)
+            writer.finish("name", [])
+        except OSError as error:
+            said.send(error.strerror)
+        else:
+            said.send("finished")
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(0, "File too large"), (4_039, "File too large"), (159_999, "File too large"), (160_000, "finished")],
+)
+def test_a_write_that_fails_is_noticed_wherever_it_does(tmp_path, limit, expected):
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    process = fork.Process(target=write_limited, args=(tmp_path, limit, there))
+    process.start()
+    process.join(60)
+    assert here.poll(), process.exitcode
+    assert here.recv() == expected
+    assert (tmp_path / HEADER).exists() == (expected == "finished")
+    if expected == "finished":
+        assert {name: (tmp_path / name).stat().st_size for name in (TOKENS, BAD_RECORDS)} == {
+            TOKENS: 160_000,
+            BAD_RECORDS: 4040,
+        }
+        TokenStore.open(tmp_path).verify()
+
+
+@pytest.mark.parametrize("name", [TOKENS, BAD_RECORDS])
+def test_a_full_disk_is_noticed_at_the_last_write(tmp_path, name):
+    with StoreWriter(tmp_path) as writer:
+        growing = {TOKENS: writer._tokens, BAD_RECORDS: writer._bad}[name]
+        growing._file.close()
+        growing._file = open("/dev/full", "wb", buffering=1 << 20)  # noqa: SIM115 - closed by the writer
+        writer.add("web", [1, 2, 3])
+        writer.skip_bad("web", "why")
+        with pytest.raises(OSError, match="No space left on device"):
+            writer.finish("name", [])
+    assert not (tmp_path / HEADER).exists()
+
+
+def test_a_file_that_is_shorter_on_the_disk_is_not_committed(data, monkeypatch):
+    real = StoreWriter.finish
+
+    def cut(writer, *arguments):
+        monkeypatch.setattr(
+            "torchtrain.data.store._write_array", lambda path, content: shutil.copy(os.devnull, path) and made(content)
+        )
+        return real(writer, *arguments)
+
+    def made(content):
+        from anchorline.files import FileEntry
+
+        return FileEntry(bytes=content.nbytes, sha256="")
+
+    monkeypatch.setattr(StoreWriter, "finish", cut)
+    with pytest.raises(UserError, match=r"cannot be written: 0 bytes are on the disk and .* were written"):
+        prepare(data, word_tokenizer())
+    assert os.listdir(f"{data.cache}/corpus") in ([], [f".{fingerprint(data, word_tokenizer())}.lock"])

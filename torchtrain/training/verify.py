@@ -1,0 +1,92 @@
+"""What has a digest is read and checked: a token store, or all of a run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import entry_of
+from torchtrain.checkpoint.manifest import DamageError, Manifest
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.data.store import HEADER, TokenStore
+from torchtrain.training.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked: what it is, and what is wrong with it, or what was read."""
+
+    what: str
+    good: bool
+    said: str
+
+    def __str__(self) -> str:
+        return f"{'good' if self.good else 'BAD':<5}{self.what}: {self.said}"
+
+
+def verify_folder(folder: Path) -> Iterator[Finding]:
+    """Check everything in a folder that has a digest, one thing after another.
+
+    Args:
+        folder: a token store's, or a run's; of a run its checkpoints, the beginning of `metrics.jsonl` that belongs to the last of
+            them, and the store it was trained from, wherever that lies.
+
+    Raises:
+        UserError: it is neither.
+    """
+    run = RunFolder(folder)
+    if (folder / HEADER).exists():
+        yield _checked(f"tokens {quoted(folder)}", lambda: _store(folder))
+    elif run.record.exists():
+        yield from _run(run, run.check_run())
+    else:
+        raise UserError(
+            f"{quoted(folder)}: is neither a run's folder nor a token store's; give one with run.json or {HEADER}"
+        )
+
+
+def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
+    checkpoints = Checkpoints(run.checkpoints)
+    steps = checkpoints.steps()
+    for step in steps:
+        yield _checked(f"checkpoint of step {step}", lambda step=step: _checkpoint(checkpoints, step))
+    if steps:
+        yield _checked(run.metrics.name, lambda: _metrics(run, checkpoints.path(steps[-1])))
+    tokens = record.get("corpus_fingerprint")
+    cache = record.get("config", {}).get("data", {}).get("cache")
+    if isinstance(tokens, str) and isinstance(cache, str):
+        place = Path(cache).expanduser() / "corpus" / tokens
+        sha256 = record.get("identity", {}).get("tokens", {}).get("sha256")
+        yield _checked(f"tokens {quoted(place)}", lambda: _store(place, sha256))
+
+
+def _checked(what: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, True, check())
+    except UserError as error:
+        return Finding(what, False, str(error))
+    except OSError as error:
+        return Finding(what, False, disk_fault(error))
+
+
+def _store(folder: Path, sha256: str | None = None) -> str:
+    store = TokenStore.open(folder)
+    store.verify()
+    if sha256 is not None and store.sha256 != sha256:
+        raise UserError("holds other tokens than those the run was trained on")
+    missing = "" if store.files else "; made before offsets and domains had digests: their bounds were checked"
+    return f"{len(store):,} documents, {len(store.tokens):,} tokens, {len(store.digests)} files{missing}"
+
+
+def _checkpoint(checkpoints: Checkpoints, step: int) -> str:
+    checkpoints.verify(step)
+    files = Manifest.read(checkpoints.path(step)).files
+    return f"{len(files)} files, {sum(entry.bytes for entry in files.values()):,} bytes"
+
+
+def _metrics(run: RunFolder, checkpoint: Path) -> str:
+    entry = Manifest.read(checkpoint).progress.metrics
+    if entry_of(run.metrics, entry.bytes) != entry:
+        raise DamageError(f"its first {entry.bytes:,} bytes are not those of the last checkpoint")
+    return f"{entry.bytes:,} bytes up to the last checkpoint"
