@@ -13,7 +13,6 @@ from anchorline.page.colours import DRAWN
 from anchorline.page.text import printable
 
 _DROPPED = {"style", "metadata"}  # elements that speak of a document of its own
-_ATTRIBUTES = {"style", "version", "width", "height"}  # of such a document, or said otherwise here
 
 
 def inline(drawn: str, label: str) -> Markup:
@@ -39,9 +38,7 @@ def inline(drawn: str, label: str) -> Markup:
 
 
 def _attributes(element: ElementTree.Element, referred: set[str]) -> dict[str, str]:
-    keep = {name: value for name, value in element.attrib.items() if name not in (*_ATTRIBUTES, "id")}
-    if _local(element.tag) == "rect":  # the one shape whose size stands in attributes
-        keep |= {name: element.attrib[name] for name in ("width", "height")}
+    keep = {name: value for name, value in element.attrib.items() if name not in ("style", "id")}
     if element.get("id") in referred:
         keep["id"] = element.attrib["id"]
     for declaration in filter(str.strip, element.get("style", "").split(";")):

@@ -7,8 +7,8 @@ from markupsafe import Markup
 
 
 def printable(text: str) -> str:
-    """Return a text in which what neither HTML nor UTF-8 can hold is a replacement character."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", text)
+    """Return a text in which what neither HTML, XML nor UTF-8 can hold is a replacement character."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
 
 
 def breakable(name: str) -> Markup:

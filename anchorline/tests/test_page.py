@@ -99,7 +99,7 @@ def test_a_colour_that_has_no_name_is_refused():
 
 def test_a_name_breaks_after_its_separators_and_holds_no_markup():
     assert breakable("qwen2-full+tag/<b>.x\0") == "qwen2-<wbr>full+<wbr>tag/<wbr>&lt;b&gt;.<wbr>x\ufffd"
-    assert printable("a\tb\n\x7f") == "a\tb\n\ufffd"
+    assert printable("a\tb\n\x7f\ufffe") == "a\tb\n\ufffd\ufffd"
 
 
 @pytest.mark.parametrize(
