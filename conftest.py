@@ -1,7 +1,10 @@
-"""What every test shares: when GPU tests run, how hypothesis draws."""
+"""What every test shares: when GPU tests run, how hypothesis draws, a browser."""
 
 import importlib.util
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,6 +24,44 @@ def quickly_compiled() -> Iterator[None]:
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's chromium, driven by Playwright. Of a module alone: while it runs, asyncio has a loop in this thread."""
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("chromium is not installed (Debian package `chromium`): the pages are not tried in a browser")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open a file in the browser; a page that complains, or that asks for anything but itself, fails the test."""
+    asked, opened, complaints = [], [], []
+
+    def open_file(file: Path, width: int = 1280, scheme: str = "light", script: bool = True) -> Any:
+        page = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=script
+        )
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: complaints.append(dialog.message))
+        page.on("request", lambda request: asked.append(request.url))
+        opened.append(page)
+        page.goto(file.as_uri())
+        return page
+
+    yield open_file
+    expected = [page.url.partition("#")[0] for page in opened]
+    for page in opened:
+        page.close()
+    assert complaints == []
+    assert asked == expected
 
 
 def _has_cuda() -> bool:

@@ -9,7 +9,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FORBIDDEN = {
-    "anchorline": {"numpy", "torch", "transformers", "jax", "flax", "jaxref", "torchtrain", "parity_tests"},
+    "anchorline": {
+        "numpy",
+        "matplotlib",
+        "torch",
+        "transformers",
+        "jax",
+        "flax",
+        "jaxref",
+        "torchtrain",
+        "parity_tests",
+    },
     "jaxref": {"torch", "transformers", "torchtrain", "parity_tests"},
     "torchtrain": {"jax", "flax", "optax", "orbax", "jaxref", "parity_tests"},
 }

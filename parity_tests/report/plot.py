@@ -1,10 +1,12 @@
-"""Error along the sequence against the allowance, as inline SVG: two step lines over tokens, on a logarithmic scale.
+"""Error along the sequence against the allowance: where two step lines over tokens run, on a logarithmic scale.
 
-Runs of tokens where the error exceeds the allowance are shaded. Colours and line styles are the page's.
+Runs of tokens where the error exceeds the allowance are shaded. `profile.svg.j2` draws it; colours and line styles are the
+page's.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from parity_tests.report.schema import Profile
 
@@ -14,7 +16,25 @@ GRID_LINES = 5
 APART = 40  # labels on the x axis do not stand closer
 
 
-def plot(profile: Profile, tokens: int) -> str:
+@dataclass(frozen=True)
+class Plot:
+    """A drawing's places, in units of its view box; y grows downwards."""
+
+    words: str
+    over: list[tuple[float, float]]  # x and width of every run above its allowance
+    grid: list[tuple[float, str]]  # y of a power of ten
+    ticks: list[tuple[float, str]]  # x of a token
+    error: str  # a path
+    allowance: str
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    right: int = WIDTH - RIGHT
+    top: int = TOP
+    bottom: int = HEIGHT - BOTTOM
+
+
+def plot(profile: Profile, tokens: int) -> Plot:
     """One plot.
 
     Args:
@@ -25,42 +45,28 @@ def plot(profile: Profile, tokens: int) -> str:
     low, high = _decades(profile)
 
     def x(token: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (token - edges[0]) / (edges[-1] - edges[0])
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * (token - edges[0]) / (edges[-1] - edges[0]), 1)
 
     def y(value: float) -> float:
         exponent = (
             high if math.isnan(value) else math.log10(value) if 0 < value < math.inf else low if value <= 0 else high
         )
         share = (min(max(exponent, low), high) - low) / (high - low)
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
+        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share, 1)
 
-    def line(name: str, values: list[float]) -> str:
-        steps = "".join(f"V{y(value):.1f}H{x(stop):.1f}" for value, stop in zip(values, edges[1:], strict=True))
-        return f'<path class="{name}" d="M{x(edges[0]):.1f} {y(values[0]):.1f}{steps}"/>'
+    def path(values: Sequence[float]) -> str:
+        steps = "".join(f"V{y(value)}H{x(stop)}" for value, stop in zip(values, edges[1:], strict=True))
+        return f"M{x(edges[0])} {y(values[0])}{steps}"
 
     over = _over(profile)
-    bottom = HEIGHT - BOTTOM
-    shaded = "".join(
-        f'<rect class="over" x="{x(edges[i]):.1f}" y="{TOP}" width="{x(edges[i + 1]) - x(edges[i]):.1f}" '
-        f'height="{bottom - TOP}"/>'
-        for i in over
-    )
-    step = math.ceil((high - low) / GRID_LINES)
-    grid = "".join(
-        f'<path class="grid" d="M{LEFT} {y(10.0**e):.1f}H{WIDTH - RIGHT}"/>'
-        f'<text class="left" x="{LEFT - 6}" y="{y(10.0**e) + 4:.1f}">1e{e}</text>'
-        for e in range(low, high + 1, step)
-    )
-    ticks = "".join(
-        f'<path class="grid" d="M{x(t):.1f} {bottom}v4"/><text class="below" x="{x(t):.1f}" y="{bottom + 15}">{t:,}</text>'
-        for t in _ticks([edges[i] for i in over[:1]], edges, x)
-    )
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Error and allowance along the sequence: '
-        f'{where_over(profile)}">{shaded}{grid}{ticks}{line("allowance", profile.allowance)}{line("error", profile.error)}'
-        f'<path class="error" d="M{LEFT} 12h20"/><text x="{LEFT + 26}" y="16">error</text>'
-        f'<path class="allowance" d="M{LEFT + 74} 12h20"/><text x="{LEFT + 100}" y="16">allowance</text>'
-        f'<text class="left" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">token</text></svg>'
+    decades = range(low, high + 1, math.ceil((high - low) / GRID_LINES))
+    return Plot(
+        words=where_over(profile),
+        over=[(x(edges[i]), round(x(edges[i + 1]) - x(edges[i]), 1)) for i in over],
+        grid=[(y(10.0**exponent), f"1e{exponent}") for exponent in decades],
+        ticks=[(x(token), f"{token:,}") for token in _ticks([edges[i] for i in over[:1]], edges, x)],
+        error=path(profile.error),
+        allowance=path(profile.allowance),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError
+from anchorline.files import replace_file
 from parity_tests.tolerance import Judged
 
 VERSION = 1
@@ -108,10 +109,8 @@ class Report(_Part):
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write `report.json`, beside and renamed."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Write `report.json`."""
+    replace_file(path, (report.model_dump_json(indent=1) + "\n").encode())
 
 
 def read_report(path: Path) -> Report:

@@ -6,6 +6,7 @@ is rendered anew from its file alone, `python -m jaxref.study.report runs/study`
 
 from pathlib import Path
 
+from anchorline.files import replace_file
 from jaxref.study.report.figure import write_png
 from jaxref.study.report.html import figures_of, render
 from jaxref.study.report.tables import write_tables
@@ -19,15 +20,12 @@ __all__ = ["render", "write_figures", "write_report"]
 def write_report(results: Results, folder: Path) -> Path:
     """Write `report.html`, `figures/*.png` and `tables/*.csv` into an existing folder; return the page's path.
 
-    Every file is written beside and renamed. Figures and tables that this study does not have are not written.
+    Figures and tables that this study does not have are not written.
     """
     write_figures(results, folder / FIGURES)
     write_tables(figures_of(results), folder / TABLES)
-    page = folder / PAGE
-    partial = page.with_name(f".{PAGE}.partial")
-    partial.write_text(render(results), encoding="utf-8")
-    partial.replace(page)
-    return page
+    replace_file(folder / PAGE, render(results).encode())
+    return folder / PAGE
 
 
 def write_figures(results: Results, folder: Path) -> list[Path]:

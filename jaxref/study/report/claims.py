@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
-from jaxref.study.report.select import between, count
+from anchorline.page import count
+from jaxref.study.report.select import between
 from jaxref.study.schema import Difference, Stat
 
 Verdict = Literal["holds", "does not hold", "depends", "not measured"]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anchorline.errors import UserError
+from anchorline.files import replace_file
+from anchorline.page import count
 from jaxref.study.report.claims import Claim
 from jaxref.study.report.claims_cause import cause_claims
 from jaxref.study.report.claims_context import context_claims
@@ -18,7 +20,6 @@ from jaxref.study.report.html import figures_of
 from jaxref.study.report.select import (
     baseline,
     between,
-    count,
     is_half,
     name_of,
     number,
@@ -52,9 +53,7 @@ def refresh(results: Results, document: Path) -> None:
         folder.mkdir(exist_ok=True)
     for figure in drawn:
         write_png(figure, folder / f"precision-{figure.name}.png")
-    partial = document.with_name(f".{document.name}.partial")
-    partial.write_text(f"{before}{BEGIN}\n\n{numbers(results)}\n{END}{after}", encoding="utf-8")
-    partial.replace(document)
+    replace_file(document, f"{before}{BEGIN}\n\n{numbers(results)}\n{END}{after}".encode())
 
 
 def numbers(results: Results) -> str:

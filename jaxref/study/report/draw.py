@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxref.study.report.figure import INK, MARKERS, SCALE, SCALE_INK, SCALE_INK_DEEP, SERIES, SOFT
-from jaxref.study.report.select import number, printable
+from anchorline.page import printable
+from anchorline.page.colours import SCALE, SERIES
+from jaxref.study.report.figure import INK, MARKERS, SCALE_INK, SCALE_INK_DEEP, SOFT
+from jaxref.study.report.select import number
 from jaxref.study.schema import Stat
 
 Draw = Callable[[Any], None]

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Sequence
 
+from anchorline.page import count
 from jaxref.study.report.draw import Dots, Draw, Line, dots, lines, of_stats
 from jaxref.study.report.figure import Figure, Panel, Table
 from jaxref.study.report.figures_sites import MOVED, table
-from jaxref.study.report.select import count, name_of, of_kind, scores, unique
+from jaxref.study.report.select import name_of, of_kind, scores, unique
 from jaxref.study.schema import ByFrequency, EmulationCheck, MaskPair, OwnError, Record, Results
 
 TEXTS = {"first": "BOS first", "none": "no BOS", "middle": "BOS in the middle"}

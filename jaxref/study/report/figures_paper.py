@@ -6,9 +6,10 @@ Legend: d1, d2 shifts · D eq. 5 · j column (key) · T tokens.
 import math
 from collections.abc import Sequence
 
+from anchorline.page import count
 from jaxref.study.report.draw import Dots, Line, dots, heat, lines, of_stats
 from jaxref.study.report.figure import Figure, Panel, Table
-from jaxref.study.report.select import at_other_end, count, is_half, name_of, of_kind, paper_shift, unique
+from jaxref.study.report.select import at_other_end, is_half, name_of, of_kind, paper_shift, unique
 from jaxref.study.schema import ByLength, Difference, PerToken, Record, Results, ShiftPairs
 
 MODES = {"local": "the same inputs at every layer (local)", "propagated": "each run its own forward pass (propagated)"}

@@ -6,9 +6,10 @@ runs from 0 to 2 and does not grow with the length, so numbers of different expe
 
 from collections.abc import Sequence
 
+from anchorline.page import count
 from jaxref.study.report.draw import Dots, dots
 from jaxref.study.report.figure import Figure, Panel, Table
-from jaxref.study.report.select import baseline, count, scores, times, unique
+from jaxref.study.report.select import baseline, scores, times, unique
 from jaxref.study.schema import Results, Score
 
 HEADS = (

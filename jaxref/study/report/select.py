@@ -1,7 +1,6 @@
 """Which records a figure or a claim asks for, what they are called on the page, and how a number is written."""
 
 import math
-import re
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -109,13 +108,3 @@ def times(x: float, y: float) -> float:
 def share(x: float) -> str:
     """`12.3%`."""
     return f"{100 * x:.3g}%"
-
-
-def printable(text: str) -> str:
-    """Text whose control characters, which neither HTML nor XML can hold, are replacement characters."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
-def count(amount: int, noun: str) -> str:
-    """`1 sequence`, `3 sequences`."""
-    return f"{amount:,} {noun}{'' if amount == 1 else 's'}"

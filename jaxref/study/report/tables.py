@@ -5,19 +5,17 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from anchorline.files import replace_file
 from jaxref.study.report.figure import Figure
 
 
 def write_tables(figures: Sequence[Figure], folder: Path) -> list[Path]:
-    """Write `<name>.csv` of every table, UTF-8, beside and renamed; return their paths."""
+    """Write `<name>.csv` of every table, UTF-8; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for table in (table for figure in figures for table in figure.tables):
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([table.heads, *table.rows])
-        path = folder / f"{table.name}.csv"
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text.getvalue(), encoding="utf-8")
-        partial.replace(path)
-        made.append(path)
+        made.append(folder / f"{table.name}.csv")
+        replace_file(made[-1], text.getvalue().encode())
     return made

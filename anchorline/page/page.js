@@ -1,28 +1,30 @@
 "use strict";
-// Conveniences. Without them the page says the same.
+// Conveniences. Without them a page says the same.
 
 // Click on a heading: the largest number (or the first word) on top, then the reverse, then the order as it was.
 for (const table of document.querySelectorAll("table.sorts")) {
   const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells], original = [...body.rows];
   heads.forEach((head, column) => {
     const numeric = head.classList.contains("n"), ways = numeric ? ["descending", "ascending"] : ["ascending", "descending"];
+    const key = (row) => (numeric ? value(row.cells[column]) : row.cells[column].textContent);
     const button = document.createElement("button");
     button.append(...head.childNodes);
     head.append(button);
     button.addEventListener("click", () => {
-      const way = ways[ways.indexOf(head.ariaSort) + 1];
+      const way = ways[ways.indexOf(head.ariaSort) + 1], sign = way === "ascending" ? 1 : -1;
       heads.forEach((other) => (other.ariaSort = null));
       head.ariaSort = way ?? null;
-      const key = (row) => (numeric ? value(row.cells[column].textContent) : row.cells[column].textContent);
-      const keyed = original.map((row) => [key(row), row]), sign = way === "ascending" ? 1 : -1;
+      const keyed = original.map((row) => [key(row), row]);
       if (way) keyed.sort(([a], [b]) => sign * (numeric ? (a > b) - (a < b) : a.localeCompare(b, "en", { numeric: true })));
       body.append(...keyed.map(([, row]) => row));
     });
   });
 }
 
-function value(text) {
-  if (text === "") return -1;
+// A cell's number: with every digit where it is given, else as it is shown. Nothing is least; what is not a number is most.
+function value(cell) {
+  const text = cell.dataset.value ?? cell.textContent.trim();
+  if (text === "") return -Infinity;
   return Number.isNaN(Number(text)) ? Infinity : Number(text);
 }
 
@@ -40,9 +42,9 @@ function show(cell) {
   }
   if (!cell.dataset.tip) return hide();
   const table = cell.closest("table"), row = cell.parentElement.querySelector("th");
-  const layer = table.matches(".heat") && row ? `layer ${row.textContent}, ` : "";
+  const layer = table.matches(".heat") && row ? `layer ${row.textContent.trim()}, ` : "";
   const heading = table.tHead.rows[0].cells[cell.cellIndex].textContent.trim();
-  tip.textContent = `${layer}${heading}: ${cell.textContent}\n${cell.dataset.tip}`;
+  tip.textContent = `${layer}${heading}: ${cell.textContent.trim()}\n${cell.dataset.tip}`;
   tip.hidden = false;
   const at = cell.getBoundingClientRect(), size = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - size.width - 8))}px`;
@@ -92,7 +94,7 @@ for (const box of document.querySelectorAll(".command")) {
   box.append(button);
 }
 
-// A link to a case opens it; paper shows every case.
+// A link to what is closed opens it; paper shows every case.
 function open() {
   const target = document.getElementById(location.hash.slice(1));
   if (target instanceof HTMLDetailsElement) {
