@@ -28,6 +28,18 @@ class FileEntry(BaseModel):
     sha256: str
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a user's path with ~ and ~NAME replaced.
+
+    Raises:
+        UserError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{quoted(str(path))}: ~ stands for the folder of nobody here; write the path out") from None
+
+
 def read_file(path: Path, most: int) -> bytes:
     """Read a user's file whole: a regular one (a pipe would make us wait), of at most `most` bytes.
 

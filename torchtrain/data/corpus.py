@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError
+from anchorline.files import expanded
 from torchtrain.config import Source
 from torchtrain.data import demo
 
@@ -90,7 +91,7 @@ def source_files(source: Source) -> list[Path]:
         UserError: nothing matches, or a match is neither .jsonl, .jsonl.gz nor .parquet.
     """
     assert source.files is not None
-    pattern = str(Path(source.files).expanduser())
+    pattern = str(expanded(source.files))
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
     if not paths:
         raise UserError(f"data.sources: files {source.files!r} matches no file; check the path (from {Path.cwd()})")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from anchorline.errors import UserError
-from anchorline.files import sync
+from anchorline.files import expanded, sync
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import demo
 from torchtrain.data.corpus import BadRecord, Record, read, source_files, source_name
@@ -62,7 +62,7 @@ def prepare(
     """
     report = on_progress or (lambda progress: None)
     name = fingerprint(data, tokenizer)
-    corpus = Path(data.cache).expanduser() / "corpus"
+    corpus = expanded(data.cache) / "corpus"
     final = corpus / name
     if not final.exists():
         lock = FileLock(corpus / f".{name}.lock")

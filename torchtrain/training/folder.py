@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError
-from anchorline.files import DELETED, PARTIAL, FileEntry, commit, discard, entry_of, sweep, write_file
+from anchorline.files import DELETED, PARTIAL, FileEntry, commit, discard, entry_of, expanded, sweep, write_file
 from torchtrain.checkpoint.lock import at_work, hold, is_held
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import Config, dump_config
@@ -28,7 +28,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = expanded(path)
         self.record = self.path / "run.json"  # also what a run is recognised by
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
@@ -59,7 +59,7 @@ class RunFolder:
             self._check_content(replace)
         except OSError as error:
             raise self._unwritable(error) from None
-        if Path(os.path.realpath(Path(cache).expanduser())).is_relative_to(os.path.realpath(self.path)):
+        if Path(os.path.realpath(expanded(cache))).is_relative_to(os.path.realpath(self.path)):
             raise UserError(f"data.cache {str(cache)!r}: stands in run.folder {self.path}; choose a folder outside it")
 
     def _check_writable(self) -> None:
