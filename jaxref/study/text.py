@@ -192,9 +192,7 @@ def _items(path: Path, field: str) -> Iterator[Any]:
             import pyarrow.parquet as parquet
 
             yield from parquet.read_table(path).to_pylist()
-    except (UserError, OSError, MemoryError, GeneratorExit):
+    except (UserError, MemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # UnicodeDecodeError, JSONDecodeError, RecursionError; and what pyarrow makes of a damaged file
+    except Exception as error:  # of the system, UTF-8, JSON; and what pyarrow makes of a damaged file
         raise UserError(f"text.source: {quoted(path)} cannot be read: {quoted_reason(error)}") from None

@@ -15,9 +15,10 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
+from anchorline.files import read_file, read_json
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET, GATHERED
@@ -25,13 +26,13 @@ from torchtrain.modeling.load import check_config, open_config, resolve_source
 from torchtrain.modeling.rope import extend
 from torchtrain.training.flops import FlopCounter, peak_of
 from torchtrain.training.memory import Shapes
-from torchtrain.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GIB = 2**30
 _FLOAT32 = 4
+_MOST_TIMING = 2**28  # bytes of a run's timing.jsonl
 
 
 @dataclass(frozen=True)
@@ -155,15 +156,26 @@ def seconds_like(work: Work, run: Path, processes: int) -> float:
     Raises:
         UserError: the folder holds no run of two steps or more.
     """
+    timing = run / "timing.jsonl"
     try:
-        steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
-        had = json.loads((run / "run.json").read_text(encoding="utf-8")).get("processes", 1)
-    except (OSError, ValueError, KeyError):
-        steps, had = [], 1
+        events = [json.loads(line) for line in read_file(timing, _MOST_TIMING).decode("utf-8").splitlines()]
+    except (OSError, ValueError, RecursionError):
+        events = []
+    steps = [event for event in events if isinstance(event, dict) and event.get("event") == "step"][1:]
     if not steps:
-        raise UserError(f"--measured {run}: holds no run of two steps or more; give a run's folder")
-    rate = statistics.median(event["flops_per_second"] for event in steps) / had
-    return work.flops / (rate * processes)
+        raise UserError(f"--measured {quoted(run)}: holds no run of two steps or more; give a run's folder")
+    had = read_json(run / "run.json", f"--measured {quoted(run)}").get("processes", 1)
+    speeds = [event.get("flops_per_second") for event in steps]
+    if not all(_is_positive(number) for number in (had, *speeds)):
+        raise UserError(
+            f"--measured {quoted(run)}: {quoted(timing)} or run.json is damaged: processes and flops_per_second are no numbers "
+            "above 0; give another run's folder"
+        )
+    return work.flops / (statistics.median(speeds) / had * processes)
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1e30
 
 
 def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
@@ -174,7 +186,9 @@ def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
     """
     peak = peak_of(gpu)
     if peak is None:
-        raise UserError(f"--gpu {gpu!r}: no peak is known; give --tokens-per-second or a name such as A100, H100, H200")
+        raise UserError(
+            f"--gpu {quoted(gpu)}: no peak is known; give --tokens-per-second or a name such as A100, H100, H200"
+        )
     return work.flops / (mfu * peak * processes)
 
 
