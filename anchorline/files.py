@@ -34,6 +34,18 @@ class FileEntry(BaseModel):
     sha256: str
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a user's path with ~ and ~NAME replaced.
+
+    Raises:
+        UserError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{quoted(str(path))}: ~ stands for the folder of nobody here; write the path out") from None
+
+
 def resolve(field: str, path: str | Path) -> Path:
     """Return a folder of the user's as an absolute path without links and `..`: what is checked is what is used.
 
@@ -48,7 +60,7 @@ def resolve(field: str, path: str | Path) -> Path:
     """
     said = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
     try:
-        written = Path(path).expanduser().absolute()
+        written = expanded(path).absolute()
         for place in (written, *written.parents):
             if place.is_symlink() and not place.exists():
                 raise UserError(
@@ -64,8 +76,6 @@ def resolve(field: str, path: str | Path) -> Path:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{said}: no folder can have this name; choose another") from None
-    except RuntimeError:
-        raise UserError(f"{said}: there is no such user; write the path out") from None
 
 
 def open_file(path: Path) -> FileIO:

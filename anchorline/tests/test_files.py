@@ -70,6 +70,13 @@ def test_json_that_is_none(tmp_path, content, message):
     assert "a.json" in str(refused.value)
 
 
+def test_the_folder_of_nobody(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert files.expanded("~/a") == Path("/home/me/a")
+    with pytest.raises(UserError, match="~ stands for the folder of nobody here"):
+        files.expanded("~nobody-at-all/a")
+
+
 def test_json(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"a": [1, "é"]}))
     assert read_json(tmp_path / "a.json", "what") == {"a": [1, "é"]}

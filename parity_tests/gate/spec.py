@@ -14,8 +14,9 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -28,9 +29,14 @@ Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", 
 Engine = Literal["dense", "sdpa", "flex", "flash"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+Tokens = Annotated[int, Field(ge=32, le=2**24)]
+Offset = Annotated[int, Field(ge=0, le=2**24)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
 STAGES: tuple[Group, ...] = get_args(Group)
 # Float32 holds every whole number below this, and RoPE takes positions in float32.
 _POSITIONS = 2**24
+MOST_CASES = 10_000
 
 
 class _Strict(BaseModel):
@@ -47,9 +53,9 @@ class CaseSpec(_Strict):
     rope: Rope = Field(default="keep", description="keep is the model's own")
     engine: Engine = "sdpa"
     dtype: Dtype = "float32"
-    tokens: int = Field(default=53, ge=32, description="of a row; the default is no multiple of any block")
-    position_offset: int = Field(default=0, ge=0, description="added to every position")
-    seed: int = Field(default=0, ge=0, description="of random weights, tokens and the interleaving")
+    tokens: Tokens = Field(default=53, description="of a row; the default is no multiple of any block")
+    position_offset: Offset = Field(default=0, description="added to every position")
+    seed: Seed = Field(default=0, description="of random weights, tokens and the interleaving")
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
     against: str | None = Field(default=None, description="the model whose config and weights the oracle takes instead")
 
@@ -90,14 +96,19 @@ class Entry(_Strict):
     rope: list[Rope] = Field(default=["keep"], min_length=1)
     engine: list[Engine] = Field(default=["sdpa"], min_length=1)
     dtype: list[Dtype] = Field(default=["float32"], min_length=1)
-    tokens: list[int] = Field(default=[53], min_length=1)
-    position_offset: list[int] = Field(default=[0], min_length=1)
+    tokens: list[Tokens] = Field(default=[53], min_length=1)
+    position_offset: list[Offset] = Field(default=[0], min_length=1)
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
 
     @field_validator("*", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else [value]
+
+    @property
+    def count(self) -> int:
+        """How many cases a seed has."""
+        return prod(len(getattr(self, name)) for name in type(self).model_fields if name != "stages")
 
     def cases(self, seed: int) -> Iterator[CaseSpec]:
         """The product, the first field turning slowest."""
@@ -110,12 +121,15 @@ class GateConfig(_Strict):
     """A gate: every entry of the matrix under every seed, then the cases that are written out."""
 
     title: str
-    seeds: list[int] = Field(default=[0], min_length=1)
+    seeds: list[Seed] = Field(default=[0], min_length=1)
     matrix: list[Entry] = []
     cases: list[CaseSpec] = []
 
     @model_validator(mode="after")
     def _cases_are_distinct(self) -> Self:
+        count = len(self.seeds) * sum(entry.count for entry in self.matrix) + len(self.cases)
+        if count > MOST_CASES:
+            raise UserError(f"{count:,} cases; give at most {MOST_CASES:,}, in several gates")
         specs = expand(self)
         if not specs:
             raise UserError("no case; give `matrix` an entry, or `cases`")

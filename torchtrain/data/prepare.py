@@ -19,7 +19,7 @@ import numpy as np
 from filelock import FileLock
 
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import PARTIAL, sync
+from anchorline.files import PARTIAL, expanded, sync
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import demo
 from torchtrain.data.corpus import BadRecord, Record, read, source_name
@@ -67,7 +67,7 @@ def prepare(
     """
     report = on_progress or (lambda progress: None)
     name = fingerprint(data, tokenizer)
-    corpus = Path(os.path.expanduser(data.cache)) / "corpus"
+    corpus = expanded(data.cache) / "corpus"
     final = corpus / name
     if not os.path.exists(final):
         lock = FileLock(corpus / f".{name}.lock")

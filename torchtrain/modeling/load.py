@@ -85,7 +85,7 @@ def resolve_source(
 
 
 @contextmanager
-def _read_by_library(source: str, what: str, trust_remote_code: bool = False) -> Iterator[None]:
+def read_by_library(source: str, what: str, trust_remote_code: bool = False) -> Iterator[None]:
     """Tell in one line whatever a library says of a user's files: what it raises of a damaged one can be anything.
 
     Only calls into a library may stand in the block.
@@ -123,7 +123,7 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    with _read_by_library(source, "its config.json is refused", trust_remote_code):
+    with read_by_library(source, "its config.json is refused", trust_remote_code):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
     own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
@@ -159,7 +159,7 @@ def open_tokenizer(source: str, trust_remote_code: bool = False) -> "PreTrainedT
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with _read_by_library(source, "no tokenizer", trust_remote_code):
+    with read_by_library(source, "no tokenizer", trust_remote_code):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         name = type(tokenizer).__name__
@@ -218,7 +218,7 @@ def load_model(
 
     register()
     _check_weights(source)
-    with _read_by_library(source, "the model cannot be built", model.trust_remote_code):
+    with read_by_library(source, "the model cannot be built", model.trust_remote_code):
         loaded: PreTrainedModel
         loaded, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             source,

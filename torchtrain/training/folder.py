@@ -25,6 +25,7 @@ from anchorline.files import (
     differs,
     entries_of,
     entry_of,
+    expanded,
     read_json,
     remove,
     resolve,
@@ -116,7 +117,7 @@ class RunFolder:
         """Check what the folder holds; `ours`: this process holds the run."""
         if self.path == self.path.parent:
             raise UserError(f"run.folder {self.path}: is the root of all folders; choose one in it")
-        if self.written.expanduser().is_symlink() or (self.path.exists() and not self.path.is_dir()):
+        if expanded(self.written).is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise UserError(f"run.folder {self.path}: exists and is no folder; choose another")
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
@@ -453,7 +454,7 @@ def is_whole(model: Path) -> bool:
 def _shown(path: Path, written: Path) -> Path:
     """Return a path as people write it: from here, where they gave it so and it lies below."""
     here = Path(os.path.realpath(Path.cwd()))
-    return path.relative_to(here) if not written.expanduser().is_absolute() and here in path.parents else path
+    return path.relative_to(here) if not expanded(written).is_absolute() and here in path.parents else path
 
 
 def _read(record: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 import torchtrain
 from anchorline.errors import UserError
-from anchorline.files import PARTIAL, entry_of, resolve
+from anchorline.files import PARTIAL, entry_of, expanded, resolve
 from torchtrain.checkpoint.identity import check_config, check_identity, otherwise
 from torchtrain.checkpoint.lock import hold
 from torchtrain.checkpoint.manifest import Manifest
@@ -359,12 +359,12 @@ def steps(
 
 def _local_sources(config: Config) -> Iterator[tuple[str, Path]]:
     """Yield what of this machine's files a run is made of, with the field that names it."""
-    yield "model.source", Path(config.model.source).expanduser()
+    yield "model.source", expanded(config.model.source)
     for number, source in enumerate(config.data.sources):
         if source.files is not None:
             yield from ((f"data.sources.{number}.files", path) for path in find_files(source.files))
         elif source.dataset is not None:
-            yield f"data.sources.{number}.dataset", Path(source.dataset).expanduser()
+            yield f"data.sources.{number}.dataset", expanded(source.dataset)
 
 
 def _check_held_out(losses: HeldOut, step: int) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchtrain.config import ModelConfig
-from torchtrain.modeling.load import head_of
+from torchtrain.modeling.load import head_of, read_by_library
 from torchtrain.training.loss import chunked_loss
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
     config = copy.deepcopy(config)
     if rope := getattr(config, "rope_parameters", None):
         config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    with torch.device("meta"):
+    with (
+        torch.device("meta"),
+        read_by_library(settings.source, "the model cannot be built", settings.trust_remote_code),
+    ):
         dtype = getattr(torch, settings.dtype)
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=_STAND_IN, trust_remote_code=settings.trust_remote_code

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_heads, check_layout
@@ -25,7 +25,6 @@ from torchtrain.modeling.load import check_config, open_config, resolve_source
 from torchtrain.modeling.rope import extend
 from torchtrain.training.flops import FlopCounter, peak_of
 from torchtrain.training.memory import Shapes
-from torchtrain.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -157,12 +156,20 @@ def seconds_like(work: Work, run: Path, processes: int) -> float:
         UserError: the folder holds no run of two steps or more, or a file of it is damaged.
     """
     steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
-    had = read_json(run / "run.json", most=_MOST_BYTES).get("processes", 1) if steps else 1
-    rate = statistics.median(event["flops_per_second"] for event in steps) if steps else 0.0
-    if not rate or not isinstance(had, int) or had < 1:
-        raise UserError(f"--measured {run}: holds no run of two steps or more; give a run's folder")
-    rate /= had
-    return work.flops / (rate * processes)
+    if not steps:
+        raise UserError(f"--measured {quoted(run)}: holds no run of two steps or more; give a run's folder")
+    had = read_json(run / "run.json", f"--measured {quoted(run)}", _MOST_BYTES).get("processes", 1)
+    speeds = [event.get("flops_per_second") for event in steps]
+    if not all(_is_positive(number) for number in (had, *speeds)):
+        raise UserError(
+            f"--measured {quoted(run)}: timing.jsonl or run.json is damaged: processes and flops_per_second are not numbers "
+            "above 0; give another run's folder"
+        )
+    return work.flops / (statistics.median(speeds) / had * processes)
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1e30
 
 
 def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
@@ -173,7 +180,9 @@ def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
     """
     peak = peak_of(gpu)
     if peak is None:
-        raise UserError(f"--gpu {gpu!r}: no peak is known; give --tokens-per-second or a name such as A100, H100, H200")
+        raise UserError(
+            f"--gpu {quoted(gpu)}: no peak is known; give --tokens-per-second or a name such as A100, H100, H200"
+        )
     return work.flops / (mfu * peak * processes)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import entry_of
+from anchorline.files import entry_of, expanded
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.store import HEADER, TokenStore
@@ -56,7 +56,7 @@ def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
     tokens = record.get("corpus_fingerprint")
     cache = record.get("config", {}).get("data", {}).get("cache")
     if isinstance(tokens, str) and isinstance(cache, str):
-        place = Path(cache).expanduser() / "corpus" / tokens
+        place = expanded(cache) / "corpus" / tokens
         sha256 = record.get("identity", {}).get("tokens", {}).get("sha256")
         yield _checked(f"tokens {quoted(place)}", lambda: _store(place, sha256))
 
