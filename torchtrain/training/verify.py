@@ -53,12 +53,19 @@ def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
         yield _checked(f"checkpoint of step {step}", lambda step=step: _checkpoint(checkpoints, step))
     if steps:
         yield _checked(run.metrics.name, lambda: _metrics(run, checkpoints.path(steps[-1])))
-    tokens = record.get("corpus_fingerprint")
-    cache = record.get("config", {}).get("data", {}).get("cache")
+    tokens, cache = _held(record, "corpus_fingerprint"), _held(record, "config", "data", "cache")
     if isinstance(tokens, str) and isinstance(cache, str):
         place = expanded(cache) / "corpus" / tokens
-        sha256 = record.get("identity", {}).get("tokens", {}).get("sha256")
-        yield _checked(f"tokens {quoted(place)}", lambda: _store(place, sha256))
+        yield _checked(f"tokens {quoted(place)}", lambda: _store(place, _held(record, "identity", "tokens", "sha256")))
+    else:
+        yield Finding(run.record.name, False, "does not say which tokens the run was trained on")
+
+
+def _held(record: Any, *keys: str) -> Any:
+    """Return what a record holds in a place; None where it has no such place, whatever it is."""
+    for key in keys:
+        record = record.get(key) if isinstance(record, dict) else None
+    return record
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
@@ -70,7 +77,7 @@ def _checked(what: str, check: Callable[[], str]) -> Finding:
         return Finding(what, False, disk_fault(error))
 
 
-def _store(folder: Path, sha256: str | None = None) -> str:
+def _store(folder: Path, sha256: Any = None) -> str:
     store = TokenStore.open(folder)
     store.verify()
     if sha256 is not None and store.sha256 != sha256:

@@ -1,0 +1,95 @@
+"""`torchtrain verify`, and what a run does with tokens that have changed, with copies and with written special tokens."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from anchorline.errors import UserError
+from torchtrain.checkpoint.identity import check_config
+from torchtrain.config import load_config
+from torchtrain.data import prepare
+from torchtrain.data.store import TOKENS
+from torchtrain.tests.conftest import tiny_tokenizer
+from torchtrain.training.setup import set_up
+from torchtrain.training.verify import verify_folder
+
+
+def findings(folder: Path) -> list[str]:
+    return [f"{found.good} {found.what.split(' /')[0]}" for found in verify_folder(folder)]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    good = ["True checkpoint of step 4", "True checkpoint of step 6", "True metrics.jsonl", "True tokens"]
+    assert findings(run) == good
+    record = json.loads((run / "run.json").read_text())
+    store = Path(record["config"]["data"]["cache"]) / "corpus" / record["corpus_fingerprint"]
+    assert findings(store) == ["True tokens"]
+
+    flip(next((run / "checkpoints" / "step-00000004").glob("state-*")))
+    flip(run / "metrics.jsonl")
+    flip(store / TOKENS)
+    bad = list(verify_folder(run))
+    assert [found.good for found in bad] == [False, True, False, False]
+    assert "its content has changed" in str(bad[0])
+    assert "tokens.bin: its content has changed" in str(bad[3])
+    assert all(str(found).isprintable() for found in bad)
+    flip(store / TOKENS)
+    assert findings(store) == ["True tokens"]
+
+    (run / "run.json").write_text(json.dumps({"made_by": record["made_by"], "config": []}))
+    assert findings(run)[-1] == "False run.json"
+    with pytest.raises(UserError, match=r"is neither a run's folder nor a token store's"):
+        findings(tmp_path)
+
+
+def config_of(tree, write_config, *overrides: str):
+    return load_config(write_config(tree), overrides)
+
+
+def test_tokens_that_have_changed_are_not_trained_on(tree, write_config):
+    config = config_of(tree, write_config)
+    store = prepare(config.data, tiny_tokenizer())
+    flip(store.folder / TOKENS)
+    with pytest.raises(UserError, match=r"tokens\.bin: its content has changed.*delete the folder"):
+        set_up(config, lambda line: None)
+
+
+def test_copies_and_written_special_tokens_are_told(tree, write_config, tmp_path):
+    path = tmp_path / "copies.jsonl"
+    texts = [f"text {i % 20} of twenty" + (" </s>" if i % 20 == 3 else "") for i in range(200)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tree["data"]["sources"] = [{"files": str(path)}]
+    said: list[str] = []
+    setup = set_up(config_of(tree, write_config), said.append)
+    told = {line.split()[0]: line for line in said}
+    assert told["copies"].startswith("copies    180 of 200 documents hold the text of another; ")
+    assert told["special"] == (
+        "special   10 records hold what looks like a special token, read as text (data.special_tokens)"
+    )
+    assert setup.record["corpus"]["copies"] == 180
+    assert setup.identity["tokens"]["copies_kept_on_one_side"] == setup.record["corpus"]["copies_moved"] > 0
+    assert 257 not in set(setup.store.tokens[: setup.store.offsets[1] - 1].tolist())
+
+
+def test_a_run_from_before_a_setting_goes_on_with_what_it_did(tree, write_config, tmp_path):
+    was = config_of(tree, write_config).model_dump(mode="json")
+    del was["data"]["special_tokens"]
+    old = tmp_path / "old.yaml"
+    old.write_text(yaml.safe_dump(was))
+    config = load_config(old, of_run=True)
+    assert config.data.special_tokens == "control"
+    check_config(was, config)
+    with pytest.raises(UserError, match=r"data\.special_tokens: 'control' in the run, 'text' now"):
+        check_config(was, load_config(old, ["data.special_tokens=text"], of_run=True))
+    assert load_config(old).data.special_tokens == "text"
