@@ -1,24 +1,25 @@
-"""The work of soak.sh: SIGKILL at random moments of a tiny run, alone and as two processes, until it is through; then compare.
+"""The work of soak.sh: kill tiny runs as they begin a counted system call, alone and as two processes, resume, compare.
 
-Every run is killed at moments drawn evenly over the time that the undisturbed run took, each time resumed, until one attempt is
-let through after `PER_RUN` kills. All it leaves must be the same bits: metrics, weights, moments, generators, exports.
+The kinds: SIGKILL to the process, to one of two, to both at once; SIGSTOP, and SIGCONT half a second later. Each run is disturbed up to
+`PER_RUN` times, then let through. All it leaves must be the same bits: metrics, weights, moments, generators, exports, and nothing
+beside them. What was done so far stands in soak.json, from which a later call goes on.
 """
 
 import argparse
 import collections
 import json
-import random
-import signal
+import os
+import subprocess
 import tempfile
+import time
+from dataclasses import asdict
 from pathlib import Path
 
+from anchorline.files import replace_file
 from torchtrain.tests.conftest import tiny_model, tiny_tokenizer
 from torchtrain.tests.forks import Forks, forks
-from torchtrain.tests.runs import Place, content, make_place
-from torchtrain.training.metrics import read_metrics
-
-PER_RUN = 5
-LAYOUTS = {"alone": (), "two": ("distributed.zero_stage=3", "distributed.sequence_parallel=2")}
+from torchtrain.tests.kills import Killer, Run
+from torchtrain.tests.runs import Place, make_place
 
 
 def prepare(folder: Path, server: Forks) -> Place:
@@ -29,97 +30,68 @@ def prepare(folder: Path, server: Forks) -> Place:
         for i in range(48):
             text = " ".join(str(i * n) for n in range(5 + i % 20))
             file.write(json.dumps({"text": text, "domain": "even" if i % 2 else "odd"}) + "\n")
-    train = {"steps": 16, "learning_rate": 0.02}
-    return make_place(folder, server, folder / "source", folder / "documents.jsonl", train=train, save={"last": 4})
+    return make_place(folder, server, folder / "source", folder / "documents.jsonl")
 
 
-def where(folder: Path) -> str:
-    """Where a run was when it was killed, from what it left."""
-    if not folder.exists():
-        return "before the folder"
-    left = {path.name for path in folder.rglob("*")}
-    for sign, place in ((".deleted", "removing a checkpoint"), (".partial", "writing a folder")):
-        if any(name.endswith(sign) for name in left):
-            return place
-    events = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-    if not events:
-        return "before the first loss"
-    return "after the last step" if events[-1].get("step") == 16 else "between two saves"
+def summary(seed: int, runs: list[Run], seconds: float) -> dict:
+    """What stands in soak.json; `runs` is what a later call goes on from."""
+    counts = collections.Counter(place for run in runs for place in run.where)
+    return {
+        "seed": seed,
+        "way": subprocess.run(["strace", "--version"], capture_output=True, text=True).stdout.splitlines()[0],
+        "processors": os.cpu_count(),
+        "seconds": round(seconds),
+        "kills": sum(run.kills for run in runs),
+        "stops": sum(run.stops for run in runs),
+        "runs": len(runs),
+        "runs_of_two_processes": sum(run.layout == "two" for run in runs),
+        "runs_that_ended_the_same": sum(run.fault is None for run in runs),
+        "faults": {str(number): run.fault for number, run in enumerate(runs) if run.fault is not None},
+        "where": dict(counts.most_common()),
+        "each": [[run.layout, run.kills, run.stops] for run in runs],
+    }
 
 
 def main() -> None:
-    """Kill, resume, compare, report."""
+    """Go on from what was done, up to a number of kills or seconds; report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of this call; then it can be gone on with")
+    parser.add_argument("--anew", action="store_true", help="forget what was done")
     arguments = parser.parse_args()
-    draw = random.Random(arguments.seed)
-    moments: collections.Counter[str] = collections.Counter()
-    different, failed, resumed, saves, firsts = [], [], 0, [], []
-    with tempfile.TemporaryDirectory() as name:
-        place = prepare(Path(name), forks())
-        straight, seconds = {}, {}
-        for layout, overrides in LAYOUTS.items():
-            processes = {"processes": 2} if layout == "two" else {}
-            place.train(f"warm-{layout}", *overrides, **processes)  # makes the corpus
-            place.train(f"straight-{layout}", *overrides, **processes)
-            seconds[layout] = place.seconds
-            straight[layout] = content(place.folder / f"straight-{layout}")
-        kills = runs = 0
-        while kills < arguments.kills:
-            runs += 1
-            layout = "two" if runs % 3 == 0 else "alone"
-            run, processes = f"run-{runs}", {"processes": 2} if layout == "two" else {}
-            folder = place.folder / run
-            ended = False
-            for _ in range(PER_RUN):
-                go = place.resume if folder.exists() else lambda n, **k: place.train(n, *LAYOUTS[layout], **k)  # noqa: B023
-                codes = go(run, signal_after=draw.uniform(0, seconds[layout]), **processes)
-                codes = codes if isinstance(codes, list) else [codes]
-                if codes == [0] * len(codes):
-                    ended = True
-                    break
-                if -signal.SIGKILL not in codes:
-                    failed.append((run, codes, place.log(run)[-2000:]))
-                kills += 1
-                moments[where(folder)] += 1
-            if not ended:
-                go = place.resume if folder.exists() else lambda n, **k: place.train(n, *LAYOUTS[layout], **k)  # noqa: B023
-                codes = go(run, **processes)
-                if codes not in (0, [0, 0]):
-                    failed.append((run, codes, place.log(run)[-2000:]))
-                    continue
-            resumed += 1
-            mine = content(folder)
-            if mine != straight[layout]:
-                names = {*mine, *straight[layout]}
-                different.append((run, sorted(n for n in names if mine.get(n) != straight[layout].get(n))))
-            for event in read_metrics(folder / "timing.jsonl"):
-                if event["event"] == "save":
-                    saves.append(event["seconds"])
-                elif event.get("resumed"):
-                    firsts.append(event["since_start"])
-    report = {
-        "seed": arguments.seed,
-        "kills": kills,
-        "runs": runs,
-        "runs_that_ended_the_same": resumed - len(different),
-        "runs_that_ended_different": different,
-        "failures": failed,
-        "killed": dict(moments.most_common()),
-        "seconds_of_a_save": _spread(saves),
-        "seconds_to_the_first_step_after_resuming": _spread(firsts),
-    }
+    path = arguments.out / "soak.json"
+    runs, before = ([], 0.0) if arguments.anew else _done(path, arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "soak.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
-    raise SystemExit(1 if different or failed else 0)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        killer = Killer(prepare(Path(name), forks()), arguments.seed)
+        while sum(run.kills for run in runs) < arguments.kills and time.monotonic() - started < arguments.seconds:
+            runs.append(killer.run(len(runs)))
+            report = summary(arguments.seed, runs, before + time.monotonic() - started)
+            report["log"] = [asdict(run)["where"] for run in runs]
+            replace_file(path, (json.dumps(report, indent=1) + "\n").encode())
+            if runs[-1].fault is not None:
+                print(f"run {len(runs) - 1}: {runs[-1].fault}")
+    report = summary(arguments.seed, runs, before + time.monotonic() - started)
+    print(json.dumps({name: value for name, value in report.items() if name != "each"}, indent=1))
+    raise SystemExit(1 if report["faults"] else 0)
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {"smallest": ordered[0], "median": ordered[len(ordered) // 2], "largest": ordered[-1]} if ordered else {}
+def _done(path: Path, seed: int) -> tuple[list[Run], float]:
+    """The runs of an earlier call with the same seed, and the seconds they took."""
+    if not path.exists():
+        return [], 0.0
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report["seed"] != seed or "each" not in report:
+        return [], 0.0
+    faults = report["faults"]
+    runs = [
+        Run(*each, where, faults.get(str(n)))
+        for n, (each, where) in enumerate(zip(report["each"], report["log"], strict=True))
+    ]
+    return runs, report["seconds"]
 
 
 if __name__ == "__main__":

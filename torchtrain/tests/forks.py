@@ -6,6 +6,7 @@ for several processes that work together, and say at which phase of the run one 
 """
 
 import atexit
+import collections
 import gc
 import importlib
 import json
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
@@ -61,6 +63,9 @@ class Forks:
                 torchrun starts them; `rank`: which of them gets the signal or error, default all; `agent`: whether all are
                 sent SIGTERM when the first has failed, as torchrun does; `set`: values of constants by dotted name; `main`: a
                 module whose `main` runs in the command line's place. `{rank}` in an argument stands for the process's.
+                `trace`: `strace` sends process `rank` (default 0) the signal `signal` as its main thread begins the `when`th system
+                call named `call`; of SIGKILL `group` sends it to the others as well, of SIGSTOP it goes on after `pause` seconds.
+                With `calls`, a list, and no `call` it is only counted: the answer has `counts`.
 
         Returns:
             `codes`, one a process, and `seconds`, until each was gone.
@@ -166,6 +171,58 @@ def _child(request: dict[str, Any], rank: int, port: int) -> None:
         os._exit(code)
 
 
+def _trace(trace: dict[str, Any], children: list[int], go: int, started: float) -> dict[str, Any]:
+    """Let the children go once one of them is traced; wait for all."""
+    target, number = children[trace.get("rank", 0)], trace.get("signal", signal.SIGKILL)
+    with tempfile.NamedTemporaryFile("r") as log:
+        command = ["strace", "-f", "-qq", "-o", log.name, "-p", str(target)]
+        if "call" in trace:
+            name = signal.Signals(number).name
+            command += [
+                "-e",
+                f"trace={trace['call']}",
+                "-e",
+                f"inject={trace['call']}:signal={name}:when={trace['when']}",
+            ]
+        else:
+            command += ["-e", f"trace={','.join(trace['calls'])}"]
+        tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        while "TracerPid:\t0\n" in Path(f"/proc/{target}/status").read_text():
+            assert tracer.poll() is None, "strace does not trace here"
+            time.sleep(0.001)
+        os.write(go, b"." * len(children))
+        os.close(go)
+        codes, left, stopped, still = {}, dict(enumerate(children)), False, time.monotonic()
+        while left:
+            time.sleep(0.005)
+            for rank, child in list(left.items()):
+                if (done := os.waitpid(child, os.WNOHANG))[0]:
+                    codes[rank] = os.waitstatus_to_exitcode(done[1])
+                    del left[rank]
+                    if codes[rank] == -signal.SIGKILL and trace.get("group"):
+                        for other in left.values():
+                            os.killpg(other, signal.SIGKILL)
+                elif number == signal.SIGSTOP and child == target:
+                    # Every call that is traced stops it, too, for an instant.
+                    if _state(child) != "T":
+                        still = time.monotonic()
+                    elif time.monotonic() - still > trace["pause"]:
+                        stopped, still = True, time.monotonic()
+                        os.kill(child, signal.SIGCONT)
+        tracer.wait()
+        lines = [line.split() for line in log.read().splitlines()]
+    calls = collections.Counter(
+        line[1].partition("(")[0] for line in lines if line[0] == str(target) and "(" in line[1]
+    )
+    seconds = time.perf_counter() - started
+    return {"codes": [codes[rank] for rank in sorted(codes)], "seconds": [seconds], "counts": calls, "stopped": stopped}
+
+
+def _state(child: int) -> str:
+    """A process's state: T is stopped, whether it is traced or not."""
+    return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0].upper()
+
+
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed speaks there while it is imported
@@ -190,10 +247,21 @@ def _serve() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         children = []
+        ready, go = os.pipe()
         for rank in range(request.get("processes", 1)):
             children.append(os.fork())
             if children[-1] == 0:
+                os.close(go)
+                if "trace" in request:
+                    os.setpgid(0, 0)
+                    os.read(ready, 1)
+                os.close(ready)
                 _child(request, rank, port)
+        os.close(ready)
+        if "trace" in request:
+            print(json.dumps(_trace(request["trace"], children, go, started)), file=answers, flush=True)
+            continue
+        os.close(go)
         if (delay := request.get("signal_after")) is not None:
             time.sleep(delay)
             for rank, child in enumerate(children):

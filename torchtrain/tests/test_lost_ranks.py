@@ -90,6 +90,21 @@ def test_sigterm_to_one_of_two_processes_saves_on_both(place):
     assert Checkpoints(place.folder / "two-term" / "checkpoints").open(3) is not None
 
 
+@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("ranks", [{"rank": 1}, {"rank": 0}, {}], ids=["one", "zero", "both"])
+def test_sigterm_outside_a_step_is_told_by_one(place, straight_on_two, ranks, agent):
+    """Whichever process it comes to, and whether torchrun then sends it to the other as well or not."""
+    name = f"term-outside-{ranks.get('rank')}-{agent}"
+    kill: dict[str, Any] = {"at": "evaluation", "nth": 1, "signal": signal.SIGTERM, **ranks}
+    codes = place.train(name, *TWO, processes=2, set=QUICK, agent=agent, **kill)
+    assert codes == [143, 143], place.log(name)
+    (line,) = [line for line in place.log(name).splitlines() if line.startswith("torchtrain: ")]
+    advice = f"stopped by SIGTERM; to go on from the last checkpoint: torchtrain resume {place.folder / name}"
+    assert line in (f"torchtrain: {advice}", f"torchtrain: rank 1: {advice}")
+    if "rank" in ranks and not agent:
+        assert ("rank 1" in line) == (ranks["rank"] == 1)
+
+
 ALONE = ("distributed.zero_stage=0", "distributed.sequence_parallel=1")
 
 
