@@ -48,7 +48,11 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "xlstm": {"num_blocks": 4},
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "layer_types": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "layer_types": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+    },
 }
 
 # What families call their sizes. A name that a config lacks is left out.
