@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parity_tests import families
-from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, WRONG, Row
+from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
@@ -23,9 +23,7 @@ def test_every_family_of_transformers_has_its_row_and_none_is_wrong():
     assert {row.verdict for row in rows.values()} == {RIGHT, REFUSED, NOT_BUILT}
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma3_text", "gpt2", "mixtral", "gemma2", "lfm2", "mamba", "falcon", "stablelm"]
-)
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gemma2", "mamba", "falcon"])
 def test_a_family_judged_again(family):
     assert families.examine(family) == rows_of_the_page()[family]
 
@@ -57,4 +55,3 @@ def test_what_leaks_alone_is_refused_by_attach():
     rows = rows_of_the_page().values()
     assert any(row.alone == "leaks in silence" for row in rows)
     assert all(row.verdict == REFUSED for row in rows if row.alone == "leaks in silence")
-    assert WRONG not in {row.verdict for row in rows}

@@ -92,7 +92,7 @@ def hides_nothing(mask: Tensor, tokens: int) -> bool:
 
 def is_generating() -> bool:
     """Whether transformers' `generate` is among the callers. Asked only on the way to an error."""
-    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    generate = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
     return any(frame.f_code is generate for frame in callers())
 
 

@@ -78,13 +78,14 @@ def _watch(model: nn.Module, **inputs: Any) -> _Watched:
 
     def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
         given = next(_rows((*args, *kwargs.values())), None)
-        made = next(_rows(output if isinstance(output, tuple) else (output,)), None)
+        outputs: tuple[Any, ...] = output if isinstance(output, tuple) else (output,)
+        made = next(_rows(outputs), None)
         if given is not None and not given.is_floating_point():
             seen.lookups.setdefault(name, []).append(given)
         elif given is not None and made is not None:
             seen.layers.append((name, given, made))
         if module is token_embedding:
-            seen.embedded = output.detach().requires_grad_()
+            seen.embedded = outputs[0].detach().requires_grad_()
             return seen.embedded.clone()  # which a family may scale in place
         return None
 
