@@ -170,7 +170,7 @@ def _compare_gguf(ours: dict[str, Any], converted: dict[str, Any]) -> tuple[str,
     scaling = (
         "same"
         if same
-        else f"frequencies off by up to {max(b / a for a, b in zip(frequencies, expected, strict=True)):.3g} times"
+        else f"frequencies off by up to {max(max(a / b, b / a) for a, b in zip(frequencies, expected, strict=True)):.3g} times"
     )
     if ours["type"] == "dynamic":
         # What was read is at the last position, the model's length, up to which dynamic is unscaled.
@@ -185,7 +185,7 @@ def _compare_gguf(ours: dict[str, Any], converted: dict[str, Any]) -> tuple[str,
 
 def _ggml(fields: dict[str, Any], tensors: dict[str, list[float]]) -> tuple[list[float], float]:
     """Frequencies and attention factor by llama.cpp's rule: ggml-cpu's `rope_yarn`, llama-context.cpp's attention factors."""
-    d, base = fields["rope.dimension_count"], fields["rope.freq_base"]
+    d, base = fields.get("rope.dimension_count") or fields["attention.key_length"], fields["rope.freq_base"]
     kind, factor = fields.get("rope.scaling.type", "none"), fields.get("rope.scaling.factor", 1.0)
     per_pair = tensors.get("rope_freqs.weight", [1.0] * (d // 2))
     plain = [base ** (-2 * i / d) / per_pair[i] for i in range(d // 2)]

@@ -80,6 +80,7 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
         )
     elif kind == "yarn" and original * factor != length:
         notes.append(f"vLLM: takes {original} times the factor as its length; set --max-model-len {length}")
+        notes.append(f"transformers 4.51: takes {length / original:g} for yarn's factor {factor:g}; use 4.57 or newer")
     if kind == "yarn" and rope.get("attention_factor") is not None:
         relative = rope["attention_factor"] / (0.1 * math.log(factor) + 1 if factor > 1 else 1)
         notes.append(

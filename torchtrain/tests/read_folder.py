@@ -29,6 +29,7 @@ def read(folder: str, tokens: list[int]) -> dict:
         within = model(torch.tensor([tokens[: len(tokens) // 4]]), use_cache=False).logits[0]
     rope = getattr(model.config, "rope_parameters", None) or {}
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    longest = model.generation_config.max_length
     return {
         "theta": getattr(model.config, "rope_theta", None) or rope.get("rope_theta"),
         "type": rotary.rope_type if isinstance(getattr(rotary, "rope_type", None), str) else rope.get("rope_type"),
@@ -38,7 +39,7 @@ def read(folder: str, tokens: list[int]) -> dict:
         "within": [[x.hex() for x in row] for row in within.double().tolist()],
         "beyond": [[x.hex() for x in row] for row in beyond.double().tolist()],
         "dtype": str(model.config.torch_dtype if hasattr(model.config, "torch_dtype") else model.config.dtype),
-        "generates_up_to": model.generation_config.max_length,
+        "generates_up_to": None if longest == 20 else longest,  # what 4 takes where nothing is written
         "tokenizer_length": tokenizer.model_max_length,
         "special": sorted(tokenizer.all_special_tokens),
         "encoded": tokenizer("abc été 12 <s>")["input_ids"],

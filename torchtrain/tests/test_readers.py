@@ -167,7 +167,10 @@ NOTES = {
     "linear": [r"vLLM: .*--max-model-len 256"],
     "dynamic": [r"vLLM: .*--max-model-len 256 --hf-overrides .*default.*500000"],
     "yarn": [],
-    "yarn, factor 8": [r"vLLM: takes 64 times .*--max-model-len 256"],
+    "yarn, factor 8": [
+        r"vLLM: takes 64 times .*--max-model-len 256",
+        r"transformers 4\.51: takes 4 for yarn's factor 8",
+    ],
     "yarn, all given": [rf'older vLLM and llama\.cpp: .*"attn_factor": {1.25 / (0.1 * math.log(4) + 1):.9g}'],
     "llama3": [],
     "longrope": [r"llama\.cpp: .*llama"],
@@ -200,7 +203,10 @@ def test_a_real_transformers_4_reads_the_same_bits(folders, tmp_path, version):
     for family in FAMILIES:
         export_case(tmp_path / family, CASES["yarn"], family)
     save_folder(tiny_model(), llama_tokenizer(add_bos_token=False), tmp_path / "no bos")
-    every = [*folders.values(), *(tmp_path / family for family in FAMILIES), tmp_path / "no bos"]
+    # A note says it (4.51 takes the factor from the lengths), and no key mends it.
+    misread = {"yarn, factor 8"} if version == "4.51.3" else set()
+    every = [folder for case, folder in folders.items() if case not in misread]
+    every += [*(tmp_path / family for family in FAMILIES), tmp_path / "no bos"]
     ours, theirs = read_with(sys.executable, every), read_with(environment(version) or "", every)
     assert theirs["version"] == version
     for folder in map(str, every):
