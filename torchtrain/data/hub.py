@@ -121,12 +121,12 @@ def _from_cache() -> Iterator[None]:
     from datasets import config
     from huggingface_hub import constants
 
-    places = (vars(config), vars(constants))
-    before = [place["HF_HUB_OFFLINE"] for place in places]
+    places, name = (config, constants), "HF_HUB_OFFLINE"
+    before = [getattr(place, name) for place in places]
     for place in places:
-        place["HF_HUB_OFFLINE"] = True
+        setattr(place, name, True)
     try:
         yield
     finally:
         for place, value in zip(places, before, strict=True):
-            place["HF_HUB_OFFLINE"] = value
+            setattr(place, name, value)
