@@ -121,12 +121,12 @@ def _from_cache() -> Iterator[None]:
     from datasets import config
     from huggingface_hub import constants
 
-    modules = (config, constants)
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    for module in modules:
-        module.HF_HUB_OFFLINE = True
+    places, name = (config, constants), "HF_HUB_OFFLINE"
+    before = [getattr(place, name) for place in places]
+    for place in places:
+        setattr(place, name, True)
     try:
         yield
     finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
+        for place, value in zip(places, before, strict=True):
+            setattr(place, name, value)

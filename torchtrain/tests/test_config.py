@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from anchorline.errors import UserError
-from torchtrain.config import PAPER_ROPE_THETA, Config, RopeConfig, dump_config, load_config
+from torchtrain.config import PAPER_ROPE_THETA, Config, RopeConfig, Source, dump_config, load_config
 
 MINIMAL = """
 run: {folder: runs/x}
@@ -192,3 +192,9 @@ def test_a_config_does_not_change(load):
 def test_paper_theta_of_every_length(load):
     for length in PAPER_ROPE_THETA:
         assert load(MINIMAL, "rope.theta=paper", f"pack.sequence_length={length}").rope.theta == "paper"
+
+
+@pytest.mark.parametrize("field", ["dataset", "files", "split", "text_field", "domain", "domain_field"])
+def test_a_source_says_nothing_by_an_empty_name(field):
+    with pytest.raises(ValueError, match=rf"{field}\n.*at least 1 character"):
+        Source(**({"dataset": "a/b", field: ""}))

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from anchorline.errors import UserError
-from torchtrain.checkpoint.identity import check_config
+from torchtrain.checkpoint.identity import check_config, check_identity
 from torchtrain.config import load_config
 from torchtrain.data import prepare
 from torchtrain.data.store import TOKENS
@@ -78,7 +78,12 @@ def test_copies_and_written_special_tokens_are_told(tree, write_config, tmp_path
         "special   10 records hold what looks like a special token, read as text (data.special_tokens)"
     )
     assert setup.record["corpus"]["copies"] == 180
-    assert setup.identity["tokens"]["copies_kept_on_one_side"] == setup.record["corpus"]["copies_moved"] > 0
+    assert setup.identity["split"]["copies_moved"] == setup.record["corpus"]["copies_moved"] > 0
+    # A run from before texts were looked at has other rows; one whose draw stands goes on.
+    before = {part: content for part, content in setup.identity.items() if part != "split"}
+    with pytest.raises(UserError, match=r"the run trained on copies of documents that it held out.*; train anew"):
+        check_identity(before, setup.identity)
+    check_identity(before, setup.identity | {"split": {}})
     assert 257 not in set(setup.store.tokens[: setup.store.offsets[1] - 1].tolist())
 
 

@@ -103,7 +103,9 @@ def set_up(
     # On each machine once, while the model is loaded: every byte that will be trained on is what was written.
     verified = store.verify_in_background() if here()[2] == 0 else lambda: None
     split = split_documents(store, config.data.held_out_share, config.run.seed)
-    identity["tokens"] = _identity_of_tokens(store, split)
+    identity["tokens"] = _identity_of_tokens(store)
+    # Nothing where the draw stands as it always was: a run from before copies were looked at goes on.
+    identity["split"] = {"copies_moved": split.moved} if split.moved else {}
     check(identity)
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer, split)
@@ -198,19 +200,16 @@ def _identity_of(
     }
 
 
-def _identity_of_tokens(store: TokenStore, split: Split) -> dict[str, Any]:
-    """Return what tells that a corpus was tokenised to something else, whatever its files look like; and that it was split by
-    texts, where a run from before that held documents out whose copies it trained on: it cannot go on with the same rows.
-    """
+def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
+    """Return what tells that a corpus was tokenised to something else, whatever its files look like."""
     places = hashlib.sha256(store.offsets.tobytes() + store.document_domains.tobytes()).hexdigest()
-    identity = {
+    return {
         "domains": store.domains,
         "documents": len(store),
         "tokens": len(store.tokens),
         "places": places,
         "sha256": store.sha256,
     }
-    return identity | ({"copies_kept_on_one_side": split.moved} if split.moved else {})
 
 
 def _left_out(store: TokenStore, dropped: int) -> str:

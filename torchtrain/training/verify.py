@@ -1,16 +1,17 @@
 """What has a digest is read and checked: a token store, or all of a run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import entry_of, expanded
+from anchorline.files import FileEntry, differs, entry_of, expanded
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.store import HEADER, TokenStore
 from torchtrain.training.folder import RunFolder
+from torchtrain.training.outputs import Outputs
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
 
     Args:
         folder: a token store's, or a run's; of a run its checkpoints, the beginning of `metrics.jsonl` that belongs to the last of
-            them, and the store it was trained from, wherever that lies.
+            them, the models it exported, and the store it was trained from, wherever that lies.
 
     Raises:
         UserError: it is neither.
@@ -53,6 +54,8 @@ def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
         yield _checked(f"checkpoint of step {step}", lambda step=step: _checkpoint(checkpoints, step))
     if steps:
         yield _checked(run.metrics.name, lambda: _metrics(run, checkpoints.path(steps[-1])))
+    for name, files in Outputs.read(run.outputs).models.items():
+        yield _checked(name, lambda name=name, files=files: _model(run.path / name, files))
     tokens, cache = _held(record, "corpus_fingerprint"), _held(record, "config", "data", "cache")
     if isinstance(tokens, str) and isinstance(cache, str):
         place = expanded(cache) / "corpus" / tokens
@@ -89,6 +92,13 @@ def _store(folder: Path, sha256: Any = None) -> str:
 def _checkpoint(checkpoints: Checkpoints, step: int) -> str:
     checkpoints.verify(step)
     files = Manifest.read(checkpoints.path(step)).files
+    return f"{len(files)} files, {sum(entry.bytes for entry in files.values()):,} bytes"
+
+
+def _model(folder: Path, files: Mapping[str, FileEntry]) -> str:
+    for name, entry in files.items():
+        if damage := differs(folder / name, entry):
+            raise DamageError(f"{quoted(folder / name)}: {damage}")
     return f"{len(files)} files, {sum(entry.bytes for entry in files.values()):,} bytes"
 
 
