@@ -165,7 +165,7 @@ def seconds_like(work: Work, run: Path, processes: int) -> float:
     if not steps:
         raise UserError(f"--measured {quoted(run)}: holds no run of two steps or more; give a run's folder")
     had = read_json(run / "run.json", f"--measured {quoted(run)}").get("processes", 1)
-    speeds = [event.get("flops_per_second") for event in steps]
+    speeds: list[Any] = [event.get("flops_per_second") for event in steps]
     if not all(_is_positive(number) for number in (had, *speeds)):
         raise UserError(
             f"--measured {quoted(run)}: {quoted(timing)} or run.json is damaged: processes and flops_per_second are no numbers "
