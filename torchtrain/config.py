@@ -32,7 +32,8 @@ Real = Annotated[float, Field(gt=0, le=1e30)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 PathText = Annotated[str, Field(min_length=1, max_length=4095)]  # characters: Linux takes no longer path
 
-# What a run did that was begun before a setting existed: its resolved config, which holds every default, lacks the setting.
+# What a run did that was begun before a setting existed: its resolved config, which holds every default, lacks the setting. Only
+# where today's default means something else.
 _BEFORE = {"data": {"special_tokens": "control"}}
 
 

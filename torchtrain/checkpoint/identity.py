@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from anchorline.errors import UserError
+from anchorline.settings import validate
 from torchtrain.checkpoint.manifest import Layout, Manifest, versions
 from torchtrain.config import Config, older_meaning
 
@@ -33,9 +34,10 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
         config: the resolved config that is to go on.
 
     Raises:
-        UserError: a setting that decides the numbers is another: says which, as it was and as it is.
+        UserError: a setting that decides the numbers is another: says which, as it was and as it is; or the first is not a config.
     """
-    found = differences(older_meaning(dict(was)), config.model_dump(mode="json"))
+    before = validate(Config, older_meaning(dict(was)), "the run's config")
+    found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     if changes := [change for change in found if not is_free(change[0])]:
         raise UserError(f"{_told(changes)}; undo that, or train anew with a run.folder of its own")
 

@@ -30,7 +30,8 @@ def flip(path: Path) -> None:
 def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(straight, run)
-    good = ["True checkpoint of step 4", "True checkpoint of step 6", "True metrics.jsonl", "True tokens"]
+    models = ["True exports/step-00000002", "True exports/step-00000004", "True model"]
+    good = ["True checkpoint of step 4", "True checkpoint of step 6", "True metrics.jsonl", *models, "True tokens"]
     assert findings(run) == good
     record = json.loads((run / "run.json").read_text())
     store = Path(record["config"]["data"]["cache"]) / "corpus" / record["corpus_fingerprint"]
@@ -38,11 +39,13 @@ def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
 
     flip(next((run / "checkpoints" / "step-00000004").glob("state-*")))
     flip(run / "metrics.jsonl")
+    flip(run / "model" / "model.safetensors")
     flip(store / TOKENS)
     bad = list(verify_folder(run))
-    assert [found.good for found in bad] == [False, True, False, False]
+    assert [found.good for found in bad] == [False, True, False, True, True, False, False]
     assert "its content has changed" in str(bad[0])
-    assert "tokens.bin: its content has changed" in str(bad[3])
+    assert "model.safetensors: its content has changed" in str(bad[5])
+    assert "tokens.bin: its content has changed" in str(bad[6])
     assert all(str(found).isprintable() for found in bad)
     flip(store / TOKENS)
     assert findings(store) == ["True tokens"]

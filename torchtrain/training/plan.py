@@ -159,7 +159,7 @@ def seconds_like(work: Work, run: Path, processes: int) -> float:
     steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
     if not steps:
         raise UserError(f"--measured {quoted(run)}: holds no run of two steps or more; give a run's folder")
-    had = read_json(run / "run.json", f"--measured {quoted(run)}", _MOST_BYTES).get("processes", 1)
+    had = read_json(run / "run.json", f"--measured {quoted(run)}").get("processes", 1)
     speeds: list[Any] = [event.get("flops_per_second") for event in steps]
     if not all(_is_positive(number) for number in (had, *speeds)):
         raise UserError(
