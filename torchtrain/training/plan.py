@@ -10,6 +10,7 @@ Memory is per GPU, for P weights on N processes, b bytes each:
 What `distributed.offload` keeps in host memory does not count for the GPU.
 """
 
+import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anchorline.errors import UserError
-from anchorline.files import read_json
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET, GATHERED
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _FLOAT32 = 4
-_MOST_BYTES = 1 << 28  # of a run's record
 
 
 @dataclass(frozen=True)
@@ -152,14 +151,16 @@ def seconds_like(work: Work, run: Path, processes: int) -> float:
     """Seconds of training at the FLOP/s per process that another run reached: the median of its steps but the first.
 
     Raises:
-        UserError: the folder holds no run of two steps or more, or a file of it is damaged.
+        UserError: the folder holds no run of two steps or more.
     """
-    steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
-    had = read_json(run / "run.json", _MOST_BYTES).get("processes", 1) if steps else 1
-    rate = statistics.median(event["flops_per_second"] for event in steps) if steps else 0.0
-    if not rate or not isinstance(had, int) or had < 1:
+    try:
+        steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
+        had = json.loads((run / "run.json").read_text(encoding="utf-8")).get("processes", 1)
+    except (OSError, ValueError, KeyError):
+        steps, had = [], 1
+    if not steps:
         raise UserError(f"--measured {run}: holds no run of two steps or more; give a run's folder")
-    rate /= had
+    rate = statistics.median(event["flops_per_second"] for event in steps) / had
     return work.flops / (rate * processes)
 
 
