@@ -153,7 +153,7 @@ GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="flash runs on this m
         ("data.cache=/dev/null/cache", "data.cache"),
         ("run.folder=/dev/null/run", "run.folder /dev/null/run: Not a directory; choose a folder that can be written"),
         ("run.folder=/proc/run", "run.folder /proc/run: "),
-        (f"run.folder=/tmp/{'x' * 300}", "File name too long; choose a folder that can be written"),
+        (f"run.folder=/tmp/{'x' * 300}", "file name too long; choose another"),
         pytest.param("model.attention=flash", "attention flash: needs a CUDA device", marks=GPU),
         pytest.param("model.attention=flex", "attention flex: no backward pass on cpu", marks=GPU),
     ],
@@ -295,7 +295,7 @@ def test_a_run_with_a_strangers_file_is_not_removed(call, tree):
     folder = Path(tree["run"]["folder"])
     assert call("train", "train.steps=2").exit_code == 0
     (folder / "notes.txt").write_text("mine")
-    assert "not recognised as a run" in one_line(call("train", "--replace"))
+    assert "holds notes.txt, which is not recognised as the run's" in one_line(call("train", "--replace"))
     assert (folder / "notes.txt").read_text() == "mine"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.tests import kills
 from torchtrain.tests.forks import PHASES, forks
 from torchtrain.tests.runs import Place, assert_same, make_place
 from torchtrain.training.metrics import read_metrics
@@ -71,3 +72,12 @@ def test_a_run_killed_again_and_again_gets_through(place, straight):
     first = [e for e in read_metrics(place.folder / "often" / "timing.jsonl") if e.get("resumed")]
     assert first
     assert all(e["since_start"] > e["seconds"] for e in first), "time to the first step after resuming"
+
+
+@pytest.mark.skipif(not kills.CAN, reason="needs strace")
+def test_runs_killed_at_counted_system_calls_end_the_same(place):
+    """A small, seeded part of benchmarks/soak.sh."""
+    killer = kills.Killer(place, seed=0)
+    runs = [killer.run(number, per_run=4) for number in (2, 5)]
+    assert [run.fault for run in runs] == [None, None]
+    assert sum(run.kills for run in runs) >= 2, "the calls that are drawn are made"

@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from anchorline.files import entries_of, remove, resolve
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
 from torchtrain.tests.run_fixtures import QUIET
-from torchtrain.tests.runs import assert_same, content
+from torchtrain.tests.runs import assert_same, content, unprivileged
 from torchtrain.training import folder as folder_module
 from torchtrain.training import loop
 from torchtrain.training.folder import RunFolder
@@ -590,6 +592,25 @@ def test_a_damaged_file_is_one_line_that_names_it(stopped, tmp_path, name, monke
     path.write_bytes(was)
     with pytest.raises(pytest.fail.Exception):
         resumed(run)
+
+
+@pytest.mark.parametrize("name", [".", *DAMAGED, "checkpoints", "checkpoints/step-00000004", "bad_steps", "exports"])
+def test_what_may_not_be_read_is_one_line(stopped, name, monkeypatch):
+    monkeypatch.setattr(loop, "set_up", lambda *_: pytest.fail("it went on"))
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is its user's alone
+        Path(folder).chmod(0o755)
+        run = Path(shutil.copytree(stopped, Path(folder) / "run"))
+        (run / "bad_steps").mkdir()
+        (run / "bad_steps" / "step-00000003.json").write_text('{"step": 3}')
+        for path in [run, *run.rglob("*")]:
+            os.chown(path, 65534, 65534)
+        config, mode = load_config(run / "config.yaml", [f"run.folder={run}"]), (run / name).stat().st_mode
+        (run / name).chmod(0)
+        with unprivileged():
+            for verb in (lambda: list(status_lines(run)), lambda: loop.resume(config, console=QUIET)):
+                with suppress(UserError, pytest.fail.Exception):
+                    verb()
+        (run / name).chmod(mode)
 
 
 def test_records_that_lack_something(stopped, tmp_path):

@@ -190,10 +190,10 @@ class _Step(_Losses):
 
 
 class _Speed(_Event):
-    step: _Count
-    seconds: Annotated[float, Field(ge=0, lt=1e9)]
-    tokens_per_second: Annotated[float, Field(ge=0)]
-    flops_per_second: Annotated[float, Field(ge=0)]
+    step: _Count = 0
+    seconds: Annotated[float, Field(ge=0, lt=1e9)] = 0.0
+    tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
+    flops_per_second: Annotated[float, Field(ge=0)] = 0.0
     mfu: float = 0.0
     memory_gib: float = 0.0
 

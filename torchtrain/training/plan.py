@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _FLOAT32 = 4
-_MOST_BYTES = 1 << 28  # of a run's record
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def _lines(folder: Path) -> Iterator[str]:
 
     events, timings = read_metrics(run.metrics), read_metrics(run.timing)
     steps = [event for event in events if event["event"] == "step"]
-    speeds = [event for event in timings if event["event"] == "step"]
+    speeds = [e for e in timings if e["event"] == "step" and {"seconds", "tokens_per_second"} <= e.keys()]
     done = steps[-1]["step"] if steps else 0
     yield f"steps      {done:,} of {total:,}"
     if steps and speeds:
