@@ -23,6 +23,8 @@ MOST_JSON = 1 << 26  # bytes: more than the settings of any model, and its token
 # What stands below a folder that a user names has paths this much longer, in bytes, at most.
 _ROOM_BELOW = 200
 _MOST_DEPTH = 64
+# A folder that cannot be removed and may stay: one that holds something, is a disk's root, or stands where we may not write.
+_STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class FileEntry(BaseModel):
@@ -286,7 +288,8 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(folder: Path, names: Iterable[str]) -> bool:
-    """Remove files of a folder, then the folders that are empty without them; nothing else, and nothing behind a link.
+    """Remove files of a folder, then the folders that are empty without them, as far as the system lets them go; nothing else, and
+    nothing behind a link.
 
     Args:
         folder: where they are.
@@ -316,6 +319,6 @@ def remove(folder: Path, names: Iterable[str]) -> bool:
         try:
             place.rmdir()
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            if error.errno not in _STAYS:
                 raise
     return not folder.exists()

@@ -303,7 +303,7 @@ def test_a_link_or_a_file_in_the_place_of_the_folder(call, tree, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     folder = Path(tree["run"]["folder"])
     folder.symlink_to(tmp_path / "elsewhere")
-    assert "exists and is no folder" in one_line(call("train", "--replace"))
+    assert f"{folder}: is a link" in one_line(call("train", "--replace"))
     folder.unlink()
     folder.write_text("a file")
     assert "exists and is no folder" in one_line(call("train", "--replace"))

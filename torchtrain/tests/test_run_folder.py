@@ -24,6 +24,7 @@ from torchtrain.training import folder as folder_module
 from torchtrain.training import loop
 from torchtrain.training.folder import RunFolder
 from torchtrain.training.status import status_lines
+from torchtrain.training.verify import verify_folder
 
 # --- where a run may stand --------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ def test_the_working_directory_is_never_replaced(fresh, monkeypatch):
         ("r" * 5000, "file name too long"),
         ("r/" * 2500, "file name too long"),
         ("r" * 256, "file name too long"),
-        ("~nobody-of-this-name/run", "there is no such user"),
+        ("~nobody-of-this-name/run", "~ stands for the folder of nobody here"),
         ("dangling/run", "is a link to what is not there"),
         ("dangling", "is a link to what is not there"),
         ("round/run", "is a link to what is not there"),
@@ -226,6 +227,38 @@ def test_replace_refuses_to_remove_what_the_run_is_made_of(fresh, done, place):
     assert tree_of(done) == before
 
 
+def test_what_a_run_is_made_of_stays_behind_links_and_after_a_removal_that_was_cut_short(fresh, done):
+    """A hub's cache holds links to files; and what --replace began to remove goes without it, too."""
+    train, here = fresh
+    (here / "cached").mkdir()
+    for path in (done / "model").iterdir():
+        (here / "cached" / path.name).symlink_to(path)
+    with pytest.raises(UserError, match=rf"model.source: {here}/cached/.* stands in run.folder {done}"):
+        train(done, f"model.source={here}/cached", "rope.theta=60000.0", replace=True)
+    (done / "run.json").rename(done / "run.json.deleted")
+    before = tree_of(done)
+    with pytest.raises(UserError, match=rf"model.source: {done}/model stands in run.folder {done}"):
+        train(done, f"model.source={done}/model", "rope.theta=60000.0")
+    assert tree_of(done) == before
+
+
+def test_a_folder_that_may_not_be_removed_takes_a_run(fresh, tmp_path):
+    """A disk of its own, or one that somebody made for us where we may not write."""
+    kept = tmp_path / "theirs" / "ours"
+    kept.mkdir(parents=True)
+    os.chown(kept, 65534, 65534)
+    kept.chmod(0o777)
+    (tmp_path / "theirs").chmod(0o555)
+    (kept / "x").touch()
+    for place in (tmp_path, *tmp_path.parents[:3]):
+        if place.stat().st_uid == os.geteuid():
+            place.chmod(place.stat().st_mode | 0o055)
+    with unprivileged():
+        assert not remove(kept, ["x"])
+    assert [*kept.iterdir()] == []
+    (tmp_path / "theirs").chmod(0o755)
+
+
 def test_replace_checks_again_at_the_moment_it_removes(fresh, done, monkeypatch):
     """While the model loads, a user lays something into the folder."""
     train, _ = fresh
@@ -333,6 +366,50 @@ def test_resume_refuses_checkpoints_that_are_out_of_reach(place, done, straight,
     assert tree_of(done) == before
     loop.resume(config, step=0, console=QUIET)
     assert_same_but(done, straight, "checkpoints.deleted")
+
+
+def test_resume_refuses_an_empty_folder_where_checkpoints_were(stopped, tmp_path):
+    """What a disk that is not mounted looks like; `timing.jsonl` need not be there to tell."""
+    run = Path(shutil.copytree(stopped, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    (run / "timing.jsonl").unlink()
+    before = tree_of(run)
+    with pytest.raises(UserError, match=r"checkpoints are gone, and there was one of step 2"):
+        resumed(run)
+    assert tree_of(run) == before
+
+
+def test_verify_sees_what_is_gone(done):
+    shutil.rmtree(done / "checkpoints")
+    (done / "checkpoints").mkdir()
+    (done / "outputs.json").unlink()
+    told = {found.what: found.said for found in verify_folder(done) if not found.good}
+    assert told["checkpoints"] == "are gone, and there was one of step 6"
+    assert "lists no model" in told["outputs.json"]
+
+
+def test_verify_does_not_depend_on_where_it_is_called(done, monkeypatch, tmp_path):
+    record = json.loads((done / "run.json").read_text())
+    record["config"]["data"]["cache"] = "cache"
+    (done / "run.json").write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path)
+    assert all(found.good for found in verify_folder(done))
+
+
+def test_a_model_that_is_forgotten_is_not_missed(done):
+    RunFolder(done).forget_after(2, 6)
+    assert [found for found in verify_folder(done) if not found.good] == []
+    assert list(RunFolder(done).listed_models()) == ["exports/step-00000002"]
+
+
+def test_status_tells_the_rest_of_a_damaged_run(done):
+    with (done / "timing.jsonl").open("a") as file:
+        file.write("null\n3\n[]\n")
+    lines = list(status_lines(done))
+    assert [line for line in lines if line.startswith("damaged") and "timing.jsonl: line" in line]
+    assert [line for line in lines if line.startswith("checkpoint step 6")]
+    assert [line for line in lines if line == f"model      {done}/model"]
 
 
 def assert_same_but(run: Path, straight: Path, name: str) -> None:

@@ -39,6 +39,7 @@ from torchtrain.checkpoint.manifest import versions
 from torchtrain.checkpoint.store import STEP, step_of
 from torchtrain.config import Config, dump_config
 from torchtrain.training.inventory import MODEL_FOLDER, TRANSFORMERS, Inventory, changed
+from torchtrain.training.metrics import last_saved, read_metrics
 from torchtrain.training.outputs import MODEL, Outputs
 
 _MADE_BY = "torchtrain train"
@@ -97,7 +98,7 @@ class RunFolder:
         own = os.path.realpath(self.path)
         if resolve("data.cache", cache).is_relative_to(own):
             raise UserError(f"data.cache {str(cache)!r}: stands in run.folder {self.path}; choose a folder outside it")
-        for field, path in sources:
+        for field, path in sources if self.path.is_dir() and any(self.path.iterdir()) else ():
             if Path(os.path.realpath(path)).is_relative_to(own):
                 raise UserError(
                     f"{field}: {path} stands in run.folder {self.path}; move it elsewhere, or choose another"
@@ -118,7 +119,12 @@ class RunFolder:
         if self.path == self.path.parent:
             raise UserError(f"run.folder {self.path}: is the root of all folders; choose one in it")
         if expanded(self.written).is_symlink() or (self.path.exists() and not self.path.is_dir()):
-            raise UserError(f"run.folder {self.path}: exists and is no folder; choose another")
+            what = (
+                f"{self.written}: is a link"
+                if expanded(self.written).is_symlink()
+                else f"{self.path}: exists and is no folder"
+            )
+            raise UserError(f"run.folder {what}; choose another, or write the folder itself")
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
         if self.record.exists() and not replace and self._is_run(self.record):
@@ -130,6 +136,9 @@ class RunFolder:
         if not ours and holder.is_file() and is_held(holder):
             raise UserError(at_work(holder))
         _, strange = self._take_inventory(None if holder == self._making else holder)
+        self._refuse_strange(strange)
+
+    def _refuse_strange(self, strange: list[str]) -> None:
         if strange:
             raise UserError(
                 f"run.folder {self.path}: holds {one_line(strange[0])}, which is not recognised as the run's; "
@@ -161,8 +170,8 @@ class RunFolder:
                         os.replace(self.record, self._removing)
                         sync(self.path)
                     self._remove_rest()
+                write_file(self.config, dump_config(config).encode())
                 try:
-                    write_file(self.config, dump_config(config).encode())
                     write_all(handle, (json.dumps(content, indent=2) + "\n").encode())
                     os.rename(self._making, self.record)
                 except BaseException:
@@ -184,7 +193,7 @@ class RunFolder:
     def _remove_rest(self) -> None:
         """Remove all that is a run's own of what is there but what is being made, the record last."""
         own, strange = self._take_inventory(self._removing if os.path.lexists(self._removing) else None)
-        assert not strange, strange
+        self._refuse_strange(strange)  # what came since it was looked at
         last = (self._making.name, self._removing.name, self.outputs.name)  # by these the others are known
         remove(self.path, (name for name in own if name not in last))
         self.outputs.unlink(missing_ok=True)
@@ -225,6 +234,19 @@ class RunFolder:
         if type(steps) is not int or not 0 < steps < 2**63 or not isinstance(identity, dict):
             raise UserError(f"{self.record}: is damaged: it lacks the config or the identity of its run; put it back")
         return content
+
+    def last_saved(self) -> int | None:
+        """Return the last step that was saved, by `timing.jsonl`; without it, one that must have been, by `metrics.jsonl` and the
+        config; None if there was none.
+
+        Raises:
+            UserError: one of the files is damaged.
+        """
+        if self.timing.exists():
+            return last_saved(read_metrics(self.timing))
+        every = self.check_run()["config"].get("save", {}).get("every", 0)
+        done = max((event["step"] for event in read_metrics(self.metrics) if event["event"] == "step"), default=0)
+        return every if every and done > every else None
 
     def check_shared(self, record: FileEntry) -> None:
         """Check that this rank sees the run that rank 0 does.
@@ -325,6 +347,17 @@ class RunFolder:
             return self.model.is_dir() and changed(self.model, outputs.models.get(MODEL, {}), whole=False) is None
         return not _is_listed(_read(self.record)) and self.plot.is_file() and is_whole(self.model)
 
+    def listed_models(self) -> dict[str, dict[str, FileEntry]]:
+        """Return the files of each exported folder, by its path in the run's.
+
+        Raises:
+            UserError: `outputs.json` is damaged, or gone though a model stands there.
+        """
+        models = Outputs.read(self.outputs).models
+        if not models and os.path.lexists(self.model) and _is_listed(_read(self.record)):
+            raise UserError(f"{self.outputs}: lists no model, and {self.model} is there")
+        return models
+
     def check_model(self) -> None:
         """Check every byte of the trained model of a run that is finished.
 
@@ -406,8 +439,12 @@ class RunFolder:
 
     def _discard(self, folder: Path) -> None:
         """Remove an export. It loses its name first, so that a crash never leaves a part of it under that name."""
-        files = Outputs.read(self.outputs).models.get(self._name(folder))
-        self._remove(set_aside(folder), files, by_name=not _is_listed(_read(self.record)))
+        outputs, name = Outputs.read(self.outputs), self._name(folder)
+        files = outputs.models.get(name)
+        aside = set_aside(folder)
+        self._remove(aside, files, by_name=not _is_listed(_read(self.record)))
+        if name in outputs.models:
+            outputs.write(self.outputs, models={of: held for of, held in outputs.models.items() if of != name})
 
     def _remove(self, folder: Path, files: Mapping[str, FileEntry] | None, by_name: bool) -> None:
         """Remove what is the run's of a folder that no longer counts: what is listed and is what it was; else, of a run without

@@ -5,6 +5,7 @@ begins and for one that goes on: `resume` only takes up a state first.
 """
 
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from torchtrain.training.finite import check_finite
 from torchtrain.training.flops import FlopCounter, peak_flops
 from torchtrain.training.folder import RunFolder
 from torchtrain.training.guard import Guard
-from torchtrain.training.metrics import NOTHING, MetricsFile, check_beginning, last_saved, read_metrics, rewind
+from torchtrain.training.metrics import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
 from torchtrain.training.report import Display, plot, step_status, tell_tokenising
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.session import Session, layout_of, memory_gib
@@ -117,12 +118,12 @@ class _Run:
         with self.world.together():
             self._check()
             if self.leads:
-                self.folder.check(replace, self.config.data.cache, _local_sources(self.config) if replace else ())
+                self.folder.check(replace, self.config.data.cache, _local_sources(self.config))
         setup = self._set_up()
         with ExitStack() as held:
             with self.world.together():
                 if self.leads:
-                    sources = _local_sources(self.config) if replace else ()
+                    sources = _local_sources(self.config)
                     held.enter_context(self.folder.create(self.config, setup.record, replace, sources))
             self._see_folder()
             return self._train(setup, None)
@@ -182,7 +183,7 @@ class _Run:
 
     def _check_not_gone(self, checkpoints: Checkpoints) -> None:
         """Check that there are checkpoints where there were some: their disk may not be mounted."""
-        if not checkpoints.steps() and (saved := last_saved(read_metrics(self.folder.timing))) is not None:
+        if not checkpoints.steps() and (saved := self.folder.last_saved()) is not None:
             raise UserError(
                 f"{checkpoints.folder}: its checkpoints are gone, and there was one of step {saved}; mount their disk or put them "
                 f"back, or begin anew: torchtrain resume {self.folder.path} --step 0"
@@ -359,12 +360,19 @@ def steps(
 
 def _local_sources(config: Config) -> Iterator[tuple[str, Path]]:
     """Yield what of this machine's files a run is made of, with the field that names it."""
-    yield "model.source", expanded(config.model.source)
+    yield from _with_links("model.source", expanded(config.model.source))
     for number, source in enumerate(config.data.sources):
         if source.files is not None:
             yield from ((f"data.sources.{number}.files", path) for path in find_files(source.files))
         elif source.dataset is not None:
-            yield f"data.sources.{number}.dataset", expanded(source.dataset)
+            yield from _with_links(f"data.sources.{number}.dataset", expanded(source.dataset))
+
+
+def _with_links(field: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield a folder and what links lead out of it: a hub's cache holds nothing else."""
+    yield field, folder
+    for place, folders, names in os.walk(folder):
+        yield from ((field, path) for name in (*folders, *names) if (path := Path(place, name)).is_symlink())
 
 
 def _check_held_out(losses: HeldOut, step: int) -> None:

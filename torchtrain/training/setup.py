@@ -139,6 +139,7 @@ def set_up(
         "identity": identity,
         "model_origin": _origin(source),
         "corpus_fingerprint": store.fingerprint,
+        "corpus_folder": str(store.folder.resolve()),
         "corpus": {
             "domains": [asdict(summary) for summary in store.summaries],
             "sources": [asdict(count) for count in store.sources],

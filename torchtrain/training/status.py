@@ -22,7 +22,7 @@ def status_lines(folder: Path) -> Iterator[str]:
     """Yield a line for each thing that is known of a run.
 
     Raises:
-        UserError: the folder holds no run, or a file of it cannot be read or is damaged: names it.
+        UserError: the folder holds no run, or its record is damaged. Of other damaged files a line says so.
     """
     try:
         yield from _lines(folder)
@@ -39,7 +39,12 @@ def _lines(folder: Path) -> Iterator[str]:
     state = "at work" if at_work else "finished" if finished else "interrupted"
     yield f"run        {run.path}: {state}"
 
-    events, timings = read_metrics(run.metrics), read_metrics(run.timing)
+    events, timings = [], []
+    for held, path in ((events, run.metrics), (timings, run.timing)):
+        try:
+            held += read_metrics(path)
+        except UserError as error:
+            yield f"damaged    {error}"
     steps = [event for event in events if event["event"] == "step"]
     speeds = [e for e in timings if e["event"] == "step" and {"seconds", "tokens_per_second"} <= e.keys()]
     done = steps[-1]["step"] if steps else 0
@@ -55,7 +60,12 @@ def _lines(folder: Path) -> Iterator[str]:
             yield f"held out   loss {loss} after step {event['step']:,}"
 
     checkpoints = Checkpoints(run.checkpoints)
-    for step in checkpoints.steps():
+    try:
+        saved = checkpoints.steps()
+    except UserError as error:
+        saved = []
+        yield f"damaged    {error}"
+    for step in saved:
         word = "" if checkpoints.looks_good(step) else ", damaged"
         yield f"checkpoint step {step:,}{word}"
     for path in sorted(run.bad_steps.glob("step-*.json")):

@@ -11,7 +11,6 @@ from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.store import HEADER, TokenStore
 from torchtrain.training.folder import RunFolder
-from torchtrain.training.outputs import Outputs
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,22 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
 
 def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
     checkpoints = Checkpoints(run.checkpoints)
-    steps = checkpoints.steps()
+    steps: list[int] = []
+    yield from _bad("checkpoints", lambda: steps.extend(checkpoints.steps()))
+    if not steps:
+        yield from _bad("checkpoints", lambda: _check_none_was_saved(run))
     for step in steps:
         yield _checked(f"checkpoint of step {step}", lambda step=step: _checkpoint(checkpoints, step))
     if steps:
         yield _checked(run.metrics.name, lambda: _metrics(run, checkpoints.path(steps[-1])))
-    for name, files in Outputs.read(run.outputs).models.items():
+    models: dict[str, dict[str, FileEntry]] = {}
+    yield from _bad("outputs.json", lambda: models.update(run.listed_models()))
+    for name, files in models.items():
         yield _checked(name, lambda name=name, files=files: _model(run.path / name, files))
     tokens, cache = _held(record, "corpus_fingerprint"), _held(record, "config", "data", "cache")
     if isinstance(tokens, str) and isinstance(cache, str):
-        place = expanded(cache) / "corpus" / tokens
+        held = _held(record, "corpus_folder")
+        place = Path(held) if isinstance(held, str) else expanded(cache).absolute() / "corpus" / tokens
         yield _checked(f"tokens {quoted(place)}", lambda: _store(place, _held(record, "identity", "tokens", "sha256")))
     else:
         yield Finding(run.record.name, False, "does not say which tokens the run was trained on")
@@ -71,6 +76,18 @@ def _held(record: Any, *keys: str) -> Any:
     return record
 
 
+def _bad(what: str, check: Callable[[], object]) -> Iterator[Finding]:
+    """Yield a finding only if there is something wrong."""
+    found = _checked(what, lambda: str(check()))
+    if not found.good:
+        yield found
+
+
+def _check_none_was_saved(run: RunFolder) -> None:
+    if (step := run.last_saved()) is not None:
+        raise UserError(f"are gone, and there was one of step {step}")
+
+
 def _checked(what: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(what, True, check())
@@ -81,6 +98,8 @@ def _checked(what: str, check: Callable[[], str]) -> Finding:
 
 
 def _store(folder: Path, sha256: Any = None) -> str:
+    if not folder.exists():
+        raise UserError("are not there; a resumed run makes them anew from data.sources")
     store = TokenStore.open(folder)
     store.verify()
     if sha256 is not None and store.sha256 != sha256:
