@@ -67,5 +67,7 @@ class Outputs(BaseModel):
         """
         for name, value in changes.items():
             setattr(self, name, value)
-        self.models = dict(sorted(self.models.items()))  # a model that was forgotten and made again leaves the same bytes
+        self.models = dict(
+            sorted(self.models.items())
+        )  # a model that was forgotten and made again leaves the same bytes
         replace_file(path, (self.model_dump_json(indent=1) + "\n").encode())
