@@ -89,7 +89,11 @@ def test_ci_covers_what_it_promises():
         ("- a", [], "expected sections such as `title:`"),
         ("title: t\ntitle: u", [], "stands twice"),
         ("title: t\nmatrix: [{}]", ["matrix.1.tokens=40"], "'1' is no index"),
-        ("title: t\nmatrix: [{}]", ["matrix.0.tokens=4"], "tokens: 4: Input should be greater than or equal to 32"),
+        (
+            "title: t\nmatrix: [{}]",
+            ["matrix.0.tokens=4"],
+            "matrix.0.tokens.0: 4: Input should be greater than or equal to 32",
+        ),
     ],
 )
 def test_a_mistake_in_a_configuration_is_named(tmp_path, text, overrides, says):

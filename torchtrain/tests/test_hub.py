@@ -52,7 +52,7 @@ def test_a_hub_that_never_answers_is_one_line(silent_hub, streaming, tmp_path, m
     assert message.isprintable()
 
 
-@pytest.mark.parametrize("name", ["./missing", "/no/such/place", "a/b/c", "x" * 5000, "a b"])
+@pytest.mark.parametrize("name", ["./missing", "/no/such/place", "a/b/c", "x" * 1000, "a b"])
 def test_a_path_that_is_not_there_does_not_go_to_the_hub(silent_hub, name):
     with pytest.raises(
         UserError, match=r"there is no such folder \(from .*\), and a hub id is a name such as owner/set"

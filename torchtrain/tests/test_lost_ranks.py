@@ -38,9 +38,11 @@ def test_a_dead_process_stops_the_other_and_the_run_goes_on(place, straight_on_t
 def test_a_process_that_fails_alone_speaks_alone(place):
     """Its traceback is what matters; the other, which waits for it in a collective, leaves in silence."""
     fault: dict[str, Any] = {"at": "gradient", "nth": 2, "rank": 1, "error": "CUDA out of memory"}
-    assert place.train("fails", *TWO, processes=2, set=QUICK, **fault) == [1, 1]
-    assert place.last_line("fails") == "RuntimeError: CUDA out of memory"
-    assert "torchtrain: " not in place.log("fails")
+    assert place.train("fails", *TWO, processes=2, set=QUICK, **fault) == [1, 70]
+    assert "\nRuntimeError: CUDA out of memory\n" in place.log("fails")
+    told = [line for line in place.log("fails").splitlines() if line.startswith("torchtrain: ")]
+    assert len(told) == 1
+    assert "bug" in told[0]
 
 
 def test_a_full_disk_of_one_process_is_one_line(place):
