@@ -167,11 +167,15 @@ def tiny_model(family: str) -> Any:
     """A random model of a family in float64, attention by eager."""
     config = tiny_config(family)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        parameters = sum(
+            p.numel() for p in AutoModelForCausalLM.from_config(config, trust_remote_code=False).parameters()
+        )
     if parameters > _LARGEST:
         raise ValueError(f"{parameters:,} parameters: a size in its config has a name that the sweep does not know")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, attn_implementation="eager", trust_remote_code=False
+    )
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
     with torch.no_grad():
