@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import transformers.models.llama.modeling_llama as llama
-import typer
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from anchorline.command import Leave
 from anchorline.errors import UserError
 from jaxref.study import smollm2
 from jaxref.study.conditions import CONDITIONS
@@ -229,7 +229,7 @@ def test_an_error_or_an_interrupt_stops_every_pass():
     for at_layer, error in ((broken, OSError), (interrupted, KeyboardInterrupt)):
         with pytest.raises(error):
             side_by_side(model, one.ids, one.positions + SHIFTS, at_layer)
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
         assert model.config._attn_implementation == "sdpa"
     assert seen[0] == 0
 
@@ -344,10 +344,10 @@ def test_a_mistake_is_one_line_and_marks_no_folder(given, tmp_path, monkeypatch,
         assert line == "study: --implementation: 'flash_attention_2' does not run here: not installed; give another\n"
 
     monkeypatch.setattr(study, "shift_samples", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(typer.Exit) as exit_:
+    with pytest.raises(Leave) as left:
         main(given.file, given.where, "sdpa", "bfloat16", out)
-    assert exit_.value.exit_code == 130
-    assert capsys.readouterr().err == "study: interrupted; finished sequences are kept, and the same command goes on\n"
+    assert left.value.code == 130
+    assert str(left.value) == "interrupted; finished sequences are kept, and the same command goes on"
 
 
 def test_the_gguf_is_read_as_transformers_reads_it():
