@@ -93,7 +93,7 @@ def _half(path: Path, content: bytes) -> None:
 # Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes before).
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "folder": ("torchtrain.training.folder", "commit", _die, False),
-    "gradient": ("torchtrain.training.loop", "accumulate", _die, True),
+    "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
     "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
     "state": ("torchtrain.checkpoint.fragments", "write_file", _half, False),

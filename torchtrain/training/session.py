@@ -16,13 +16,13 @@ from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
-from torchtrain.training.engine import Engine
 from torchtrain.training.evaluate import HeldOut
 from torchtrain.training.export import export
 from torchtrain.training.folder import RunFolder
 from torchtrain.training.guard import Guard
 from torchtrain.training.metrics import MetricsFile
 from torchtrain.training.setup import Setup
+from torchtrain.training.strategy import Strategy
 
 
 class Session:
@@ -32,7 +32,7 @@ class Session:
         config: the run's.
         folder: the run's.
         setup: model and rows.
-        engine: holds the state.
+        strategy: holds the state.
         metrics, timing: the two files; the first is part of what is saved.
         say: takes one line at a time.
     """
@@ -42,14 +42,14 @@ class Session:
         config: Config,
         folder: RunFolder,
         setup: Setup,
-        engine: Engine,
+        strategy: Strategy,
         metrics: MetricsFile,
         timing: MetricsFile,
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._folder, self._setup, self._engine = config, folder, setup, engine
+        self._config, self._folder, self._setup, self._strategy = config, folder, setup, strategy
         self._metrics, self._timing, self._say = metrics, timing, say
-        self._leads = engine.world.rank == 0
+        self._leads = strategy.world.rank == 0
         self.checkpoints = Checkpoints(folder.checkpoints)
         self.step, self.tokens_seen = 0, 0
         self.before: HeldOut | None = None
@@ -57,8 +57,8 @@ class Session:
         self._saved: int | None = None
 
     def take_up(self, manifest: Manifest) -> None:
-        """Give engine, counters and generators what a checkpoint holds."""
-        self.checkpoints.load(state_of(self._engine), manifest, self._engine.world)
+        """Give strategy, counters and generators what a checkpoint holds."""
+        self.checkpoints.load(state_of(self._strategy), manifest, self._strategy.world)
         progress = manifest.progress
         self.step, self.tokens_seen = progress.step, progress.tokens_seen
         self._saved = progress.step
@@ -91,8 +91,8 @@ class Session:
         if self.saved:
             return
         started = time.perf_counter()
-        world = self._engine.world
-        state = state_of(self._engine)
+        world = self._strategy.world
+        state = state_of(self._strategy)
         updates = state.updates
 
         def manifest(files: dict[str, FileEntry]) -> Manifest:
@@ -127,11 +127,11 @@ class Session:
         Raises:
             UserError: it cannot be written. Nothing of it is left.
         """
-        world = self._engine.world
+        world = self._strategy.world
         if world.from_first(target.is_dir()):
             return
         started = time.perf_counter()
-        weights = self._engine.weights()
+        weights = self._strategy.weights()
         with world.together():
             if self._leads:
                 partial = target.with_name(target.name + PARTIAL)
