@@ -19,8 +19,8 @@ import torchtrain
 from jaxref.loss import mean_and_gradients
 from jaxref.optim import adamw, step
 from jaxref.rounding import preset
-from parity_tests.layers import oracle_of, preset_name
 from parity_tests.models import packed_batch, tiny_model
+from parity_tests.oracle import oracle_of, preset_name
 from parity_tests.tolerance import Verdict, judge
 from torchtrain.tests import distributed_worker as worker
 from torchtrain.tests.forks import forks

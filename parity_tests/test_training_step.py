@@ -8,8 +8,8 @@ import torchtrain
 from jaxref.loss import mean_and_gradients
 from jaxref.optim import adamw, step
 from jaxref.rounding import preset
-from parity_tests.layers import oracle_of, preset_name
 from parity_tests.models import FAMILIES, packed_batch, tiny_model
+from parity_tests.oracle import oracle_of, preset_name
 from parity_tests.tolerance import judge
 from torchtrain.config import TrainConfig
 from torchtrain.training.optimizer import Optimizer

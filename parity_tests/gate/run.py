@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 from anchorline.errors import UserError
 from parity_tests.gate.case import run_case
 from parity_tests.gate.material import TINY, source
-from parity_tests.gate.oracle import forget
 from parity_tests.gate.spec import CaseSpec, GateConfig, expand
+from parity_tests.gate.truth import forget
 from parity_tests.report.html import render
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import Case, Environment, Report, write_report

@@ -26,10 +26,12 @@ from torchtrain.config import PackConfig
 Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
 Engine = Literal["dense", "sdpa", "flex", "flash"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["constant", "linear", "cosine"]
 
 STAGES: tuple[Group, ...] = get_args(Group)
 # Float32 holds every whole number below this, and RoPE takes positions in float32.
 _POSITIONS = 2**24
+STEPS = 20  # of a trajectory
 
 
 class _Strict(BaseModel):
@@ -48,6 +50,9 @@ class CaseSpec(_Strict):
     dtype: Dtype = "float32"
     tokens: int = Field(default=53, ge=32, description="of a row; the default is no multiple of any block")
     position_offset: int = Field(default=0, ge=0, description="added to every position")
+    schedule: Schedule = Field(default="constant", description="of the learning rate in step and trajectory")
+    warmup_steps: int = Field(default=0, ge=0, le=STEPS, description=f"of the {STEPS} steps of a trajectory")
+    ranks: int = Field(default=1, ge=1, le=8, description="that share a step, each with rows of its own")
     seed: int = Field(default=0, ge=0, description="of random weights, tokens and the interleaving")
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
     against: str | None = Field(default=None, description="the model whose config and weights the oracle takes instead")
@@ -69,7 +74,9 @@ class CaseSpec(_Strict):
         """The case's name in every report; fit for a file name."""
         model = self.model if self.against in (None, self.model) else f"{self.model}+against+{self.against}"
         parts = [model, self.variant, self.rope, self.engine, self.dtype, f"t{self.tokens}"]
-        parts += [f"o{self.position_offset}"] * bool(self.position_offset) + [f"s{self.seed}"]
+        parts += [f"o{self.position_offset}"] * bool(self.position_offset)
+        parts += [self.schedule] * (self.schedule != "constant") + [f"w{self.warmup_steps}"] * bool(self.warmup_steps)
+        parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"s{self.seed}"]
         return "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
 
     @property
@@ -77,6 +84,9 @@ class CaseSpec(_Strict):
         """What to type to run this case alone."""
         names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
         given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
+        for name in ("schedule", "warmup_steps", "ranks"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                given[name] = str(getattr(self, name))
         options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
         return shlex.join(["parity", "run", *options, "--stages", ",".join(self.stages)])
 
@@ -91,6 +101,9 @@ class Entry(_Strict):
     dtype: list[Dtype] = Field(default=["float32"], min_length=1)
     tokens: list[int] = Field(default=[53], min_length=1)
     position_offset: list[int] = Field(default=[0], min_length=1)
+    schedule: list[Schedule] = Field(default=["constant"], min_length=1)
+    warmup_steps: list[int] = Field(default=[0], min_length=1)
+    ranks: list[int] = Field(default=[1], min_length=1)
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
 
     @field_validator("*", mode="before")
