@@ -16,9 +16,9 @@ from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.material import train_of
 from parity_tests.gate.spec import CaseSpec
-from parity_tests.gate.truth import OracleArrays, oracle_side, preset_of
+from parity_tests.gate.truth import OracleArrays, oracle_side
 from parity_tests.gate.words import describe
-from parity_tests.oracle import Arrays, adamw_of
+from parity_tests.oracle import Arrays, adamw_of, preset_name
 from parity_tests.report.schema import Case, Divergence, Group, Measure, Profile
 from parity_tests.tolerance import judge
 
@@ -56,7 +56,7 @@ def empty_case(spec: CaseSpec) -> Case:
     return Case(
         id=spec.id,
         **{name: getattr(spec, name) for name in fields},
-        preset=preset_of(spec),
+        preset=preset_name(spec.engine, spec.dtype),
         command=spec.command,
         seconds=0.0,
     )

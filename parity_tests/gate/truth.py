@@ -67,7 +67,7 @@ def oracle_side(spec: CaseSpec) -> OracleArrays:
     truth: Arrays = {}
     reference: Arrays = {}
     for stage in spec.stages:
-        for arrays, name in ((truth, "exact"), (reference, preset_of(spec))):
+        for arrays, name in ((truth, "exact"), (reference, preset_name(spec.engine, spec.dtype))):
             if stage == "trajectory":
                 arrays |= _trajectory(key, name, spec.schedule, spec.warmup_steps)
             elif stage in run:
@@ -82,11 +82,6 @@ def forget() -> None:
     """Drop everything remembered: a real model's arrays fill memory."""
     for remembered in (_decoder, _layout, _forward, _loss, _gradients, _trajectory):
         remembered.cache_clear()
-
-
-def preset_of(spec: CaseSpec) -> str:
-    """The rounding preset of a case: `dense` rounds like transformers' eager, the others like FlashAttention-2."""
-    return preset_name(spec.engine, spec.dtype)
 
 
 @cache
