@@ -119,7 +119,7 @@ def test_rope_of_a_config(jaxref, tmp_path):
         ("rope --position 99999999999999999999", "position: 99999999999999999999; give one from 0 to 16777216"),
         ("rope --position far", "Invalid value for '--position'"),
         ("rope --head-dim 7", "head_dim: 7; RoPE rotates pairs"),
-        ("rope --config {tmp}/config.json", "config: no such file or directory ({tmp}/config.json)"),
+        ("rope --config {tmp}/config.json", "config: {tmp}/config.json: no such file or directory"),
         ("rope --config {tmp}/list.json", "config: {tmp}/list.json holds no values by name, but a list"),
         ("rope --config {tmp}/broken.json", "config: {tmp}/broken.json is not JSON"),
         ("rope --config {tmp}/list.json --theta 5", "config: it says theta, type, factor, original and head_dim"),
