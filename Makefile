@@ -4,6 +4,9 @@ BIN := .venv/bin
 # Python compiles what is imported, when it is; pip would compile everything (--no-compile), for most of a minute.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 
+# Containers tend to set it, and every process would compile all that it imports: 5 of its first 8 seconds, measured.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup train test gate readers families check format lock clean
 
 help:  ## list the targets

@@ -272,19 +272,22 @@ def commit(partial: Path, final: Path) -> None:
     sync(final.parent)
 
 
+def name_aside(folder: Path) -> Path:
+    """Return the name under which a folder no longer counts, and which nothing has."""
+    names = (f"{folder.name}{DELETED}" + (f"-{number}" if number else "") for number in itertools.count())
+    return next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+
+
 def set_aside(folder: Path) -> Path:
-    """Rename a folder so that it no longer counts, to a name that nothing has; return it.
+    """Rename a folder so that it no longer counts (`name_aside`); return the name.
 
     Raises:
         OSError: what the system says.
     """
-    for number in itertools.count():
-        aside = folder.with_name(f"{folder.name}{DELETED}" + (f"-{number}" if number else ""))
-        if not os.path.lexists(aside):
-            os.rename(folder, aside)
-            sync(folder.parent)
-            return aside
-    raise AssertionError
+    aside = name_aside(folder)
+    os.rename(folder, aside)
+    sync(folder.parent)
+    return aside
 
 
 def remove(folder: Path, names: Iterable[str]) -> bool:

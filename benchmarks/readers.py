@@ -26,19 +26,35 @@ from torchtrain.tests.readers import CASES, LENGTH, environment, export_case, re
 FAMILIES = ("llama", "qwen3")
 BEGIN, END = "<!-- made by benchmarks/readers.py -->", "<!-- end -->"
 
-# Read, not run: the sources of vLLM's main branch after 0.24 (vllm/transformers_utils/config.py,
-# vllm/model_executor/layers/rotary_embedding) and, for lengths, `_get_and_verify_max_len` of vllm/config.
+# Read, not run: the source distribution of vLLM 0.33.0 (vllm/transformers_utils/config.py, `get_rope` and its classes in
+# vllm/model_executor/layers/rotary_embedding, `_get_and_verify_max_len` of vllm/config/model.py), and where a version is named,
+# those of 0.11 to 0.32 in which it changes.
 VLLM_READ = {
     "theta raised": ("same", "same", "same", "same"),
     "ntk": ("same", "same", "same", "same"),
     "linear": ("same", "same", "4 times: set --max-model-len", "same"),
-    "dynamic": ("same", "at every length", "2 times: set --max-model-len", "another model: see its note"),
+    "dynamic": (
+        "same",
+        "none; at every length before 0.22",
+        "2 times: set --max-model-len",
+        "same up to its length; another model before 0.22",
+    ),
     "yarn": ("same", "same", "same", "same"),
-    "yarn, factor 8": ("same", "same", "2 times: set --max-model-len", "same"),
-    "yarn, all given": ("same", "attention_factor: not in older ones", "same", "another model in older ones"),
+    "yarn, factor 8": ("same", "same", "same; 2 times before 0.30", "same"),
+    "yarn, all given": ("same", "same; no attention_factor before 0.30", "same", "same; another model before 0.30"),
     "llama3": ("same", "same", "same", "same"),
-    "longrope": ("same", "long factors at every length", "same", "same beyond the original length"),
-    "longrope, factor 8": ("same", "attention factor from the lengths", "same", "another model: see its note"),
+    "longrope": (
+        "same",
+        "long factors where the served length is beyond the original one",
+        "the original one (from 0.12): set --max-model-len",
+        "same beyond the original length",
+    ),
+    "longrope, factor 8": (
+        "same",
+        "as longrope; attention factor from the lengths",
+        "the original one (from 0.12): set --max-model-len",
+        "another model: see its note",
+    ),
 }
 
 CONVERT = """
@@ -87,7 +103,7 @@ def main() -> None:
             title = f"llama.cpp's GGUF by its converter ({arguments.llama_cpp_version}), converter run"
             parts.append(_table(title, ours["version"], rows))
         rows = [(("llama", case), VLLM_READ[case]) for case in CASES]
-        parts.append(_table("vLLM after 0.24, only read", ours["version"], rows))
+        parts.append(_table("vLLM 0.33.0, read and not run", ours["version"], rows))
     text = "\n\n".join(parts)
     print(text)
     if arguments.write:

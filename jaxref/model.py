@@ -37,7 +37,7 @@ Taps = dict[str, jax.Array]
 class Embedding(nnx.Module):
     """A table [V, M]; `__call__` takes ids [B, T] to rows [B, T, M]."""
 
-    def __init__(self, size: int, width: int, rngs: nnx.Rngs):
+    def __init__(self, size: int, width: int, rngs: nnx.Rngs | None):
         self.weight = _normal(rngs, (size, width))
 
     def __call__(self, ids: jax.Array, rounding: Rounding) -> jax.Array:
@@ -48,7 +48,7 @@ class Embedding(nnx.Module):
 class Linear(nnx.Module):
     """y = x W^T (+ b), W stored [O, N] as torch stores it. The bias joins the sum before its one rounding, as in torch's addmm."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, bias: bool, rngs: nnx.Rngs | None):
         self.weight = _normal(rngs, (outputs, inputs))
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32)) if bias else None
 
@@ -77,7 +77,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections, the norms of Qwen 3, rotation, attention, output projection."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
         width, head_dim = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim
@@ -125,7 +125,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)): SwiGLU. All five results are rounded at the site `mlp`."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
         width, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = Linear(width, inner, False, rngs)
         self.up_proj = Linear(width, inner, False, rngs)
@@ -143,7 +143,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -176,9 +176,11 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A whole model. A fresh one has transformers' initialisation in float32: N(0, 0.02), norms 1, biases 0."""
+    """A whole model. A fresh one has transformers' initialisation in float32: N(0, 0.02), norms 1, biases 0; without `rngs`, for
+    who sets them all, the random ones are 0.
+    """
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs)
         self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_hidden_layers)])
@@ -285,7 +287,9 @@ def _carried(parameter: jax.Array, rounding: Rounding) -> jax.Array:
     return parameter.astype(rounding.dtype)
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...]) -> nnx.Param:
+def _normal(rngs: nnx.Rngs | None, shape: tuple[int, ...]) -> nnx.Param:
+    if rngs is None:
+        return nnx.Param(jnp.zeros(shape, jnp.float32))
     return nnx.Param(INITIALIZER_RANGE * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 

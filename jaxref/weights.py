@@ -113,7 +113,7 @@ def save_hf(folder: str | Path, decoder: Decoder) -> None:
 
 def _abstract(config: DecoderConfig) -> Decoder:
     """A decoder of shapes, which costs nothing."""
-    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Decoder(config, None))
 
 
 def _named(state: nnx.State) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 MOST_LINE_BYTES = 1 << 28
 _MOST_NAMES = 1_000_000
 _MOST_DEPTH = 100
-_ROWS_AT_A_TIME = 256
+ROWS_AT_A_TIME = 256
 
 
 class BadItemError(Exception):
@@ -168,7 +168,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, file)
     elif path.suffix == ".zst":
         arrow = import_arrow(path)
-        # pyarrow's reader and not zstandard's, which takes a file that is cut off for one that ends.
+        # pyarrow's reader: it comes with datasets, and tells of a file that is cut off.
         with arrow.OSFile(str(path)) as raw, arrow.CompressedInputStream(raw, "zstd") as content:
             yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
     else:
@@ -195,8 +195,8 @@ def _parquet_items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, An
                     raise UserError(
                         f"data.sources: {quoted(path)} has no column {quoted(field)}; it has {known}: set {setting}"
                     )
-            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
-                for item in _rows(batch):
+            for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
+                for item in rows_of(batch):
                     number += 1
                     yield f"{path}: row {number}", item
     except (arrow.ArrowException, OSError) as error:
@@ -204,7 +204,7 @@ def _parquet_items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, An
         raise UserError(f"data.sources: {quoted(path)} cannot be read after row {number}: {reason}") from None
 
 
-def _rows(batch: Any) -> list[Any]:
+def rows_of(batch: Any) -> list[Any]:
     """Return the rows of a RecordBatch as dicts. A value that Python cannot hold must cost its row only: a string that is not
     UTF-8, which Arrow does not check, or a time before the year 1.
     """
@@ -214,7 +214,7 @@ def _rows(batch: Any) -> list[Any]:
         if len(batch) == 1:
             reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error}"
             return [BadItemError(reason)]
-        return [row for i in range(len(batch)) for row in _rows(batch.slice(i, 1))]
+        return [row for i in range(len(batch)) for row in rows_of(batch.slice(i, 1))]
 
 
 def import_arrow(what: object) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from anchorline.errors import UserError, one_line, quoted
 from torchtrain.config import Source
-from torchtrain.data.files import missing_datasets
+from torchtrain.data.files import ROWS_AT_A_TIME, missing_datasets, rows_of
 
 _SECONDS = 10.0  # the hub has to answer, once
 _MOST_ID = 96  # characters of an id on the hub
@@ -35,8 +35,11 @@ def dataset_items(source: Source) -> Iterator[tuple[str, Any]]:
             rows = datasets.load_dataset(
                 source.dataset, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
             )
-        for number, item in enumerate(rows, start=1):
-            yield f"{source.dataset} [{source.split}] record {number}", item
+        # As Arrow has them: of a string that is not UTF-8, datasets' own rows would raise for all that follow it.
+        for table in rows.with_format("arrow").iter(batch_size=ROWS_AT_A_TIME):
+            for item in (item for batch in table.to_batches() for item in rows_of(batch)):
+                number += 1
+                yield f"{source.dataset} [{source.split}] record {number}", item
     # What a data set, however damaged, makes of its readers; not how a process ends (`torchtrain.errors`).
     except (
         OSError,

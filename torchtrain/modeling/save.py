@@ -1,11 +1,12 @@
 """A model and its tokenizer as a Hugging Face folder that means the same to every reader, not to transformers 5 alone.
 
-transformers 5 writes what only it can read: RoPE in `rope_parameters` (4.x and vLLM before 0.24 know `rope_theta` and
+transformers 5 writes what only it can read: RoPE in `rope_parameters` (4.x, and vLLM on it, know `rope_theta` and
 `rope_scaling`, and without them take a theta of 10,000 and no scaling, in silence), `dtype` for `torch_dtype`, the tokenizer
 class `TokenizersBackend`, `extra_special_tokens` as a list. What older readers know is written beside it, and transformers 5
 reads the same config as without. docs/exports.md is measured on what this writes.
 
-Upstream: transformers 4.57.3 and 5.23, modeling_rope_utils.py; vLLM, model_executor/layers/rotary_embedding; llama.cpp,
+Upstream: transformers 4.57.3 and 5.23, modeling_rope_utils.py; vLLM 0.11 to 0.33, model_executor/layers/rotary_embedding,
+config/model.py and transformers_utils/config.py; llama.cpp,
 conversion/base.py.
 """
 
@@ -71,23 +72,27 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
     if kind == "dynamic":
         plain = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]}})
         notes.append(
-            f"vLLM: scales dynamic at every length; as trained: --max-model-len {length} --hf-overrides '{plain}' "
-            """(before 0.24: '{"rope_scaling": null}')"""
+            f"vLLM: takes max_position_embeddings times the factor as its length; set --max-model-len {length}. Before 0.22 it "
+            f"scales at every length, too; as trained: --hf-overrides '{plain}' "
+            """(on transformers 4: '{"rope_scaling": null}')"""
         )
     elif kind == "linear" and factor != 1:
         notes.append(
             f"vLLM: takes max_position_embeddings times the factor as its length; set --max-model-len {length}"
         )
     elif kind == "yarn" and original * factor != length:
-        notes.append(f"vLLM: takes {original} times the factor as its length; set --max-model-len {length}")
+        notes.append(f"vLLM before 0.30: takes {original} times the factor as its length; set --max-model-len {length}")
         notes.append(f"transformers 4.51: takes {length / original:g} for yarn's factor {factor:g}; use 4.57 or newer")
     if kind == "yarn" and rope.get("attention_factor") is not None:
         relative = rope["attention_factor"] / (0.1 * math.log(factor) + 1 if factor > 1 else 1)
         notes.append(
-            "older vLLM and llama.cpp: leave yarn's attention_factor out; "
+            "vLLM before 0.30 and llama.cpp: leave yarn's attention_factor out; "
             f'set "attn_factor": {relative:.9g} in rope_scaling, rope.scaling.attn_factor in the GGUF'
         )
     if kind == "longrope":
+        notes.append(
+            f"vLLM: serves the original {original} positions with the short factors; set --max-model-len {length}"
+        )
         if (mscale := rope.get("attention_factor")) is not None or original * factor != length:
             mscale = _longrope_attention_factor(rope, length) if mscale is None else mscale
             notes.append(

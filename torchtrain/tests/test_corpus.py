@@ -159,6 +159,22 @@ def test_a_data_set_is_read_through_datasets(tmp_path, monkeypatch, streaming):
     assert f"dataset {folder!r} (subset None, split 'nonsense') cannot be read after record 0: " in message
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_string_of_a_data_set_that_is_not_utf8_costs_its_record(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    (tmp_path / "set").mkdir()
+    binary = pa.array([b"a", b"\xff\xfe", b"b"])
+    pq.write_table(
+        pa.table({"text": pa.Array.from_buffers(pa.string(), 3, binary.buffers())}), tmp_path / "set/train.parquet"
+    )
+    folder = str(tmp_path / "set")
+    assert list(read(Source(dataset=folder, streaming=streaming))) == [
+        Record("a", folder),
+        BadRecord(f"{folder} [train] record 2", "is not UTF-8", folder),
+        Record("b", folder),
+    ]
+
+
 @pytest.mark.parametrize(("source", "module"), [({"dataset": "a/b"}, "datasets"), ({"files": "p"}, "pyarrow")])
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, source, module):
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")

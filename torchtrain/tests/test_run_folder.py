@@ -8,6 +8,7 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -380,6 +381,31 @@ def test_resume_refuses_an_empty_folder_where_checkpoints_were(stopped, tmp_path
     assert tree_of(run) == before
 
 
+@pytest.mark.parametrize("how", ["a line", "a pipe"])
+def test_resume_says_the_way_out_where_timings_are_damaged(stopped, straight, tmp_path, how):
+    run = Path(shutil.copytree(stopped, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+    if how == "a line":
+        with (run / "timing.jsonl").open("a") as file:
+            file.write("{}\n")
+    else:
+        (run / "timing.jsonl").unlink()
+        os.mkfifo(run / "timing.jsonl")
+    before = tree_of(run)
+    fault = "line . is damaged: it has no name of an event" if how == "a line" else "not a regular file"
+    with pytest.raises(UserError, match=rf"{run}/timing.jsonl: {fault}; .* torchtrain resume {run} --step 0"):
+        resumed(run)
+    assert tree_of(run) == before
+
+
+def test_resume_says_what_is_in_the_place_of_its_timings(stopped, tmp_path):
+    run = Path(shutil.copytree(stopped, tmp_path / "run"))
+    (run / "timing.jsonl").unlink()
+    os.mkfifo(run / "timing.jsonl")
+    with pytest.raises(UserError, match=rf"not a regular file \({run}/timing.jsonl\)"):
+        resumed(run)
+
+
 def test_verify_sees_what_is_gone(done):
     shutil.rmtree(done / "checkpoints")
     (done / "checkpoints").mkdir()
@@ -410,6 +436,40 @@ def test_status_tells_the_rest_of_a_damaged_run(done):
     assert [line for line in lines if line.startswith("damaged") and "timing.jsonl: line" in line]
     assert [line for line in lines if line.startswith("checkpoint step 6")]
     assert [line for line in lines if line == f"model      {done}/model"]
+
+
+def test_a_copy_that_looks_like_what_is_being_removed_stays(fresh, done):
+    """Its files are the run's, byte by byte: only the record tells that it is the user's."""
+    train, _ = fresh
+    for name in ("model.deleted", "exports/step-00000002.deleted-1"):
+        shutil.copytree(done / name.partition(".deleted")[0], done / name)
+    RunFolder(done).forget_after(2, 6)
+    RunFolder(done).sweep()
+    assert (done / "model.deleted" / "config.json").exists()
+    assert not (done / "model").exists()
+    before = tree_of(done)
+    with pytest.raises(
+        UserError, match=r"holds exports/step-00000002.deleted-1/.*, which is not recognised as the run's"
+    ):
+        train(done, replace=True)
+    assert tree_of(done) == before
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_export_whose_removal_was_cut_short_goes(fresh, done, monkeypatch, replaced):
+    train, _ = fresh
+    with monkeypatch.context() as patch:
+        patch.setattr("torchtrain.training.folder.remove", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            RunFolder(done).forget_after(2, 6)
+    left = [path.name for path in done.glob("**/*.deleted")]
+    assert len(left) == 1
+    if replaced:
+        train(done, replace=True)
+    else:
+        RunFolder(done).sweep()
+        assert '"removing": null' in (done / "outputs.json").read_text()
+    assert not list(done.glob("**/*.deleted"))
 
 
 def assert_same_but(run: Path, straight: Path, name: str) -> None:

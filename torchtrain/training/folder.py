@@ -26,6 +26,7 @@ from anchorline.files import (
     entries_of,
     entry_of,
     expanded,
+    name_aside,
     read_json,
     remove,
     resolve,
@@ -416,8 +417,10 @@ class RunFolder:
         for folder in (self.path, self.exports):
             for path in folder.iterdir() if folder.is_dir() else ():
                 match = MODEL_FOLDER.fullmatch(self._name(path))
-                if match and match[2] and (not listed or match[2] != PARTIAL):
+                if match and match[2] and (not listed or self._name(path) == outputs.removing):
                     self._remove(path, outputs.models.get(match[1]), by_name=not listed)
+        if outputs.removing is not None:
+            outputs.write(self.outputs, removing=None)
 
     def exports_of_steps(self) -> list[Path]:
         """Return the folders in `exports/` that are named as a step's."""
@@ -441,10 +444,11 @@ class RunFolder:
         """Remove an export. It loses its name first, so that a crash never leaves a part of it under that name."""
         outputs, name = Outputs.read(self.outputs), self._name(folder)
         files = outputs.models.get(name)
+        outputs.write(self.outputs, removing=self._name(name_aside(folder)))
         aside = set_aside(folder)
         self._remove(aside, files, by_name=not _is_listed(_read(self.record)))
-        if name in outputs.models:
-            outputs.write(self.outputs, models={of: held for of, held in outputs.models.items() if of != name})
+        models = {of: held for of, held in outputs.models.items() if of != name}
+        outputs.write(self.outputs, models=models, removing=None)
 
     def _remove(self, folder: Path, files: Mapping[str, FileEntry] | None, by_name: bool) -> None:
         """Remove what is the run's of a folder that no longer counts: what is listed and is what it was; else, of a run without

@@ -76,6 +76,8 @@ class Inventory:
         folder, state, file = match[1], match[2], match[3]
         if state == PARTIAL and outputs.writing == folder:
             return True
+        if state and state != PARTIAL and listed and outputs.removing != f"{folder}{state}":
+            return False
         if state != PARTIAL and folder in outputs.models:
             entry = outputs.models[folder].get(file)
             return entry is not None and self._same(self._folder / name, entry)

@@ -183,10 +183,19 @@ class _Run:
 
     def _check_not_gone(self, checkpoints: Checkpoints) -> None:
         """Check that there are checkpoints where there were some: their disk may not be mounted."""
-        if not checkpoints.steps() and (saved := self.folder.last_saved()) is not None:
+        if checkpoints.steps():
+            return
+        anew = f"or begin anew: torchtrain resume {self.folder.path} --step 0"
+        try:
+            saved = self.folder.last_saved()
+        except UserError as error:
+            raise UserError(
+                f"{error}; whether there were checkpoints cannot be told: mend it, remove it, {anew}"
+            ) from None
+        if saved is not None:
             raise UserError(
                 f"{checkpoints.folder}: its checkpoints are gone, and there was one of step {saved}; mount their disk or put them "
-                f"back, or begin anew: torchtrain resume {self.folder.path} --step 0"
+                f"back, {anew}"
             )
 
     def _see_folder(self) -> None:

@@ -102,9 +102,10 @@ class MetricsFile:
 
     def __enter__(self) -> "MetricsFile":
         if self._path is not None:
+            whole = read_file(self._path, _MOST_BYTES).rfind(b"\n") + 1 if os.path.lexists(self._path) else 0
             # Unbuffered: what could not be written is not tried again on closing.
             self._file = open(self._path, "ab", buffering=0, opener=_without_waiting)
-            os.truncate(self._path, read_file(self._path, _MOST_BYTES).rfind(b"\n") + 1)
+            self._file.truncate(whole)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,25 +10,28 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from anchorline.errors import UserError
-from anchorline.files import FileEntry, read_json, replace_file
+from anchorline.files import DELETED, FileEntry, read_json, replace_file
 from torchtrain.checkpoint.store import STEP
 
 MODEL = "model"
 _MOST_BYTES = 1 << 24
 _FOLDER = re.compile(rf"{MODEL}|exports/{STEP.pattern}")
+_ASIDE = re.compile(rf"(?:{_FOLDER.pattern}){re.escape(DELETED)}(?:-\d+)?")
 
 
 class Outputs(BaseModel):
     """What stands in `outputs.json`; one that is not there says nothing.
 
     `models` holds the files of each exported folder, by their path in it; `writing` the folder that is being exported, whose
-    partial one belongs to the run with all that is in it; `finished` the steps of a run that has left everything.
+    partial one belongs to the run with all that is in it; `removing` what one is called while it is removed; `finished` the steps
+    of a run that has left everything.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     models: dict[str, dict[str, FileEntry]] = {}
     writing: str | None = None
+    removing: str | None = None
     finished: int | None = None
 
     @model_validator(mode="after")
@@ -36,6 +39,8 @@ class Outputs(BaseModel):
         for folder in [*self.models, *([] if self.writing is None else [self.writing])]:
             if not _FOLDER.fullmatch(folder):
                 raise ValueError(f"{folder!r} is no folder of an export")
+        if self.removing is not None and not _ASIDE.fullmatch(self.removing):
+            raise ValueError(f"{self.removing!r} is no folder of an export that is removed")
         for name in (name for files in self.models.values() for name in files):
             if name != Path(name).as_posix() or Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
                 raise ValueError(f"{name!r} is no name of a file")
