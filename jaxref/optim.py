@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 Arrays = dict[str, jax.Array]
@@ -53,6 +54,28 @@ def adamw(
 
     clip = optax.identity() if max_grad_norm is None else clip_by_global_norm(max_grad_norm)
     return optax.chain(clip, optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask))
+
+
+def learning_rates(
+    peak: float, steps: int, schedule: str = "constant", warmup: int = 0, floor_share: float = 0.0
+) -> np.ndarray:
+    """The learning rate of each step, float64 [steps], from optax's schedules.
+
+    `warmup`: that many steps rise in equal parts, the last of them to the peak. `schedule`: `constant`, or `linear` or `cosine`
+    from the peak, at the first step after the warmup, towards `floor_share` of it, which a step after the last would have.
+    Raises ValueError for a schedule that is none of these.
+    """
+    falling = max(steps - warmup, 1)
+    falls = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, floor_share * peak, falling),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, falling, floor_share),
+    }
+    if schedule not in falls:
+        raise ValueError(f"schedule: {schedule!r} is unknown; choose from {', '.join(falls)}")
+    rises = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    rate = optax.join_schedules([rises, falls[schedule]()], [warmup])
+    return np.array([np.asarray(rate(jnp.float64(number)), np.float64) for number in range(steps)])
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:

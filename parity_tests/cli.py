@@ -16,7 +16,10 @@ app = make_app(
 )
 
 OUT = Path("runs/parity")  # of a configuration, unless told otherwise
-QUICK = {"model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed", "stages"}
+QUICK = {
+    *("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "schedule", "warmup_steps", "ranks"),
+    *("seed", "stages"),
+}
 
 
 @app.command()
@@ -41,6 +44,9 @@ def run(
     against_dtype: Annotated[str, typer.Option(help="dtype in which the second model runs")] = "float32",
     tokens: Annotated[int, typer.Option(help="tokens a row")] = 192,
     position_offset: Annotated[int, typer.Option(help="added to every position")] = 0,
+    schedule: Annotated[str, typer.Option(help="of step and trajectory: constant, linear, cosine")] = "constant",
+    warmup_steps: Annotated[int, typer.Option(help="of the trajectory's steps")] = 0,
+    ranks: Annotated[int, typer.Option(help="that share a step")] = 1,
     seed: Annotated[int, typer.Option(help="of random weights, tokens and interleaving")] = 0,
     stages: Annotated[str, typer.Option(help="of forward,loss,gradients,step,trajectory")] = "forward",
 ) -> None:
@@ -67,7 +73,8 @@ def run(
                 _refuse_options(given & {"against_dtype"}, "needs --against")
             gate = _quick_gate(
                 model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
-                position_offset=position_offset, seed=seed, stages=stages,
+                position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks, seed=seed,
+                stages=stages,
             )  # fmt: skip
         else:
             from parity_tests.gate.spec import load_gate

@@ -3,19 +3,15 @@
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor
 
-from jaxref.attention import attention
 from jaxref.rounding import Rounding, preset
-from parity_tests.layers import preset_name, to_numpy
+from parity_tests.oracle import Arrays, attention_arrays, preset_name, to_numpy
 from parity_tests.tolerance import Verdict, judge
 from torchtrain.attention import attend, make_plan
-
-Arrays = dict[str, np.ndarray]
 
 
 def draw(
@@ -53,14 +49,9 @@ def run_oracle(
 ) -> Arrays:
     """The same from the oracle."""
     ids = document_ids_BT.cpu().numpy()
-    arrays = [jnp.asarray(to_numpy(x)).astype(rounding.dtype) for x in (q, k, v, weight)]
-
-    def run(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attention(q_BTHD, k_BTKD, v_BTKD, ids, rounding, block=block)
-
-    (out, lse), pull = jax.vjp(run, *arrays[:3])
-    grads = pull((arrays[3], jnp.zeros_like(lse)))
-    results = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    carried = (jnp.asarray(to_numpy(x)).astype(rounding.dtype) for x in (q, k, v, weight))
+    q_BTHD, k_BTKD, v_BTKD, weight_BTHD = carried
+    results = attention_arrays(q_BTHD, k_BTKD, v_BTKD, weight_BTHD, ids, rounding, block=block)
     return {name: np.asarray(x, dtype=np.float64) for name, x in results.items()}
 
 

@@ -7,27 +7,14 @@ Legend: B batch · T tokens of a row.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jaxref.decoder_config import DecoderConfig
-from jaxref.model import Decoder
-from jaxref.rounding import Rounding, preset
-from jaxref.weights import from_arrays
-from parity_tests.taps import Taps, capture_taps
+from jaxref.rounding import preset
+from parity_tests.oracle import oracle_of, oracle_taps, preset_name
+from parity_tests.taps import capture_taps
 from parity_tests.tolerance import Verdict, judge
-
-# The order in which one layer computes its taps; the oracle's come back sorted by name.
-_LAYER_ORDER = (
-    *("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope", "lse", "attn", "attn_out"),
-    *("attn_residual", "post_norm", "mlp", "residual"),
-)
-
-_HALF = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
 
 
 @dataclass(frozen=True)
@@ -45,45 +32,6 @@ class LayerReport:
     def worst(self) -> tuple[str, Verdict]:
         """The tap with the largest error over allowance."""
         return max(self.verdicts.items(), key=lambda item: item[1].ratio)
-
-
-def preset_name(engine: str, dtype: torch.dtype) -> str:
-    """The oracle's rounding preset of an engine: `dense` rounds like transformers' eager, the others like FlashAttention.
-
-    float64 has no roundings of its own to allow and is judged by what float32 errs.
-    """
-    eager = engine in ("dense", "eager")
-    if dtype in (torch.float32, torch.float64):
-        return "fp32" if eager else "flash_fp32"
-    suffix = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    return f"hf_eager_{suffix}" if eager else f"flash_{suffix}"
-
-
-def to_numpy(x: Tensor) -> np.ndarray:
-    """Torch tensor to numpy, bit for bit; bfloat16 becomes ml_dtypes' bfloat16."""
-    x = x.detach().cpu()
-    return x.view(torch.int16).numpy().view(_HALF[x.dtype]) if x.dtype in _HALF else x.numpy()
-
-
-def oracle_of(model: Any) -> Decoder:
-    """Build the oracle's decoder on the weights of a transformers model, as they are rounded there."""
-    arrays = {name: to_numpy(x) for name, x in model.state_dict().items()}
-    return from_arrays(DecoderConfig.from_hf(model.config.to_dict()), arrays)
-
-
-def oracle_taps(decoder: Decoder, batch: dict[str, Tensor], rounding: Rounding, block: int | None = None) -> Taps:
-    """Run the oracle on a batch of the five arrays and return its taps as float64."""
-    ids, positions, documents = (batch[name].cpu().numpy() for name in ("input_ids", "position_ids", "document_ids"))
-    _, taps = decoder(ids, positions, documents, rounding, block=block, taps=True)
-    return {name: np.asarray(taps[name], dtype=np.float64) for name in sorted(taps, key=forward_order)}
-
-
-def forward_order(name: str) -> tuple[int, int, int]:
-    """Sort key of a tap: the order in which the forward pass makes them."""
-    if name.startswith("layers."):
-        _, layer, tap = name.split(".")
-        return 1, int(layer), _LAYER_ORDER.index(tap)
-    return {"embed": (0, 0, 0), "final_norm": (2, 0, 0), "logits": (2, 0, 1)}[name]
 
 
 def compare_layers(model: nn.Module, batch: dict[str, Tensor], engine: str, block: int | None = None) -> LayerReport:

@@ -17,11 +17,12 @@ import torch
 
 import torchtrain
 from jaxref.loss import mean_and_gradients
-from jaxref.optim import adamw, step
+from jaxref.optim import step
 from jaxref.rounding import preset
-from parity_tests.layers import oracle_of, preset_name
 from parity_tests.models import packed_batch, tiny_model
+from parity_tests.oracle import adamw_of, oracle_of, preset_name
 from parity_tests.tolerance import Verdict, judge
+from torchtrain.config import TrainConfig
 from torchtrain.tests import distributed_worker as worker
 from torchtrain.tests.forks import forks
 
@@ -213,8 +214,8 @@ def oracle(model: str, dtype: str) -> tuple[dict[str, np.ndarray], dict[str, np.
     for rounding, carrier in (("exact", jnp.float64), (preset_name("sdpa", getattr(torch, dtype)), jnp.float32)):
         loss, gradients = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding))
         gradients = {name: jnp.asarray(x, carrier) for name, x in gradients.items()}
-        optimizer = adamw(1e-2, lambda _: True, 0.9, 0.95, 1e-8, 0.1, SETTINGS["clip_norm"])
         weights = {n: jnp.asarray(p.detach().float().numpy(), carrier) for n, p in candidate.named_parameters()}
+        optimizer = adamw_of(TrainConfig.model_validate(SETTINGS), weights)
         _, state, norm = step(optimizer, weights, optimizer.init(weights), gradients)
         found.append({"loss": np.asarray([loss]), "norm": np.asarray([norm])})
         found[-1] |= {f"gradient.{name}": np.asarray(x) for name, x in gradients.items()}

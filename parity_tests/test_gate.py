@@ -1,5 +1,9 @@
 """The gate: what a configuration multiplies out to, what a case says when something is wrong, and that a run can go on."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from unittest.mock import patch
 from xml.etree import ElementTree
 
@@ -14,18 +18,24 @@ from anchorline.settings import explain
 from parity_tests import cli
 from parity_tests.gate import candidate, run
 from parity_tests.gate import case as case_module
-from parity_tests.gate.case import candidate_side, judge_case, oracle_side, run_case, why_not_here
-from parity_tests.gate.material import SIZES, TRAIN, decoder_config, rows, tiny_weights
-from parity_tests.gate.run import ROOT, run_gate
+from parity_tests.gate.case import OracleArrays, candidate_side, judge_case, oracle_side, run_case, why_not_here
+from parity_tests.gate.material import SIZES, TRAIN, decoder_config, rows, tiny_weights, train_of
+from parity_tests.gate.ranks import run_ranks
+from parity_tests.gate.run import run_gate
+from parity_tests.gate.sources import ROOT, sources_of
 from parity_tests.gate.spec import STAGES, CaseSpec, GateConfig, expand, load_gate
+from parity_tests.oracle import rates_of
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import read_report
+from parity_tests.zoo import discover
 from parity_tests.zoo.patch import attention, frequencies, positions
 from torchtrain.data import rows as packer
+from torchtrain.training import step
 from torchtrain.training.optimizer import Optimizer
 
 CONFIGS = sorted((ROOT / "configs" / "parity").glob("*.yaml"))
 SPEC = CaseSpec(model="llama", tokens=40)
+BUGS = discover()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,6 +84,11 @@ def test_ci_covers_what_it_promises():
     merges = {f"{base}{tag}" for base in ("full", "intra", "anchor") for tag in ("+interleave", "+tag+interleave")}
     assert merges <= {spec.variant for spec in specs}
     assert any(1 in row.lengths for spec in specs for row in rows(spec))
+    assert {spec.schedule for spec in specs if spec.warmup_steps and "trajectory" in spec.stages} == {
+        "linear",
+        "cosine",
+    }
+    assert {spec.dtype for spec in specs if spec.ranks > 1 and "step" in spec.stages} == {"float32", "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -275,11 +290,11 @@ def test_nan_shapes_and_missing_arrays_are_problems_in_words():
 
 
 def test_stored_weights_are_the_masters_rounded():
-    step = Optimizer.step
+    take = Optimizer.step
 
     def forgetful(self, learning_rate):
         before = [parameter.detach().clone() for parameter in self.parameters]
-        norm = step(self, learning_rate)
+        norm = take(self, learning_rate)
         with torch.no_grad():
             for parameter, old in zip(self.parameters, before, strict=True):
                 parameter.copy_(old)
@@ -289,6 +304,48 @@ def test_stored_weights_are_the_masters_rounded():
     with patch.object(Optimizer, "step", forgetful):
         case = judge_case(spec, candidate_side(spec), oracle_side(spec))
     assert [measure.name for measure in case.measures if not measure.passed] == ["step.stored"]
+
+
+def test_ranks_that_share_a_step_compute_what_one_does():
+    """Every rank takes its rows twice, of twice the tokens: the same sums, bit for bit."""
+    stages = ("loss", "gradients", "step", "trajectory")
+    for dtype in ("float32", "bfloat16"):
+        one, two = (candidate_side(CaseSpec(tokens=40, dtype=dtype, stages=stages, ranks=n)) for n in (1, 2))
+        assert one.keys() == two.keys()
+        two["step.stored"], other = np.split(two["step.stored"], 2)
+        assert np.array_equal(other, two["step.stored"])
+        assert [name for name in one if not np.array_equal(one[name], two[name])] == []
+
+
+def test_a_rank_that_fails_stops_the_others():
+    def run_rank(world):
+        if world.rank == 1:
+            raise RuntimeError("no such row")
+        return world.sum([1.0])
+
+    with pytest.raises(RuntimeError, match="no such row"):
+        run_ranks(2, torch.device("cpu"), run_rank)
+
+
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        ("schedule_one_step_ahead", "each step has the rate of the step after it"),
+        ("warmup_from_zero", "of 20 steps 5 have a wrong rate, the first is step 1"),
+        ("schedule_without_floor", "of 20 steps 14 have a wrong rate, the first is step 7"),
+    ],
+)
+def test_the_words_for_a_schedule(bug, words):
+    spec = CaseSpec(schedule="cosine", warmup_steps=5, stages=("trajectory",))
+    train = train_of(spec, trajectory=True)
+    right = rates_of(train)
+    oracle = OracleArrays({"trajectory.rates": right}, {"trajectory.rates": right.astype(np.float32)}, {})
+    with BUGS[bug].apply():
+        wrong = np.array([step.learning_rate(number, train) for number in range(train.steps)])
+    divergence = judge_case(spec, {"trajectory.rates": wrong}, oracle).first_divergence
+    assert divergence is not None
+    assert divergence.words.startswith("learning rates of the steps: ")
+    assert divergence.words.endswith(words)
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------------
@@ -321,14 +378,88 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_a_kept_case_of_other_sources_is_not_taken(tmp_path):
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory) -> Path:
+    """The repository's packages, to be changed."""
+    root = tmp_path_factory.mktemp("copy")
+    for package in ("anchorline", "jaxref", "torchtrain", "parity_tests"):
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def test_a_kept_case_depends_on_what_computes_it_and_on_nothing_else(copied, tmp_path):
+    """A report, a test, a command, a run's folder: nothing of it is in a case. An engine, the floor, the oracle are."""
+    case, taken = run_case(SPEC), []
+
+    def taken_after(*changed: str) -> bool:
+        for name in changed:
+            with (copied / name).open("a") as file:
+                file.write("\n# changed\n")
+        taken.clear()
+        run._fingerprint.cache_clear()
+        run_gate(gate(SPEC), tmp_path)
+        return bool(taken)
+
+    with patch.object(run, "ROOT", copied), patch.object(run, "run_case", lambda spec: taken.append(spec) or case):
+        try:
+            assert taken_after()
+            assert not taken_after(
+                *("parity_tests/report/html.py", "parity_tests/report/page.css", "parity_tests/test_gate.py"),
+                *(
+                    "parity_tests/cli.py",
+                    "parity_tests/check.py",
+                    "parity_tests/zoo/patch.py",
+                    "parity_tests/gate/run.py",
+                ),
+                *(
+                    "torchtrain/tests/conftest.py",
+                    "torchtrain/cli.py",
+                    "torchtrain/training/folder.py",
+                    "jaxref/cli.py",
+                ),
+            )
+            for name in (
+                *("torchtrain/attention/sdpa.py", "torchtrain/training/schedule.py", "torchtrain/__init__.py"),
+                *(
+                    "anchorline/settings.py",
+                    "jaxref/rope.py",
+                    "parity_tests/tolerance.py",
+                    "parity_tests/gate/material.py",
+                ),
+            ):
+                assert taken_after(name), name
+                assert not taken_after(), name
+        finally:
+            run._fingerprint.cache_clear()
+
+
+def test_the_sources_of_a_case_are_those_that_it_imports():
+    """In a process of its own: what lies in `sys.modules` after every stage of a case."""
+    code = (
+        "import sys\n"
+        "from parity_tests.gate.case import candidate_side\n"
+        "from parity_tests.gate.spec import STAGES, CaseSpec\n"
+        "candidate_side(CaseSpec(tokens=40, stages=STAGES))\n"
+        "print(*(m.__file__ for m in list(sys.modules.values()) if getattr(m, '__file__', None)), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    packages = [ROOT / name for name in ("anchorline", "jaxref", "torchtrain", "parity_tests")]
+    files = {Path(line) for line in done.stdout.splitlines()}
+    imported = {file for file in files if any(file.is_relative_to(package) for package in packages)}
+    assert len(imported) > 50
+    assert imported <= set(sources_of())
+
+
+def test_a_kept_case_of_another_machine_is_not_taken(tmp_path):
     run_gate(gate(SPEC), tmp_path)
     taken = []
     with patch.object(run, "run_case", lambda spec: taken.append(spec) or run_case(spec)):
         run_gate(gate(SPEC), tmp_path)
         assert not taken
-        with patch.object(run, "_fingerprint", lambda: "other"):
+        with patch.object(run, "_hardware", lambda: "another"):
+            run._fingerprint.cache_clear()
             run_gate(gate(SPEC), tmp_path)
+    run._fingerprint.cache_clear()
     assert taken == [SPEC]
 
 

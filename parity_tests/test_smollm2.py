@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torchtrain
 from jaxref.rounding import preset
 from jaxref.weights import load_hf
-from parity_tests.layers import compare_layers, oracle_of, oracle_taps
+from parity_tests.layers import compare_layers
 from parity_tests.models import text_batch
+from parity_tests.oracle import oracle_of, oracle_taps
 from torchtrain.modeling.smollm2 import smollm2_folder
 
 CACHE = Path(__file__).parents[1] / "cache"

@@ -29,8 +29,8 @@ from jaxref.study.report.__main__ import app as render
 from jaxref.study.schema import EmulationCheck, PerToken, ShiftPairs, read_results
 from jaxref.study.spec import load_study
 from jaxref.study.text import RowArrays
-from parity_tests.layers import oracle_of
 from parity_tests.models import tiny_model
+from parity_tests.oracle import oracle_of
 from parity_tests.study import run as study
 from parity_tests.study.__main__ import main
 from parity_tests.study.beside import Attended, PairSums, side_by_side

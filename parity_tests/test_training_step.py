@@ -6,14 +6,15 @@ import torch
 
 import torchtrain
 from jaxref.loss import mean_and_gradients
-from jaxref.optim import adamw, step
+from jaxref.optim import step
 from jaxref.rounding import preset
-from parity_tests.layers import oracle_of, preset_name
 from parity_tests.models import FAMILIES, packed_batch, tiny_model
+from parity_tests.oracle import adamw_of, oracle_of, preset_name
 from parity_tests.tolerance import judge
 from torchtrain.config import TrainConfig
-from torchtrain.training.loop import backward
 from torchtrain.training.optimizer import Optimizer
+from torchtrain.training.step import accumulate
+from torchtrain.training.strategy import Replicated
 
 TRAIN = TrainConfig(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5, loss_chunk=7)
 
@@ -39,7 +40,7 @@ def labelled_batch(vocabulary: int) -> dict[str, torch.Tensor]:
 def test_loss_and_gradients(family, dtype):
     model = tiny_model(family, dtype, "anchor")
     batch = labelled_batch(model.config.vocab_size)
-    losses, _ = backward(model, [batch], ["only"], chunk=7)
+    losses, _ = accumulate(Replicated(model, None), [batch], ["only"], chunk=7)
     arrays = {name: x.numpy() for name, x in batch.items()}
     roundings = (preset("exact"), preset(preset_name("sdpa", dtype)))
     (loss, truth), (reference_loss, reference) = (
@@ -57,20 +58,13 @@ def test_one_adamw_step_with_clipping_and_decay(family):
     """Both sides step from the same gradients: a first step is close to the sign of each, which rounding may turn."""
     model = tiny_model(family, torch.float32, "anchor")
     optimizer = Optimizer(model, TRAIN)
-    backward(model, [labelled_batch(model.config.vocab_size)], ["only"], chunk=7)
+    accumulate(Replicated(model, None), [labelled_batch(model.config.vocab_size)], ["only"], chunk=7)
     before = {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
     gradients = {name: p.grad.clone().numpy() for name, p in model.named_parameters()}
     norm = optimizer.step(TRAIN.learning_rate)
     assert norm > TRAIN.clip_norm, "the test is about a gradient that is clipped"
 
-    oracle = adamw(
-        TRAIN.learning_rate,
-        lambda name: before[name].ndim >= 2,
-        *TRAIN.betas,
-        TRAIN.epsilon,
-        TRAIN.weight_decay,
-        TRAIN.clip_norm,
-    )
+    oracle = adamw_of(TRAIN, before)
     results = []
     for carrier in (jnp.float64, jnp.float32):
         params, grads = ({n: jnp.asarray(x, carrier) for n, x in tree.items()} for tree in (before, gradients))
@@ -91,10 +85,10 @@ def test_any_split_into_micro_batches_has_the_same_gradient():
     gradients = []
     for batches in ([batch], [{name: x[i : i + 1] for name, x in batch.items()} for i in range(2)]):
         model = tiny_model("llama", torch.float64, "anchor")
-        backward(model, batches, ["only"], chunk=7)
+        accumulate(Replicated(model, None), batches, ["only"], chunk=7)
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     reference = tiny_model("llama", torch.float32, "anchor")
-    backward(reference, [batch], ["only"], chunk=7)
+    accumulate(Replicated(reference, None), [batch], ["only"], chunk=7)
     for name, p in reference.named_parameters():
         # Split and whole differ by float64 sum order, judged by what float32 errs.
         assert judge(gradients[1][name], gradients[0][name], p.grad.double(), "float32").passed, name

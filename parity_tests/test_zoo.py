@@ -17,6 +17,8 @@ from parity_tests.zoo.run import choose, fingerprint, order, try_bug
 BUGS = discover()
 FORWARD = CaseSpec(model="llama", variant="anchor", dtype="float32", tokens=61, stages=("forward",))
 TRAINING = FORWARD.model_copy(update={"stages": ("loss", "gradients", "step")})
+# Under a schedule, by two ranks: what a single rank at a constant rate cannot show.
+SHARED = TRAINING.model_copy(update={"schedule": "cosine", "warmup_steps": 5, "ranks": 2})
 WHOLE = FORWARD.model_copy(update={"stages": ("forward", "loss", "gradients", "step")})
 # One of each kind that needs no case of its own; `parity zoo` runs all of them.
 QUICK = (
@@ -24,6 +26,7 @@ QUICK = (
     *("anchor_for_first_document", "gqa_heads_tiled", "softmax_scale_missing", "lse_without_anchor", "padding_visible"),
     *("rmsnorm_epsilon_outside", "gelu_for_silu", "weight_transposed", "labels_shifted_twice", "loss_per_micro_batch"),
     *("anchor_key_gradient_dropped", "clip_per_parameter", "weight_decay_on_norms", "adam_epsilon_inside"),
+    *("warmup_from_zero", "weight_decay_at_the_peak", "loss_per_rank", "reduced_every_micro_batch"),
 )
 
 
@@ -76,7 +79,7 @@ def test_a_bug_leaves_no_trace(name, untouched):
 @pytest.mark.parametrize("name", QUICK)
 def test_a_bug_is_caught(name, clean):
     bug = BUGS[name]
-    kill = try_bug(bug, order(bug, [FORWARD, TRAINING]), clean)
+    kill = try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED]), clean)
     assert kill.caught
     assert kill.reversible
 

@@ -5,7 +5,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from jaxref.optim import adamw, step
+from jaxref.optim import adamw, learning_rates, step
 
 SETTINGS = {"b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 
@@ -71,3 +71,27 @@ def test_bad_values_are_one_clear_line():
     optimizer = adamw(0.1, lambda name: True)
     with pytest.raises(ValueError, match=r"w: dtype bfloat16 is too coarse to train"):
         step(optimizer, coarse, optimizer.init(coarse), coarse)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"steps": 3}, [8, 8, 8]),
+        ({"steps": 6, "warmup": 4}, [2, 4, 6, 8, 8, 8]),
+        ({"steps": 3, "warmup": 1}, [8, 8, 8]),
+        ({"steps": 6, "warmup": 2, "schedule": "linear"}, [4, 8, 8, 6, 4, 2]),
+        ({"steps": 4, "schedule": "linear", "floor_share": 0.5}, [8, 7, 6, 5]),
+        ({"steps": 3, "schedule": "cosine", "floor_share": 0.25}, [8, 6.5, 3.5]),
+        ({"steps": 2, "warmup": 2, "schedule": "cosine"}, [4, 8]),
+    ],
+)
+def test_learning_rates_by_hand(settings, expected):
+    """Of numbers of this size, half a dozen roundings."""
+    rates = learning_rates(8.0, **settings)
+    assert rates.dtype == np.float64
+    np.testing.assert_allclose(rates, expected, rtol=6 * np.finfo(np.float64).eps)
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="schedule: 'cosin' is unknown; choose from constant, linear, cosine"):
+        learning_rates(1.0, 2, "cosin")

@@ -15,7 +15,7 @@ import torch
 from jaxref.mask import visible
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.cases import Arrays, Case
-from parity_tests.layers import to_numpy
+from parity_tests.oracle import to_numpy
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rule import visible as visible_to
 

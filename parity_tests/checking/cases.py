@@ -8,20 +8,17 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import groupby
 from types import MappingProxyType
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxref.attention import attention
 from jaxref.mask import ANCHOR, PADDING
 from jaxref.rounding import Rounding, preset
-
-Arrays = dict[str, np.ndarray]
+from parity_tests.oracle import Arrays, attention_arrays
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 LIKE = ("flash", "eager")
@@ -147,14 +144,6 @@ class Case:
         return q, k, v, weight
 
 
-def preset_name(like: str, dtype: str) -> str:
-    """The oracle's rounding preset of a function that rounds like `flash` or like `eager` in this dtype."""
-    if dtype == "float32":
-        return "flash_fp32" if like == "flash" else "fp32"
-    prefix = "flash" if like == "flash" else "hf_eager"
-    return f"{prefix}_{'bf16' if dtype == 'bfloat16' else 'fp16'}"
-
-
 def judged_as(name: str, like: str, dtype: str) -> str:
     """The dtype of an array's one rounding. FlashAttention's log-sum-exp is float32 whatever its inputs are."""
     return "float32" if name == "lse" and like == "flash" else dtype
@@ -170,25 +159,12 @@ def _run_oracle(case: Case, rounding: Rounding) -> Arrays:
     """Row by row, which the rule keeps apart: two lengths to compile for, however many rows a layout has."""
     drawn = [x.astype(rounding.dtype) for x in case.draw()]
     rows = [
-        _oracle_row(*(x[b : b + 1] for x in drawn), case.document_ids_BT[b : b + 1], rounding, case.scale)
+        _oracle_row(
+            *(x[b : b + 1] for x in drawn), case.document_ids_BT[b : b + 1], rounding=rounding, scale=case.scale
+        )
         for b in range(len(case.document_ids_BT))
     ]
     return {name: np.concatenate([row[name] for row in rows]).astype(np.float64) for name in rows[0]}
 
 
-@partial(jax.jit, static_argnames=("rounding", "scale"))
-def _oracle_row(
-    q_1THD: jax.Array,
-    k_1TKD: jax.Array,
-    v_1TKD: jax.Array,
-    weight_1THD: jax.Array,
-    document_ids_1T: jax.Array,
-    rounding: Rounding,
-    scale: float,
-) -> dict[str, jax.Array]:
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attention(q, k, v, document_ids_1T, rounding, scale=scale)
-
-    (out, lse), pull = jax.vjp(run, q_1THD, k_1TKD, v_1TKD)
-    dq, dk, dv = pull((weight_1THD, jnp.zeros_like(lse)))
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+_oracle_row = jax.jit(attention_arrays, static_argnames=("rounding", "scale"))

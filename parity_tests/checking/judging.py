@@ -12,7 +12,8 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING, visible
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.call import Candidate, Pull, Unusable
-from parity_tests.checking.cases import Arrays, Case, judged_as, oracle, preset_name
+from parity_tests.checking.cases import Arrays, Case, judged_as, oracle
+from parity_tests.oracle import preset_name
 from parity_tests.tolerance import Verdict, judge
 
 ARRAYS = ("out", "lse", "dq", "dk", "dv")

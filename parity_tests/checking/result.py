@@ -9,8 +9,9 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING
 from parity_tests.checking import mistakes
 from parity_tests.checking.adapter import Adapter
-from parity_tests.checking.cases import Case, judged_as, oracle, preset_name
+from parity_tests.checking.cases import Case, judged_as, oracle
 from parity_tests.checking.judging import ARRAYS, CaseResult, place
+from parity_tests.oracle import preset_name
 from parity_tests.tolerance import judge
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
-"""The candidate's side of a case: the trainer's own road, from documents to twenty steps.
+"""The candidate's side of a case: the trainer's own road, from documents to twenty steps, on one rank or several.
 
 Everything is built anew in each call, from the packer to the optimizer: what is patched takes effect.
 
 Legend: B batch · T tokens of a row.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,25 +17,30 @@ from anchorline.errors import UserError
 from parity_tests.gate.material import (
     CHUNKS,
     TINY,
-    TRAIN,
-    TRAJECTORY,
     Row,
     rope_settings,
     rows,
     source,
     tiny_config,
     tiny_weights,
+    train_of,
 )
+from parity_tests.gate.ranks import run_ranks
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.taps import capture_taps
 from torchtrain.attention import make_plan, resolve_engine
 from torchtrain.attention.hf import implementation_name
-from torchtrain.config import ModelConfig, PackConfig, RopeConfig
+from torchtrain.config import Config, DistributedConfig, ModelConfig, PackConfig, RopeConfig, TrainConfig
+from torchtrain.data import collate
 from torchtrain.data.rows import Segment, build_row
+from torchtrain.distributed.world import World
 from torchtrain.modeling.load import load_model, open_config
 from torchtrain.modeling.rope import extend
-from torchtrain.training.loop import backward
-from torchtrain.training.optimizer import Optimizer
+from torchtrain.training.schedule import learning_rate
+from torchtrain.training.step import StepResult, accumulate, step_batches, take_step
+from torchtrain.training.strategy import Replicated, make_strategy
+
+DOMAINS = ["text"]
 
 Arrays = dict[str, np.ndarray]
 
@@ -60,28 +66,24 @@ def why_not_here(spec: CaseSpec) -> str | None:
 
 def candidate_side(spec: CaseSpec) -> Arrays:
     """The arrays of the case's stages, by the oracle's names; for an AdamW step `step.before.*`, `step.*`,
-    the gradients and `step.stored`, all weights as the model holds them after it.
+    the gradients and `step.stored`, all weights as the models of all ranks hold them after it.
 
     Raises whatever the trainer raises.
     """
     torchtrain.register()
-    parts = [_packed(row, spec) for row in rows(spec)]
-    batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    packed = _Rows(spec)
     stages, arrays = set(spec.stages), {}
     if "forward" in stages:
+        batch = collate(packed.rows)
         names = ("input_ids", "position_ids", "document_ids")
         arrays |= {f"inputs.{name}": batch[name].numpy() for name in names}
         arrays |= _taps(_build(spec).eval(), {name: batch[name].to(device()) for name in names})
     if "loss" in stages:
-        arrays["inputs.shift_labels"] = batch["shift_labels"].numpy()
+        arrays["inputs.shift_labels"] = np.stack([row["shift_labels"] for row in packed.rows])
     if stages & {"loss", "gradients", "step"}:
-        arrays |= _one_step(_build(spec), parts, stages)
+        arrays |= _on_ranks(spec, packed, _one_step)
     if "trajectory" in stages:
-        model = _build(spec)
-        optimizer = Optimizer(model, TRAJECTORY)
-        for number in range(TRAJECTORY.steps):
-            arrays[f"trajectory.{number}"] = _backward(model, parts)[1]
-            optimizer.step(TRAJECTORY.learning_rate)
+        arrays |= _on_ranks(spec, packed, _trajectory)
     return arrays
 
 
@@ -89,48 +91,98 @@ def _taps(model: Any, inputs: dict[str, Tensor]) -> Arrays:
     return capture_taps(model, **inputs, plan=make_plan(inputs["document_ids"]))
 
 
-def _one_step(model: Any, parts: list[dict[str, Tensor]], stages: set[Any]) -> Arrays:
-    optimizer = Optimizer(model, TRAIN)
+class _Rows:
+    """The case's rows as the trainer's packer makes them, again and again."""
+
+    def __init__(self, spec: CaseSpec) -> None:
+        self.rows = [_packed(row, spec) for row in rows(spec)]
+
+    def row_at(self, index: int) -> dict[str, np.ndarray]:
+        return self.rows[index % len(self.rows)]
+
+
+class _TokenLosses:
+    """Takes the loss of every token of a rank's micro-batches of a step, a row each; by the number of the row."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.rows: dict[int, np.ndarray] = {}
+
+    def __call__(self, each_BT: Tensor, part: dict[str, Any]) -> None:
+        # Micro-batches are dealt out to the ranks in turn.
+        self.rows[self._world.rank + len(self.rows) * self._world.size] = _numpy(each_BT[0])
+
+
+def _on_ranks(
+    spec: CaseSpec, packed: _Rows, run: Callable[[CaseSpec, _Rows, Any, World], tuple[Arrays, dict[str, _TokenLosses]]]
+) -> Arrays:
+    """What the first rank computed; the losses of the tokens, which every rank has of its own rows; the weights of all ranks."""
+    models = [_build(spec) for _ in range(spec.ranks)]
+    ranks = run_ranks(spec.ranks, device(), lambda world: run(spec, packed, models[world.rank], world))
+    arrays = ranks[0][0]
+    for name in ranks[0][1]:
+        by_number = {number: row for _, losses in ranks for number, row in losses[name].rows.items()}
+        arrays[name] = np.stack([by_number[number] for number in range(len(packed.rows))])
+    if "step.stored" in arrays:
+        arrays["step.stored"] = np.concatenate([found["step.stored"] for found, _ in ranks])
+    return arrays
+
+
+def _strategy(spec: CaseSpec, model: Any, train: TrainConfig, world: World) -> Replicated:
+    # Of the config it is these that a strategy reads; the schema knows no float16.
+    config = Config.model_construct(train=train, distributed=DistributedConfig())
+    strategy = make_strategy(model, spec.engine, config, world)
+    assert isinstance(strategy, Replicated)
+    return strategy
+
+
+def _one_step(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tuple[Arrays, dict[str, _TokenLosses]]:
+    """The first step of a run, held before its update to read the gradients."""
+    train, stages, arrays = train_of(spec), set(spec.stages), {}
+    strategy = _strategy(spec, model, train, world)
+    optimizer = strategy.optimizer
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     masters = {
         names[id(parameter)]: master for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True)
     }
-    loss, nll_BT = _backward(model, parts)
-    arrays = {"loss": np.array([loss]), "loss.tokens": nll_BT} if "loss" in stages else {}
+    tokens = _TokenLosses(world)
+    losses, _ = accumulate(strategy, step_batches(packed, 0, train, world), DOMAINS, train.loss_chunk, tokens)
+    assert losses.overall.value is not None, "no token has a label"
+    if "loss" in stages:
+        arrays["loss"] = np.array([losses.overall.value])
     if stages & {"gradients", "step"}:
         arrays |= {f"gradients.{name}": _numpy(_gradient(master)) for name, master in masters.items()}
     if "step" in stages:
         arrays |= {f"step.before.{name}": _numpy(master) for name, master in masters.items()}
-        optimizer.step(TRAIN.learning_rate)
+        strategy.step(learning_rate(0, train))
         arrays |= {f"step.{name}": _numpy(master) for name, master in masters.items()}
         stored = dict(model.named_parameters())
         arrays["step.stored"] = np.concatenate([_numpy(stored[name]).ravel() for name in masters])
-    return arrays
+    return arrays, {"loss.tokens": tokens} if "loss" in stages else {}
 
 
-def _backward(model: Any, parts: list[dict[str, Tensor]]) -> tuple[float, np.ndarray]:
-    """One step's backward pass, a row a micro-batch: the mean loss, and the loss of every token [B, T].
+def _trajectory(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tuple[Arrays, dict[str, _TokenLosses]]:
+    """The steps of a run, one after another."""
+    train = train_of(spec, trajectory=True)
+    strategy = _strategy(spec, model, train, world)
+    found: list[StepResult] = []
+    tokens: dict[str, _TokenLosses] = {}
+    for number in range(train.steps):
+        batches = step_batches(packed, number, train, world)
+        tokens[f"trajectory.{number}"] = takes = _TokenLosses(world)
+        found.append(take_step(strategy, batches, DOMAINS, number, train, lambda _: None, takes))
+    rates, norms = [step.learning_rate for step in found], [step.gradient_norm for step in found]
+    return {"trajectory.rates": np.array(rates), "trajectory.norms": np.array(norms)}, tokens
 
-    Every token is its own domain, so that the trainer's sums by domain are the losses of the tokens.
-    """
-    B, T = len(parts), parts[0]["input_ids"].shape[1]
-    domains_BT = torch.arange(B * T).view(B, 1, T)
-    parts = [part | {"domain_ids": domain} for part, domain in zip(parts, domains_BT, strict=True)]
-    losses, _ = backward(model, parts, [str(token) for token in range(B * T)], TRAIN.loss_chunk)
-    assert losses.overall.value is not None, "no token has a label"
-    by_token = [mean.total for mean in losses.by_domain.values()]
-    return losses.overall.value, np.array(by_token).reshape(B, T)
 
-
-def _packed(row: Row, spec: CaseSpec) -> dict[str, Tensor]:
-    """The trainer's packer on one row: int64 [1, T]."""
+def _packed(row: Row, spec: CaseSpec) -> dict[str, np.ndarray]:
+    """The trainer's packer on one row: int64 [T]."""
     pack = PackConfig(sequence_length=spec.tokens, variant=spec.variant, chunks=CHUNKS)
     segments = [
         Segment(document, domain=0, tag=tag.tolist()) for document, tag in zip(row.documents, row.tags, strict=True)
     ]
     packed = build_row(segments, pack, row.anchor.tolist(), pad_id=0, random=np.random.default_rng(row.seed))
-    packed["position_ids"] = packed["position_ids"] + spec.position_offset
-    return {name: torch.from_numpy(array)[None] for name, array in packed.items()}
+    return packed | {"position_ids": packed["position_ids"] + spec.position_offset}
 
 
 def _build(spec: CaseSpec) -> Any:

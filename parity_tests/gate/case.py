@@ -14,10 +14,11 @@ import numpy as np
 from anchorline.errors import UserError
 from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
-from parity_tests.gate.material import TRAIN
-from parity_tests.gate.oracle import Arrays, OracleArrays, adamw_of, oracle_side, preset_of
+from parity_tests.gate.material import train_of
 from parity_tests.gate.spec import CaseSpec
+from parity_tests.gate.truth import OracleArrays, oracle_side
 from parity_tests.gate.words import describe
+from parity_tests.oracle import Arrays, adamw_of, preset_name
 from parity_tests.report.schema import Case, Divergence, Group, Measure, Profile
 from parity_tests.tolerance import judge
 
@@ -55,7 +56,7 @@ def empty_case(spec: CaseSpec) -> Case:
     return Case(
         id=spec.id,
         **{name: getattr(spec, name) for name in fields},
-        preset=preset_of(spec),
+        preset=preset_name(spec.engine, spec.dtype),
         command=spec.command,
         seconds=0.0,
     )
@@ -137,9 +138,11 @@ def _pairs(
         names = [name for name in oracle.truth if group_of(name) == stage]
         for name in sorted(names, key=_backward_order) if stage == "gradients" else names:
             if not name.endswith(".lse"):  # transformers' attention gives none
-                yield name, oracle.truth[name], oracle.reference[name], spec.dtype
+                # A learning rate is no matter of the model's dtype.
+                dtype = "float32" if name == "trajectory.rates" else spec.dtype
+                yield name, oracle.truth[name], oracle.reference[name], dtype
         if stage == "step":
-            yield from _step_pairs(candidate, spec.dtype)
+            yield from _step_pairs(candidate, spec)
 
 
 # The order in which the backward pass comes to a layer's parameters.
@@ -163,12 +166,13 @@ def _backward_order(name: str) -> tuple[int, int, int]:
     return 1, -layer, next(i for i, start in enumerate(_BACKWARD) if tap.startswith(start))
 
 
-def _step_pairs(candidate: Arrays, dtype: str) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:
-    """The oracle's AdamW on the candidate's own gradients and weights: masters in float32, stored weights exactly their rounding."""
+def _step_pairs(candidate: Arrays, spec: CaseSpec) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:
+    """The oracle's AdamW on the candidate's own gradients and weights: masters in float32, stored weights exactly their rounding,
+    on every rank."""
     prefix = "step.before."
     names = [name.removeprefix(prefix) for name in candidate if name.startswith(prefix)]
     before = {name: candidate[prefix + name] for name in names}
-    optimizer = adamw_of(TRAIN, lambda name: before[name].ndim >= 2)
+    optimizer = adamw_of(train_of(spec), before)
     results = []
     for carrier in (jnp.float64, jnp.float32):
         weights = {name: jnp.asarray(before[name], carrier) for name in names}
@@ -178,8 +182,8 @@ def _step_pairs(candidate: Arrays, dtype: str) -> Iterator[tuple[str, np.ndarray
     for name in names:
         yield f"step.{name}", np.asarray(truth[name]), np.asarray(reference[name]), "float32"
     after = np.concatenate([candidate[f"step.{name}"].ravel() for name in names])
-    stored = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    yield "step.stored", after.astype(stored).astype(np.float32), None, "exact"
+    stored = ml_dtypes.bfloat16 if spec.dtype == "bfloat16" else spec.dtype
+    yield "step.stored", np.tile(after.astype(stored).astype(np.float32), spec.ranks), None, "exact"
 
 
 def group_of(name: str) -> Group:

@@ -11,13 +11,12 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
-from jaxref.mask import visible
 from jaxref.rope import RopeSpec, inverse_frequencies
-from parity_tests.checking.mistakes import _wrong_masks
 from parity_tests.gate.material import decoder_config
-from parity_tests.gate.oracle import Arrays, OracleArrays
 from parity_tests.gate.spec import CaseSpec
+from parity_tests.gate.truth import Arrays, OracleArrays
 from parity_tests.report.schema import Measure
+from parity_tests.wrong_attention import attention_on, forward, forward_mistakes
 
 SHIFTS = (0, *(sign * by for by in range(1, 9) for sign in (1, -1)))
 LONGEST = 512  # tokens for which a [T, T] mask is tried
@@ -32,6 +31,8 @@ def cause(spec: CaseSpec, measure: Measure, truth: np.ndarray, candidate: Arrays
         return _rotation(spec, measure, candidate, oracle)
     if measure.tap == "attn":
         return _attention(spec, measure, candidate, oracle) or _scaled(measure, array, truth)
+    if measure.name == "trajectory.rates":
+        return _rates(measure, array, truth)
     if measure.name == "inputs.position_ids":
         return _shifts(array - truth)
     if measure.name == "loss.tokens":
@@ -52,6 +53,19 @@ def _update(measure: Measure, array: np.ndarray, truth: np.ndarray, before: np.n
     if _explains(measure, array, before + factor * (truth - before)):
         return f"the update is {factor:.4g} times what it should be"
     return None
+
+
+def _rates(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:
+    if _explains(measure, array[:-1], truth[1:]):
+        return "each step has the rate of the step after it"
+    if _explains(measure, array[1:], truth[:-1]):
+        return "each step has the rate of the step before it"
+    wrong = np.flatnonzero(np.abs(array - truth) > measure.allowance)
+    return (
+        f"of {len(array)} steps {len(wrong)} have a wrong rate, the first is step {wrong[0] + 1}"
+        if len(wrong)
+        else None
+    )
 
 
 def _explains(measure: Measure, array: np.ndarray, mistake: np.ndarray) -> bool:
@@ -201,28 +215,9 @@ def _attention(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: Orac
     names = (f"{stem}.q_rope", f"{stem}.k_rope", f"{stem}.v")
     if not _as_in_truth(candidate, oracle, *names):
         return None
-    q, k, v = (np.asarray(candidate[name], np.float64).swapaxes(1, 2) for name in names)
-    documents = oracle.exact["inputs.document_ids"]
-    H, K, D = q.shape[1], k.shape[1], q.shape[3]
-    grouped, scale = np.arange(H) // (H // K), D**-0.5
-    right = visible(documents)
-
-    def attend(mask: np.ndarray, scale: float = scale, head: np.ndarray = grouped) -> np.ndarray:
-        logits = np.where(mask[:, None], q @ k[:, head].swapaxes(2, 3) * scale, -np.inf)
-        top = logits.max(-1, keepdims=True)
-        weights = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
-        total = weights.sum(-1, keepdims=True)
-        return (weights / np.where(total > 0, total, 1.0) @ v[:, head]).swapaxes(1, 2)
-
+    q, k, v = (candidate[name] for name in names)
+    given = (q, k, v, oracle.exact["inputs.document_ids"])
     array = candidate[measure.name]
-    for words, mask in _wrong_masks(documents):
-        if _explains(measure, array, attend(mask)):
-            return words
-    if _explains(measure, array, attend(right, scale=1.0)):
-        return "the softmax scale is missing"
-    if _explains(measure, array, attend(right, head=np.arange(H) % K)):
-        return "query heads read key/value heads in the wrong order"
-    k, v = v, k
-    if _explains(measure, array, attend(right)):
-        return "keys and values are swapped"
-    return None
+    if _explains(measure, array, forward(attention_on(*given))["out"]):
+        return None  # what went in was wrong
+    return next((words for words, wrong in forward_mistakes(*given) if _explains(measure, array, wrong()["out"])), None)

@@ -19,7 +19,7 @@ from anchorline.errors import UserError
 from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
 from jaxref.weights import parameter_shapes
-from parity_tests.gate.spec import CaseSpec
+from parity_tests.gate.spec import STEPS, CaseSpec
 from parity_tests.models import FAMILIES
 from torchtrain.config import TrainConfig
 from torchtrain.modeling.load import open_tokenizer, resolve_source
@@ -48,10 +48,26 @@ ORIGINAL, FACTOR = 1024, 8.0
 # Epsilon is of the size of the gradients. Where it is far below them, the first steps are the sign of each gradient, whatever
 # its clipping, and an element near zero turns by rounding alone: nothing could be said of either.
 TRAIN = TrainConfig(
-    steps=20, learning_rate=2e-4, weight_decay=0.1, clip_norm=0.5, epsilon=1e-3, loss_chunk=7, sequences_per_step=2
+    steps=STEPS,
+    learning_rate=2e-4,
+    min_learning_rate_share=0.1,
+    weight_decay=0.1,
+    clip_norm=0.5,
+    epsilon=1e-3,
+    loss_chunk=7,
 )
-# torch's decay rounds each weight once more than the oracle's: judged in one step, and left out of twenty, where it adds up.
-TRAJECTORY = TRAIN.model_copy(update={"weight_decay": 0.0})
+
+
+def train_of(spec: CaseSpec, trajectory: bool = False) -> TrainConfig:
+    """The settings of the case's step, or of its twenty.
+
+    Every rank takes its rows as often as there are ranks. That is the same sum over the same count, each divided by a power of
+    two where the ranks are one; and a rank has more than one micro-batch.
+    """
+    changes: dict[str, Any] = {"schedule": spec.schedule, "warmup_steps": spec.warmup_steps}
+    # torch's decay rounds each weight once more than the oracle's: judged in one step, and left out of twenty, where it adds up.
+    changes |= {"weight_decay": 0.0} if trajectory else {}
+    return TRAIN.model_copy(update=changes | {"sequences_per_step": len(rows(spec)) * spec.ranks})
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,13 @@ from pydantic import BaseModel, ValidationError
 from anchorline.errors import UserError
 from parity_tests.gate.case import run_case
 from parity_tests.gate.material import TINY, source
-from parity_tests.gate.oracle import forget
+from parity_tests.gate.sources import ROOT, digest_of
 from parity_tests.gate.spec import CaseSpec, GateConfig, expand
+from parity_tests.gate.truth import forget
 from parity_tests.report.html import render
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import Case, Environment, Report, write_report
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("anchorline", "jaxref", "torchtrain", "parity_tests")
 LIBRARIES = ("torch", "transformers", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "pydantic", "anchorline")
 
 Progress = Callable[[Case, int, int], None]  # the case, its number, how many there are
@@ -51,7 +50,8 @@ def run_gate(
     Args:
         config: the gate.
         out: where `report.json`, `report.html` and `junit.xml` go, and `cases/` with each finished case: a run that was
-            interrupted goes on from there, as long as the case, the sources and the libraries are the same. None: nowhere.
+            interrupted goes on from there, as long as the case, the sources that compute it and the libraries are the same.
+            None: nowhere.
         only: the id of the one case to run.
         progress: called after each case.
         command: how the run was started, for the report.
@@ -137,11 +137,9 @@ def _fingerprint_of_model(model: str) -> str:
 
 @cache
 def _fingerprint() -> str:
-    """Of everything but the case that its numbers depend on: the three packages' sources, libraries, machine, threads."""
+    """Of everything but the case that its numbers depend on: the sources that compute it, libraries, machine, threads."""
     digest = hashlib.sha256(f"{platform.python_version()} {_versions()} {_hardware()}".encode())
-    digest.update(str(torch.get_num_threads()).encode())
-    for file in sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
-        digest.update(file.read_bytes())
+    digest.update(f"{torch.get_num_threads()} {digest_of(root=ROOT)}".encode())
     return digest.hexdigest()
 
 

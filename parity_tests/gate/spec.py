@@ -28,6 +28,7 @@ from torchtrain.config import PackConfig
 Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
 Engine = Literal["dense", "sdpa", "flex", "flash"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["constant", "linear", "cosine"]
 
 Tokens = Annotated[int, Field(ge=32, le=2**24)]
 Offset = Annotated[int, Field(ge=0, le=2**24)]
@@ -37,6 +38,7 @@ STAGES: tuple[Group, ...] = get_args(Group)
 # Float32 holds every whole number below this, and RoPE takes positions in float32.
 _POSITIONS = 2**24
 MOST_CASES = 10_000
+STEPS = 20  # of a trajectory
 
 
 class _Strict(BaseModel):
@@ -55,6 +57,9 @@ class CaseSpec(_Strict):
     dtype: Dtype = "float32"
     tokens: Tokens = Field(default=53, description="of a row; the default is no multiple of any block")
     position_offset: Offset = Field(default=0, description="added to every position")
+    schedule: Schedule = Field(default="constant", description="of the learning rate in step and trajectory")
+    warmup_steps: int = Field(default=0, ge=0, le=STEPS, description=f"of the {STEPS} steps of a trajectory")
+    ranks: int = Field(default=1, ge=1, le=8, description="that share a step, each with rows of its own")
     seed: Seed = Field(default=0, description="of random weights, tokens and the interleaving")
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
     against: str | None = Field(default=None, description="the model whose config and weights the oracle takes instead")
@@ -76,7 +81,9 @@ class CaseSpec(_Strict):
         """The case's name in every report; fit for a file name."""
         model = self.model if self.against in (None, self.model) else f"{self.model}+against+{self.against}"
         parts = [model, self.variant, self.rope, self.engine, self.dtype, f"t{self.tokens}"]
-        parts += [f"o{self.position_offset}"] * bool(self.position_offset) + [f"s{self.seed}"]
+        parts += [f"o{self.position_offset}"] * bool(self.position_offset)
+        parts += [self.schedule] * (self.schedule != "constant") + [f"w{self.warmup_steps}"] * bool(self.warmup_steps)
+        parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"s{self.seed}"]
         return "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
 
     @property
@@ -84,6 +91,9 @@ class CaseSpec(_Strict):
         """What to type to run this case alone."""
         names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
         given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
+        for name in ("schedule", "warmup_steps", "ranks"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                given[name] = str(getattr(self, name))
         options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
         return shlex.join(["parity", "run", *options, "--stages", ",".join(self.stages)])
 
@@ -98,6 +108,9 @@ class Entry(_Strict):
     dtype: list[Dtype] = Field(default=["float32"], min_length=1)
     tokens: list[Tokens] = Field(default=[53], min_length=1)
     position_offset: list[Offset] = Field(default=[0], min_length=1)
+    schedule: list[Schedule] = Field(default=["constant"], min_length=1)
+    warmup_steps: list[int] = Field(default=[0], min_length=1)
+    ranks: list[int] = Field(default=[1], min_length=1)
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
 
     @field_validator("*", mode="before")

@@ -6,8 +6,8 @@ Legend: B batch · T tokens of a row.
 import numpy as np
 
 from parity_tests.gate.causes import cause
-from parity_tests.gate.oracle import Arrays, OracleArrays
 from parity_tests.gate.spec import CaseSpec
+from parity_tests.gate.truth import Arrays, OracleArrays
 from parity_tests.report.schema import Measure
 
 _TAPS = {
@@ -29,6 +29,8 @@ _TAPS = {
     "loss": "mean loss",
     "tokens": "losses of the tokens",
     "stored": "weights as the model holds them after the step",
+    "rates": "learning rates of the steps",
+    "norms": "gradient norms of the steps",
 }
 
 
@@ -51,7 +53,7 @@ def describe(spec: CaseSpec, measure: Measure, truth: np.ndarray, candidate: Arr
 
 def _where(measure: Measure) -> str:
     what = _TAPS.get(measure.tap, measure.tap)
-    if measure.group == "trajectory":
+    if measure.group == "trajectory" and measure.tap.isdecimal():
         return f"losses of the tokens at step {int(measure.tap) + 1}"
     if measure.group == "gradients":
         what = f"gradient of {what}"

@@ -17,7 +17,7 @@ from jaxref.study import schema
 from jaxref.study.measures import stat, weights
 from jaxref.study.pieces import probabilities
 from jaxref.study.text import RowArrays
-from parity_tests.layers import oracle_taps, preset_name
+from parity_tests.oracle import oracle_taps, preset_name
 from parity_tests.study.beside import Attended, side_by_side
 from parity_tests.study.kept import OfRow
 from parity_tests.tolerance import Verdict, judge

@@ -21,7 +21,7 @@ from jaxref.study.models import Pretrained, load_pretrained
 from jaxref.study.run import CELLS, RESULTS, Progress, claim, describe, environment, write_config
 from jaxref.study.spec import SHORTEST, ShiftPairsConfig, StudyConfig
 from jaxref.study.text import RowArrays, read_pool, row
-from parity_tests.layers import oracle_of, preset_name
+from parity_tests.oracle import oracle_of, preset_name
 from parity_tests.study.beside import PairSums, side_by_side
 from parity_tests.study.emulation import Emulated, check_row, emulation_record
 from parity_tests.study.kept import Kept, OfRow, kept_or_made

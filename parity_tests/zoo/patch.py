@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from torchtrain.attention import engines, hf
 from torchtrain.attention.plan import make_plan
-from torchtrain.training.loop import backward
+from torchtrain.training.schedule import learning_rate
+from torchtrain.training.step import accumulate
+from torchtrain.training.strategy import Replicated
 
 Context = AbstractContextManager[Any]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -142,12 +144,31 @@ def batches(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context
     """Train on `change(batch)` for every micro-batch, a dict of int64 [B, T]."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(model: Any, parts: list[dict[str, Tensor]], *args: Any) -> Any:
-            return original(model, [change(dict(part)) for part in parts], *args)
+        def changed(strategy: Any, batches: list[dict[str, Tensor]], *args: Any) -> Any:
+            return original(strategy, [change(dict(batch)) for batch in batches], *args)
 
         return changed
 
-    return wrap(backward, make)
+    return wrap(accumulate, make)
+
+
+def settings(**changes: Any) -> Context:
+    """Make every strategy with these settings of `train` in place of its own."""
+    init = Replicated.__init__
+
+    def changed(self: Replicated, model: Any, train: Any, *args: Any) -> None:
+        init(self, model, train.model_copy(update=changes), *args)
+
+    return patch.object(Replicated, "__init__", changed)
+
+
+def rates(change: Callable[[Callable[[int, Any], float], int, Any], float]) -> Context:
+    """Train with `change(learning_rate, step, train)` for the learning rate of a step."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda step, train: change(original, step, train)
+
+    return wrap(learning_rate, make)
 
 
 def loaded_weights(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context:

@@ -29,7 +29,7 @@ FILE_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, start + n) of a flattened parameter; `tensors` are views [n] of what the engine uses, by kind."""
+    """Elements [start, start + n) of a flattened parameter; `tensors` are views [n] of what the strategy uses, by kind."""
 
     parameter: str
     start: int

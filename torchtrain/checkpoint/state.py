@@ -1,6 +1,6 @@
-"""An engine's state as fragments: which elements of which parameter this rank holds, and where.
+"""A strategy's state as fragments: which elements of which parameter this rank holds, and where.
 
-All of it are views: what is read from a checkpoint is written where the engine keeps it. DeepSpeed's own checkpoints would
+All of it are views: what is read from a checkpoint is written where the strategy keeps it. DeepSpeed's own checkpoints would
 need the same number of ranks and are loaded by unpickling; so its partitions are found here instead
 (DeepSpeed 0.19: runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py, runtime/zero/stage3.py).
 """
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from torchtrain.checkpoint.fragments import Fragment
-from torchtrain.training.engine import Engine, Replicated, Zero
+from torchtrain.training.strategy import Replicated, Strategy, Zero
 
 
 class State(ABC):
-    """What must be kept of an engine between two steps.
+    """What must be kept of a strategy between two steps.
 
     Args:
-        engine: between two steps, no gradient added up.
+        strategy: between two steps, no gradient added up.
     """
 
     everywhere = False  # whether every rank holds all of it
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        trained = [(name, p) for name, p in strategy.model.named_parameters() if p.requires_grad]
         self.parameters: dict[str, list[int]] = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in trained}
         self.named = trained
 
@@ -58,20 +58,20 @@ class State(ABC):
             _moments(optimizer, master)["step"].fill_(count)
 
 
-def state_of(engine: Engine) -> State:
-    """Return what must be kept of an engine."""
-    if isinstance(engine, Replicated):
-        return _Replicated(engine)
-    assert isinstance(engine, Zero)
-    return _ZeroCut(engine) if engine.cut else _ZeroFlat(engine)
+def state_of(strategy: Strategy) -> State:
+    """Return what must be kept of a strategy."""
+    if isinstance(strategy, Replicated):
+        return _Replicated(strategy)
+    assert isinstance(strategy, Zero)
+    return _ZeroCut(strategy) if strategy.cut else _ZeroFlat(strategy)
 
 
 class _Replicated(State):
     everywhere = True
 
-    def __init__(self, engine: Replicated) -> None:
-        super().__init__(engine)
-        self._optimizer = engine.optimizer
+    def __init__(self, strategy: Replicated) -> None:
+        super().__init__(strategy)
+        self._optimizer = strategy.optimizer
 
     def fragments(self) -> list[Fragment]:
         names = {id(p): name for name, p in self.named}
@@ -92,9 +92,9 @@ class _Replicated(State):
 
 
 class _Zero(State):
-    def __init__(self, engine: Zero) -> None:
-        super().__init__(engine)
-        self._optimizer: Any = engine.deepspeed.optimizer
+    def __init__(self, strategy: Zero) -> None:
+        super().__init__(strategy)
+        self._optimizer: Any = strategy.deepspeed.optimizer
 
     @property
     def _flat(self) -> list[Tensor]:

@@ -78,7 +78,7 @@ class Checkpoints:
         """Save a step's checkpoint, then remove all but the last `keep` good ones. All ranks call it.
 
         Args:
-            state: what the engine holds, between two steps.
+            state: what the strategy holds, between two steps.
             manifest: makes the manifest of the files that all ranks wrote.
             step: steps done.
             keep: how many to keep, this one among them.
@@ -140,7 +140,7 @@ class Checkpoints:
             ) from None
 
     def load(self, state: State, manifest: Manifest, world: World) -> None:
-        """Give an engine the state of a checkpoint that `verify` has checked. All ranks call it.
+        """Give a strategy the state of a checkpoint that `verify` has checked. All ranks call it.
 
         The generators of random numbers are set where the checkpoint has this rank's.
 

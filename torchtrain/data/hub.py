@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from anchorline.errors import UserError, one_line, quoted
 from torchtrain.config import Source
@@ -36,7 +36,8 @@ def dataset_items(source: Source) -> Iterator[tuple[str, Any]]:
                 source.dataset, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
             )
         # As Arrow has them: of a string that is not UTF-8, datasets' own rows would raise for all that follow it.
-        for table in rows.with_format("arrow").iter(batch_size=ROWS_AT_A_TIME):
+        tables = cast(Iterator[Any], rows.with_format("arrow").iter(batch_size=ROWS_AT_A_TIME))
+        for table in tables:
             for item in (item for batch in table.to_batches() for item in rows_of(batch)):
                 number += 1
                 yield f"{source.dataset} [{source.split}] record {number}", item

@@ -1,1 +1,1 @@
-"""One computation over many processes: who does what, how rows are cut, and the engines that hold the state."""
+"""One computation over many processes: who does what, how rows are cut, and the strategies that hold the state."""

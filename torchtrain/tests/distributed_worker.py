@@ -8,7 +8,7 @@ CASES is a JSON list. Each case is run by all ranks, one after another, and rank
     gradient.PARAMETER  of the step, before clipping                                 (where the case has "train")
     norm                before clipping
     moment.PARAMETER    AdamW's first moment after the step: (1 - beta1) x the clipped gradient
-    weight.PARAMETER    after the step, as `Engine.weights` gathers them
+    weight.PARAMETER    after the step, as `Strategy.weights` gathers them
 
 Legend: B batch · T tokens of a row · t tokens of this rank's part · V vocabulary.
 """
@@ -32,8 +32,8 @@ from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.modeling.load import head_of, hidden_states
-from torchtrain.training.engine import Engine, Replicated, Zero, make_engine
 from torchtrain.training.step import accumulate
+from torchtrain.training.strategy import Replicated, Strategy, Zero, make_strategy
 
 ENGINE = "sdpa"
 DOMAINS = ["first", "second"]
@@ -76,13 +76,13 @@ def micro_batches(case: dict[str, Any], config: Config, world: World) -> list[di
 
 
 @torch.no_grad()
-def logits(engine: Engine, batches: list[dict[str, Tensor]]) -> np.ndarray:
+def logits(strategy: Strategy, batches: list[dict[str, Tensor]]) -> np.ndarray:
     """Logits of all rows [rows, T, V], whole on every rank."""
-    world, found = engine.world, []
+    world, found = strategy.world, []
     for batch in batches:
         batch = pad(batch, world.sequence_parallel)
-        hidden_BtM = hidden_states(engine.model, part_of(batch, world), make_plan(batch["document_ids"]))
-        own_BtV = head_of(engine.model)(hidden_BtM).float().contiguous()
+        hidden_BtM = hidden_states(strategy.model, part_of(batch, world), make_plan(batch["document_ids"]))
+        own_BtV = head_of(strategy.model)(hidden_BtM).float().contiguous()
         parts = [torch.empty_like(own_BtV) for _ in range(world.size)]
         if world.size > 1:
             dist.all_gather(parts, own_BtV)
@@ -93,50 +93,50 @@ def logits(engine: Engine, batches: list[dict[str, Tensor]]) -> np.ndarray:
     return torch.cat(found).numpy()
 
 
-def trained(engine: Engine, batches: list[dict[str, Tensor]], config: Config) -> dict[str, np.ndarray]:
+def trained(strategy: Strategy, batches: list[dict[str, Tensor]], config: Config) -> dict[str, np.ndarray]:
     """One step: losses, gradients, norm, moments and weights."""
-    names = {id(p): name for name, p in engine.model.named_parameters()}
-    losses, pairs = accumulate(engine, batches, DOMAINS, config.train.loss_chunk)
+    names = {id(p): name for name, p in strategy.model.named_parameters()}
+    losses, pairs = accumulate(strategy, batches, DOMAINS, config.train.loss_chunk)
     arrays: dict[str, Any] = {"loss": [losses.overall.total, losses.overall.tokens], "pairs": pairs}
     arrays |= {f"domains.{name}": [mean.total, mean.tokens] for name, mean in losses.by_domain.items()}
-    state = gradient_and_moment(engine)
+    state = gradient_and_moment(strategy)
     arrays |= {f"gradient.{names[key]}": value for key, value in state("gradient").items()}
-    arrays["norm"] = engine.step(config.train.learning_rate)
+    arrays["norm"] = strategy.step(config.train.learning_rate)
     arrays |= {f"moment.{names[key]}": value for key, value in state("moment").items()}
-    weights = engine.weights()
+    weights = strategy.weights()
     return {} if weights is None else arrays | {f"weight.{n}": x.float().numpy() for n, x in weights.items()}
 
 
-def gradient_and_moment(engine: Engine) -> Any:
+def gradient_and_moment(strategy: Strategy) -> Any:
     """Return a function from `gradient` or `moment` to whole float32 arrays by the parameter's id; all ranks must call it."""
-    if isinstance(engine, Replicated):
-        pairs = list(zip(engine.optimizer.parameters, engine.optimizer.masters, strict=True))
-        states = engine.optimizer.adamw.state
+    if isinstance(strategy, Replicated):
+        pairs = list(zip(strategy.optimizer.parameters, strategy.optimizer.masters, strict=True))
+        states = strategy.optimizer.adamw.state
         take = {"gradient": lambda master: master.grad, "moment": lambda master: states[master]["exp_avg"]}
         return lambda what: {id(p): take[what](master).float().numpy().copy() for p, master in pairs}
-    assert isinstance(engine, Zero)
+    assert isinstance(strategy, Zero)
     from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
     def moment(parameter: Any) -> Tensor:
         # ZeRO 1 and 2 link parameters to states after the first group's first step, when the second group has none yet.
-        optimizer = engine.deepspeed.optimizer
+        optimizer = strategy.deepspeed.optimizer
         optimizer._hp_optimizer_states_linked = False
         if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
             optimizer._lazy_init_hp_params_optimizer_state()
         return safe_get_full_optimizer_state(parameter, "exp_avg")
 
     get = {"gradient": safe_get_full_grad, "moment": moment}
-    return lambda what: {id(p): get[what](p).float().numpy().copy() for p in engine.model.parameters()}
+    return lambda what: {id(p): get[what](p).float().numpy().copy() for p in strategy.model.parameters()}
 
 
-def forget(engine: Engine) -> None:
+def forget(strategy: Strategy) -> None:
     """Undo what registration left in the process, so that the next case starts as a fresh process does."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if isinstance(engine, Zero):
-        engine.deepspeed.destroy()
+    if isinstance(strategy, Zero):
+        strategy.deepspeed.destroy()
     ALL_ATTENTION_FUNCTIONS._local_mapping.pop(implementation_name(ENGINE), None)
     parallel_state_sp._release_sequence_parallel_groups()
     groups.mpu = None
@@ -146,13 +146,13 @@ def run(case: dict[str, Any], rank: int, size: int) -> dict[str, np.ndarray]:
     """One case on this rank."""
     config = config_of(case)
     world = World(rank, size, config.distributed.sequence_parallel)
-    engine = make_engine(load(case), ENGINE, config, world)
+    strategy = make_strategy(load(case), ENGINE, config, world)
     batches = micro_batches(case, config, world)
-    arrays = {"logits": logits(engine, batches)} if case.get("logits") else {}
+    arrays = {"logits": logits(strategy, batches)} if case.get("logits") else {}
     if case.get("train"):
-        arrays |= trained(engine, batches, config)
+        arrays |= trained(strategy, batches, config)
     if size > 1:
-        forget(engine)
+        forget(strategy)
     return {name: np.asarray(value) for name, value in arrays.items()}
 
 

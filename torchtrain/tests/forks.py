@@ -99,7 +99,7 @@ def _half(path: Path, content: bytes) -> None:
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "folder": ("torchtrain.training.folder", "write_all", _die, False),
     "replacement": ("torchtrain.training.folder", "remove", _die, True),
-    "gradient": ("torchtrain.training.loop", "accumulate", _die, True),
+    "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
     "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
     "state": ("torchtrain.checkpoint.fragments", "write_file", _half, False),

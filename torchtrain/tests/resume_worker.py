@@ -7,7 +7,7 @@ leaves in `folder`:
 
     checkpoints/        one a step
     arrays.npz          loss.N          [sum, tokens] of step N
-                        weight.NAME     after loading, as `Engine.weights` gathers them
+                        weight.NAME     after loading, as `Strategy.weights` gathers them
 """
 
 import json
@@ -28,13 +28,13 @@ from torchtrain.config import Config
 from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.tests import distributed_worker as worker
-from torchtrain.training.engine import Engine, make_engine
 from torchtrain.training.step import accumulate
+from torchtrain.training.strategy import Strategy, make_strategy
 
 
-def save(checkpoints: Checkpoints, engine: Engine, step: int) -> None:
+def save(checkpoints: Checkpoints, strategy: Strategy, step: int) -> None:
     """Save with a manifest that says nothing of a run."""
-    state, world = state_of(engine), engine.world
+    state, world = state_of(strategy), strategy.world
     none = FileEntry(bytes=0, sha256="")
     counts = {"step": step, "updates": state.updates, "tokens_seen": 0, "skipped_steps": 0}
     progress = Progress(**counts, recent_losses=[], before=[], metrics=none)
@@ -48,23 +48,23 @@ def save(checkpoints: Checkpoints, engine: Engine, step: int) -> None:
     checkpoints.save(state, manifest, step, 99, world)
 
 
-def _make_bad_steps(engine: Engine, batches: list[dict[str, torch.Tensor]], config: Config) -> None:
+def _make_bad_steps(strategy: Strategy, batches: list[dict[str, torch.Tensor]], config: Config) -> None:
     """A step that is dropped, and one whose gradient is not a number."""
     rate, chunk = config.train.learning_rate, config.train.loss_chunk
-    accumulate(engine, batches, worker.DOMAINS, chunk)
-    engine.drop()
-    real = engine.backward
-    engine.backward = lambda loss, last: real(loss * float("nan"), last)  # type: ignore[method-assign]
-    accumulate(engine, batches, worker.DOMAINS, chunk)
-    engine.backward = real  # type: ignore[method-assign]
-    assert not math.isfinite(engine.step(rate))
+    accumulate(strategy, batches, worker.DOMAINS, chunk)
+    strategy.drop()
+    real = strategy.backward
+    strategy.backward = lambda loss, last: real(loss * float("nan"), last)  # type: ignore[method-assign]
+    accumulate(strategy, batches, worker.DOMAINS, chunk)
+    strategy.backward = real  # type: ignore[method-assign]
+    assert not math.isfinite(strategy.step(rate))
 
 
 def run(case: dict[str, Any], rank: int, size: int) -> None:
     """One case on this rank."""
     config = worker.config_of(case)
     world = World(rank, size, config.distributed.sequence_parallel)
-    engine = make_engine(worker.load(case), worker.ENGINE, config, world)
+    strategy = make_strategy(worker.load(case), worker.ENGINE, config, world)
     batches = worker.micro_batches(case, config, world)
     folder = Path(case["folder"])
     checkpoints = Checkpoints(folder / "checkpoints")
@@ -78,22 +78,22 @@ def run(case: dict[str, Any], rank: int, size: int) -> None:
         manifest = Checkpoints(Path(source) / "checkpoints").open(first, world)
         assert manifest is not None
         torch.manual_seed(rank)  # so that what is restored is not what was there
-        Checkpoints(Path(source) / "checkpoints").load(state_of(engine), manifest, world)
-        save(checkpoints, engine, first)
-    weights = engine.weights()
+        Checkpoints(Path(source) / "checkpoints").load(state_of(strategy), manifest, world)
+        save(checkpoints, strategy, first)
+    weights = strategy.weights()
     if weights is not None:
         arrays |= {f"weight.{name}": x.float().numpy().copy() for name, x in weights.items()}
     if case.get("bad_steps"):
-        _make_bad_steps(engine, batches, config)
+        _make_bad_steps(strategy, batches, config)
     for step in range(first + 1, first + 1 + case["steps"]):
-        losses, _ = accumulate(engine, batches, worker.DOMAINS, config.train.loss_chunk)
-        engine.step(config.train.learning_rate)
+        losses, _ = accumulate(strategy, batches, worker.DOMAINS, config.train.loss_chunk)
+        strategy.step(config.train.learning_rate)
         arrays[f"loss.{step}"] = [losses.overall.total, losses.overall.tokens]
-        save(checkpoints, engine, step)
+        save(checkpoints, strategy, step)
     if rank == 0:
         np.savez(folder / "arrays.npz", **{name: np.asarray(x) for name, x in arrays.items()})  # type: ignore[arg-type]
     if size > 1:
-        worker.forget(engine)
+        worker.forget(strategy)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from torchtrain.config import load_config
 from torchtrain.tests.forks import forks
 from torchtrain.tests.runs import Place, make_place
-from torchtrain.training import loop
+from torchtrain.training import loop, step
 
 QUIET = Console(quiet=True)
 
@@ -53,21 +53,21 @@ def run(place, tmp_path):
 
 def poison(monkeypatch, steps: set[int], what: str) -> list[dict[str, torch.Tensor]]:
     """Make loss or gradient of steps (from 1) not finite; return a list that gets the masters of every step as it begins."""
-    real, seen = loop.accumulate, []
+    real, seen = step.accumulate, []
 
-    def accumulate(engine, batches, domains, chunk):
-        losses, pairs = real(engine, batches, domains, chunk)
-        seen.append({str(i): x.detach().clone() for i, x in enumerate(engine.optimizer.masters)})
+    def accumulate(strategy, *rest):
+        losses, pairs = real(strategy, *rest)
+        seen.append({str(i): x.detach().clone() for i, x in enumerate(strategy.optimizer.masters)})
         if len(seen) in steps:
             if what == "loss":
                 losses.overall.total = float("inf")
             elif what == "spike":
                 losses.overall.total *= 3
             else:
-                engine.optimizer.masters[1].grad[0] = float(what)
+                strategy.optimizer.masters[1].grad[0] = float(what)
         return losses, pairs
 
-    monkeypatch.setattr(loop, "accumulate", accumulate)
+    monkeypatch.setattr(step, "accumulate", accumulate)
     return seen
 
 

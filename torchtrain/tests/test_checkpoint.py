@@ -34,8 +34,8 @@ from torchtrain.config import TrainConfig, load_config
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.tests.conftest import tiny_model
 from torchtrain.tests.runs import unprivileged
-from torchtrain.training.engine import Replicated
 from torchtrain.training.metrics import MetricsFile, read_metrics
+from torchtrain.training.strategy import Replicated
 
 TRAIN = TrainConfig()
 LAYOUT = Layout(
@@ -137,24 +137,24 @@ def test_another_dtype_or_tensor_is_refused(tmp_path):
             fragments.read([path], wanted)
 
 
-# --- a checkpoint of an engine --------------------------------------------------------------------------------------------
+# --- a checkpoint of a strategy --------------------------------------------------------------------------------------------
 
 
-def make_engine(dtype: torch.dtype = torch.bfloat16, updates: int = 2) -> Replicated:
-    """An engine that has made updates with random gradients."""
-    engine = Replicated(tiny_model("llama", dtype=dtype), TRAIN)
+def make_strategy(dtype: torch.dtype = torch.bfloat16, updates: int = 2) -> Replicated:
+    """A strategy that has made updates with random gradients."""
+    strategy = Replicated(tiny_model("llama", dtype=dtype), TRAIN)
     generator = torch.Generator().manual_seed(1)
     for _ in range(updates):
-        for master in engine.optimizer.masters:
+        for master in strategy.optimizer.masters:
             master.grad = torch.randn(master.shape, generator=generator)
-        engine.step(1e-2)
-    return engine
+        strategy.step(1e-2)
+    return strategy
 
 
-def contents(engine: Replicated) -> dict[str, torch.Tensor]:
-    state = state_of(engine)
+def contents(strategy: Replicated) -> dict[str, torch.Tensor]:
+    state = state_of(strategy)
     found = {f"{kind}:{f.parameter}": x.clone() for f in state.fragments() for kind, x in f.tensors.items()}
-    found |= {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    found |= {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
     return found | {"updates": torch.tensor(state.updates)}
 
 
@@ -167,8 +167,8 @@ def checkpoints(tmp_path) -> Checkpoints:
     return Checkpoints(tmp_path / "run" / "checkpoints")
 
 
-def save(checkpoints: Checkpoints, step: int, engine: Replicated, keep: int = 9, config: dict | None = None) -> None:
-    state = state_of(engine)
+def save(checkpoints: Checkpoints, step: int, strategy: Replicated, keep: int = 9, config: dict | None = None) -> None:
+    state = state_of(strategy)
     checkpoints.folder.parent.mkdir(exist_ok=True)
     progress = Progress(
         step=step,
@@ -189,26 +189,26 @@ def save(checkpoints: Checkpoints, step: int, engine: Replicated, keep: int = 9,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("updates", [0, 2])
-def test_an_engine_gets_back_what_it_had(checkpoints, dtype, updates):
-    engine = make_engine(dtype, updates)
-    save(checkpoints, 10, engine)
-    was = contents(engine)
-    again = make_engine(dtype, updates=1)
+def test_a_strategy_gets_back_what_it_had(checkpoints, dtype, updates):
+    strategy = make_strategy(dtype, updates)
+    save(checkpoints, 10, strategy)
+    was = contents(strategy)
+    again = make_strategy(dtype, updates=1)
     assert not same(contents(again), was)
     manifest = checkpoints.open()
     assert manifest is not None
     assert manifest.progress.recent_losses == [0.1, 1 / 3]
     checkpoints.load(state_of(again), manifest, ALONE)
     assert same(contents(again), was)
-    for one in (engine, again):  # and goes on alike
+    for one in (strategy, again):  # and goes on alike
         for master in one.optimizer.masters:
             master.grad = torch.ones_like(master)
         one.step(1e-2)
-    assert same(contents(again), contents(engine))
+    assert same(contents(again), contents(strategy))
 
 
 def test_another_model_is_refused(checkpoints):
-    save(checkpoints, 1, make_engine())
+    save(checkpoints, 1, make_strategy())
     manifest = checkpoints.open()
     other = Replicated(tiny_model("llama", intermediate_size=40), TRAIN)
     with pytest.raises(
@@ -234,11 +234,11 @@ def test_generators_go_on_where_they_were(tmp_path):
 
 
 def test_the_last_good_ones_are_kept_whatever_the_clock_says(checkpoints, monkeypatch):
-    engine = make_engine()
+    strategy = make_strategy()
     clock = iter(range(10_000, 0, -1))
     monkeypatch.setattr("time.time", lambda: next(clock))
     for step in (1, 2, 3):
-        save(checkpoints, step, engine, keep=2)
+        save(checkpoints, step, strategy, keep=2)
         os.utime(checkpoints.path(step), (1e9 - step, 1e9 - step))  # as if written before the one before
     assert checkpoints.steps() == [2, 3]
     manifest = checkpoints.open()
@@ -246,40 +246,40 @@ def test_the_last_good_ones_are_kept_whatever_the_clock_says(checkpoints, monkey
     assert manifest.progress.step == 3
     shutil.rmtree(checkpoints.path(3))
     (checkpoints.path(3)).mkdir()  # no good one: it does not count as one that is kept
-    save(checkpoints, 4, engine, keep=2)
+    save(checkpoints, 4, strategy, keep=2)
     assert checkpoints.steps() == [2, 3, 4]
-    save(checkpoints, 5, engine, keep=2)
+    save(checkpoints, 5, strategy, keep=2)
     assert checkpoints.steps() == [4, 5]
 
 
 def test_nothing_is_removed_before_the_new_one_is_there(checkpoints, monkeypatch):
-    engine = make_engine()
-    save(checkpoints, 1, engine, keep=1)
+    strategy = make_strategy()
+    save(checkpoints, 1, strategy, keep=1)
     monkeypatch.setattr("torchtrain.checkpoint.store.commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        save(checkpoints, 2, engine, keep=1)
+        save(checkpoints, 2, strategy, keep=1)
     assert checkpoints.steps() == [1]
     assert checkpoints.path(2).with_name("step-00000002.partial").is_dir()
     monkeypatch.undo()
     checkpoints.sweep()
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001"]
-    save(checkpoints, 2, engine, keep=1)
+    save(checkpoints, 2, strategy, keep=1)
     assert checkpoints.steps() == [2]
 
 
 def test_the_one_just_saved_is_kept_whatever_else_is_there(checkpoints):
     """A run that was taken up at an earlier step, by whatever road."""
-    engine = make_engine(updates=0)
+    strategy = make_strategy(updates=0)
     for step in (2, 4):
-        save(checkpoints, step, engine)
-    save(checkpoints, 1, engine, keep=2)
+        save(checkpoints, step, strategy)
+    save(checkpoints, 1, strategy, keep=2)
     assert 1 in checkpoints.steps()
 
 
 def test_later_ones_are_forgotten_the_last_first(checkpoints, monkeypatch):
-    engine = make_engine(updates=0)
+    strategy = make_strategy(updates=0)
     for step in (2, 4, 6, 8):
-        save(checkpoints, step, engine)
+        save(checkpoints, step, strategy)
     real, calls = store._remove, []
     monkeypatch.setattr(store, "_remove", lambda path: calls.append(checkpoints.steps()) or real(path))
     checkpoints.forget_after(4)
@@ -290,8 +290,8 @@ def test_later_ones_are_forgotten_the_last_first(checkpoints, monkeypatch):
 
 
 def test_an_older_one_that_cannot_be_removed_is_not_called_unsaved(checkpoints, monkeypatch):
-    engine = make_engine(updates=0)
-    save(checkpoints, 1, engine)
+    strategy = make_strategy(updates=0)
+    save(checkpoints, 1, strategy)
 
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -300,20 +300,20 @@ def test_an_older_one_that_cannot_be_removed_is_not_called_unsaved(checkpoints, 
     with pytest.raises(
         UserError, match=r"step-00000002: is saved, but an older .*permission denied \(.*step-00000001\)"
     ):
-        save(checkpoints, 2, engine, keep=1)
+        save(checkpoints, 2, strategy, keep=1)
     assert checkpoints.open(2) is not None
 
 
 def test_a_step_that_is_saved_again_takes_the_place(checkpoints):
-    save(checkpoints, 1, make_engine(updates=1))
+    save(checkpoints, 1, make_strategy(updates=1))
     (checkpoints.path(1) / MANIFEST).write_text("damaged")
-    engine = make_engine()
-    save(checkpoints, 1, engine)
-    again = make_engine(updates=0)
+    strategy = make_strategy()
+    save(checkpoints, 1, strategy)
+    again = make_strategy(updates=0)
     manifest = checkpoints.open()
     assert manifest is not None
     checkpoints.load(state_of(again), manifest, ALONE)
-    assert same(contents(again), contents(engine))
+    assert same(contents(again), contents(strategy))
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
@@ -336,9 +336,9 @@ DAMAGE = {"bit flipped": flip, "cut off": cut_off, "missing": Path.unlink, "empt
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["state-00000-000.safetensors", "rng-00000.safetensors", MANIFEST])
 def test_a_damaged_file_is_named_and_the_last_good_checkpoint_offered(checkpoints, name, damage):
-    engine = make_engine(updates=1)
+    strategy = make_strategy(updates=1)
     for step in (1, 2, 3):
-        save(checkpoints, step, engine)
+        save(checkpoints, step, strategy)
     for step in (2, 3):
         DAMAGE[damage](checkpoints.path(step) / name)
     with pytest.raises(DamageError) as caught:
@@ -366,9 +366,9 @@ class OneOf(World):
 
 
 def test_the_ranks_share_the_work_of_finding_the_last_good_one(checkpoints, monkeypatch):
-    engine = make_engine(updates=0)
+    strategy = make_strategy(updates=0)
     for step in (1, 2):
-        save(checkpoints, step, engine)
+        save(checkpoints, step, strategy)
     manifest = checkpoints.path(2) / MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:-1])
     read = []
@@ -387,7 +387,7 @@ def test_checkpoints_that_are_not_there(checkpoints):
     assert checkpoints.open() is None
     with pytest.raises(UserError, match="has no checkpoint of step 4; there is none at all"):
         checkpoints.open(4)
-    save(checkpoints, 2, make_engine(updates=0))
+    save(checkpoints, 2, make_strategy(updates=0))
     with pytest.raises(UserError, match="has no checkpoint of step 4; there are those of 2"):
         checkpoints.open(4)
     checkpoints.path(2).rename(checkpoints.path(4))
@@ -412,8 +412,8 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(checkpoints, tmp_path):
     assert witness.exists(), "the pickle is a real one"
     witness.unlink()
 
-    engine = make_engine(updates=1)
-    save(checkpoints, 1, engine)
+    strategy = make_strategy(updates=1)
+    save(checkpoints, 1, strategy)
     folder = checkpoints.path(1)
     # Beside our files, under every name that somebody's loader would take.
     for name in ("optimizer.pt", "mp_rank_00_model_states.pt", "rng.pkl", "pytorch_model.bin", "zero.safetensors"):
@@ -439,7 +439,7 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(checkpoints, tmp_path):
             opened = checkpoints.open()
             assert opened is not None
             with pytest.raises(DamageError, match=f"{path.name}: is no"):
-                checkpoints.load(state_of(engine), opened, ALONE)
+                checkpoints.load(state_of(strategy), opened, ALONE)
         path.write_bytes(content)
         (folder / MANIFEST).write_bytes(manifest)
     assert checkpoints.open() is not None
@@ -451,8 +451,8 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(checkpoints, tmp_path):
 
 def test_a_full_disk(checkpoints, monkeypatch):
     """The kernel's own ENOSPC, at every file in turn: each is opened as /dev/full."""
-    engine = make_engine(updates=1)
-    save(checkpoints, 1, engine)
+    strategy = make_strategy(updates=1)
+    save(checkpoints, 1, strategy)
     names = [*Manifest.read(checkpoints.path(1)).files, MANIFEST]
     real = os.open
     for name in names:
@@ -463,24 +463,24 @@ def test_a_full_disk(checkpoints, monkeypatch):
 
         monkeypatch.setattr(files.os, "open", open_full)
         with pytest.raises(UserError) as caught:
-            save(checkpoints, 2, engine)
+            save(checkpoints, 2, strategy)
         assert f"the checkpoint could not be written: {os.strerror(errno.ENOSPC).lower()}" in str(caught.value)
         assert "the last good one is that of step 1; mend that, then: torchtrain resume" in str(caught.value)
         assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001"]
     monkeypatch.undo()
-    save(checkpoints, 2, engine)
+    save(checkpoints, 2, strategy)
     assert checkpoints.steps() == [1, 2]
 
 
 def test_a_read_only_folder():
-    engine = make_engine(updates=1)
+    strategy = make_strategy(updates=1)
     with tempfile.TemporaryDirectory() as name:
         checkpoints = Checkpoints(Path(name) / "run" / "checkpoints")
-        save(checkpoints, 1, engine)
+        save(checkpoints, 1, strategy)
         for path in (Path(name), *Path(name).rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
         with unprivileged(), pytest.raises(UserError) as caught:
-            save(checkpoints, 2, engine)
+            save(checkpoints, 2, strategy)
         for path in (Path(name), *Path(name).rglob("*")):
             path.chmod(path.stat().st_mode | stat.S_IWUSR)
     assert "permission denied (" in str(caught.value)
@@ -561,7 +561,7 @@ def saved(checkpoints, tree, write_config):
     def config(*overrides: str):
         return load_config(write_config(tree), overrides)
 
-    save(checkpoints, 1, make_engine(updates=0), config=config().model_dump(mode="json"))
+    save(checkpoints, 1, make_strategy(updates=0), config=config().model_dump(mode="json"))
     return checkpoints.open(), config
 
 

@@ -319,7 +319,7 @@ def test_an_interruption_is_one_line(call, tree, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchtrain.training.loop.accumulate", interrupted)
+    monkeypatch.setattr("torchtrain.training.step.accumulate", interrupted)
     assert one_line(call("train"), code=130) == "torchtrain: interrupted"
     monkeypatch.undo()
     # What is left is recognised as a run.

@@ -23,7 +23,7 @@ from torchtrain.tests.run_fixtures import (
     poison,
 )
 from torchtrain.tests.runs import assert_same, unprivileged
-from torchtrain.training import loop, session
+from torchtrain.training import loop, session, step
 from torchtrain.training.metrics import read_metrics
 from torchtrain.training.status import status_lines
 
@@ -170,13 +170,13 @@ def test_a_finished_run_that_is_taken_up_again_otherwise(run, place, monkeypatch
     was = [path.read_bytes() for path in models]
     early = (folder / "exports" / "step-00000002").stat().st_mtime_ns
     shutil.rmtree(folder / "checkpoints" / "step-00000006")  # of six steps with keep 2, steps 4 and 6 stand
-    real, seen = loop.accumulate, []
+    real, seen = step.accumulate, []
 
-    def accumulate(engine, *rest):
+    def accumulate(strategy, *rest):
         seen.append((next(status_lines(folder)), (folder / "model").exists(), folder.joinpath("loss.png").exists()))
-        return real(engine, *rest)
+        return real(strategy, *rest)
 
-    monkeypatch.setattr(loop, "accumulate", accumulate)
+    monkeypatch.setattr(step, "accumulate", accumulate)
     poison(monkeypatch, {1}, "nan")
     loop.resume(load_config(folder / "config.yaml", ["train.skip_bad_steps=1"]), step=4, console=QUIET)
     assert seen == [(f"run        {folder}: at work", False, False)] * 2

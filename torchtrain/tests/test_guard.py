@@ -27,17 +27,17 @@ from torchtrain.training.status import status_lines
 )
 def test_a_bad_step_stops_before_it_updates_and_its_rows_are_noted(run, place, monkeypatch, what, fault):
     train, folder = run
-    engines = []
-    real = loop.make_engine
-    monkeypatch.setattr(loop, "make_engine", lambda *a: engines.append(real(*a)) or engines[-1])
+    strategies = []
+    real = loop.make_strategy
+    monkeypatch.setattr(loop, "make_strategy", lambda *a: strategies.append(real(*a)) or strategies[-1])
     seen = poison(monkeypatch, {3}, what)
     with pytest.raises(
         UserError, match=rf"step 3: .*{fault}; nothing was updated; its rows are in {folder}/bad_steps"
     ) as caught:
         train()
     assert "lower train.learning_rate (0.02)" in str(caught.value)
-    assert all(torch.equal(x, seen[2][str(i)]) for i, x in enumerate(engines[0].optimizer.masters))
-    assert not all(torch.equal(x, seen[1][str(i)]) for i, x in enumerate(engines[0].optimizer.masters))
+    assert all(torch.equal(x, seen[2][str(i)]) for i, x in enumerate(strategies[0].optimizer.masters))
+    assert not all(torch.equal(x, seen[1][str(i)]) for i, x in enumerate(strategies[0].optimizer.masters))
     noted = json.loads((folder / "bad_steps" / "step-00000003.json").read_text())
     assert fault in noted["fault"]
     assert [row["row"] for row in noted["rows"]] == [4, 5]

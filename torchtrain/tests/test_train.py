@@ -19,11 +19,13 @@ from torchtrain.modeling.load import hidden_states, load_model, open_config, ope
 from torchtrain.modeling.rope import extend
 from torchtrain.tests.conftest import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 from torchtrain.training.evaluate import HeldOut, evaluate
-from torchtrain.training.loop import backward, step_batches, train
+from torchtrain.training.loop import train
 from torchtrain.training.loss import IGNORE
 from torchtrain.training.metrics import read_metrics
 from torchtrain.training.optimizer import Optimizer
 from torchtrain.training.setup import pack_rows
+from torchtrain.training.step import accumulate, step_batches
+from torchtrain.training.strategy import Replicated
 
 EPS = torch.finfo(torch.float64).eps
 QUIET = Console(quiet=True)
@@ -150,7 +152,7 @@ def packed(tree, write_config, *overrides: str):
 
 @pytest.fixture
 def model():
-    """A tiny Llama in float64 that trains through the engine."""
+    """A tiny Llama in float64 that trains through our attention."""
     torchtrain.register()
     model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=2 * POSITIONS)
     model.set_attn_implementation("anchor_sdpa")
@@ -174,7 +176,7 @@ def test_a_step_is_the_same_however_it_is_cut_into_micro_batches(tree, write_con
         cut = settings.model_copy(update={"micro_batch": micro_batch})
         batches = step_batches(rows, 0, cut)
         assert [len(batch["input_ids"]) for batch in batches] == [micro_batch] * (4 // micro_batch)
-        losses, pairs = backward(model, batches, store.domains, chunk=37)
+        losses, pairs = accumulate(Replicated(model, None), batches, store.domains, chunk=37)
         taken = [p.grad.clone() for p in model.parameters()]
         Optimizer(model, cut).step(rate)
         trained.append((losses, pairs, taken, [p.detach() for p in model.parameters()]))
@@ -232,7 +234,7 @@ def test_unevenly_masked_labels_give_the_mean_over_tokens_not_of_means(model):
         labels[:, labelled:] = IGNORE
         ids = {"document_ids": torch.ones_like(tokens), "position_ids": torch.arange(40)[None]}
         batches.append({"input_ids": tokens, "shift_labels": labels, "domain_ids": torch.zeros_like(tokens), **ids})
-    losses, _ = backward(model, batches, ["only"], chunk=4)
+    losses, _ = accumulate(Replicated(model, None), batches, ["only"], chunk=4)
     taken = gradients(model)
 
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -251,7 +253,7 @@ def test_unevenly_masked_labels_give_the_mean_over_tokens_not_of_means(model):
 def test_losses_by_domain_are_those_of_each_document_alone(model, tree, write_config):
     _, rows, _, store = packed(tree, write_config, "pack.variant=intra_reset")
     batches = step_batches(rows, 0, TrainConfig(sequences_per_step=3))
-    losses, _ = backward(model, batches, store.domains, chunk=37)
+    losses, _ = accumulate(Replicated(model, None), batches, store.domains, chunk=37)
 
     model.set_attn_implementation("sdpa")
     sums, counts = dict.fromkeys(store.domains, 0.0), dict.fromkeys(store.domains, 0)
@@ -276,14 +278,14 @@ def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree,
     _, _, held_out, store = packed(tree, write_config)
     result = evaluate(model, held_out, HeldOut(store.domains, own_positions=50), chunk=37)
     assert model.training
-    losses, _ = backward(model, [collate([row]) for row in held_out], store.domains, chunk=37)
+    losses, _ = accumulate(Replicated(model, None), [collate([row]) for row in held_out], store.domains, chunk=37)
     assert result.overall == losses.overall
     assert result.by_domain == losses.by_domain
 
     blind = [
         {**row, "shift_labels": np.where(row["position_ids"] < 50, IGNORE, row["shift_labels"])} for row in held_out
     ]
-    new, _ = backward(model, [collate([row]) for row in blind], store.domains, chunk=37)
+    new, _ = accumulate(Replicated(model, None), [collate([row]) for row in blind], store.domains, chunk=37)
     assert 0 < new.overall.tokens < losses.overall.tokens
     assert result.new_positions.tokens == new.overall.tokens
     assert result.new_positions.total == pytest.approx(new.overall.total, rel=new.overall.tokens * EPS)
@@ -293,7 +295,7 @@ def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
     tokens = torch.zeros(1, 8, dtype=torch.long)
     batch = {"input_ids": tokens, "position_ids": torch.arange(8)[None], "document_ids": tokens + 1}
     batch |= {"shift_labels": tokens + IGNORE, "domain_ids": tokens}
-    losses, _ = backward(model, [batch], ["only"], chunk=4)
+    losses, _ = accumulate(Replicated(model, None), [batch], ["only"], chunk=4)
     assert losses.overall.value is None
     assert not any(g.any() for g in gradients(model))
 
@@ -361,7 +363,7 @@ def test_activation_checkpointing_changes_no_number(tree, write_config, model_fo
         folder = str(model_folder())
         model = load_model(folder, open_config(folder), config.model, "sdpa", torch.device("cpu"))
         assert any(layer.gradient_checkpointing for layer in model.model.layers) is (on == "true")
-        losses, _ = backward(model, batches, store.domains, chunk=50)
+        losses, _ = accumulate(Replicated(model, None), batches, store.domains, chunk=50)
         results.append((losses.overall.total, gradients(model)))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))

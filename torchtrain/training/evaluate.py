@@ -13,9 +13,9 @@ from torchtrain.attention import make_plan
 from torchtrain.data import collate
 from torchtrain.distributed.shard import deal_out, pad, part_of
 from torchtrain.distributed.world import World
-from torchtrain.training.engine import Engine, Replicated
 from torchtrain.training.loss import IGNORE
 from torchtrain.training.metrics import Losses, Mean
+from torchtrain.training.strategy import Replicated, Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ def evaluate(
     result: HeldOut,
     chunk: int,
     on_row: Callable[[str], None] = lambda status: None,
-    engine: Engine | None = None,
+    strategy: Strategy | None = None,
     micro_batch: int = 1,
 ) -> HeldOut:
     """Add the losses of rows, one micro-batch at a time, to `result` and return it. The model is left in training mode.
@@ -62,17 +62,17 @@ def evaluate(
         result: an empty `HeldOut`.
         chunk: tokens whose logits exist at one time.
         on_row: called with the loss so far, in words, after each micro-batch.
-        engine: runs the model; default: this process alone.
+        strategy: runs the model; default: this process alone.
         micro_batch: rows of one forward.
     """
-    engine = engine or Replicated(model, None, World(device=model.device))
-    world = engine.world
+    strategy = strategy or Replicated(model, None, World(device=model.device))
+    world = strategy.world
     model.eval()
     for numbers in deal_out(rows, micro_batch, world):
         batch = pad(collate(numbers), world.sequence_parallel)
         plan = make_plan(batch["document_ids"]).to(world.device)
         part = {name: tensor.to(world.device) for name, tensor in part_of(batch, world).items()}
-        _, each_Bt = engine.losses(part, plan, chunk)
+        _, each_Bt = strategy.losses(part, plan, chunk)
         result.add(each_Bt, part)
         new_Bt = (part["position_ids"] >= result.own_positions) & (part["shift_labels"] != IGNORE)
         result.new_positions.add(each_Bt[new_Bt])

@@ -7,25 +7,25 @@ from torch import Tensor
 from anchorline.errors import UserError
 from torchtrain.checkpoint.state import state_of
 from torchtrain.modeling.load import first_not_finite
-from torchtrain.training.engine import Engine
+from torchtrain.training.strategy import Strategy
 
 
-def check_finite(engine: Engine, when: str, advice: str) -> None:
+def check_finite(strategy: Strategy, when: str, advice: str) -> None:
     """Check this rank's weights, masters and moments, between two steps.
 
     Args:
-        engine: holds them.
+        strategy: holds them.
         when, advice: for the message.
 
     Raises:
         UserError: one is not finite: names the tensor.
     """
-    if (name := first_not_finite(_held(engine))) is not None:
+    if (name := first_not_finite(_held(strategy))) is not None:
         raise UserError(f"{name} is not finite {when}; {advice}")
 
 
-def _held(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    yield from engine.model.named_parameters()
-    for fragment in state_of(engine).fragments():
+def _held(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+    yield from strategy.model.named_parameters()
+    for fragment in state_of(strategy).fragments():
         for kind, x_n in fragment.tensors.items():
             yield f"{kind} of {fragment.parameter}", x_n

@@ -31,7 +31,6 @@ from torchtrain.data.files import find_files
 from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
-from torchtrain.training.engine import Engine, make_engine
 from torchtrain.training.evaluate import HeldOut, evaluate
 from torchtrain.training.finite import check_finite
 from torchtrain.training.flops import FlopCounter, peak_flops
@@ -39,14 +38,12 @@ from torchtrain.training.folder import RunFolder
 from torchtrain.training.guard import Guard
 from torchtrain.training.metrics import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
 from torchtrain.training.report import Display, plot, step_status, tell_tokenising
-from torchtrain.training.schedule import learning_rate
 from torchtrain.training.session import Session, layout_of, memory_gib
 from torchtrain.training.setup import Setup, set_up
-from torchtrain.training.step import accumulate, backward, step_batches
+from torchtrain.training.step import step_batches, take_step
+from torchtrain.training.strategy import Strategy, make_strategy
 from torchtrain.training.terminate import Termination
 from torchtrain.training.writers import Writers, check_writers
-
-__all__ = ["Result", "backward", "resume", "step_batches", "steps", "train"]
 
 
 @dataclass(frozen=True)
@@ -218,14 +215,14 @@ class _Run:
 
     def _train(self, setup: Setup, manifest: Manifest | None) -> Result | None:
         config, folder, world, leads = self.config, self.folder, self.world, self.leads
-        counter = FlopCounter.of(setup.model)  # before an engine cuts the weights up
-        engine = make_engine(setup.model, setup.engine, config, world)
+        counter = FlopCounter.of(setup.model)  # before a strategy cuts the weights up
+        strategy = make_strategy(setup.model, setup.engine, config, world)
         with ExitStack() as stack:
             with world.together():
                 metrics = stack.enter_context(MetricsFile(folder.metrics if leads else None))
                 timing = stack.enter_context(MetricsFile(folder.timing if leads else None))
             display = stack.enter_context(Display(self.console))
-            session = Session(config, folder, setup, engine, metrics, timing, self.say)
+            session = Session(config, folder, setup, strategy, metrics, timing, self.say)
             if manifest is not None:
                 session.take_up(manifest)
             with world.together():
@@ -246,11 +243,11 @@ class _Run:
                     advance(status)
                     between()
 
-                evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row, engine, micro_batch)
+                evaluate(setup.model, setup.held_out, losses, config.train.loss_chunk, on_row, strategy, micro_batch)
                 event = {"step": step, "tokens_seen": tokens_seen, **losses.as_dict()}
                 metrics.write("evaluation", event)
                 with world.together():
-                    check_finite(engine, f"after step {step}", "lower train.learning_rate and train anew")
+                    check_finite(strategy, f"after step {step}", "lower train.learning_rate and train anew")
                     _check_held_out(losses, step)
                 if writers:
                     writers.write("evaluation", step, event)
@@ -263,7 +260,7 @@ class _Run:
             with self.termination.noted():
                 session.export_if_kept()  # of the step that was saved last, if the run was interrupted right then
                 for event, speed in steps(
-                    config.train, setup, engine, counter, session.guard, first, session.tokens_seen
+                    config.train, setup, strategy, counter, session.guard, first, session.tokens_seen
                 ):
                     session.done(event["step"], event["tokens_seen"])
                     metrics.write("step", event)
@@ -306,7 +303,7 @@ class _Run:
 def steps(
     train: TrainConfig,
     setup: Setup,
-    engine: Engine,
+    strategy: Strategy,
     counter: FlopCounter,
     guard: Guard,
     first: int = 0,
@@ -317,7 +314,7 @@ def steps(
     Args:
         train: settings.
         setup: rows and domains.
-        engine: holds the state after `first` steps.
+        strategy: holds the state after `first` steps.
         counter: of the whole model.
         guard: finds steps that must not update.
         first: steps done so far.
@@ -326,27 +323,23 @@ def steps(
     Raises:
         UserError, OtherRankFailed: a bad step; see `Guard.leave_out`.
     """
-    world = engine.world
+    world = strategy.world
     peak = peak_flops(world.device, setup.model.dtype)
     for step in range(first, train.steps):
         started = time.perf_counter()
-        rate = learning_rate(step, train)
         batches = step_batches(setup.rows, step, train, world)
-        losses, live_pairs = accumulate(engine, batches, setup.store.domains, train.loss_chunk)
-        fault = guard.fault_of_loss(losses.overall.value)
-        if fault is None:
-            norm = engine.step(rate)
-            fault = guard.fault_of_norm(norm)
-        else:
-            norm = float("nan")
-            engine.drop()
+        result = take_step(strategy, batches, setup.store.domains, step, train, guard.fault_of_loss)
+        losses, live_pairs, rate, norm = result.losses, result.live_pairs, result.learning_rate, result.gradient_norm
+        fault = result.fault or guard.fault_of_norm(norm)
         values = {**losses.as_dict(), "learning_rate": rate, "gradient_norm": norm}
         if fault is None:
             guard.passed(losses.overall.value)
         else:
             with world.together():
                 # Weights that are no numbers make every step a bad one: leaving steps out would be of no use.
-                check_finite(engine, f"before step {step + 1}", f"so {fault}; lower train.learning_rate and train anew")
+                check_finite(
+                    strategy, f"before step {step + 1}", f"so {fault}; lower train.learning_rate and train anew"
+                )
             with world.together():
                 guard.leave_out(step + 1, fault, values)
         seconds = time.perf_counter() - started

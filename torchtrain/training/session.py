@@ -18,7 +18,6 @@ from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import first_not_finite
 from torchtrain.modeling.save import reader_notes
-from torchtrain.training.engine import Engine
 from torchtrain.training.evaluate import HeldOut
 from torchtrain.training.export import export
 from torchtrain.training.finite import check_finite
@@ -26,6 +25,7 @@ from torchtrain.training.folder import RunFolder
 from torchtrain.training.guard import Guard
 from torchtrain.training.metrics import MetricsFile
 from torchtrain.training.setup import Setup
+from torchtrain.training.strategy import Strategy
 
 
 class Session:
@@ -35,7 +35,7 @@ class Session:
         config: the run's.
         folder: the run's.
         setup: model and rows.
-        engine: holds the state.
+        strategy: holds the state.
         metrics, timing: the two files; the first is part of what is saved.
         say: takes one line at a time.
     """
@@ -45,14 +45,14 @@ class Session:
         config: Config,
         folder: RunFolder,
         setup: Setup,
-        engine: Engine,
+        strategy: Strategy,
         metrics: MetricsFile,
         timing: MetricsFile,
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._folder, self._setup, self._engine = config, folder, setup, engine
+        self._config, self._folder, self._setup, self._strategy = config, folder, setup, strategy
         self._metrics, self._timing, self._say = metrics, timing, say
-        self._leads = engine.world.rank == 0
+        self._leads = strategy.world.rank == 0
         self.checkpoints = Checkpoints(folder.checkpoints)
         self.step, self.tokens_seen = 0, 0
         self.before: HeldOut | None = None
@@ -60,12 +60,12 @@ class Session:
         self._saved: int | None = None
 
     def take_up(self, manifest: Manifest) -> None:
-        """Give engine, counters and generators what a checkpoint holds."""
-        self.checkpoints.load(state_of(self._engine), manifest, self._engine.world)
+        """Give strategy, counters and generators what a checkpoint holds."""
+        self.checkpoints.load(state_of(self._strategy), manifest, self._strategy.world)
         progress = manifest.progress
         self.step, self.tokens_seen = progress.step, progress.tokens_seen
         self._saved = progress.step
-        with self._engine.world.together():
+        with self._strategy.world.together():
             if self._leads:  # it may have been interrupted before it came to that
                 self.checkpoints.retain(self._config.save.keep, progress.step)
         self.guard = self._guard(progress)
@@ -97,8 +97,8 @@ class Session:
         if self.saved:
             return
         started = time.perf_counter()
-        world = self._engine.world
-        state = state_of(self._engine)
+        world = self._strategy.world
+        state = state_of(self._strategy)
         self._check_finite()
         updates = state.updates
 
@@ -134,14 +134,14 @@ class Session:
         Raises:
             UserError: it cannot be written, something else has its name, or a weight is not finite. Nothing of it is left.
         """
-        world = self._engine.world
+        world = self._strategy.world
         with world.together():
             there = self._leads and self._folder.exported(target)
         if world.from_first(there):
             return
         self._check_finite()
         started = time.perf_counter()
-        weights = self._engine.weights()
+        weights = self._strategy.weights()
         with world.together():
             if self._leads:
                 folder = self._folder
@@ -171,9 +171,9 @@ class Session:
             self.export(self._folder.exports / f"step-{self.step:08d}")
 
     def _check_finite(self) -> None:
-        with self._engine.world.together():
+        with self._strategy.world.together():
             check_finite(
-                self._engine,
+                self._strategy,
                 f"after step {self.step}",
                 f"nothing of it was saved; lower train.learning_rate ({self._config.train.learning_rate}), warm up longer or set "
                 "model.dtype: float32, and train anew",

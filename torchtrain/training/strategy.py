@@ -1,4 +1,4 @@
-"""The engines: who holds weights and optimizer state, adds gradients up and steps.
+"""Strategies: who holds weights and optimizer state, adds gradients up and steps.
 
 `Replicated` keeps everything on every rank. `Zero` is DeepSpeed's engine, which spreads it. Both compute the gradient of
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Engine(ABC):
+class Strategy(ABC):
     """A model, its optimizer and their state on this rank.
 
     Args:
@@ -79,8 +79,8 @@ class Engine(ABC):
         """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others. All ranks must call it."""
 
 
-def make_engine(model: "PreTrainedModel", attention: str, config: Config, world: World) -> Engine:
-    """Return the engine that `distributed` asks for.
+def make_strategy(model: "PreTrainedModel", attention: str, config: Config, world: World) -> Strategy:
+    """Return the strategy that `distributed` asks for.
 
     Args:
         model: loaded, whole, on every rank.
@@ -96,7 +96,7 @@ def make_engine(model: "PreTrainedModel", attention: str, config: Config, world:
     return Replicated(model, config.train, world)
 
 
-class Replicated(Engine):
+class Replicated(Strategy):
     """Weights, float32 masters and AdamW whole on every rank; gradients are added up over ranks before a step.
 
     Args:
@@ -116,12 +116,12 @@ class Replicated(Engine):
         return self._optimizer
 
     def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `Engine`."""
+        """See `Strategy`."""
         hidden_BtM = hidden_states(self.model, part, plan)
         return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["shift_labels"], chunk)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """See `Engine`."""
+        """See `Strategy`."""
         loss.backward()
         if last and self.world.size > 1:
             for master in self.optimizer.masters:
@@ -130,19 +130,19 @@ class Replicated(Engine):
                 dist.all_reduce(master.grad)
 
     def step(self, learning_rate: float) -> float:
-        """See `Engine`."""
+        """See `Strategy`."""
         return self.optimizer.step(learning_rate)
 
     def drop(self) -> None:
-        """See `Engine`."""
+        """See `Strategy`."""
         self.optimizer.drop()
 
     def weights(self) -> dict[str, Tensor] | None:
-        """See `Engine`."""
+        """See `Strategy`."""
         return {name: x.cpu() for name, x in self.model.state_dict().items()} if self.world.rank == 0 else None
 
 
-class Zero(Engine):
+class Zero(Strategy):
     """DeepSpeed's engine: optimizer state, gradients and weights spread over all ranks, as far as `zero_stage` says.
 
     Args:
@@ -171,17 +171,17 @@ class Zero(Engine):
         self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
 
     def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `Engine`."""
+        """See `Strategy`."""
         return self.deepspeed(part, plan, chunk)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """See `Engine`."""
+        """See `Strategy`."""
         self.deepspeed.backward(loss * self._divisor, scale_wrt_gas=False)
         if not last:
             self.deepspeed.step()  # only counts the micro-batch
 
     def step(self, learning_rate: float) -> float:
-        """See `Engine`."""
+        """See `Strategy`."""
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()
@@ -192,13 +192,13 @@ class Zero(Engine):
         return norm
 
     def drop(self) -> None:
-        """See `Engine`. DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite."""
+        """See `Strategy`. DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite."""
         with leaving_out(self.deepspeed.optimizer):
             norm = self.step(0.0)
         assert not math.isfinite(norm), "DeepSpeed made a step that was to be left out"
 
     def weights(self) -> dict[str, Tensor] | None:
-        """See `Engine`. One parameter at a time is whole."""
+        """See `Strategy`. One parameter at a time is whole."""
         state = {}
         for name, x in self.model.state_dict(keep_vars=True).items():
             with self._gathered([x] if self.cut and isinstance(x, nn.Parameter) else []):

@@ -5,7 +5,7 @@ Nothing here depends on the candidate, so that the zoo can ask for it again and 
 Legend: B batch · T tokens of a row.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,20 +13,16 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from optax import GradientTransformation
 
 from jaxref.loss import IGNORED, batch_nll, mean_and_gradients, token_nll
 from jaxref.mask import layout
 from jaxref.model import Decoder
-from jaxref.optim import adamw, step
+from jaxref.optim import step
 from jaxref.rounding import Rounding, preset
 from jaxref.weights import cast, from_arrays, load_hf, to_arrays
-from parity_tests.gate.material import CHUNKS, TINY, TRAJECTORY, Row, decoder_config, rows, source, tiny_weights
-from parity_tests.gate.spec import CaseSpec
-from parity_tests.layers import forward_order
-from torchtrain.config import TrainConfig
-
-Arrays = dict[str, np.ndarray]
+from parity_tests.gate.material import CHUNKS, TINY, Row, decoder_config, rows, source, tiny_weights, train_of
+from parity_tests.gate.spec import CaseSpec, Schedule
+from parity_tests.oracle import Arrays, adamw_of, oracle_taps, preset_name, rates_of
 
 QUERY_BLOCK = 256  # longer rows are attended by blocks of queries
 
@@ -41,7 +37,7 @@ class OracleArrays:
 
 
 class _Key(NamedTuple):
-    """The fields of a case that the oracle depends on."""
+    """The fields of a case that the oracle depends on, but for those of a trajectory."""
 
     model: str
     variant: str
@@ -67,13 +63,15 @@ def oracle_side(spec: CaseSpec) -> OracleArrays:
     The AdamW step is not among them: it is judged on the candidate's own gradients.
     """
     key = _Key.of(spec)
-    run = {"forward": _forward, "loss": _loss, "gradients": _gradients, "trajectory": _trajectory}
+    run = {"forward": _forward, "loss": _loss, "gradients": _gradients}
     truth: Arrays = {}
     reference: Arrays = {}
     for stage in spec.stages:
-        if stage in run:
-            truth |= run[stage](key, "exact")
-            reference |= run[stage](key, preset_of(spec))
+        for arrays, name in ((truth, "exact"), (reference, preset_name(spec.engine, spec.dtype))):
+            if stage == "trajectory":
+                arrays |= _trajectory(key, name, spec.schedule, spec.warmup_steps)
+            elif stage in run:
+                arrays |= run[stage](key, name)
     batch, _ = _layout(key)
     inputs = {"forward": ("input_ids", "position_ids", "document_ids"), "loss": ("shift_labels",)}
     exact = {f"inputs.{name}": batch[name] for stage in spec.stages for name in inputs.get(stage, ())}
@@ -84,14 +82,6 @@ def forget() -> None:
     """Drop everything remembered: a real model's arrays fill memory."""
     for remembered in (_decoder, _layout, _forward, _loss, _gradients, _trajectory):
         remembered.cache_clear()
-
-
-def preset_of(spec: CaseSpec) -> str:
-    """The rounding preset of a case: `dense` rounds like transformers' eager, the others like FlashAttention-2."""
-    kind = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[spec.dtype]
-    if spec.engine == "dense":
-        return "fp32" if kind == "fp32" else f"hf_eager_{kind}"
-    return f"flash_{kind}"
 
 
 @cache
@@ -151,9 +141,7 @@ def _block(key: _Key) -> int | None:
 def _forward(key: _Key, name: str) -> Arrays:
     decoder, rounding = _side(key, name)
     batch, _ = _layout(key)
-    arguments = (batch["input_ids"], batch["position_ids"], batch["document_ids"], rounding)
-    _, taps = decoder(*arguments, block=_block(key), taps=True)
-    return {tap: np.asarray(taps[tap]) for tap in sorted(taps, key=forward_order)}
+    return oracle_taps(decoder, batch, rounding, _block(key))
 
 
 @cache
@@ -181,23 +169,21 @@ def _step_gradients(decoder: Decoder, rounding: Rounding, key: _Key) -> dict[str
 
 
 @cache
-def _trajectory(key: _Key, name: str) -> Arrays:
-    """The loss of every token before each of the steps, which all take the same two rows."""
+def _trajectory(key: _Key, name: str, schedule: Schedule, warmup_steps: int) -> Arrays:
+    """The rate of each step, the loss of every token before it, its gradient's norm; all steps take the same rows."""
     decoder, rounding = _side(key, name)
     batch, _ = _layout(key)
+    spec = key.spec.model_copy(update={"schedule": schedule, "warmup_steps": warmup_steps})
+    train = train_of(spec, trajectory=True)
+    rates = rates_of(train)
     masters = to_arrays(cast(decoder, rounding.carrier))
-    optimizer = adamw_of(TRAJECTORY, lambda parameter: masters[parameter].ndim >= 2)
-    state, losses = optimizer.init(masters), {}
-    for number in range(TRAJECTORY.steps):
-        losses[f"trajectory.{number}"] = np.asarray(batch_nll(decoder, batch, rounding))
+    optimizer = adamw_of(train, masters)
+    state, norms = optimizer.init(masters), []
+    found = {"trajectory.rates": rates if name == "exact" else rates.astype(np.float32)}
+    for number in range(train.steps):
+        found[f"trajectory.{number}"] = np.asarray(batch_nll(decoder, batch, rounding))
         gradients = _step_gradients(decoder, rounding, key)
-        masters, state, _ = step(optimizer, masters, state, gradients)
+        masters, state, norm = step(optimizer, masters, state, gradients)
+        norms.append(float(norm))
         decoder = cast(from_arrays(decoder.config, masters), "float64" if name == "exact" else key.dtype)
-    return losses
-
-
-def adamw_of(train: TrainConfig, decays: Callable[[str], bool]) -> GradientTransformation:
-    """The oracle's AdamW under the gate's settings."""
-    return adamw(
-        train.learning_rate, decays, *train.betas, train.epsilon, train.weight_decay, max_grad_norm=train.clip_norm
-    )
+    return found | {"trajectory.norms": np.array(norms)}

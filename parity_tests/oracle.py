@@ -1,0 +1,115 @@
+"""Asking the oracle: our settings in its words, our models and arrays in its types. The gate, `parity check`, the comparison of
+layers and the tests of training all ask it here.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from optax import GradientTransformation
+from torch import Tensor
+
+from jaxref.attention import attention
+from jaxref.decoder_config import DecoderConfig
+from jaxref.model import Decoder
+from jaxref.optim import adamw, learning_rates
+from jaxref.rounding import Rounding
+from jaxref.weights import from_arrays
+from torchtrain.config import TrainConfig
+
+Arrays = dict[str, np.ndarray]
+
+# The order in which one layer computes its taps; the oracle's come back sorted by name.
+_LAYER_ORDER = (
+    *("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope", "lse", "attn", "attn_out"),
+    *("attn_residual", "post_norm", "mlp", "residual"),
+)
+_HALF = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
+_EAGER = ("dense", "eager")  # they round like transformers' eager attention, all others like FlashAttention-2
+
+
+def preset_name(engine: str, dtype: torch.dtype | str) -> str:
+    """The oracle's rounding preset of an engine, an attention of transformers, or of what rounds like `flash` or `eager`.
+
+    float64 has no roundings of its own to allow and is judged by what float32 errs.
+    """
+    eager = engine in _EAGER
+    kinds = {"float64": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    kind = kinds[str(dtype).removeprefix("torch.")]
+    if eager:
+        return kind if kind == "fp32" else f"hf_eager_{kind}"
+    return f"flash_{kind}"
+
+
+def rates_of(train: TrainConfig) -> np.ndarray:
+    """The oracle's learning rate at each step, float64 [steps]."""
+    return learning_rates(
+        train.learning_rate, train.steps, train.schedule, train.warmup_steps, train.min_learning_rate_share
+    )
+
+
+def adamw_of(train: TrainConfig, weights: Mapping[str, Any]) -> GradientTransformation:
+    """The oracle's AdamW under a run's settings, its schedule included; weights of two or more dimensions decay."""
+    rates = jnp.asarray(rates_of(train))
+    return adamw(
+        lambda step: rates[step],
+        lambda name: weights[name].ndim >= 2,
+        *train.betas,
+        train.epsilon,
+        train.weight_decay,
+        max_grad_norm=train.clip_norm,
+    )
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """Torch tensor to numpy, bit for bit; bfloat16 becomes ml_dtypes' bfloat16."""
+    x = x.detach().cpu()
+    return x.view(torch.int16).numpy().view(_HALF[x.dtype]) if x.dtype in _HALF else x.numpy()
+
+
+def oracle_of(model: Any) -> Decoder:
+    """Build the oracle's decoder on the weights of a transformers model, as they are rounded there."""
+    arrays = {name: to_numpy(x) for name, x in model.state_dict().items()}
+    return from_arrays(DecoderConfig.from_hf(model.config.to_dict()), arrays)
+
+
+def oracle_taps(decoder: Decoder, batch: Mapping[str, Any], rounding: Rounding, block: int | None = None) -> Arrays:
+    """Run the oracle on a batch of the five arrays, of torch or numpy; return its taps in the order of the forward pass."""
+    given = (batch[name] for name in ("input_ids", "position_ids", "document_ids"))
+    ids, positions, documents = (to_numpy(x) if isinstance(x, Tensor) else x for x in given)
+    _, taps = decoder(ids, positions, documents, rounding, block=block, taps=True)
+    return {name: np.asarray(taps[name]) for name in sorted(taps, key=_forward_order)}
+
+
+def _forward_order(name: str) -> tuple[int, int, int]:
+    if name.startswith("layers."):
+        _, layer, tap = name.split(".")
+        return 1, int(layer), _LAYER_ORDER.index(tap)
+    return {"embed": (0, 0, 0), "final_norm": (2, 0, 0), "logits": (2, 0, 1)}[name]
+
+
+def attention_arrays(
+    q_BTHD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
+    weight_BTHD: jax.Array,
+    document_ids_BT: Any,
+    rounding: Rounding,
+    scale: float | None = None,
+    block: int | None = None,
+) -> dict[str, jax.Array]:
+    """`out`, `lse`, and `dq`, `dk`, `dv` of sum(out * weight), from arrays of the rounding's carrier. Can be traced."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attention(q, k, v, document_ids_BT, rounding, scale=scale, block=block)
+
+    (out, lse), pull = jax.vjp(run, q_BTHD, k_BTKD, v_BTKD)
+    return {"out": out, "lse": lse} | dict(
+        zip(("dq", "dk", "dv"), pull((weight_BTHD, jnp.zeros_like(lse))), strict=True)
+    )
