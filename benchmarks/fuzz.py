@@ -392,8 +392,8 @@ def _fields() -> set[str]:
 
 def override(random: random.Random, folder: Path) -> Input:
     """Overrides of any kind."""
-    from jaxref.study.spec import StudyConfig
     from parity_tests.gate.spec import GateConfig
+    from ropestudy.spec import StudyConfig
     from torchtrain.config import Config
 
     command, arguments, schema = random.choice(
@@ -645,11 +645,11 @@ class Ended:
 
 
 def _apps() -> dict[str, Any]:
-    import jaxref.cli
     import parity_tests.cli
+    import ropestudy.cli
     import torchtrain.cli
 
-    return {"torchtrain": torchtrain.cli.app, "jaxref": jaxref.cli.app, "parity": parity_tests.cli.app}
+    return {"torchtrain": torchtrain.cli.app, "jaxref": ropestudy.cli.app, "parity": parity_tests.cli.app}
 
 
 def run(given: Input, folder: Path, seconds: float) -> Ended:
@@ -742,7 +742,7 @@ def _copy(source: str, target: str) -> None:
 
 
 _IMPORTED = (
-    *("transformers", "jaxref.mask_figure", "jaxref.ring", "jaxref.study.report", "jaxref.study.run"),
+    *("transformers", "jaxref.mask_figure", "jaxref.ring", "ropestudy.report", "ropestudy.run"),
     *("parity_tests.check", "parity_tests.gate.run", "parity_tests.gate.weights", "parity_tests.zoo.run"),
     *("torchtrain.training.loop", "torchtrain.training.plan", "torchtrain.training.status"),
 )

@@ -1,6 +1,8 @@
-"""The command line: print or draw what the oracle holds. How it ends is `anchorline.command`'s."""
+"""The command line: print or draw what the oracle holds. How it ends is `anchorline.command`'s.
 
-import shlex
+The command `jaxref` is `ropestudy.cli`, which adds the study to these.
+"""
+
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from anchorline.command import INTERRUPTED, Leave, finite, make_app
+from anchorline.command import finite, make_app
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json
 
@@ -54,7 +56,7 @@ def mask(
     """
     from jaxref.mask import VARIANTS, draw, layout, live_pairs
 
-    lengths = _whole_numbers("documents", documents)
+    lengths = whole_numbers("documents", documents)
     variant, tagged = _without_tag(variant)
     if tag is None:
         tag = 2 if tagged else 0
@@ -178,95 +180,12 @@ def rope(
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-@app.command()
-def study(
-    config: Annotated[Path, typer.Argument(help="a study, such as configs/study/demo.yaml")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="changes to it: shift_pairs.tokens=128 masks=off")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="folder of results.json and the finished cells")] = Path("runs/study"),
-) -> None:
-    """Study which rounding breaks RoPE's invariance to shifts, where, and what it costs; leave results and a report.
+def whole_numbers(option: str, given: str) -> list[int]:
+    """Return the numbers that an option gives between commas.
 
-    Every finished cell is kept under --out: interrupted, the same command goes on where it stopped.
-
-    \b
-    Examples:
-      jaxref study configs/study/demo.yaml --out runs/study
-      jaxref study configs/study/paper.yaml model.source=my/model --out runs/study-paper
+    Raises:
+        UserError: they are none.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from jaxref.study.spec import load_study
-
-    resolved = load_study(config, overrides or [])
-    from jaxref.study.report import write_report
-    from jaxref.study.run import RESULTS, run_study
-
-    console = Console(stderr=True)
-    columns = (TextColumn("study"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    command = shlex.join(["jaxref", *sys.argv[1:]])
-    try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=None)
-
-            def advance(line: str, done: int, total: int) -> None:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-                bar.update(task, completed=done, total=total)
-
-            found = run_study(resolved, out, advance, command)
-    except KeyboardInterrupt:
-        raise Leave("interrupted; finished cells are kept, and the same command goes on", INTERRUPTED) from None
-    print(f"{len(found.records)} records in {out / RESULTS}")
-    print(f"report: {write_report(found, out)}")
-
-
-@app.command()
-def ring(
-    model: Annotated[
-        str, typer.Option(help="smollm2, a folder with config.json and safetensors, or a hub id")
-    ] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=2, max=MOST_POSITION, help="of the row, one document")] = 1024,
-    ranks: Annotated[str, typer.Option(metavar="N,N,...", help="sizes of the ring; 1 is one process")] = "1,2,4,8",
-    rounding: Annotated[str, typer.Option(help="the preset whose roundings everything has")] = "flash_bf16",
-    text: Annotated[str, typer.Option(help="demo, or a .jsonl, .txt or .parquet file or a folder of them")] = "demo",
-    seed: Annotated[int, typer.Option(min=0, help="of the choice of the document")] = 0,
-) -> None:
-    """Show how far zigzag ring attention moves a model's logits from those of one process, in emulation.
-
-    Each rank's output over each part of the keys is rounded before it is merged with the others', and its probabilities relative to that
-    part's own maximum. Ulysses does neither: its logits are one process's own. Memory and time are those of attention T x T.
-
-    Example: jaxref ring --tokens 1024 --ranks 1,2,4,8
-    """
-    from jaxref.ring import moved, zigzag
-    from jaxref.rounding import preset
-    from jaxref.study.models import load_pretrained
-    from jaxref.study.spec import ModelConfig, TextConfig
-    from jaxref.study.text import read_pool, row
-
-    sizes, chosen = _whole_numbers("ranks", ranks), preset(rounding)
-    for size in sizes:
-        zigzag(tokens, size)  # raises before a model is loaded
-    pretrained = load_pretrained(ModelConfig(source=model))
-    pool = read_pool(TextConfig(source=text), pretrained.tokenizer, 1, tokens, seed)
-    ids_T = row(pool, 0, tokens, pretrained.bos, "none" if pretrained.bos is None else "first").ids
-    table = Table(title=f"{model}, {tokens:,} tokens ({pool.names[0]}), {rounding}: logits of a zigzag ring")
-    for title in (
-        "ranks",
-        "largest\ndifference",
-        "mean\ndifference",
-        "argmax\ndiffers",
-        "error against\nfloat64 (RMS)",
-    ):
-        table.add_column(title, justify="right")
-    for line in moved(pretrained.decoder, ids_T, sizes, chosen):
-        numbers = (f"{line.largest:.4g}", f"{line.mean:.4g}", f"{line.argmax_differs:.2%}", f"{line.error:.4g}")
-        table.add_row(str(line.ranks), *numbers)
-    Console().print(table)
-
-
-def _whole_numbers(option: str, given: str) -> list[int]:
     try:
         return [int(number) for number in given.split(",")]
     except ValueError:
@@ -298,12 +217,3 @@ def _read_config(path: Path) -> dict:
     if not ("head_dim" in config or "hidden_size" in config):
         raise UserError(f"config: {quoted(path)} is not the config.json of a model: it has no hidden_size")
     return config
-
-
-def main() -> None:
-    """Entry point of the command `jaxref`."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

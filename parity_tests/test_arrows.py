@@ -17,11 +17,13 @@ FORBIDDEN = {
         "jax",
         "flax",
         "jaxref",
+        "ropestudy",
         "torchtrain",
         "parity_tests",
     },
-    "jaxref": {"torch", "transformers", "torchtrain", "parity_tests"},
-    "torchtrain": {"jax", "flax", "optax", "orbax", "jaxref", "parity_tests"},
+    "jaxref": {"torch", "transformers", "ropestudy", "torchtrain", "parity_tests"},
+    "ropestudy": {"torch", "transformers", "torchtrain", "parity_tests"},
+    "torchtrain": {"jax", "flax", "optax", "orbax", "jaxref", "ropestudy", "parity_tests"},
 }
 
 

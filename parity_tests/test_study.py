@@ -20,15 +20,6 @@ from typer.testing import CliRunner
 
 from anchorline.command import Leave
 from anchorline.errors import UserError
-from jaxref.study import smollm2
-from jaxref.study.conditions import CONDITIONS
-from jaxref.study.engine import Pair, Row, Stream, compare
-from jaxref.study.measures import Sums, weights
-from jaxref.study.pieces import probabilities
-from jaxref.study.report.__main__ import app as render
-from jaxref.study.schema import EmulationCheck, PerToken, ShiftPairs, read_results
-from jaxref.study.spec import load_study
-from jaxref.study.text import RowArrays
 from parity_tests.models import tiny_model
 from parity_tests.oracle import oracle_of
 from parity_tests.study import run as study
@@ -37,6 +28,15 @@ from parity_tests.study.beside import Attended, PairSums, side_by_side
 from parity_tests.study.emulation import Emulated, check_row, emulation_record, oracle_qk, shift_verdict
 from parity_tests.study.run import run_torch_study
 from parity_tests.test_smollm2 import CACHE
+from ropestudy import smollm2
+from ropestudy.conditions import CONDITIONS
+from ropestudy.engine import Pair, Row, Stream, compare
+from ropestudy.measures import Sums, weights
+from ropestudy.pieces import probabilities
+from ropestudy.report.__main__ import app as render
+from ropestudy.schema import EmulationCheck, PerToken, ShiftPairs, read_results
+from ropestudy.spec import load_study
+from ropestudy.text import RowArrays
 from torchtrain.modeling.smollm2 import smollm2_folder
 
 TOKENS = 48

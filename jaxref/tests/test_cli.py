@@ -6,7 +6,7 @@ import sys
 import pytest
 from matplotlib import image
 
-from jaxref.cli import main
+from jaxref.cli import app
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def jaxref(monkeypatch, capsys):
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["jaxref", *arguments])
         with pytest.raises(SystemExit) as exit_:
-            main()
+            app()
         out, err = capsys.readouterr()
         return exit_.value.code or 0, out, err
 

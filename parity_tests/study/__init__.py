@@ -1,7 +1,7 @@
 """The precision study with attention taken from a torch model, so that real kernels are studied and not their emulation.
 
     python -m parity_tests.study configs/study/demo.yaml --implementation eager --out runs/study-torch
-    python -m jaxref.study.report runs/study --beside runs/study-torch      # both on one page
+    python -m ropestudy.report runs/study --beside runs/study-torch      # both on one page
 
 Only `propagated` can be had from a whole model, so of a study's sections `shift_pairs` is run, for its pretrained model. With
 `eager` the attention is what transformers returns. Any other implementation does not return it: there it is made in float64

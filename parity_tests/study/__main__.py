@@ -8,10 +8,10 @@ import typer
 from transformers.utils.logging import disable_progress_bar
 
 from anchorline.command import INTERRUPTED, Command, Leave
-from jaxref.study.report import write_report
-from jaxref.study.run import RESULTS
-from jaxref.study.spec import load_study
 from parity_tests.study.run import DTYPES, run_torch_study
+from ropestudy.report import write_report
+from ropestudy.run import RESULTS
+from ropestudy.spec import load_study
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from jaxref.study.measures import Sums, weights
+from ropestudy.measures import Sums, weights
 
 
 @dataclass(frozen=True)

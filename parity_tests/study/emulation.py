@@ -13,14 +13,14 @@ import torch
 
 from jaxref.model import Decoder
 from jaxref.rounding import Rounding, preset
-from jaxref.study import schema
-from jaxref.study.measures import stat, weights
-from jaxref.study.pieces import probabilities
-from jaxref.study.text import RowArrays
 from parity_tests.oracle import oracle_taps, preset_name
 from parity_tests.study.beside import Attended, side_by_side
 from parity_tests.study.kept import OfRow
 from parity_tests.tolerance import Verdict, judge
+from ropestudy import schema
+from ropestudy.measures import stat, weights
+from ropestudy.pieces import probabilities
+from ropestudy.text import RowArrays
 
 
 class Emulated(OfRow):

@@ -14,17 +14,17 @@ import torch
 
 from anchorline.errors import UserError
 from jaxref.rope import inverse_frequencies
-from jaxref.study import schema
-from jaxref.study.cells import fingerprint
-from jaxref.study.measures import Sample, columns, difference, sample
-from jaxref.study.models import Pretrained, load_pretrained
-from jaxref.study.run import CELLS, RESULTS, Progress, claim, describe, environment, write_config
-from jaxref.study.spec import SHORTEST, ShiftPairsConfig, StudyConfig
-from jaxref.study.text import RowArrays, read_pool, row
 from parity_tests.oracle import oracle_of, preset_name
 from parity_tests.study.beside import PairSums, side_by_side
 from parity_tests.study.emulation import Emulated, check_row, emulation_record
 from parity_tests.study.kept import Kept, OfRow, kept_or_made
+from ropestudy import schema
+from ropestudy.cells import fingerprint
+from ropestudy.measures import Sample, columns, difference, sample
+from ropestudy.models import Pretrained, load_pretrained
+from ropestudy.run import CELLS, RESULTS, Progress, claim, describe, environment, write_config
+from ropestudy.spec import SHORTEST, ShiftPairsConfig, StudyConfig
+from ropestudy.text import RowArrays, read_pool, row
 
 DTYPES = ("bfloat16", "float16", "float32")
 CHECKED = 256  # tokens of a sequence whose emulation is checked: whole matrices of one layer are held there
@@ -119,7 +119,7 @@ def run_torch_study(
 ) -> schema.Results:
     """Run `shift_pairs` of a study on a transformers model and write `results.json`, of the oracle's own schema.
 
-    Every sequence is kept in `out/cells`, named by a hash of what its numbers depend on, as in `jaxref.study.run`.
+    Every sequence is kept in `out/cells`, named by a hash of what its numbers depend on, as in `ropestudy.run`.
 
     Raises UserError, one line: no such section, model, implementation or text; an output folder of another study.
     """

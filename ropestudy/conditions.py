@@ -1,0 +1,163 @@
+"""Conditions by name: a preset of roundings, or one with a change; and the lists that the experiments run through."""
+
+from dataclasses import dataclass
+
+from anchorline.errors import UserError
+from jaxref.rounding import PRESETS, SITES, Rounding, preset
+from ropestudy.methods import AS_THE_ORACLE, ROPE_SITES, Method
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a model is computed under. Hashable; its name is unique among the conditions of a study."""
+
+    name: str
+    rounding: Rounding
+    method: Method = AS_THE_ORACLE
+    about: str = ""
+    base: str | None = None  # the preset it starts from
+    site: str | None = None  # the site that it switches
+
+
+# Sites that round the same number again: a sum, the rotated vector that it is, its copies; and so on. (`scaled` is `qk` times
+# a power of two where head_dim is a power of four, and rounds nothing new then.)
+IN_A_ROW = (
+    ("rope_sum", "q_rotated", "k_rotated", "kv_heads"),
+    ("table", "rope_product", "rope_sum", "q_rotated", "k_rotated", "kv_heads"),  # all that follows the angle
+    ("qk", "scaled"),
+    ("pv", "attn_out"),
+)
+
+EXACT = Condition("exact", preset("exact"), about="float64, nothing rounded")
+
+
+def _named() -> dict[str, Condition]:
+    found = {name: Condition(name, rounding, about=f"the preset {name}") for name, rounding in PRESETS.items()}
+    found["fp32_angles64"] = Condition(
+        "fp32_angles64", preset("fp32"), Method(angles="float64"), "float32, but angles, cos and sin in float64", "fp32"
+    )
+    for name in ("hf_eager_bf16", "flash_bf16"):
+        found[f"{name}_inv_freq"] = Condition(
+            f"{name}_inv_freq",
+            preset(name).replace(inv_freq="bf16"),
+            about="inverse frequencies rounded to bf16 as well, as model.to(bfloat16) does",
+            base=name,
+        )
+    return found
+
+
+CONDITIONS = _named()
+
+
+def condition(name: str) -> Condition:
+    """A condition of `CONDITIONS`. Raises UserError for a name that is not there."""
+    check_condition("condition", name)
+    return CONDITIONS[name]
+
+
+def check_condition(field: str, name: str) -> None:
+    """Raise UserError, one line naming the field, if there is no such condition."""
+    if name not in CONDITIONS:
+        raise UserError(f"{field}: {name!r} is no condition; choose from {', '.join(CONDITIONS)}")
+
+
+def on_alone(fmt: str) -> list[Condition]:
+    """Every site of `Rounding` rounded to `fmt` and nothing else, in a float64 carrier.
+
+    Sites that transformers keeps in float32 are also there with that format.
+    """
+    kept = preset(f"hf_eager_{fmt}")
+    found = []
+    for site in SITES:
+        for form in dict.fromkeys((fmt, getattr(kept, site))):
+            name = f"on {site}" + (f" {form}" if form != fmt else "")
+            rounding = EXACT.rounding.replace(**{site: form})
+            found.append(Condition(name, rounding, about=f"{site} alone in {form}", base="exact", site=site))
+    return found
+
+
+def off_alone(base: str) -> list[Condition]:
+    """A preset with one of its sites not rounded, for every site that it rounds.
+
+    Where the preset rounds to fp32, a float32 carrier would round all the same: there the carrier is float64.
+    """
+    rounding = preset(base)
+    found = []
+    for site in SITES:
+        form = getattr(rounding, site)
+        if form is None:
+            continue
+        without = rounding.without(site)
+        if form == "fp32":
+            without = without.replace(carrier="float64")
+        about = f"{base} without rounding {site}" + (" (in a float64 carrier)" if form == "fp32" else "")
+        found.append(Condition(f"{base} - {site}", without, about=about, base=base, site=site))
+    return found
+
+
+def off_together(base: str) -> list[Condition]:
+    """A preset without sites that round the same number in a row: left out one at a time, the others undo it."""
+    rounding = preset(base)
+    found = []
+    for sites in IN_A_ROW:
+        rounded = [site for site in sites if getattr(rounding, site) is not None]
+        if len(rounded) > 1:
+            name = ", ".join(rounded)
+            about = f"{base} without rounding {name}"
+            found.append(Condition(f"{base} - {name}", rounding.without(*rounded), about=about, base=base, site=name))
+    return found
+
+
+def remedies(base: str) -> list[Condition]:
+    """The preset, and what people do about it."""
+    rounding = preset(base)
+    half = rounding.q_rotated
+    rotation = rounding.replace(table="fp32", rope_product="fp32", rope_sum="fp32")
+
+    def change(name: str, rounding: Rounding, about: str, **method: object) -> Condition:
+        return Condition(f"{base}: {name}", rounding, Method(**method), about, base)  # type: ignore[arg-type]
+
+    changes = [
+        change("fp32 tables", rounding.replace(table="fp32"), "cos and sin stay in float32"),
+        change("fp32 rotation", rotation, "tables, products and sums in float32; q and k rounded once"),
+        change("float64 angles", rounding, "angles, cos and sin in float64, then rounded as ever", angles="float64"),
+        change("fp32 rotation, float64 angles", rotation, "both of the above", angles="float64"),
+        change(
+            "split q and k",
+            rotation.replace(kv_heads=None),
+            "fp32 rotation, and q, k as hi + lo of two half precision terms",
+            split=half,
+        ),
+        change(
+            "fp32 q and k",
+            rotation.replace(q_rotated="fp32", k_rotated="fp32", kv_heads=None),
+            "q and k never rounded again",
+        ),
+        change(
+            "fp32 logits",
+            rounding.replace(qk=rounding.qk and "fp32", scaled=rounding.scaled and "fp32"),
+            "QK^T and the scaled logits in float32",
+        ),
+        change("bf16 inverse frequencies", rounding.replace(inv_freq="bf16"), "what .to(bfloat16) does: no remedy"),
+    ]
+    # FlashAttention keeps its logits in float32: what a preset does anyway is no remedy of it.
+    return [one for one in changes if (one.rounding, one.method) != (rounding, AS_THE_ORACLE)]
+
+
+def before_and_after(base: str) -> list[Condition]:
+    """Rounding q and k before the rotation against after it, alone and in a preset."""
+    half = preset(base).q_rotated
+    exact = EXACT.rounding
+    return [
+        Condition("q, k rounded before RoPE", exact, Method(before=half), "else float64", "exact"),
+        Condition(
+            "q, k rounded after RoPE", exact.replace(q_rotated=half, k_rotated=half), about="else float64", base="exact"
+        ),
+        Condition(
+            f"{base}: q, k rounded before RoPE",
+            preset(base).without(*ROPE_SITES, "kv_heads"),
+            Method(before=half),
+            f"{base}, but nothing of RoPE rounded",
+            base,
+        ),
+    ]

@@ -1,0 +1,229 @@
+"""Run a decoder under several conditions at once, layer by layer, and sum how far their attentions are apart.
+
+Nothing of size T x T outlives a block of queries: per layer and block, the probabilities of every run are computed side by
+side, compared pair by pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles nothing.
+Projections, rotation, softmax and the rest of a layer are the oracle's own (`jaxref.model`, `jaxref.attention`), so a
+rounding acts here where it acts there.
+
+Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · H heads · D head_dim · M model width · L
+layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxref.mask import PADDING, rule
+from jaxref.model import Decoder, head_logits
+from jaxref.rope import inverse_frequencies
+from jaxref.rounding import Rounding
+from ropestudy.conditions import EXACT, Condition
+from ropestudy.measures import DivergenceSample, Sums
+from ropestudy.methods import tables
+from ropestudy.pieces import acting, compared, finished, kl, log_probabilities, turned
+from ropestudy.schema import Mode
+
+HEAD_NUMBERS = 10_000_000  # logits over the vocabulary that are held at a time, of each run
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence: what every run of a comparison shares."""
+
+    ids_T: np.ndarray  # int64
+    documents_T: np.ndarray  # int64, the contract's document_ids
+    sinks_LH: np.ndarray | None = None  # a logit per layer and head, for conditions with a sink
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A condition and the position ids of its runs; run 0 gives the inputs of the mode `local`."""
+
+    condition: Condition
+    positions_ST: np.ndarray  # int64
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs, each (stream, run), whose attentions are compared. In `local` both get the inputs of a's run 0."""
+
+    a: tuple[int, int]
+    b: tuple[int, int]
+    mode: Mode
+
+
+def compare(
+    decoder: Decoder,
+    row: Row,
+    streams: Sequence[Stream],
+    pairs: Sequence[Pair],
+    divergences: Sequence[tuple[tuple[int, int], tuple[int, int]]] = (),
+    block: int = 64,
+) -> tuple[list[Sums], list[DivergenceSample]]:
+    """Compare the attention of pairs of runs over all layers, and the output distributions of `divergences`' pairs.
+
+    RoPE's frequencies are those of the row's own length, whatever is added to the positions: types that look at the largest
+    position (`dynamic`, `longrope`) would otherwise not be the same function at two shifts.
+
+    Args:
+        decoder: parameters that every carrier holds exactly.
+        row, streams, pairs: see there.
+        divergences: pairs (p, q) of runs; each is a forward pass of its own.
+        block: queries at a time; memory is R H block T.
+
+    Returns the sums of each pair and KL(p || q) of each divergence, in order.
+    """
+    T, scale = len(row.ids_T), decoder.config.head_dim**-0.5
+    inv_freq, scaling = inverse_frequencies(decoder.config.rope, T)
+    ready = [tables(s.positions_ST, inv_freq, scaling, s.condition.rounding, s.condition.method) for s in streams]
+    groups = _groups(pairs)
+    advanced = _advanced(len(streams), pairs, divergences)
+    documents_T = jnp.asarray(row.documents_T)
+    sums = {pair: [] for pair in range(len(pairs))}
+    # What no layer changes is taken once: outside of compiled code every indexing costs more than what it takes.
+    own_tables = {i: ready[i].take(runs) for i, runs in advanced.items()}
+    group_tables = [{i: ready[i].take(runs) for i, runs in group.runs.items()} for group in groups]
+    group_places = [
+        {i: jnp.asarray([advanced[i].index(run) for run in runs]) for i, runs in group.runs.items()}
+        if group.source is None
+        else {}
+        for group in groups
+    ]
+
+    x = {}
+    for i, runs in advanced.items():
+        rounding = streams[i].condition.rounding
+        embedded = decoder.embed_tokens(jnp.asarray(row.ids_T)[None], rounding)
+        x[i] = jnp.broadcast_to(embedded, (len(runs), *embedded.shape[1:]))
+
+    for number, layer in enumerate(decoder.layers):
+        sink_H = None if row.sinks_LH is None else row.sinks_LH[number]
+        own = {}
+        for i in advanced:
+            own[i] = turned(layer, x[i], own_tables[i], streams[i].condition)
+        for group, table, places in zip(groups, group_tables, group_places, strict=True):
+            sides = []
+            for i in group.runs:
+                condition = streams[i].condition
+                if group.source is None:
+                    q, k, _ = own[i]
+                    sides.append((condition, _at(q, places[i]), _at(k, places[i])))
+                else:
+                    q, k, _ = turned(layer, _first(x[group.source], condition.rounding.dtype), table[i], condition)
+                    sides.append((condition, q, k))
+            found = compared(sides, documents_T, sink_H, group.index_P2, scale, block)
+            for place, pair in enumerate(group.pairs):
+                sums[pair].append([part[place] for part in found])
+        for i in advanced:
+            x[i] = finished(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, block)
+
+    hidden = {i: decoder.norm(x[i], streams[i].condition.rounding) for i in advanced} if divergences else {}
+    ends = {
+        (i, run): (hidden[i][place], acting(streams[i].condition, ("logits",)))
+        for i in hidden
+        for place, run in enumerate(advanced[i])
+    }
+    outputs = _divergences(decoder, ends, divergences, row.documents_T)
+    return [_summed(sums[pair]) for pair in range(len(pairs))], outputs
+
+
+def column_logits(decoder: Decoder, row: Row, positions_T: np.ndarray, column: int, block: int = 64) -> np.ndarray:
+    """The mean over the queries that see it of one column's logit in `exact`, float64 [L, H]."""
+    rounding, method = EXACT.rounding, EXACT.method
+    scale = decoder.config.head_dim**-0.5
+    inv_freq, scaling = inverse_frequencies(decoder.config.rope, len(row.ids_T))
+    table = tables(positions_T[None], inv_freq, scaling, rounding, method)
+    documents_T = jnp.asarray(row.documents_T)
+    index_T = np.arange(len(row.ids_T))
+    sees_T = np.asarray(rule(row.documents_T, row.documents_T[column], index_T, column))
+    x, found = decoder.embed_tokens(jnp.asarray(row.ids_T)[None], rounding), []
+    for layer in decoder.layers:
+        own = q, k, _ = turned(layer, x, table, EXACT)
+        key_HD = np.repeat(np.asarray(k[0, column]), q.shape[2] // k.shape[2], axis=0)
+        found.append(np.einsum("thd,hd->th", np.asarray(q[0]), key_HD)[sees_T].mean(0) * scale)
+        x = finished(layer, x, own, documents_T, None, EXACT, scale, block)
+    return np.array(found)
+
+
+@jax.jit
+def _at(x: jax.Array, places: jax.Array) -> jax.Array:
+    return x[places]
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _first(x: jax.Array, dtype: Any) -> jax.Array:
+    """The inputs of run 0, [1, T, M], in a carrier that holds them."""
+    assert jnp.promote_types(x.dtype, dtype) == dtype, "the inputs would be rounded"
+    return x[:1].astype(dtype)
+
+
+@dataclass
+class _Group:
+    """Pairs that are compared in one call: they share a mode, a source and the streams."""
+
+    source: int | None  # stream whose run 0 feeds every run; None: each its own
+    runs: dict[int, list[int]]  # stream -> runs, in the order in which they stand side by side
+    pairs: list[int]  # index of each pair
+    index_P2: np.ndarray  # places of a and b among the runs
+
+
+def _groups(pairs: Sequence[Pair]) -> list[_Group]:
+    keys: dict[Any, list[int]] = {}
+    for number, pair in enumerate(pairs):
+        source = pair.a[0] if pair.mode == "local" else None
+        keys.setdefault((source, tuple(sorted({pair.a[0], pair.b[0]}))), []).append(number)
+    found = []
+    for (source, used), numbers in keys.items():
+        ends = sorted({end for number in numbers for end in (pairs[number].a, pairs[number].b)})
+        runs = {i: [run for stream, run in ends if stream == i] for i in used}
+        index = np.array([[ends.index(pairs[number].a), ends.index(pairs[number].b)] for number in numbers])
+        found.append(_Group(source, runs, numbers, index))
+    return found
+
+
+def _advanced(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) -> dict[int, list[int]]:
+    """The runs of each stream that need a forward pass, run 0 first where it feeds others."""
+    needed: dict[int, set[int]] = {i: set() for i in range(streams)}
+    for pair in pairs:
+        if pair.mode == "local":
+            needed[pair.a[0]].add(0)
+        else:
+            for stream, run in (pair.a, pair.b):
+                needed[stream].add(run)
+    for ends in divergences:
+        for stream, run in ends:
+            needed[stream].add(run)
+    return {i: sorted(runs) for i, runs in needed.items() if runs}
+
+
+def _summed(layers: list[list[np.ndarray]]) -> Sums:
+    """All layers of one pair together."""
+    column, logit, row, mass, head, square = (np.array(part) for part in zip(*layers, strict=True))
+    return Sums(column.sum(0), logit.sum(0), row.sum(0), mass.sum(0), head, float(square.sum()))
+
+
+def _divergences(
+    decoder: Decoder,
+    ends: dict[tuple[int, int], tuple[jax.Array, Rounding]],
+    pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+    documents_T: np.ndarray,
+) -> list[DivergenceSample]:
+    """KL(p || q) in nats and how often the argmax differs, means over the positions that are no padding.
+
+    ends: the final hidden states [T, M] of each run and its rounding. A run's logits are computed once, some rows at a time.
+    """
+    totals = np.zeros((len(pairs), 2))
+    used = {end for pair in pairs for end in pair}
+    at_once = max(1, HEAD_NUMBERS // decoder.config.vocab_size)
+    for start in range(0, len(documents_T), at_once):
+        rows = slice(start, start + at_once)
+        real_T = jnp.asarray(documents_T[rows] != PADDING)
+        logs = {end: log_probabilities(head_logits(decoder.head, ends[end][0][rows], ends[end][1])) for end in used}
+        totals += np.array([kl(logs[p], logs[q], real_T) for p, q in pairs]).reshape(totals.shape)
+    count = int((documents_T != PADDING).sum())
+    return [DivergenceSample(kl=kl / count, argmax_differs=differs / count) for kl, differs in totals]

@@ -1,0 +1,140 @@
+"""The paper's measures (arXiv 2411.13476, equations 5 and 6) from sums that the engine makes block by block.
+
+Legend: T tokens of a row · L layers · H heads · j column (key) · i row (query).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from jaxref.mask import ANCHOR, PADDING
+from ropestudy.schema import Columns, Difference, Divergence, Stat
+
+
+@dataclass(frozen=True)
+class Sums:
+    """|a - b| of the attention of two runs of one row, summed. All float64."""
+
+    column_T: np.ndarray  # sum over layers, heads, queries of |dATTN|
+    logit_T: np.ndarray  # the same of logits, visible pairs
+    row_T: np.ndarray  # sum over layers, heads, keys of |dATTN|
+    mass_T: np.ndarray  # sum over layers, heads, queries of ATTN of run a
+    head_LH: np.ndarray  # sum over columns j and queries of n_j |dATTN|
+    square: float  # sum over all visible pairs, layers, heads of dLOGIT^2
+
+
+class Sample(BaseModel):
+    """`Difference` of one sequence, a number each, and its columns."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    d: float
+    d_unweighted: float
+    first_share: float
+    first_share_unweighted: float
+    first_mass: float
+    first_mass_unweighted: float
+    first_per_mass: float
+    rest_per_mass: float
+    d_logit_first: float
+    d_logit_rest: float
+    logit_rms: float
+    row: float
+    by_head: list[list[float]]
+    columns: dict[str, list[float]]
+
+
+class DivergenceSample(BaseModel):
+    """`Divergence` of one sequence."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kl: float
+    argmax_differs: float
+
+
+def queries_of_columns(document_ids_T: np.ndarray) -> np.ndarray:
+    """How many queries see each column, int64 [T]: 0 for padding. Under `full` T, T - 1, ..., 1."""
+    document_ids_T = np.asarray(document_ids_T)
+    T = len(document_ids_T)
+    real = document_ids_T != PADDING
+    count = np.zeros(T, np.int64)
+    for document in np.unique(document_ids_T[real]):
+        seers = real if document == ANCHOR else document_ids_T == document
+        later = np.cumsum(seers[::-1])[::-1]  # seers at this index or behind
+        own = document_ids_T == document
+        count[own] = later[own]
+    return count
+
+
+def weights(document_ids_T: np.ndarray) -> np.ndarray:
+    """The paper's n: one over the queries that see each column, [1/T, ..., 1] under `full`; 0 for padding. Float64 [T]."""
+    count_T = queries_of_columns(document_ids_T)
+    return np.where(count_T > 0, 1 / np.maximum(count_T, 1), 0.0)
+
+
+def sample(sums: Sums, document_ids_T: np.ndarray) -> Sample:
+    """Every measure of one sequence. A quotient whose denominator is 0 (nothing differs) is 0."""
+    n_T, count_T = weights(document_ids_T), queries_of_columns(document_ids_T)
+    weighted_T, weighted_mass_T, weighted_logit_T = (n_T * x for x in (sums.column_T, sums.mass_T, sums.logit_T))
+    heads = sums.head_LH.size
+    return Sample(
+        d=weighted_T.sum(),
+        d_unweighted=sums.column_T.sum(),
+        first_share=_quotient(weighted_T[0], weighted_T.sum()),
+        first_share_unweighted=_quotient(sums.column_T[0], sums.column_T.sum()),
+        first_mass=_quotient(weighted_mass_T[0], weighted_mass_T.sum()),
+        first_mass_unweighted=_quotient(sums.mass_T[0], sums.mass_T.sum()),
+        first_per_mass=_quotient(sums.column_T[0], sums.mass_T[0]),
+        rest_per_mass=_quotient(sums.column_T[1:].sum(), sums.mass_T[1:].sum()),
+        d_logit_first=weighted_logit_T[0],
+        d_logit_rest=_quotient(weighted_logit_T[1:].sum(), int(np.count_nonzero(count_T[1:]))),
+        logit_rms=(sums.square / (count_T.sum() * heads)) ** 0.5,
+        row=sums.row_T.sum() / (np.count_nonzero(count_T) * heads),
+        by_head=sums.head_LH.tolist(),
+        columns={
+            "d": weighted_T.tolist(),
+            "unweighted": sums.column_T.tolist(),
+            "mass": sums.mass_T.tolist(),
+            "d_logit": weighted_logit_T.tolist(),
+            "row": (sums.row_T / heads).tolist(),
+        },
+    )
+
+
+def stat(values: Sequence[float]) -> Stat:
+    """Mean and sample standard deviation."""
+    array = np.asarray(values, np.float64)
+    spread = float(array.std(ddof=1)) if len(array) > 1 else 0.0
+    return Stat(mean=float(array.mean()), std=spread, values=array.tolist())
+
+
+def difference(samples: Sequence[Sample]) -> Difference:
+    """The sequences together."""
+    scalars = [name for name, field in Sample.model_fields.items() if field.annotation is float]
+    by_head = np.mean([one.by_head for one in samples], axis=0)
+    return Difference(
+        **{name: stat([getattr(one, name) for one in samples]) for name in scalars},
+        by_layer=by_head.sum(-1).tolist(),
+        by_head=by_head.tolist(),
+    )
+
+
+def columns(samples: Sequence[Sample]) -> Columns:
+    """The sequences together, token by token."""
+    together = {name: np.array([one.columns[name] for one in samples]) for name in samples[0].columns}
+    spread = together["d"].std(axis=0, ddof=1) if len(samples) > 1 else np.zeros(together["d"].shape[1])
+    return Columns(**{name: x.mean(0).tolist() for name, x in together.items()}, d_std=spread.tolist())
+
+
+def divergence(samples: Sequence[DivergenceSample]) -> Divergence:
+    """The sequences together."""
+    return Divergence(
+        kl=stat([one.kl for one in samples]), argmax_differs=stat([one.argmax_differs for one in samples])
+    )
+
+
+def _quotient(x: float, y: float) -> float:
+    return float(x / y) if y else 0.0

@@ -1,0 +1,215 @@
+"""The compiled pieces of a layer, each from the oracle's own functions, and the sums of a pair block by block.
+
+Conditions that round alike at the sites of a piece share what is compiled for it; positions are arguments.
+
+Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · Q queries of a block · n blocks · H query
+heads · K key/value heads · G = H / K · D head_dim · M model width.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxref.attention import attention, masked_logits, softmax_parts
+from jaxref.mask import PADDING, rule
+from jaxref.model import Block
+from jaxref.rounding import Rounding
+from ropestudy.conditions import Condition
+from ropestudy.measures import weights
+from ropestudy.methods import Method, Tables, rotated, with_sink
+
+# The sites that act in each piece.
+PROJECTION = ("norm", "proj")
+ROTATION = ("rope_product", "rope_sum", "q_rotated", "k_rotated")
+SOFTMAX = ("kv_heads", "qk", "scaled", "probs")
+REST = (*SOFTMAX, "pv", "attn_out", "proj", "residual", "norm", "mlp")
+
+Turned = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def acting(condition: Condition, sites: tuple[str, ...]) -> Rounding:
+    """The condition's rounding as far as it acts at these sites."""
+    order = condition.rounding.normalise if "probs" in sites else "before_pv"
+    return condition.rounding.only(*sites).replace(normalise=order)
+
+
+def turned(layer: Block, x_STM: jax.Array, table: Tables, condition: Condition) -> Turned:
+    """q [S, T, H, D] and k [S, T, K, D] rotated, v; one input row serves all runs of the tables."""
+    projected = _project(layer, x_STM, acting(condition, PROJECTION))
+    return _rotate(*projected, table, acting(condition, ROTATION), condition.method)
+
+
+@partial(jax.jit, static_argnames="rounding")
+def _project(layer: Block, x_STM: jax.Array, rounding: Rounding) -> Turned:
+    q, k, v, _ = layer.self_attn.project(layer.input_layernorm(x_STM, rounding), rounding)
+    return q, k, v
+
+
+@partial(jax.jit, static_argnames=("rounding", "method"))
+def _rotate(
+    q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, table: Tables, rounding: Rounding, method: Method
+) -> Turned:
+    q_STHD = rotated(q_STHD, table, rounding, method, "q_rotated")
+    return q_STHD, rotated(k_STKD, table, rounding, method, "k_rotated"), v_STKD
+
+
+def finished(
+    layer: Block,
+    x_STM: jax.Array,
+    turned: Turned,
+    documents_T: jax.Array,
+    sink_H: Any,
+    condition: Condition,
+    scale: float,
+    block: int,
+) -> jax.Array:
+    """The layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose method has one."""
+    used = sink_H if condition.method.sink else None
+    at_once = None if block >= x_STM.shape[1] else block
+    return _finish(layer, x_STM, *turned, documents_T, used, acting(condition, REST), scale, at_once)
+
+
+@partial(jax.jit, static_argnames=("rounding", "scale", "block"))
+def _finish(
+    layer: Block,
+    x_STM: jax.Array,
+    q_STHD: jax.Array,
+    k_STKD: jax.Array,
+    v_STKD: jax.Array,
+    documents_T: jax.Array,
+    sink_H: Any,
+    rounding: Rounding,
+    scale: float,
+    block: int | None,
+) -> jax.Array:
+    """The layer's output, from q, k, v: `jaxref.model.Block` behind the rotation."""
+    D = q_STHD.shape[-1]
+    if sink_H is not None:
+        q_STHD, k_STKD, v_STKD, documents_T = with_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
+    documents_ST = jnp.broadcast_to(documents_T, (len(q_STHD), len(documents_T)))
+    attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, block)
+    if sink_H is not None:
+        attn_STHD = attn_STHD[:, 1:, :, :D]
+    return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD, rounding), rounding)[0]
+
+
+def compared(
+    sides: list[tuple[Condition, jax.Array, jax.Array]],
+    documents_T: jax.Array,
+    sink_H: Any,
+    index_P2: np.ndarray,
+    scale: float,
+    block: int,
+) -> list[np.ndarray]:
+    """The sums of each pair in one layer, from each side's condition and its q, k: column, logit, row [P, T], mass of a [P, T], heads [P, H], squares [P]."""
+    n_T = jnp.asarray(weights(np.asarray(documents_T)))
+    sinks = {condition.method.sink for condition, _, _ in sides}
+    assert len(sinks) == 1, "a run with a sink and one without are not the same function"
+    queries, keys = [q for _, q, _ in sides], [k for _, _, k in sides]
+    if sinks == {True}:
+        widened = [with_sink(q, k, k, documents_T, sink_H, scale) for q, k in zip(queries, keys, strict=True)]
+        queries, keys, documents_T = [w[0] for w in widened], [w[1] for w in widened], widened[0][3]
+        n_T = jnp.concatenate([jnp.zeros(1), n_T])
+    roundings = tuple(acting(condition, SOFTMAX) for condition, _, _ in sides)
+    found = _sums(tuple(queries), tuple(keys), documents_T, n_T, index_P2, roundings, scale, block)
+    column, logit, row, mass, head, square = (np.asarray(part) for part in found)
+    if sinks == {True}:
+        column, logit, row, mass = (part[:, 1:] for part in (column, logit, row, mass))
+    return [column, logit, row, mass[index_P2[:, 0]], head, square]
+
+
+def probabilities(
+    q_SQKGD: jax.Array, k_STKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """What multiplies V and the scaled logits, both [S, K, G, Q, T]; the logits are -inf where the mask is false.
+
+    With `after_pv` the unnormalised weights are rounded, as FlashAttention-2 does, and divided by their sum: what its output
+    amounts to.
+    """
+    logits = masked_logits(q_SQKGD, k_STKGD, mask, rounding, scale)
+    exponentials, total, _ = softmax_parts(logits, mask)
+    if rounding.normalise == "after_pv":
+        return rounding.round("probs", exponentials) / total[..., None], logits
+    return rounding.round("probs", exponentials / total[..., None]), logits
+
+
+@partial(jax.jit, static_argnames=("roundings", "scale", "block"))
+def _sums(
+    queries: tuple[jax.Array, ...],
+    keys: tuple[jax.Array, ...],
+    documents_T: jax.Array,
+    n_T: jax.Array,
+    index_P2: jax.Array,
+    roundings: tuple[Rounding, ...],
+    scale: float,
+    block: int,
+) -> tuple[jax.Array, ...]:
+    T, block = len(documents_T), min(block, len(documents_T))
+    blocks = -(-T // block)
+    widest = jnp.result_type(*(rounding.dtype for rounding in roundings))
+
+    def split(q_STHD: jax.Array, kv_heads: int) -> jax.Array:
+        """[S, T, H, D] -> [n, S, Q, K, G, D], the last block filled with queries that see nothing."""
+        S, _, H, D = q_STHD.shape
+        filled = jnp.pad(q_STHD, ((0, 0), (0, blocks * block - T), (0, 0), (0, 0)))
+        return filled.reshape(S, blocks, block, kv_heads, H // kv_heads, D).swapaxes(0, 1)
+
+    def per_head(q_STHD: jax.Array, k_STKD: jax.Array, rounding: Rounding) -> jax.Array:
+        shape = (*k_STKD.shape[:3], q_STHD.shape[2] // k_STKD.shape[2], k_STKD.shape[3])
+        return rounding.round("kv_heads", jnp.broadcast_to(k_STKD[:, :, :, None], shape))
+
+    copies = [per_head(*side) for side in zip(queries, keys, roundings, strict=True)]
+
+    def one_block(carry: Any, given: Any) -> Any:
+        index_Q, q_blocks = given
+        document_Q = jnp.where(index_Q < T, documents_T[jnp.minimum(index_Q, T - 1)], PADDING)
+        mask_QT = rule(document_Q[:, None], documents_T[None], index_Q[:, None], jnp.arange(T)[None])
+        all_probs, all_logits = [], []
+        for q, k, rounding in zip(q_blocks, copies, roundings, strict=True):
+            probs, logits = probabilities(q, k, mask_QT, rounding, scale)
+            flat = (len(q), -1, block, T)
+            all_probs.append(probs.reshape(flat).astype(widest))
+            all_logits.append(jnp.where(mask_QT, logits, 0).reshape(flat).astype(widest))
+        probs_RHQT, logits_RHQT = jnp.concatenate(all_probs), jnp.concatenate(all_logits)
+
+        def one_pair(ends: jax.Array) -> tuple[jax.Array, ...]:
+            d_HQT = jnp.abs(probs_RHQT[ends[0]] - probs_RHQT[ends[1]])
+            d_logit_HQT = jnp.abs(logits_RHQT[ends[0]] - logits_RHQT[ends[1]])
+            by_column_HT = d_HQT.sum(1)
+            square = jnp.square(d_logit_HQT).sum()
+            return by_column_HT.sum(0), d_logit_HQT.sum((0, 1)), d_HQT.sum((0, 2)), by_column_HT @ n_T, square
+
+        column, logit, row, head, square = lax.map(one_pair, index_P2)
+        mass = probs_RHQT.sum((1, 2))
+        parts = [part.astype(jnp.float64) for part in (column, logit, mass, head, square)]
+        return [before + now for before, now in zip(carry, parts, strict=True)], row.astype(jnp.float64)
+
+    P, R, H = len(index_P2), sum(len(q) for q in queries), queries[0].shape[2]
+    nothing = [jnp.zeros(shape) for shape in ((P, T), (P, T), (R, T), (P, H), (P,))]
+    index_nQ = jnp.arange(blocks * block).reshape(blocks, block)
+    q_blocks = tuple(split(q, k.shape[2]) for q, k in zip(queries, keys, strict=True))
+    (column, logit, mass, head, square), row_nPQ = lax.scan(one_block, nothing, (index_nQ, q_blocks))
+    return column, logit, row_nPQ.swapaxes(0, 1).reshape(P, -1)[:, :T], mass, head, square
+
+
+@jax.jit
+def log_probabilities(logits_TV: jax.Array) -> jax.Array:
+    """In float64 from any carrier: KL takes the difference of two that are almost the same."""
+    return jax.nn.log_softmax(logits_TV.astype(jnp.float64))
+
+
+@jax.jit
+def kl(log_p_TV: jax.Array, log_q_TV: jax.Array, real_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(sum over positions of KL(p || q) in nats, how many differ in their argmax), of log-probabilities [T, V].
+
+    Summed as p log(p / q) - p + q, whose every term is at least 0: the plain terms cancel, and leave float64's noise of either sign.
+    """
+    p_TV, q_TV, log_ratio_TV = jnp.exp(log_p_TV), jnp.exp(log_q_TV), log_p_TV - log_q_TV
+    near_TV = log_ratio_TV > -1  # elsewhere q - p loses nothing, and exp(-log_ratio) could overflow
+    rest_TV = jnp.where(near_TV, p_TV * jnp.expm1(-jnp.where(near_TV, log_ratio_TV, 0)), q_TV - p_TV)
+    kl_T = (p_TV * log_ratio_TV + rest_TV).sum(-1)
+    return jnp.where(real_T, kl_T, 0).sum(), (real_T & (log_p_TV.argmax(-1) != log_q_TV.argmax(-1))).sum()

@@ -1,0 +1,71 @@
+"""Render a finished study again from its results.json: `python -m ropestudy.report runs/study`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anchorline.command import Command
+from anchorline.errors import UserError
+from ropestudy.report import write_report
+from ropestudy.report.docs import refresh
+from ropestudy.schema import Results, read_results
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command("study", cls=Command)
+def render(
+    folder: Annotated[
+        Path, typer.Argument(help="folder of a study; its results.json is read, the page is written there")
+    ],
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="folder of a study of the same model on the same text (parity_tests.study): shown in the same page"
+        ),
+    ] = None,
+    document: Annotated[
+        Path | None,
+        typer.Option(help="a Markdown file, such as docs/precision.md, whose numbers and figures are made anew"),
+    ] = None,
+) -> None:
+    """Render a finished study again; nothing is computed."""
+    results = read_results(folder / "results.json")
+    for other in beside or []:
+        results = together(results, read_results(other / "results.json"))
+    if document is not None:
+        refresh(results, document)
+    print(write_report(results, folder))
+
+
+def together(results: Results, other: Results) -> Results:
+    """The first study with the records of the second.
+
+    Raises UserError: they are not of the same weights in the same dtype, or do not read the same text: its first documents,
+    BOS and seed.
+    """
+    count = min(len(results.text.documents), len(other.text.documents))
+    for what, mine, theirs in (
+        ("model", results.model.sha256, other.model.sha256),
+        ("model.weights", results.model.weights, other.model.weights),
+        ("seed", _said(results, "seed"), _said(other, "seed")),
+        ("text.bos", _said(results, "text", "bos"), _said(other, "text", "bos")),
+        ("BOS", results.text.bos, other.text.bos),
+        ("text", results.text.documents[:count], other.text.documents[:count]),
+    ):
+        if mine != theirs:
+            raise UserError(f"--beside: {other.title!r} is of another {what}; give a study of the same")
+    return results.model_copy(update={"records": [*results.records, *other.records]})
+
+
+def _said(results: Results, *keys: str) -> Any:
+    """What its configuration says of a field; None if nothing."""
+    found: Any = results.config
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,274 @@
+"""Beyond the paper: which cast is to blame, what it costs, and what helps.
+
+Legend: KL of the output distributions, in nats.
+"""
+
+from ropestudy.report.claims import Case, Claim, agreed, moved, paired
+from ropestudy.report.claims_paper import FP32_ROUNDOFF, where
+from ropestudy.report.figures_sites import AGAIN
+from ropestudy.report.select import baseline, is_half, number, of_kind, scores, times
+from ropestudy.schema import ByFrequency, Difference, EmulationCheck, Results, Score
+
+TOGETHER = ", "  # between the sites of a score that are left out together
+HALF_LEFT = 0.5  # "to blame", "works": without it, or with it, less than half is left
+
+
+def cause_claims(results: Results) -> list[Claim]:
+    """All of them, also those that this study did not measure."""
+    return [
+        rounds_after(results),
+        one_cast(results),
+        all_of_rope(results),
+        as_neutral(results),
+        few_frequencies(results),
+        cost(results),
+        remedies_shift(results),
+        remedies_error(results),
+        emulated(results),
+        same_numbers(results),
+    ]
+
+
+def rounds_after(results: Results) -> Claim:
+    """The control of before against after."""
+    cases = []
+    rows = scores(results, "control")
+    after = next((r for r in rows if r.condition == "q, k rounded after RoPE"), None)
+    before = next((r for r in rows if r.condition == "q, k rounded before RoPE"), None)
+    if after and before:
+        for mode in after.shift:
+            yes = agreed(
+                a > b and b <= FP32_ROUNDOFF and _within_twice(x, y)
+                for a, b, x, y in zip(
+                    *(r.shift[mode].row.values for r in (after, before)),
+                    *(r.error[mode].row.values for r in (before, after)),
+                    strict=True,
+                )
+            )
+            cases.append(Case({"mode": mode}, yes, times(before.error[mode].row.mean, after.error[mode].row.mean)))
+    return Claim(
+        "after",
+        "Rounding q and k after the rotation breaks it; the same rounding before it leaves RoPE relative, and errs as much",
+        "control",
+        "q and k rounded before the rotation: two shifts agree to 2^-24 per query; rounded after: they do not; and their distances from "
+        "float64 are within a factor of two of each other, in every sequence. The number says that agreement of shifts is not accuracy.",
+        "error against float64, before over after",
+        "controls",
+        cases,
+    )
+
+
+def one_cast(results: Results) -> Claim:
+    """Leaving one site out."""
+    cases = _left_out(results, [r for r in scores(results, "off_alone") if TOGETHER not in (r.site or "")])
+    return Claim(
+        "one-cast",
+        "One cast is to blame: without it, less than half of the shift error is left",
+        "own finding",
+        "A preset with one site not rounded moves less than half of what the whole preset moves between the shifts, in every sequence.",
+        "fraction left of the whole preset's shift error",
+        "off-alone",
+        cases,
+        note=_ranking(results),
+    )
+
+
+def all_of_rope(results: Results) -> Claim:
+    """Leaving out the sites that round the same numbers in a row, up to all of RoPE's."""
+    return Claim(
+        "all-of-rope",
+        "Casts that round one number after the other are to blame together: without them, less than half of the shift error is left",
+        "own finding",
+        "A preset with all of the named sites not rounded moves less than half of what the whole preset moves between the shifts, in "
+        "every sequence.",
+        "fraction left of the whole preset's shift error",
+        "off-alone",
+        _left_out(results, [r for r in scores(results, "off_alone") if TOGETHER in (r.site or "")]),
+    )
+
+
+def _left_out(results: Results, rows: list[Score]) -> list[Case]:
+    cases = []
+    for r in rows:
+        whole = baseline(results, r)
+        if whole:
+            cases += [
+                Case({"preset": r.base or "", "mode": mode, "site": r.site or ""}, _less_than_half(r.shift[mode], whole.shift[mode]),
+                     times(r.shift[mode].row.mean, whole.shift[mode].row.mean))
+                for mode in r.shift
+            ]  # fmt: skip
+    return cases
+
+
+def _less_than_half(a: Difference, b: Difference) -> bool | None:
+    return paired(moved(a), moved(b), lambda x, y: x < HALF_LEFT * y)
+
+
+def _ranking(results: Results) -> str:
+    """Which site tops the list, rounded alone and left out."""
+    alone = sorted(scores(results, "on_alone"), key=lambda r: r.shift["local"].row.mean, reverse=True)
+    said = []
+    for r in alone[:3]:
+        said.append(f"{r.condition.removeprefix('on ')} {number(r.shift['local'].row.mean)}")
+    parts = [f"Rounded alone, local, the largest shift errors are {', '.join(said)}."] if said else []
+    off = [r for r in scores(results, "off_alone") if TOGETHER not in (r.site or "")]
+    for base in dict.fromkeys(r.base for r in off):
+        own = [r for r in off if r.base == base]
+        whole = baseline(results, own[0])
+        if whole and whole.shift["local"].row.mean > 0:
+            best = min(own, key=lambda r: r.shift["local"].row.mean)
+            left = times(best.shift["local"].row.mean, whole.shift["local"].row.mean)
+            parts.append(f"Left out of {base}, {best.site} leaves least: {left:.2f} of it.")
+    return " ".join([*parts, AGAIN] if off else parts)
+
+
+def as_neutral(results: Results) -> Claim:
+    """Random phases against shifts."""
+    cases = []
+    for r in scores(results, "control"):
+        if "random phases" not in r.condition or not is_half(r.base or ""):
+            continue
+        whole = baseline(results, r)
+        if whole:
+            cases += [
+                Case(where(r, mode=mode), paired(moved(r.shift[mode]), moved(whole.shift[mode]), _within_twice),
+                     times(r.shift[mode].row.mean, whole.shift[mode].row.mean))
+                for mode in r.shift
+            ]  # fmt: skip
+    return Claim(
+        "phases",
+        "A shift is nothing special: constant random phases per rotary pair, as neutral as it is, move as much",
+        "control",
+        "Random phases move between half and twice what the shift moves, in every sequence. (Phases turn every pair; a shift of a few "
+        "tokens hardly turns the slow ones.)",
+        "moved by the phases over moved by the shift",
+        "controls",
+        cases,
+    )
+
+
+def _within_twice(x: float, y: float) -> bool:
+    return HALF_LEFT * y < x < y / HALF_LEFT
+
+
+def few_frequencies(results: Results) -> Claim:
+    """Pairs grouped by frequency."""
+    cases, note = [], ""
+    for r in of_kind(results, ByFrequency):
+        if len(r.groups) < 2:
+            continue
+        most = max(r.groups, key=lambda g: g.shift.row.mean)
+        sums = [sum(row) for row in zip(*(g.shift.row.values for g in r.groups), strict=True)]
+        yes = agreed(row > HALF_LEFT * total for row, total in zip(most.shift.row.values, sums, strict=True))
+        cases.append(Case(where(r, mode=r.mode), yes, times(most.shift.row.mean, sum(sums) / len(sums))))
+        ends = " to ".join(number(wavelength) for wavelength in most.wavelengths)
+        note = (
+            f"The most is in pairs {most.first} to {most.last} of 0 to {r.groups[-1].last}, wavelengths {ends} tokens."
+        )
+    return Claim(
+        "frequency",
+        "One group of rotary pairs carries it",
+        "own finding",
+        "Of all groups of pairs, each rounded alone, the largest moves more than half of their sum between the shifts, in every "
+        "sequence.",
+        "the largest group's part of the sum",
+        "frequency",
+        cases,
+        note,
+    )
+
+
+def cost(results: Results) -> Claim:
+    """What the outputs make of it."""
+    cases = []
+    for r in {s.condition: s for s in scores(results, "baseline") if s.base is not None}.values():
+        yes = paired(r.kl_shift.kl, r.kl_error.kl, lambda x, y: x <= 2 * y)
+        cases.append(Case(where(r), yes, times(r.kl_shift.kl.mean, r.kl_error.kl.mean)))
+    return Claim(
+        "cost",
+        "What a shift does to the outputs is no more than what rounding does to them anyway",
+        "own finding",
+        "KL between the outputs at two shifts is at most twice that of one shift from float64: two independent errors would give twice.",
+        "KL between shifts over KL from float64",
+        "off-alone",
+        cases,
+    )
+
+
+def _remedy_cases(results: Results, which: str) -> list[Case]:
+    cases = []
+    for r in scores(results, "remedy"):
+        whole = baseline(results, r)
+        if whole is None:
+            continue
+        factors = {"preset": r.base or "", "remedy": r.condition.removeprefix(f"{r.base}: ")}
+        for mode in r.shift:
+            a, b = (r.shift[mode], whole.shift[mode]) if which == "shift" else (r.error[mode], whole.error[mode])
+            cases.append(Case(factors | {"mode": mode}, _less_than_half(a, b), times(a.row.mean, b.row.mean)))
+    return cases
+
+
+def remedies_shift(results: Results) -> Claim:
+    """Every remedy against the shift error."""
+    return Claim(
+        "remedies-shift",
+        "The remedies restore invariance to shifts: less than half of the shift error is left",
+        "own finding",
+        "Less than half of the preset's shift error is left, in every sequence.",
+        "fraction left",
+        "remedies",
+        _remedy_cases(results, "shift"),
+    )
+
+
+def remedies_error(results: Results) -> Claim:
+    """Every remedy against the error."""
+    return Claim(
+        "remedies-error",
+        "The remedies make the model more accurate: less than half of the distance from float64 is left",
+        "own finding",
+        "Less than half of the preset's distance from float64 is left, in every sequence.",
+        "fraction left",
+        "remedies",
+        _remedy_cases(results, "error"),
+    )
+
+
+def emulated(results: Results) -> Claim:
+    """The oracle beside torch."""
+    cases = [
+        Case({"torch": r.attention_from, "dtype": r.dtype, "layer": str(layer)}, ratio <= 1, ratio)
+        for r in of_kind(results, EmulationCheck)
+        for layer, ratio in zip(r.layers, r.ratio, strict=True)
+    ]
+    return Claim(
+        "emulation",
+        "The emulation is right: torch's own attention is as close to float64 as the oracle's roundings say",
+        "own check",
+        "Error over allowance by the repository's one rule is at most 1, layer by layer.",
+        "error over allowance",
+        "emulation",
+        cases,
+    )
+
+
+def same_numbers(results: Results) -> Claim:
+    """What the study is made of, from both."""
+    cases = []
+    for r in of_kind(results, EmulationCheck):
+        for what, ratio in (
+            ("the attention's difference", r.shift_ratio),
+            ("the same in the first layer", r.shift_ratio_first),
+            ("D by column", r.d_ratio),
+        ):
+            cases.append(Case({"torch": r.attention_from, "dtype": r.dtype, "of": what}, ratio <= 1, ratio))
+    return Claim(
+        "same-numbers",
+        "The study's numbers come out the same from torch's own attention as from the oracle's",
+        "own check",
+        "What moves between the two shifts in torch is, by the repository's one rule, what the same roundings move in a float64 carrier: "
+        "error over allowance is at most 1, and the allowance is what the oracle's own float32 carrier moves of it.",
+        "error over allowance",
+        "emulation",
+        cases,
+    )

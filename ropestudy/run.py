@@ -1,0 +1,163 @@
+"""A study from its configuration to `results.json`: cells one after the other, each kept as soon as it is finished."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxref
+from anchorline.errors import UserError
+from jaxref.rope import inverse_frequencies
+from jaxref.weights import to_arrays
+from ropestudy.cells import Bench, versions
+from ropestudy.experiments import jobs
+from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
+from ropestudy.schema import Environment, ModelDescription, Results, TextDescription, write_results
+from ropestudy.spec import StudyConfig, longest
+from ropestudy.text import read_pool
+
+CONFIG, CELLS, RESULTS = "config.json", "cells", "results.json"
+
+Progress = Callable[[str, int, int], None]  # what was done, cells done, cells in all
+
+
+def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, command: str = "") -> Results:
+    """Run a study, or what is left of it, and write `results.json` into `out`.
+
+    Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on after
+    the last of them, and one with other sources, another model or another device computes anew.
+
+    Raises UserError, one line, before anything is computed: see `claim`, `models.load_pretrained` and `text.read_pool`.
+    """
+    created = datetime.now(UTC)
+    claim(config, out)
+    pretrained = load_pretrained(config.model)
+    _check_bos(config, pretrained)
+    sections = config.experiments.values()
+    count = max(max(section.sequences, getattr(section, "documents", 1)) for section in sections)
+    pool = read_pool(config.text, pretrained.tokenizer, count, max(map(longest, sections)), config.seed)
+    _check_vocabulary(pretrained, max(int(ids.max()) for ids in pool.ids))
+
+    bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]
+    wavelengths = (2 * np.pi / inv_freq).tolist()
+    planned = jobs(config, wavelengths)
+    total, done, seconds, records = sum(len(job.cells) for job in planned), 0, 0.0, []
+    write_config(config, out)  # last: a mistake found on the way must not mark the folder
+    for job in planned:
+        results = []
+        for cell in job.cells:
+            results.append(bench.kept_or_run(cell, out / CELLS))
+            done, seconds = done + 1, seconds + results[-1].seconds
+            if progress:
+                names = ", ".join(dict.fromkeys(runs.condition.name for runs in cell.streams))
+                what = f"{cell.experiment} {cell.model}, {cell.tokens} tokens, sequence {cell.number}: {names}"
+                progress(f"{what} ({results[-1].seconds:.1f} s)", done, total)
+        records += job.records(results)
+    found = Results(
+        title=config.title,
+        created=created.isoformat(timespec="seconds"),
+        seconds=seconds,
+        command=command,
+        environment=environment(),
+        config=config.model_dump(mode="json"),
+        model=describe(config, pretrained, wavelengths, {record.model for record in records}),
+        text=TextDescription(source=config.text.source, bos=pretrained.bos, documents=pool.names),
+        records=records,
+    )
+    write_results(found, out / RESULTS)
+    return found
+
+
+def claim(config: StudyConfig, out: Path) -> None:
+    """Check that `out` is new, empty, or this very study's. Raises UserError, one line, otherwise."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out: {out} is a file; give a folder")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    file = out / CONFIG
+    if not file.is_file():
+        raise UserError(f"--out: {out} is not empty and no study's folder; give another")
+    if file.read_text(encoding="utf-8") != _dumped(config):
+        raise UserError(f"--out: {out} holds another study (its {CONFIG} differs); give another folder, or remove it")
+
+
+def write_config(config: StudyConfig, out: Path) -> None:
+    """Mark the folder as this study's."""
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out / CONFIG, _dumped(config))
+
+
+def environment() -> Environment:
+    """Where this process runs."""
+    commit = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
+    return Environment(
+        versions={"python": platform.python_version(), **versions()},
+        hardware=_hardware(),
+        device=f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
+        git_commit=commit,
+        git_dirty=None if status is None else bool(status),
+    )
+
+
+def describe(config: StudyConfig, pretrained: Pretrained, wavelengths: list[float], used: set[str]) -> ModelDescription:
+    """The model in words and numbers. used: names of the models that records are of."""
+    return ModelDescription(
+        source=config.model.source,
+        config=pretrained.config_json,
+        weights=config.model.weights,
+        parameters=sum(int(array.size) for array in to_arrays(pretrained.decoder).values()),
+        sha256=pretrained.sha256,
+        pair_wavelengths=wavelengths,
+        initialisations={name: words for name, words in INITIALISATIONS.items() if name in used},
+    )
+
+
+def _check_bos(config: StudyConfig, pretrained: Pretrained) -> None:
+    needs = [name for name in ("masks", "first_token") if getattr(config, name) is not None]
+    if pretrained.bos is None and (needs or config.text.bos == "first"):
+        what = f"{needs[0]}: it" if needs else "text.bos: 'first'"
+        raise UserError(
+            f"{what} needs a BOS, and the tokenizer of {config.model.source!r} has none; choose another model"
+        )
+
+
+def _check_vocabulary(pretrained: Pretrained, largest: int) -> None:
+    if largest >= pretrained.config.vocab_size:
+        raise UserError(
+            f"model.source: its tokenizer.json gives token {largest}, beyond its vocabulary of "
+            f"{pretrained.config.vocab_size}: they do not belong together"
+        )
+
+
+def _dumped(config: StudyConfig) -> str:
+    return json.dumps(config.model_dump(mode="json"), indent=1) + "\n"
+
+
+def _hardware() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _git(*arguments: str) -> str | None:
+    root = Path(jaxref.__file__).parents[1]
+    try:
+        done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _write(path: Path, text: str) -> None:
+    partial: Any = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,295 @@
+"""The configuration of a study: strict, from YAML, with `key.sub=value` overrides.
+
+Every experiment is a section: one that is left out, or `off`, is not run; an empty one has every default. All lengths are in tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from anchorline import settings
+from anchorline.errors import UserError
+from jaxref.rounding import PRESETS
+from ropestudy.schema import Mode
+
+# Positions are int32 in every framework's kernels, and RoPE's float32 angles hold each whole number only up to here.
+MOST_POSITION = 2**24
+INT32 = 2**31
+
+ModelName = Literal[
+    "pretrained", "shuffled", "kaiming", "kaiming_sqrt5", "kaiming_small_embedding", "kaiming_all", "normal_002"
+]
+MaskName = Literal["full", "intra", "intra_reset", "anchor", "anchor_reset"]
+Half = Literal["bf16", "fp16"]
+HALF_PRESETS = [name for name, rounding in PRESETS.items() if rounding.q_rotated in get_args(Half)]
+SHORTEST = 4  # tokens of a sequence
+Tokens = Annotated[int, Field(ge=SHORTEST, le=MOST_POSITION)]
+Count = Annotated[int, Field(ge=1, le=10_000)]
+Column = Annotated[int, Field(ge=0, le=MOST_POSITION)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Strict):
+    """What is studied."""
+
+    source: str = Field(
+        default="smollm2", description="smollm2, a folder with config.json and safetensors, or a hub id"
+    )
+    weights: Literal["bfloat16", "float16", "float32", "stored"] = Field(
+        default="bfloat16",
+        description="dtype every parameter is rounded to, once, in every condition: differences are then the arithmetic's",
+    )
+    cache: str = Field(default="cache", description="where the trainer's converted smollm2 is looked for")
+
+
+class TextConfig(_Strict):
+    """What it reads."""
+
+    source: str = Field(
+        default="demo",
+        description="demo (addresses, factbook, standard library), or a .jsonl/.txt/.parquet file or folder",
+    )
+    field: str = Field(default="text", description="of JSON and Parquet records")
+    bos: Literal["first", "none"] = Field(default="first", description="whether the model's BOS opens each sequence")
+
+
+class Contestant(_Strict):
+    """A model and a condition of `conditions.CONDITIONS`: a preset of `jaxref.rounding`, or one with a change."""
+
+    model: ModelName = "pretrained"
+    condition: str
+
+
+class _Experiment(_Strict):
+    tokens: Tokens = Field(default=256, description="of a sequence")
+    sequences: Count = 2
+
+
+class _Pair(_Experiment):
+    d1: int = 0
+    d2: int = 16
+
+
+class ShiftPairsConfig(_Experiment):
+    """D of many pairs of shifts: (d1, d2) for every d1, (0, d) for every one of them, and a grid."""
+
+    contestants: list[Contestant] = Field(min_length=1)
+    modes: list[Mode] = Field(default=["local", "propagated"], min_length=1)
+    d1: list[int] = Field(default=[0, 2, 4, 6, 8, 10, 12, 14, 15, 17, 18, 20, 22, 50, 100, 200, 500, 1000, 2000])
+    d2: int = 16
+    grid: list[int] = Field(default=[], description="all pairs of these shifts too")
+    propagated_d1: list[int] | None = Field(default=None, description="fewer shifts for that mode; null is all of d1")
+    propagated_sequences: Count | None = Field(default=None, description="fewer sequences; null is all")
+
+    def all_shifts(self, mode: Mode) -> list[int]:
+        """Every shift of a mode, rising."""
+        given = self.d1 if mode == "local" or self.propagated_d1 is None else self.propagated_d1
+        return sorted({*given, self.d2, *(self.grid if mode == "local" else [])})
+
+    def pairs(self, mode: Mode) -> list[tuple[int, int]]:
+        """Every pair of a mode once, smaller shift first, rising."""
+        shifts = self.all_shifts(mode)
+        pairs = {(d, self.d2) for d in shifts} | ({(0, d) for d in shifts} if 0 in shifts else set())
+        if mode == "local":
+            pairs |= {(a, b) for a in self.grid for b in self.grid}
+        return sorted({(min(a, b), max(a, b)) for a, b in pairs if a != b})
+
+
+class LengthsConfig(_Strict):
+    """One pair of shifts at many lengths, and the error against float64 there."""
+
+    contestants: list[Contestant] = Field(min_length=1)
+    lengths: list[Tokens] = Field(default=[64, 128, 256, 512, 1024, 2048, 4096, 8192], min_length=1)
+    sequences: Count = 2
+    modes: list[Mode] = Field(default=["local"], min_length=1)
+    d1: int = 0
+    d2: int = 16
+    columns: list[Column] = Field(default=[0, 1, 2, 3, 4, 8, 16, 32], description="beside the middle and the last one")
+
+
+class FactorialConfig(_Pair):
+    """Every rounding site alone, and every site left out."""
+
+    format: Half = "bf16"
+    off_from: list[str] = Field(
+        default=["hf_eager_bf16", "flash_bf16"], description="half precision presets a site is left out of"
+    )
+
+
+class RemediesConfig(_Pair):
+    """What is done against it."""
+
+    bases: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], description="half precision presets")
+
+
+class ControlsConfig(_Pair):
+    """What must hold, or must not, if rounding is the cause."""
+
+    base: str = Field(default="hf_eager_bf16", description="a half precision preset")
+    models: list[ModelName] = Field(default=list(get_args(ModelName)))
+    model_conditions: list[str] = Field(default=["hf_eager_bf16"], description="conditions of every model")
+    phases: Count = Field(default=2, description="draws of random phases")
+
+
+class FirstTokenConfig(_Pair):
+    """The sink, and what is left without it."""
+
+    conditions: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], min_length=1)
+
+
+class MasksConfig(_Pair):
+    """Packed documents under every mask."""
+
+    documents: Annotated[int, Field(ge=2, le=10_000)] = Field(default=4, description="in a row, of unequal lengths")
+    conditions: list[str] = Field(default=["exact", "fp32", "hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1)
+    masks: list[MaskName] = Field(default=list(get_args(MaskName)), min_length=1)
+
+
+class OwnErrorConfig(_Experiment):
+    """The distance from float64 at each shift."""
+
+    contestants: list[Contestant] = Field(min_length=1)
+    modes: list[Mode] = Field(default=["local"], min_length=1)
+    shifts: list[int] = Field(default=[0, 1, 2, 4, 8, 15, 16, 17, 32, 100, 1000])
+    offsets: list[int] = Field(
+        default=[0, 1024, 4096, 16384, 65536, 131072],
+        description="of the row's end: the last token stands at offset - 1",
+    )
+
+    def all_shifts(self) -> list[int]:
+        """The shifts, and those that put the last token at each offset."""
+        return sorted({0, *self.shifts, *(max(0, offset - self.tokens) for offset in self.offsets)})
+
+
+class FrequencyConfig(_Pair):
+    """Rotary pairs, rounded group by group."""
+
+    conditions: list[str] = Field(default=["hf_eager_bf16"], min_length=1)
+    groups: Count = 8
+    mode: Mode = "local"
+
+
+class StudyConfig(_Strict):
+    """A study."""
+
+    title: str
+    model: ModelConfig = ModelConfig()
+    text: TextConfig = TextConfig()
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of random weights, phases and which documents are taken")
+    block: int = Field(default=64, ge=1, le=MOST_POSITION, description="queries at a time: what memory is made of")
+    shift_pairs: ShiftPairsConfig | None = None
+    lengths: LengthsConfig | None = None
+    factorial: FactorialConfig | None = None
+    remedies: RemediesConfig | None = None
+    controls: ControlsConfig | None = None
+    first_token: FirstTokenConfig | None = None
+    masks: MasksConfig | None = None
+    own_error: OwnErrorConfig | None = None
+    frequency: FrequencyConfig | None = None
+
+    @property
+    def experiments(self) -> dict[str, Any]:
+        """The sections that are run, by name."""
+        found = {name: getattr(self, name) for name in EXPERIMENTS}
+        return {name: section for name, section in found.items() if section is not None}
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        from ropestudy.conditions import check_condition
+
+        if not self.experiments:
+            raise UserError(f"no experiment; give one of {', '.join(EXPERIMENTS)}")
+        for name, section in self.experiments.items():
+            for field, shift in _shifts(name, section):
+                _check_shift(field, shift, longest(section))
+            for field, condition in _conditions(name, section):
+                check_condition(field, condition)
+            for field, name_of_preset in _bases(name, section):
+                _check_base(field, name_of_preset)
+        if self.masks is not None:
+            _check_documents(self.masks)
+        return self
+
+
+EXPERIMENTS = (
+    *("shift_pairs", "lengths", "factorial", "remedies", "controls", "first_token", "masks"),
+    *("own_error", "frequency"),
+)
+
+
+def longest(section: Any) -> int:
+    """Tokens of the longest sequence of an experiment."""
+    return max(section.lengths) if isinstance(section, LengthsConfig) else section.tokens
+
+
+def _shifts(name: str, section: Any) -> list[tuple[str, int]]:
+    """(field, shift) of everything that is added to positions."""
+    found = []
+    for field in ("d1", "d2", "grid", "propagated_d1", "shifts", "offsets"):
+        value = getattr(section, field, None) or []
+        found += [(f"{name}.{field}", shift) for shift in ([value] if isinstance(value, int) else value)]
+    return found
+
+
+def _check_shift(field: str, shift: int, tokens: int) -> None:
+    if not -INT32 <= shift < INT32:
+        raise UserError(f"{field}: the shift {shift} is no int32; give one from 0 to {MOST_POSITION - tokens}")
+    if not 0 <= shift <= MOST_POSITION - tokens:
+        raise UserError(
+            f"{field}: the shift {shift} puts {tokens} tokens outside 0..{MOST_POSITION}, where float32 holds every "
+            f"position; give one from 0 to {MOST_POSITION - tokens}"
+        )
+
+
+def _conditions(name: str, section: Any) -> list[tuple[str, str]]:
+    found = [(f"{name}.contestants", one.condition) for one in getattr(section, "contestants", [])]
+    for field in ("conditions", "bases", "base", "off_from", "model_conditions"):
+        value = getattr(section, field, [])
+        found += [(f"{name}.{field}", one) for one in ([value] if isinstance(value, str) else value)]
+    return found
+
+
+def _bases(name: str, section: Any) -> list[tuple[str, str]]:
+    """(field, preset) of everything that sites are changed in."""
+    found = []
+    for field in ("bases", "base", "off_from"):
+        value = getattr(section, field, [])
+        found += [(f"{name}.{field}", one) for one in ([value] if isinstance(value, str) else value)]
+    return found
+
+
+def _check_base(field: str, name: str) -> None:
+    if name not in HALF_PRESETS:
+        raise UserError(
+            f"{field}: {name!r} is no preset of half precision, which is what is changed there; choose from "
+            f"{', '.join(HALF_PRESETS)}"
+        )
+
+
+def _check_documents(masks: MasksConfig) -> None:
+    """`text.packed_row` gives document k the share k of the row behind its BOS, and none may be empty."""
+    needed = masks.documents * (masks.documents + 1) // 2 + 1
+    if masks.tokens < needed:
+        raise UserError(
+            f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens is "
+            f"{masks.tokens}; give fewer documents or more tokens"
+        )
+
+
+def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyConfig:
+    """Read a study from YAML, apply overrides such as `shift_pairs.tokens=128` and `lengths=off`, validate.
+
+    Raises:
+        UserError: see `anchorline.settings.load`.
+    """
+    return settings.load(StudyConfig, path, overrides, example="shift_pairs.tokens=128", prepare=_sections)
+
+
+def _sections(tree: settings.Tree) -> settings.Tree:
+    """`remedies:` with nothing under it is the experiment with every default; `remedies: off` takes it out."""
+    return {key: {} if value is None else value for key, value in tree.items() if value is not False}

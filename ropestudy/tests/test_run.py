@@ -1,0 +1,349 @@
+"""A whole study on a tiny random model: its records, its resuming, its refusals, its command."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from jaxref.decoder_config import DecoderConfig
+from jaxref.rounding import SITES
+from jaxref.tests.decoders import hf_config, tiny
+from jaxref.weights import save_hf, to_arrays
+from ropestudy import scores
+from ropestudy.cells import Bench
+from ropestudy.cli import main
+from ropestudy.conditions import EXACT, before_and_after, on_alone, remedies
+from ropestudy.engine import Row, Stream, compare
+from ropestudy.models import INITIALISATIONS, RANDOM_EMBEDDING, load_pretrained, random_arrays, shuffled, variant
+from ropestudy.run import run_study
+from ropestudy.schema import read_results
+from ropestudy.spec import INT32, MOST_POSITION, ModelConfig, TextConfig, load_study
+from ropestudy.text import Pool, packed_row, read_pool, row
+
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
+TINY = Path(__file__).parents[2] / "configs" / "study" / "tiny.yaml"
+BOS = 1
+HALF = "{condition: hf_eager_bf16}"
+# Most of a study this small is compiling. So: few conditions, and shapes that experiments share (two shifts, twelve tokens).
+FEWER = [
+    "factorial.off_from=[]",
+    f"shift_pairs.contestants=[{HALF}, {{model: kaiming, condition: hf_eager_bf16}}]",
+    f"lengths.contestants=[{HALF}]",
+    "own_error.shifts=[0]",
+    "remedies.bases=[hf_eager_bf16]",
+    "own_error.contestants=[{condition: hf_eager_bf16}]",
+    "controls.phases=1",
+    "controls.models=[pretrained, shuffled, kaiming_sqrt5]",
+    "first_token.conditions=[hf_eager_bf16]",
+    "masks.conditions=[exact, hf_eager_bf16]",
+    *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls", "first_token", "own_error", "frequency")),
+]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> list[str]:
+    """Overrides that name a tiny model and its text."""
+    folder = tmp_path_factory.mktemp("given")
+    save_hf(folder / "model", tiny("llama", num_hidden_layers=1))
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(29)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps({"bos_token": f"w{BOS}"}))
+    random = np.random.default_rng(0)
+    texts = [" ".join(f"w{i}" for i in random.integers(2, 29, 30)) for _ in range(3)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return [f"model.source={folder / 'model'}", f"text.source={folder / 'text.jsonl'}"]
+
+
+@pytest.fixture(scope="module")
+def finished(given, tmp_path_factory):
+    out = tmp_path_factory.mktemp("study") / "out"
+    # No configuration says how many of these there are.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scores, "on_alone", lambda fmt: [one for one in on_alone(fmt) if one.site == "table"])
+        patch.setattr(scores, "before_and_after", lambda base: before_and_after(base)[:2])
+        patch.setattr(scores, "remedies", lambda base: remedies(base)[:1])
+        return run_study(load_study(TINY, given + FEWER), out), out
+
+
+def of(results, kind, **wanted):
+    found = [one for one in results.records if one.kind == kind]
+    return [one for one in found if all(getattr(one, name) == value for name, value in wanted.items())]
+
+
+def test_every_record_is_there_and_reads_back(finished):
+    results, out = finished
+    assert read_results(out / "results.json") == results
+    assert {one.kind for one in results.records} == {
+        *("shift_pairs", "per_token", "by_length", "score", "own_error", "by_frequency", "mask_pair")
+    }
+    assert {one.group for one in of(results, "score")} == {
+        *("baseline", "on_alone", "remedy", "control", "first_token", "mask")
+    }
+    local = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="local")[0]
+    assert [(one.d1, one.d2) for one in local.pairs] == [(0, 2), (0, 16), (0, 100), (2, 16), (16, 100)]
+    assert [len(one.difference.d.values) for one in local.pairs] == [2] * 5
+    propagated = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="propagated")[0]
+    assert [(one.d1, one.d2) for one in propagated.pairs] == [(0, 16)]
+    assert results.model.initialisations.keys() == {"kaiming", "kaiming_sqrt5"}
+    assert not (out / "cells").with_suffix(".partial").exists()
+    assert not list(out.rglob(".*"))
+
+
+def test_every_site_alone_does_something(finished):
+    """What the engine compiles piece by piece must not lose a site on the way: each moves the outputs from float64's."""
+    alone = [
+        one for one in on_alone("bf16")
+        if one.name not in ("on inv_freq fp32", "on angle fp32")  # at these small positions nothing is left of it
+    ]  # fmt: skip
+    decoder = tiny(
+        "llama", num_hidden_layers=1
+    )  # in float32: of bf16 weights the site `embed` would have nothing to round
+    row, positions = Row(np.arange(2, 10), np.ones(8, np.int64)), np.arange(8)[None]
+    streams = [Stream(one, positions) for one in (EXACT, *alone)]
+    against_exact = [((0, 0), (i, 0)) for i in range(len(streams))]
+    _, (itself, *moved) = compare(decoder, row, streams, [], against_exact)
+    assert itself.kl == 0
+    for one, found in zip(alone, moved, strict=True):
+        assert found.kl > 0, one.name
+    assert {one.site for one in alone} == set(SITES)
+    exact = of(finished[0], "score", group="baseline", condition="exact")[0]
+    assert exact.error["propagated"].d.mean == 0
+    assert exact.kl_error.kl.mean == 0
+
+
+def test_sums_fit_together(finished):
+    for one in of(finished[0], "score"):
+        for found in (*one.shift.values(), *one.error.values()):
+            parts = np.array([sum(found.by_layer), np.sum(found.by_head)])
+            # The same numbers in two other orders of sums, within a block in the carrier, which may be float32.
+            terms = np.size(found.by_head) * one.tokens**2
+            assert np.abs(parts - found.d.mean).max() <= terms * 2.0**-24 * found.d.mean
+            assert 0 <= found.first_share_unweighted.mean <= 0.5 + 2.0**-24
+
+
+def test_masks(finished):
+    results, _ = finished
+    exact, half = (
+        {one.a: one.difference for one in of(results, "mask_pair", mode="propagated", condition=name)}
+        for name in ("exact", "hf_eager_bf16")
+    )
+    # Reset or not is the same function without an anchor: what is left is float64's rounding, 2^-45 of bf16's.
+    assert exact["intra"].d.mean <= half["intra"].d.mean * 2.0**-40
+    assert half["intra"].d.mean > 0
+    assert exact["anchor"].d.mean > half["intra"].d.mean  # distances to the anchor do change
+
+
+def test_an_interrupted_study_goes_on_and_ends_the_same(given, finished, tmp_path):
+    done: list[str] = []
+
+    def stop(what: str, number: int, total: int) -> None:
+        done.append(what)
+        if number == 3:
+            raise KeyboardInterrupt
+
+    only = [*given, *(f"{name}=off" for name in OTHERS), f"lengths.contestants=[{HALF}]"]
+    config = load_study(TINY, only)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(config, tmp_path, stop)
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
+    assert len(kept) == 3
+    assert not (tmp_path / "results.json").exists()
+    resumed = run_study(config, tmp_path)
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}.items()
+    assert resumed.records == of(finished[0], "by_length")
+
+
+OTHERS = ("shift_pairs", "factorial", "remedies", "controls", "first_token", "masks", "own_error", "frequency")
+ONE_LENGTH = [*(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]", f"lengths.contestants=[{HALF}]"]
+
+
+def test_a_cell_that_is_broken_or_of_other_sources_is_computed_anew(given, tmp_path, monkeypatch):
+    config = load_study(TINY, [*given, *ONE_LENGTH])
+    first = run_study(config, tmp_path)
+    broken, *_ = (tmp_path / "cells").iterdir()
+    broken.write_text("{")
+    assert run_study(config, tmp_path).records == first.records
+    computed = []
+    run = Bench.run
+    monkeypatch.setattr(Bench, "run", lambda self, cell: computed.append(cell) or run(self, cell))
+    run_study(config, tmp_path)
+    assert not computed
+    monkeypatch.setattr("ropestudy.cells.fingerprint", lambda: "others")
+    assert run_study(config, tmp_path).records == first.records
+    assert len(computed) == len(list((tmp_path / "cells").iterdir())) / 2
+
+
+def test_another_studys_folder_is_refused(given, finished, tmp_path):
+    _, out = finished
+    with pytest.raises(ValueError, match=r"--out: .* holds another study"):
+        run_study(load_study(TINY, [*given, *FEWER, "seed=1"]), out)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"--out: .* no study's folder"):
+        run_study(load_study(TINY, given), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["shift_pairs.d2=3000000000"], "shift_pairs.d2: the shift 3000000000 is no int32"),
+        ([f"shift_pairs.d2={-INT32 - 1}"], "is no int32"),
+        ([f"lengths.d2={MOST_POSITION}"], "lengths.d2: the shift 16777216 puts 12 tokens outside"),
+        (["own_error.shifts=[-1]"], "own_error.shifts: the shift -1 puts 12 tokens outside"),
+        (["shift_pairs.toknes=3"], "shift_pairs.toknes: unknown key; did you mean shift_pairs.tokens?"),
+        (["factorial.off_from=[bf17]"], "factorial.off_from: 'bf17' is no condition; choose from exact"),
+        (["shift_pairs.contestants=[]"], "shift_pairs.contestants"),
+        (["tokens"], "override 'tokens': write section.key=value"),
+        (["block=0"], "block: 0: Input should be greater than or equal to 1"),
+        ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of shift_pairs"),
+        (["lengths.lengths=[0]"], "lengths.lengths.0: 0: Input should be greater than or equal to 4"),
+        (["lengths.lengths=[-5, 6]"], "lengths.lengths.0: -5: Input should be greater than or equal to 4"),
+        (["lengths.columns=[-1]"], "lengths.columns.0: -1: Input should be greater than or equal to 0"),
+        (["remedies.bases=[fp32]"], "remedies.bases: 'fp32' is no preset of half precision"),
+        (["remedies.bases=[fp32_angles64]"], "choose from hf_eager_bf16, flash_bf16, paper_bf16"),
+        (["factorial.off_from=[hf_eager_bf16_inv_freq]"], "factorial.off_from: 'hf_eager_bf16_inv_freq' is no preset"),
+        (["controls.base=exact"], "controls.base: 'exact' is no preset of half precision"),
+        (
+            ["masks.documents=5"],
+            "masks.documents: 5 documents of unequal lengths need 16 tokens, and masks.tokens is 12",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_run_is_refused_in_one_line(overrides, line):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        load_study(TINY, overrides)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_command(given, tmp_path, monkeypatch, capsys):
+    def jaxref(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxref", "study", str(TINY), *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capsys.readouterr()
+        return int(exit_.value.code or 0), out, err
+
+    out = tmp_path / "out"
+    few = [*given, *ONE_LENGTH]
+    code, printed, log = jaxref(*few, "--out", str(out))
+    assert (code, printed) == (0, f"1 records in {out / 'results.json'}\nreport: {out / 'report.html'}\n")
+    assert log.count("\n") == 2  # a line for each cell
+
+    model, text = given
+    for arguments, line in (
+        ([text, "model.source=no/such/folder/here"], "and no hub id such as name/model; give one of them, or smollm2"),
+        ([model, "text.source=nowhere.txt"], "text.source: 'nowhere.txt' is neither demo nor a .jsonl"),
+        ([*given, "lengths.lengths=[500]"], "has 0 documents of 500 tokens or more, and 2 are needed"),
+        ([*given, "text.field=body"], "has no string 'body'"),
+    ):
+        code, printed, log = jaxref(*arguments, "--out", str(tmp_path / "refused"))
+        assert (code, printed, log.count("\n")) == (2, "", 1)
+        assert line in log
+        assert not (tmp_path / "refused").exists()
+
+    monkeypatch.setattr(Bench, "kept_or_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    code, _, log = jaxref(*few, "--out", str(tmp_path / "stopped"))
+    assert (code, log) == (130, "jaxref: interrupted; finished cells are kept, and the same command goes on\n")
+
+
+def test_an_unknown_architecture_is_refused(given, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("llama") | {"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match=r"model\.source: .* is no model the oracle can load: model_type: 'gpt2'"):
+        load_pretrained(ModelConfig(source=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "line"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json is no tokenizer: "),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no values by name, but a list"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON ("),
+        (
+            "tokenizer_config.json",
+            '{"bos_token": "<s>"}',
+            "names the bos_token '<s>', which tokenizer.json does not have",
+        ),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused(given, tmp_path, file, content, line):
+    folder = shutil.copytree(given[0].partition("=")[2], tmp_path / "model")
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=r"model\.source: ") as refused:
+        load_pretrained(ModelConfig(source=str(folder)))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_smallest_row_of_packed_documents():
+    """What `masks.documents` is checked against: one token fewer, and a document would be empty."""
+    pool = Pool(["a"], [np.arange(10)])
+    tree = ["shift_pairs=off", "masks.documents=3"]
+    assert load_study(TINY, [*tree, "masks.tokens=7"]).masks is not None
+    assert packed_row(pool, 0, 7, BOS, 3, "intra").lengths == (1, 2, 3)
+    with pytest.raises(ValueError, match=r"need 7 tokens, and masks\.tokens is 6"):
+        load_study(TINY, [*tree, "masks.tokens=6"])
+    assert min((6 - 1) * np.arange(1, 4) // 6) == 0
+
+
+def test_a_mistake_that_is_found_on_the_way_marks_no_folder(given, tmp_path, monkeypatch):
+    monkeypatch.setattr("ropestudy.run.jobs", lambda *_: (_ for _ in ()).throw(ValueError("late")))
+    with pytest.raises(ValueError, match="late"):
+        run_study(load_study(TINY, given), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_random_models_have_the_bounds_they_say(given):
+    config = DecoderConfig.from_hf(hf_config("llama"))
+    bounds = {"kaiming": 6**0.5, "kaiming_sqrt5": 1.0, "kaiming_small_embedding": 6**0.5, "kaiming_all": 6**0.5}
+    assert bounds.keys() | {"normal_002"} == INITIALISATIONS.keys() == RANDOM_EMBEDDING.keys()
+    for name, factor in bounds.items():
+        arrays = random_arrays(config, name, seed=0)
+        for parameter, array in arrays.items():
+            if array.ndim == 1:
+                assert np.array_equal(array, np.ones_like(array))
+            elif "embed_tokens" not in parameter or name == "kaiming_all":
+                # Of n uniform draws the largest is below 0.9 of the bound with probability 0.9^n: at 72, one in 2,000.
+                bound = np.float32(factor / array.shape[1] ** 0.5)
+                assert 0.9 * bound < np.abs(array).max() <= bound
+    pretrained = load_pretrained(ModelConfig(source=given[0].partition("=")[2], weights="stored"))
+    mixed = to_arrays(variant(pretrained, "shuffled", 0))
+    for name, array in to_arrays(pretrained.decoder).items():
+        assert np.array_equal(np.sort(np.ravel(array)), np.sort(np.ravel(mixed[name])))
+    assert not np.array_equal(mixed["lm_head.weight"], to_arrays(pretrained.decoder)["lm_head.weight"])
+    assert np.array_equal(shuffled(to_arrays(pretrained.decoder), 0)["lm_head.weight"], mixed["lm_head.weight"])
+
+
+def test_rows():
+    pool = Pool(["a", "b"], [np.arange(10, 20), np.arange(20, 30)])
+    assert row(pool, 1, 4, BOS, "first").ids.tolist() == [BOS, 20, 21, 22]
+    assert row(pool, 1, 4, BOS, "none").ids.tolist() == [20, 21, 22, 23]
+    assert row(pool, 1, 5, BOS, "middle").ids.tolist() == [20, 21, BOS, 22, 23]
+    packed = packed_row(pool, 0, 7, BOS, 2, "anchor_reset")
+    assert packed.ids.tolist() == [BOS, 10, 11, 20, 21, 22, 23]
+    assert packed.documents.tolist() == [0, 1, 1, 2, 2, 2, 2]
+    assert packed.positions.tolist() == [0, 1, 2, 1, 2, 3, 4]
+    assert packed_row(pool, 0, 7, BOS, 2, "anchor").positions.tolist() == list(range(7))
+    assert packed_row(pool, 0, 7, BOS, 2, "intra_reset").positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packed_row(pool, 0, 7, BOS, 2, "intra").documents.tolist() == [1, 1, 1, 2, 2, 2, 2]
+
+
+def test_text_of_every_kind(given, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    tokenizer = load_pretrained(ModelConfig(source=given[0].partition("=")[2])).tokenizer
+    (tmp_path / "a.txt").write_text("w3 w4 w5")
+    (tmp_path / "b.jsonl").write_text('{"body": "w6 w7 w8"}\n\n{"body": "w9"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["w2 w2 w2"]}), tmp_path / "c.parquet")
+    pool = read_pool(TextConfig(source=str(tmp_path), field="body"), tokenizer, 3, 3, seed=0)
+    assert sorted(ids.tolist() for ids in pool.ids) == [[2, 2, 2], [3, 4, 5], [6, 7, 8]]
+    again = read_pool(TextConfig(source=str(tmp_path), field="body"), tokenizer, 3, 3, seed=0)
+    assert again.names == pool.names
+    with pytest.raises(ValueError, match=r"2 documents of 3|3 documents of 3 tokens or more, and 4 are needed"):
+        read_pool(TextConfig(source=str(tmp_path), field="body"), tokenizer, 4, 3, seed=0)

