@@ -329,7 +329,7 @@ TRAIN = {
 
 def make_files(folder: Path, kinds: set[str]) -> None:
     """Make what the inputs start from: a model, text, configurations; a run with a checkpoint and tokens where asked for."""
-    from torchtrain.tests.conftest import tiny_model, tiny_tokenizer
+    from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
     tiny_model(num_hidden_layers=1).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
@@ -744,7 +744,7 @@ def _copy(source: str, target: str) -> None:
 _IMPORTED = (
     *("transformers", "jaxref.mask_figure", "jaxref.ring", "ropestudy.report", "ropestudy.run"),
     *("parity_tests.check", "parity_tests.gate.run", "parity_tests.gate.weights", "parity_tests.zoo.run"),
-    *("torchtrain.training.loop", "torchtrain.training.plan", "torchtrain.training.status"),
+    *("torchtrain.run.recipe", "torchtrain.planning.budget", "torchtrain.run.status"),
 )
 
 

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from anchorline.files import replace_file
-from torchtrain.tests.conftest import tiny_model, tiny_tokenizer
 from torchtrain.tests.forks import Forks, forks
 from torchtrain.tests.kills import Killer, Run
 from torchtrain.tests.runs import Place, make_place
+from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 
 def prepare(folder: Path, server: Forks) -> Place:

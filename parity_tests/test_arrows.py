@@ -63,6 +63,6 @@ def test_the_package_works_where_the_other_side_is_not_installed(package):
 
 def test_the_trainer_imports_without_datasets():
     """The machine with the GPU may hold a finished token store and no `datasets`."""
-    code = "import sys; sys.modules['datasets'] = None; import torchtrain.cli, torchtrain.training.loop"
+    code = "import sys; sys.modules['datasets'] = None; import torchtrain.cli, torchtrain.run.recipe"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

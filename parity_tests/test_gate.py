@@ -414,7 +414,7 @@ def test_a_kept_case_depends_on_what_computes_it_and_on_nothing_else(copied, tmp
                 *(
                     "torchtrain/tests/conftest.py",
                     "torchtrain/cli.py",
-                    "torchtrain/training/folder.py",
+                    "torchtrain/run/folder.py",
                     "jaxref/cli.py",
                 ),
             )

@@ -66,7 +66,7 @@ def train(
         config = load_config(file, overrides or [])
 
         # First, so that the absence of torch is told by us and not by transformers.
-        from torchtrain.training.loop import train as run  # isort: skip
+        from torchtrain.run.recipe import train as run  # isort: skip
 
         _tell(lambda: run(config, replace=replace))
 
@@ -76,7 +76,7 @@ def _tell(run: Callable[[], Any]) -> None:
     from rich.console import Console
     from transformers.utils import logging
 
-    from torchtrain.training.report import final_table
+    from torchtrain.run.report import final_table
 
     # What of transformers' warnings matters here is checked and said by ourselves.
     logging.set_verbosity_error()
@@ -117,7 +117,7 @@ def resume(
         config = load_config(folder / "config.yaml", overrides or [], of_run=True)
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
 
-        from torchtrain.training.loop import resume as run  # isort: skip
+        from torchtrain.run.recipe import resume as run  # isort: skip
 
         _tell(lambda: run(config, step=step))
 
@@ -129,7 +129,7 @@ def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the ru
     Example: torchtrain status runs/demo
     """
     with _one_speaks():
-        from torchtrain.training.status import status_lines
+        from torchtrain.run.status import status_lines
 
         for line in status_lines(folder):
             print(line)
@@ -148,7 +148,7 @@ def verify(
     Example: torchtrain verify runs/demo
     """
     with _one_speaks():
-        from torchtrain.training.verify import verify_folder
+        from torchtrain.run.verify import verify_folder
 
         good = True
         for found in verify_folder(folder):
@@ -194,27 +194,27 @@ def plan(
 
         config = load_config(file, overrides or [])
 
-        from torchtrain.training import plan as planning  # isort: skip
+        from torchtrain.planning import budget  # isort: skip
         from rich.console import Console
 
         from torchtrain.distributed.layout import check_layout
-        from torchtrain.training.report import memory_table, time_line
+        from torchtrain.run.report import memory_table, time_line
 
         ways = sum(way is not None for way in (tokens_per_second, measured, mfu))
         if ways > 1 or (mfu is None) != (gpu is None):
             raise UserError("--tokens-per-second, --measured, --gpu with --mfu: give one of the three")
         check_layout(config, processes)
-        shapes = planning.Shapes(planning.model_config(config))
-        limit = int(gpu_memory * planning.GIB)
-        memory = planning.memory(config, shapes, processes)
-        work = planning.work(config, shapes, document_tokens)
+        shapes = budget.Shapes(budget.model_config(config))
+        limit = int(gpu_memory * budget.GIB)
+        memory = budget.memory(config, shapes, processes)
+        work = budget.work(config, shapes, document_tokens)
         seconds = None
         if tokens_per_second is not None:
             seconds = work.tokens / tokens_per_second
         elif measured is not None:
-            seconds = planning.seconds_like(work, measured, processes)
+            seconds = budget.seconds_like(work, measured, processes)
         elif mfu is not None and gpu is not None:
-            seconds = planning.seconds_by_mfu(work, gpu, mfu, processes)
+            seconds = budget.seconds_by_mfu(work, gpu, mfu, processes)
         out = Console()
         out.print(memory_table(memory, limit, processes))
         bound = "" if work.exact else "at most "
@@ -226,10 +226,10 @@ def plan(
         if memory.gpu <= limit:
             print(f"fits      {memory.gpu / limit:.0%} of the memory; the CUDA context, NCCL and fragments come on top")
             return
-        changes, after = planning.remedies(config, shapes, processes, limit)
-        print(f"too much  {(memory.gpu - limit) / planning.GIB:.1f} GiB more than there is")
+        changes, after = budget.remedies(config, shapes, processes, limit)
+        print(f"too much  {(memory.gpu - limit) / budget.GIB:.1f} GiB more than there is")
         verdict = "fits" if after.gpu <= limit else "is still too much: take more or larger GPUs"
-        print(f"change    {' '.join(changes) or 'nothing helps'}: {after.gpu / planning.GIB:.1f} GiB, {verdict}")
+        print(f"change    {' '.join(changes) or 'nothing helps'}: {after.gpu / budget.GIB:.1f} GiB, {verdict}")
         raise typer.Exit(1)
 
 

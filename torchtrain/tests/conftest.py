@@ -1,4 +1,4 @@
-"""Tiny models, a tiny tokenizer and a tiny corpus, made here; no network, one thread."""
+"""A tiny corpus and configs of tiny models; no network, one thread."""
 
 import json
 import os
@@ -10,69 +10,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+
+from torchtrain.tests.run_fixtures import interrupted, place, run, straight  # noqa: F401
+from torchtrain.tests.tiny import POSITIONS, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
-
-VOCABULARY = 264  # 256 bytes, three special tokens, five ids that no token has
-POSITIONS = 64
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": POSITIONS,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 258,
-}
-FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, {"tie_word_embeddings": True}),
-    "mistral": (MistralConfig, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, {}),
-    "qwen3": (Qwen3Config, {}),
-}
-
-
-def tiny_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
-    """A family's config at a size that trains in a second."""
-    cls, own = FAMILIES[family]
-    return cls(**(SIZES | own | changes))
-
-
-def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any):
-    """A model with random weights, always the same, and norms that are not all one."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim < 2:
-                parameter += 0.1 * torch.randn_like(parameter)
-    return model
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte: ids 0..255, then <s>, </s>, <pad>."""
-    alphabet = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
-    )
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +74,3 @@ def write_config(tmp_path):
         return path
 
     return write
-
-
-# At the end: they are made of what stands above.
-from torchtrain.tests.run_fixtures import interrupted, place, run, straight  # noqa: E402, F401

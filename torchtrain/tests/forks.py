@@ -97,8 +97,8 @@ def _half(path: Path, content: bytes) -> None:
 
 # Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes before).
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
-    "folder": ("torchtrain.training.folder", "write_all", _die, False),
-    "replacement": ("torchtrain.training.folder", "remove", _die, True),
+    "folder": ("torchtrain.run.folder", "write_all", _die, False),
+    "replacement": ("torchtrain.run.folder", "remove", _die, True),
     "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
     "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
@@ -108,10 +108,10 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "commit": ("torchtrain.checkpoint.store", "commit", _die, False),
     "committed": ("torchtrain.checkpoint.store", "commit", _die, True),
     "removal": ("torchtrain.checkpoint.store", "set_aside", _die, True),
-    "export": ("torchtrain.training.folder", "commit", _die, False),
-    "exported": ("torchtrain.training.folder", "commit", _die, True),
-    "evaluation": ("torchtrain.training.evaluate", "make_plan", _die, True),
-    "plot": ("torchtrain.training.loop", "plot", _die, True),
+    "export": ("torchtrain.run.folder", "commit", _die, False),
+    "exported": ("torchtrain.run.folder", "commit", _die, True),
+    "evaluation": ("torchtrain.training.held_out", "make_plan", _die, True),
+    "plot": ("torchtrain.run.recipe", "plot", _die, True),
 }  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def _serve() -> None:
         "deepspeed.runtime.zero.stage3",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
-        "torchtrain.training.loop",
+        "torchtrain.run.recipe",
         "transformers.models.llama.modeling_llama",
     ):
         importlib.import_module(name)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.save import save_folder
-from torchtrain.tests.conftest import POSITIONS, tiny_config, tiny_tokenizer
+from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".venv-readers"

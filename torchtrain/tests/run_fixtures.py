@@ -10,9 +10,10 @@ import torch
 from rich.console import Console
 
 from torchtrain.config import load_config
+from torchtrain.run import recipe
 from torchtrain.tests.forks import forks
 from torchtrain.tests.runs import Place, make_place
-from torchtrain.training import loop, step
+from torchtrain.training import step
 
 QUIET = Console(quiet=True)
 
@@ -46,7 +47,7 @@ def run(place, tmp_path):
 
     def train(*overrides: str):
         config = load_config(place.config, [f"run.folder={folder}", "save.last=1", *overrides])
-        return loop.train(config, console=QUIET)
+        return recipe.train(config, console=QUIET)
 
     return train, folder
 

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from torchtrain.checkpoint.manifest import MANIFEST, Manifest
-from torchtrain.tests.conftest import POSITIONS
 from torchtrain.tests.forks import Forks
+from torchtrain.tests.tiny import POSITIONS
 
 STEPS = 6
 

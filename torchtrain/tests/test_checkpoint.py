@@ -26,14 +26,14 @@ from anchorline.files import FileEntry, entry_of, replace_file, write_file
 from torchtrain.checkpoint import fragments, rng, store
 from torchtrain.checkpoint.fragments import KINDS, Fragment
 from torchtrain.checkpoint.identity import check_config, check_identity, differences, otherwise
-from torchtrain.checkpoint.lock import hold, is_held
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Layout, Manifest, Progress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import TrainConfig, load_config
 from torchtrain.distributed.world import ALONE, World
-from torchtrain.tests.conftest import tiny_model
+from torchtrain.run.lock import hold, is_held
 from torchtrain.tests.runs import unprivileged
+from torchtrain.tests.tiny import tiny_model
 from torchtrain.training.metrics import MetricsFile, read_metrics
 from torchtrain.training.strategy import Replicated
 

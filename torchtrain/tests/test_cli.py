@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from torchtrain.cli import app, main
 from torchtrain.config import load_config
 from torchtrain.data import Progress
-from torchtrain.tests.conftest import POSITIONS, tiny_config, tiny_model, tiny_tokenizer
-from torchtrain.training.report import tell_tokenising
+from torchtrain.run.report import tell_tokenising
+from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_mistakes_in_the_arguments_are_one_line(monkeypatch, capsys, arguments, 
 
 def test_off_a_terminal_tokenising_is_a_line_a_source_and_one_every_few_seconds(monkeypatch):
     clock, said, console = iter([0, 1, 4, 5, 6, 7]), [], Console(file=io.StringIO())
-    monkeypatch.setattr("torchtrain.training.report.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("torchtrain.run.report.time.monotonic", lambda: next(clock))
     tell = tell_tokenising(console, console.status(""), said.append)
     for documents, state in enumerate(["tokenising a"] * 5 + ["tokenising b"]):
         tell(Progress(state, documents, 0, 0))
@@ -330,7 +330,7 @@ def test_an_interruption_before_the_folder_leaves_none(call, tree, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchtrain.training.setup.load_model", interrupted)
+    monkeypatch.setattr("torchtrain.run.setup.load_model", interrupted)
     assert one_line(call("train"), code=130) == "torchtrain: interrupted"
     assert not Path(tree["run"]["folder"]).exists()
 

@@ -15,9 +15,9 @@ from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.shard import deal_out, pad, part_of, rows_of_rank
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import deepspeed_config
-from torchtrain.tests.conftest import POSITIONS, tiny_config
+from torchtrain.run.recipe import train
 from torchtrain.tests.forks import forks
-from torchtrain.training.loop import train
+from torchtrain.tests.tiny import POSITIONS, tiny_config
 from torchtrain.training.metrics import read_metrics
 
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torchtrain
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import extend
-from torchtrain.tests.conftest import FAMILIES, POSITIONS, tiny_config, tiny_model, tiny_tokenizer
-from torchtrain.training.export import export
+from torchtrain.run.export import export
+from torchtrain.tests.tiny import FAMILIES, POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
 LENGTH = 2 * POSITIONS
 

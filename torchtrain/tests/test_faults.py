@@ -14,18 +14,19 @@ from anchorline import files
 from anchorline.command import Leave
 from anchorline.errors import UserError
 from torchtrain import cli
-from torchtrain.checkpoint.lock import hold, is_held
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
+from torchtrain.run import recipe, session
+from torchtrain.run.lock import hold, is_held
+from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import (
     QUIET,
     fails,
     poison,
 )
 from torchtrain.tests.runs import assert_same, unprivileged
-from torchtrain.training import loop, session, step
+from torchtrain.training import step
 from torchtrain.training.metrics import read_metrics
-from torchtrain.training.status import status_lines
 
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ def test_a_finished_run_that_is_taken_up_again_otherwise(run, place, monkeypatch
 
     monkeypatch.setattr(step, "accumulate", accumulate)
     poison(monkeypatch, {1}, "nan")
-    loop.resume(load_config(folder / "config.yaml", ["train.skip_bad_steps=1"]), step=4, console=QUIET)
+    recipe.resume(load_config(folder / "config.yaml", ["train.skip_bad_steps=1"]), step=4, console=QUIET)
     assert seen == [(f"run        {folder}: at work", False, False)] * 2
     assert models[0].read_bytes() == was[0], "of step 4 itself"
     assert models[1].read_bytes() != was[1]
@@ -189,8 +190,8 @@ def test_a_finished_run_that_is_taken_up_again_otherwise(run, place, monkeypatch
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("torchtrain.training.folder.commit", "model: the model could not be written: no space left on device (a file); step 6 is"),
-        ("torchtrain.training.loop.plot", "no space left on device (a file)"),
+        ("torchtrain.run.folder.commit", "model: the model could not be written: no space left on device (a file); step 6 is"),
+        ("torchtrain.run.recipe.plot", "no space left on device (a file)"),
         ("torchtrain.checkpoint.store.commit", "the checkpoint could not be written: no space left on device (a file); the last"),
     ],
 )  # fmt: skip
@@ -206,7 +207,7 @@ def test_a_disk_that_is_full_somewhere_else(run, monkeypatch, target, told):
     assert told in str(caught.value)
     assert not list(folder.glob("model*"))[1:], "nothing half-written is left"
     monkeypatch.undo()
-    assert loop.resume(load_config(folder / "config.yaml"), console=QUIET) is not None
+    assert recipe.resume(load_config(folder / "config.yaml"), console=QUIET) is not None
     assert next(status_lines(folder)).endswith("finished")
 
 
@@ -249,7 +250,7 @@ def test_a_full_disk_stops_the_run_and_the_last_checkpoint_is_good(place, straig
     config = load_config(place.config, [f"run.folder={folder}"])
     monkeypatch.setattr(os, "open", full)
     with pytest.raises(UserError) as caught:
-        loop.train(config, console=QUIET)
+        recipe.train(config, console=QUIET)
     monkeypatch.undo()
     assert "step-00000004: the checkpoint could not be written: no space left on device; the last good" in str(
         caught.value

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtrain.attention import make_plan
-from torchtrain.tests.conftest import FAMILIES, VOCABULARY, tiny_model
-from torchtrain.training.flops import FlopCounter, peak_flops, peak_of
+from torchtrain.planning.flops import FlopCounter, peak_flops, peak_of
+from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

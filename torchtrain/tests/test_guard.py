@@ -10,16 +10,16 @@ import torch
 from anchorline.errors import UserError
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
+from torchtrain.run import recipe
+from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import (
     QUIET,
     fails,
     poison,
 )
 from torchtrain.tests.runs import STEPS
-from torchtrain.training import loop
 from torchtrain.training.guard import WINDOW
 from torchtrain.training.metrics import read_metrics
-from torchtrain.training.status import status_lines
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ from torchtrain.training.status import status_lines
 def test_a_bad_step_stops_before_it_updates_and_its_rows_are_noted(run, place, monkeypatch, what, fault):
     train, folder = run
     strategies = []
-    real = loop.make_strategy
-    monkeypatch.setattr(loop, "make_strategy", lambda *a: strategies.append(real(*a)) or strategies[-1])
+    real = recipe.make_strategy
+    monkeypatch.setattr(recipe, "make_strategy", lambda *a: strategies.append(real(*a)) or strategies[-1])
     seen = poison(monkeypatch, {3}, what)
     with pytest.raises(
         UserError, match=rf"step 3: .*{fault}; nothing was updated; its rows are in {folder}/bad_steps"
@@ -45,7 +45,7 @@ def test_a_bad_step_stops_before_it_updates_and_its_rows_are_noted(run, place, m
     assert any("bad step   3: its rows are in" in line for line in status_lines(folder))
     # Nothing of the step is in the run: it goes on from the checkpoint, and the step is good now.
     monkeypatch.undo()
-    loop.resume(load_config(folder / "config.yaml"), console=QUIET)
+    recipe.resume(load_config(folder / "config.yaml"), console=QUIET)
     assert [e["step"] for e in read_metrics(folder / "metrics.jsonl") if e["event"] == "step"] == list(
         range(1, STEPS + 1)
     )

@@ -58,7 +58,7 @@ def test_a_full_disk_of_one_process_is_one_line(place):
 
 def test_nodes_that_do_not_share_the_folder(place):
     """Each process has its own, and sees no run of rank 0's in it."""
-    constants = QUICK | {"torchtrain.training.folder._ATTEMPTS": 1}
+    constants = QUICK | {"torchtrain.run.folder._ATTEMPTS": 1}
     codes = place.train("apart", f"run.folder={place.folder}/apart-{{rank}}", processes=2, set=constants)
     assert codes == [2, 2]
     (line,) = [line for line in place.log("apart").splitlines() if line.startswith("torchtrain: ")]

@@ -11,8 +11,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from torchtrain.config import load_config
+from torchtrain.run.recipe import train
 from torchtrain.tests.forks import ROOT
-from torchtrain.training.loop import train
 from torchtrain.training.metrics import read_metrics
 
 

@@ -9,7 +9,7 @@ import zstandard
 from torchtrain.config import BASE_VARIANTS, PAPER_ROPE_THETA, Config, Source, load_config
 from torchtrain.data.corpus import Record, read
 from torchtrain.modeling.rope import extend
-from torchtrain.tests.conftest import tiny_config
+from torchtrain.tests.tiny import tiny_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 from torchtrain.cli import app
 from torchtrain.config import ModelConfig, TrainConfig, load_config
 from torchtrain.distributed.zero import BUCKET, GATHERED
-from torchtrain.tests.conftest import POSITIONS, tiny_config, tiny_model
-from torchtrain.training import plan
-from torchtrain.training.flops import FlopCounter
-from torchtrain.training.memory import (
+from torchtrain.planning import budget
+from torchtrain.planning.flops import FlopCounter
+from torchtrain.planning.memory import (
     PeakBytes,
     Shapes,
     activation_bytes,
@@ -23,6 +22,7 @@ from torchtrain.training.memory import (
     logits_bytes,
     shape_of_model,
 )
+from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model
 from torchtrain.training.optimizer import Optimizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -107,7 +107,7 @@ def test_more_tokens_rows_and_chunks_hold_more():
 def test_float32_masters_and_moments_are_what_the_optimizer_holds(tree, write_config):
     for dtype in ("bfloat16", "float32"):
         config = load_config(write_config(tree), [f"model.dtype={dtype}"])
-        held = plan.memory(config, Shapes(tiny_config()), processes=1)
+        held = budget.memory(config, Shapes(tiny_config()), processes=1)
         model = tiny_model(dtype=getattr(torch, dtype))
         optimizer = Optimizer(model, TrainConfig())
         for master in optimizer.masters:
@@ -124,10 +124,10 @@ def test_float32_masters_and_moments_are_what_the_optimizer_holds(tree, write_co
 def test_each_stage_spreads_one_thing_more(tree, write_config):
     own = Shapes(tiny_config(hidden_size=64, num_hidden_layers=4))
 
-    def memory(*overrides: str) -> plan.Memory:
+    def memory(*overrides: str) -> budget.Memory:
         path = write_config(tree)
         common = ["model.dtype=bfloat16", "train.sequences_per_step=8"]
-        return plan.memory(load_config(path, [*common, *overrides]), own, processes=4)
+        return budget.memory(load_config(path, [*common, *overrides]), own, processes=4)
 
     stages = [memory(f"distributed.zero_stage={stage}") for stage in range(4)]
     count = sum(p.numel() for p in own.model(settings(False)).parameters())
@@ -148,11 +148,11 @@ def test_work_counts_live_pairs(tree, write_config):
     T = config.pack.sequence_length
     rows = 5 * config.train.sequences_per_step
     counter = FlopCounter.of(shape_of_model(tiny_config(), config.model))
-    documents = plan.work(config, Shapes(tiny_config()), document_tokens=32)
+    documents = budget.work(config, Shapes(tiny_config()), document_tokens=32)
     assert documents.exact
     assert documents.tokens == rows * T
     assert documents.flops == rows * counter.flops(T, T, T // 32 * (32 * 33 // 2))
-    bound = plan.work(config, Shapes(tiny_config()), document_tokens=None)
+    bound = budget.work(config, Shapes(tiny_config()), document_tokens=None)
     assert not bound.exact
     assert bound.flops == rows * counter.flops(T, T, T * (T + 1) // 2) > documents.flops
 
@@ -195,9 +195,9 @@ def test_time_from_a_measured_run(call, tree, write_config, model_folder, tmp_pa
     (run / "timing.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (run / "run.json").write_text(json.dumps({"processes": 2}))
     config = load_config(write_config(tree))
-    work = plan.work(config, Shapes(tiny_config()), None)
+    work = budget.work(config, Shapes(tiny_config()), None)
     # The median of 10, 5 and 2.5 FLOP/s of two processes; here there are four.
-    assert plan.seconds_like(work, run, 4) == work.flops / (5 / 2 * 4)
+    assert budget.seconds_like(work, run, 4) == work.flops / (5 / 2 * 4)
     result = call(write_config(tree), "--measured", run)
     assert result.exit_code == 0
     assert "time      at most" in result.stdout

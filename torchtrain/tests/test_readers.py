@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.save import reader_notes, save_folder
-from torchtrain.tests.conftest import FAMILIES, POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 from torchtrain.tests.readers import CASES, LENGTH, THETA, environment, export_case, read_with
+from torchtrain.tests.tiny import FAMILIES, POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

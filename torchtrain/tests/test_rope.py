@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from anchorline.errors import UserError
 from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import check_resets, describe, extend
-from torchtrain.tests.conftest import POSITIONS, SIZES, tiny_config
+from torchtrain.tests.tiny import POSITIONS, SIZES, tiny_config
 
 # float32 rounds once an operation. base ** e: e and then e * ln(base) carry a relative error into the exponent, so the power
 # errs by |e ln base| roundings more; 16 covers all other operations of any type (yarn's blend has the most, 9).

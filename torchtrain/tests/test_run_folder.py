@@ -19,13 +19,13 @@ from anchorline.errors import UserError
 from anchorline.files import entries_of, remove, resolve
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
+from torchtrain.run import folder as folder_module
+from torchtrain.run import recipe
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.status import status_lines
+from torchtrain.run.verify import verify_folder
 from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.runs import assert_same, content, unprivileged
-from torchtrain.training import folder as folder_module
-from torchtrain.training import loop
-from torchtrain.training.folder import RunFolder
-from torchtrain.training.status import status_lines
-from torchtrain.training.verify import verify_folder
 
 # --- where a run may stand --------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def fresh(place, tmp_path):
 
     def train(folder: str, *overrides: str, replace: bool = False):
         changes = ["save.last=1", "train.steps=2", *overrides, f"run.folder={json.dumps(str(folder))}"]
-        return loop.train(load_config(place.config, changes), replace=replace, console=QUIET)
+        return recipe.train(load_config(place.config, changes), replace=replace, console=QUIET)
 
     return train, tmp_path
 
@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_is_one_line(place, tmp_path, monkeypatch, folde
             continue
         changed = getattr(config, section).model_copy(update={name: folder})
         with pytest.raises(UserError, match=told) as caught:
-            loop.train(
+            recipe.train(
                 config.model_copy(update={"run": config.run.model_copy(update={"folder": "run"}), section: changed})
             )
         assert "\n" not in str(caught.value)
@@ -263,14 +263,14 @@ def test_a_folder_that_may_not_be_removed_takes_a_run(fresh, tmp_path):
 def test_replace_checks_again_at_the_moment_it_removes(fresh, done, monkeypatch):
     """While the model loads, a user lays something into the folder."""
     train, _ = fresh
-    real = loop.set_up
+    real = recipe.set_up
 
     def set_up(*arguments):
         made = real(*arguments)
         (done / "model" / "README.md").write_text("the user's")
         return made
 
-    monkeypatch.setattr(loop, "set_up", set_up)
+    monkeypatch.setattr(recipe, "set_up", set_up)
     before = content(done)
     with pytest.raises(UserError, match=r"holds model/README.md, which is not recognised as the run's"):
         train(done, replace=True)
@@ -282,14 +282,14 @@ def test_a_run_that_came_in_the_meantime_is_not_replaced(fresh, done, monkeypatc
     """Without --replace, too: the folder was empty when it was checked."""
     train, here = fresh
     shutil.move(done, here / "other")
-    real = loop.set_up
+    real = recipe.set_up
 
     def set_up(*arguments):
         made = real(*arguments)
         shutil.copytree(here / "other", done)
         return made
 
-    monkeypatch.setattr(loop, "set_up", set_up)
+    monkeypatch.setattr(recipe, "set_up", set_up)
     with pytest.raises(UserError, match=r"already holds a run; choose another"):
         train(done)
     assert tree_of(done) == tree_of(here / "other")
@@ -323,7 +323,7 @@ def test_a_run_of_before_there_was_a_list(fresh, done):
     train, _ = fresh
     as_before_there_was_a_list(done)
     assert next(status_lines(done)).endswith(": finished")
-    assert loop.resume(load_config(done / "config.yaml", [f"run.folder={done}"]), console=QUIET) is None
+    assert recipe.resume(load_config(done / "config.yaml", [f"run.folder={done}"]), console=QUIET) is None
     (done / "model" / "README.md").write_text("the user's")
     with pytest.raises(UserError, match=r"holds model/README.md, which is not recognised"):
         train(done, replace=True)
@@ -363,9 +363,9 @@ def test_resume_refuses_checkpoints_that_are_out_of_reach(place, done, straight,
     before = tree_of(done)
     config = load_config(done / "config.yaml", [f"run.folder={done}"])
     with pytest.raises(UserError, match=rf"{done}/checkpoints: .*begin anew: torchtrain resume {done} --step 0"):
-        loop.resume(config, console=QUIET)
+        recipe.resume(config, console=QUIET)
     assert tree_of(done) == before
-    loop.resume(config, step=0, console=QUIET)
+    recipe.resume(config, step=0, console=QUIET)
     assert_same_but(done, straight, "checkpoints.deleted")
 
 
@@ -459,7 +459,7 @@ def test_a_copy_that_looks_like_what_is_being_removed_stays(fresh, done):
 def test_an_export_whose_removal_was_cut_short_goes(fresh, done, monkeypatch, replaced):
     train, _ = fresh
     with monkeypatch.context() as patch:
-        patch.setattr("torchtrain.training.folder.remove", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("torchtrain.run.folder.remove", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             RunFolder(done).forget_after(2, 6)
     left = [path.name for path in done.glob("**/*.deleted")]
@@ -492,7 +492,7 @@ def test_an_earlier_step_does_not_take_what_a_user_laid_into_a_model(done, name)
     config = load_config(done / "config.yaml", [f"run.folder={done}"])
     step = 0 if name.startswith("exports") else 4
     with pytest.raises(UserError, match=rf"{done}/{name}: is not recognised as the run's"):
-        loop.resume(config, step=step, console=QUIET)
+        recipe.resume(config, step=step, console=QUIET)
     assert {of: was for of, was in before.items() if "step-00000006" not in of or "checkpoints" not in of} == tree_of(
         done
     )
@@ -523,7 +523,7 @@ def test_a_users_file_in_a_checkpoint_outlives_it(interrupted, place):
 
 
 def resumed(run: Path):
-    return loop.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), console=QUIET)
+    return recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), console=QUIET)
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -693,7 +693,7 @@ def stopped(place, straight) -> Path:
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_file_is_one_line_that_names_it(stopped, tmp_path, name, monkeypatch):
     """Whatever it holds, what it is, and whoever may read it: never a traceback, never a wait."""
-    monkeypatch.setattr(loop, "set_up", lambda *_: pytest.fail("a damaged run is not gone on with"))
+    monkeypatch.setattr(recipe, "set_up", lambda *_: pytest.fail("a damaged run is not gone on with"))
     run = Path(shutil.copytree(stopped, tmp_path / "run"))
     path = run / name
     path.parent.mkdir(exist_ok=True)
@@ -733,7 +733,7 @@ def test_a_damaged_file_is_one_line_that_names_it(stopped, tmp_path, name, monke
 
 @pytest.mark.parametrize("name", [".", *DAMAGED, "checkpoints", "checkpoints/step-00000004", "bad_steps", "exports"])
 def test_what_may_not_be_read_is_one_line(stopped, name, monkeypatch):
-    monkeypatch.setattr(loop, "set_up", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(recipe, "set_up", lambda *_: pytest.fail("it went on"))
     with tempfile.TemporaryDirectory() as folder:  # pytest's own is its user's alone
         Path(folder).chmod(0o755)
         run = Path(shutil.copytree(stopped, Path(folder) / "run"))
@@ -744,7 +744,7 @@ def test_what_may_not_be_read_is_one_line(stopped, name, monkeypatch):
         config, mode = load_config(run / "config.yaml", [f"run.folder={run}"]), (run / name).stat().st_mode
         (run / name).chmod(0)
         with unprivileged():
-            for verb in (lambda: list(status_lines(run)), lambda: loop.resume(config, console=QUIET)):
+            for verb in (lambda: list(status_lines(run)), lambda: recipe.resume(config, console=QUIET)):
                 with suppress(UserError, pytest.fail.Exception):
                     verb()
         (run / name).chmod(mode)

@@ -17,13 +17,13 @@ from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
 from torchtrain.data import PackedRows, collate, prepare, split_documents
 from torchtrain.modeling.load import hidden_states, load_model, open_config, open_tokenizer
 from torchtrain.modeling.rope import extend
-from torchtrain.tests.conftest import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
-from torchtrain.training.evaluate import HeldOut, evaluate
-from torchtrain.training.loop import train
+from torchtrain.run.recipe import train
+from torchtrain.run.setup import pack_rows
+from torchtrain.tests.tiny import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
+from torchtrain.training.held_out import HeldOut, evaluate
 from torchtrain.training.loss import IGNORE
 from torchtrain.training.metrics import read_metrics
 from torchtrain.training.optimizer import Optimizer
-from torchtrain.training.setup import pack_rows
 from torchtrain.training.step import accumulate, step_batches
 from torchtrain.training.strategy import Replicated
 

@@ -12,9 +12,9 @@ from torchtrain.checkpoint.identity import check_config, check_identity
 from torchtrain.config import load_config
 from torchtrain.data import prepare
 from torchtrain.data.store import TOKENS
-from torchtrain.tests.conftest import tiny_tokenizer
-from torchtrain.training.setup import set_up
-from torchtrain.training.verify import verify_folder
+from torchtrain.run.setup import set_up
+from torchtrain.run.verify import verify_folder
+from torchtrain.tests.tiny import tiny_tokenizer
 
 
 def findings(folder: Path) -> list[str]:

@@ -12,16 +12,16 @@ import yaml
 
 from anchorline.errors import UserError
 from torchtrain.config import SaveConfig, load_config
-from torchtrain.tests.conftest import tiny_tokenizer
+from torchtrain.run import recipe
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.session import exported_steps
+from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import (
     QUIET,
 )
 from torchtrain.tests.runs import content
-from torchtrain.training import loop
-from torchtrain.training.folder import RunFolder
+from torchtrain.tests.tiny import tiny_tokenizer
 from torchtrain.training.metrics import read_metrics
-from torchtrain.training.session import exported_steps
-from torchtrain.training.status import status_lines
 
 # --- who watches ------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def test_writers_are_told_what_the_metrics_hold(run, monkeypatch):
     assert ends == ["closed", ("finished", 0)]
     RunFolder(folder).reopen()  # as if it had been interrupted at the end
     told["calls"].clear()
-    loop.resume(load_config(folder / "config.yaml"), console=QUIET)
+    recipe.resume(load_config(folder / "config.yaml"), console=QUIET)
     assert told["calls"][:2] == [("tensorboard", "tensorboard", 4), ("wandb", "a-project", identity, "allow", 3)]
 
 

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torchtrain import data
-from torchtrain.training.evaluate import HeldOut
+from torchtrain.planning.budget import GIB, Memory
+from torchtrain.training.held_out import HeldOut
 from torchtrain.training.metrics import Mean
-from torchtrain.training.plan import GIB, Memory
 
 _SECONDS_BETWEEN_LINES = 5.0
 

@@ -18,13 +18,13 @@ from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import first_not_finite
 from torchtrain.modeling.save import reader_notes
-from torchtrain.training.evaluate import HeldOut
-from torchtrain.training.export import export
-from torchtrain.training.finite import check_finite
-from torchtrain.training.folder import RunFolder
+from torchtrain.run.export import export
+from torchtrain.run.finite import check_finite
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.setup import Setup
 from torchtrain.training.guard import Guard
+from torchtrain.training.held_out import HeldOut
 from torchtrain.training.metrics import MetricsFile
-from torchtrain.training.setup import Setup
 from torchtrain.training.strategy import Strategy
 
 

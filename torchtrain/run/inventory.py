@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anchorline.files import DELETED, PARTIAL, FileEntry, differs
 from torchtrain.checkpoint.store import OWN, STEP
-from torchtrain.training.outputs import MODEL, Outputs
+from torchtrain.run.outputs import MODEL, Outputs
 
 _STEP = STEP.pattern
 _PARTIAL, _DELETED = re.escape(PARTIAL), rf"{re.escape(DELETED)}(?:-\d+)?"

@@ -23,7 +23,6 @@ import torchtrain
 from anchorline.errors import UserError
 from anchorline.files import PARTIAL, entry_of, expanded, resolve
 from torchtrain.checkpoint.identity import check_config, check_identity, otherwise
-from torchtrain.checkpoint.lock import hold
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, TrainConfig
@@ -31,19 +30,20 @@ from torchtrain.data.files import find_files
 from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
-from torchtrain.training.evaluate import HeldOut, evaluate
-from torchtrain.training.finite import check_finite
-from torchtrain.training.flops import FlopCounter, peak_flops
-from torchtrain.training.folder import RunFolder
+from torchtrain.planning.flops import FlopCounter, peak_flops
+from torchtrain.run.finite import check_finite
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.lock import hold
+from torchtrain.run.report import Display, plot, step_status, tell_tokenising
+from torchtrain.run.session import Session, layout_of, memory_gib
+from torchtrain.run.setup import Setup, set_up
+from torchtrain.run.termination import Termination
+from torchtrain.run.writers import Writers, check_writers
 from torchtrain.training.guard import Guard
+from torchtrain.training.held_out import HeldOut, evaluate
 from torchtrain.training.metrics import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
-from torchtrain.training.report import Display, plot, step_status, tell_tokenising
-from torchtrain.training.session import Session, layout_of, memory_gib
-from torchtrain.training.setup import Setup, set_up
 from torchtrain.training.step import step_batches, take_step
 from torchtrain.training.strategy import Strategy, make_strategy
-from torchtrain.training.terminate import Termination
-from torchtrain.training.writers import Writers, check_writers
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from anchorline.errors import UserError, disk_fault, one_line
 from anchorline.files import read_json
-from torchtrain.checkpoint.lock import is_held
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.training.folder import RunFolder
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.lock import is_held
+from torchtrain.run.report import step_status
 from torchtrain.training.metrics import read_metrics
-from torchtrain.training.report import step_status
 
 _LAST = 20  # steps whose time tells how long the others will take
 _MOST_BYTES = 1 << 26

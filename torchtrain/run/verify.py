@@ -10,7 +10,7 @@ from anchorline.files import FileEntry, differs, entry_of, expanded
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.store import HEADER, TokenStore
-from torchtrain.training.folder import RunFolder
+from torchtrain.run.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Memory is per GPU, for P weights on N processes, b bytes each:
     weights     P b, spread over N by ZeRO 3, which then gathers up to GATHERED of them at a time
     gradients   4 P (summed in float32), spread from ZeRO 2 on, where buckets come on top
     optimizer   12 P: float32 masters and two moments (8 P for a float32 model without ZeRO), spread from ZeRO 1 on
-    activations and logits: counted by `torchtrain.training.memory`
+    activations and logits: counted by `torchtrain.planning.memory`
 
 What `distributed.offload` keeps in host memory does not count for the GPU.
 """
@@ -23,8 +23,8 @@ from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET, GATHERED
 from torchtrain.modeling.load import check_config, open_config, resolve_source
 from torchtrain.modeling.rope import extend
-from torchtrain.training.flops import FlopCounter, peak_of
-from torchtrain.training.memory import Shapes
+from torchtrain.planning.flops import FlopCounter, peak_of
+from torchtrain.planning.memory import Shapes
 from torchtrain.training.metrics import read_metrics
 
 if TYPE_CHECKING:

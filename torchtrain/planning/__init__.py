@@ -1,0 +1,1 @@
+"""What training will cost, before it is begun: memory, FLOPs, and settings that fit."""
