@@ -1,6 +1,7 @@
 """What every test shares: when GPU tests run, how hypothesis draws, a browser."""
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +63,13 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page.close()
     assert complaints == []
     assert asked == expected
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile each program of JAX once for all processes of a run, and of the next."""
+    if (cache := getattr(config, "cache", None)) is not None:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def _has_cuda() -> bool:

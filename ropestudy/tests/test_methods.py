@@ -12,13 +12,13 @@ from jaxref.rope import cos_sin, inverse_frequencies, rotate
 from jaxref.rounding import SITES, Rounding, preset
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of
-from jaxref.tests.test_study_measures import FULL, IDS, TOKENS
 from jaxref.weights import to_arrays
 from ropestudy import conditions, pieces
 from ropestudy.conditions import EXACT, Condition, before_and_after, off_alone, off_together, on_alone, remedies
 from ropestudy.engine import Pair, Row, Stream, column_logits, compare
 from ropestudy.measures import sample
 from ropestudy.methods import AS_THE_ORACLE, Method, phases_C, rotated, tables, two_terms, with_sink
+from ropestudy.tests.test_measures import FULL, IDS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
