@@ -25,6 +25,8 @@ from typing import Any
 
 import yaml
 
+from parity_tests.commands import load_apps
+
 SECONDS = 120.0  # for one input; the slowest that is right takes ten on an idle machine
 GIBIBYTES = 16  # of addresses, so that a size that was not bounded fails and not the machine
 GOOD_CODES = {0, 1, 2}  # done, a verdict of "no", a mistake
@@ -429,7 +431,7 @@ def option(random: random.Random, folder: Path) -> Input:
     import typer
 
     command = random.choice(["torchtrain", "jaxref", "parity"])
-    group = typer.main.get_command(_apps()[command])
+    group = typer.main.get_command(load_apps()[command])
     name = random.choice(sorted(group.commands))  # type: ignore[attr-defined]
     verb = group.commands[name]  # type: ignore[attr-defined]
     file = {"torchtrain": "config.yaml", "jaxref": "study.yaml", "parity": "gate.yaml"}[command]
@@ -644,14 +646,6 @@ class Ended:
         return not self.why
 
 
-def _apps() -> dict[str, Any]:
-    import parity_tests.cli
-    import ropestudy.cli
-    import torchtrain.cli
-
-    return {"torchtrain": torchtrain.cli.app, "jaxref": ropestudy.cli.app, "parity": parity_tests.cli.app}
-
-
 def run(given: Input, folder: Path, seconds: float) -> Ended:
     """Run a command in a process of its own, which dies with all it started after so many seconds."""
     started, log = time.monotonic(), folder.parent / "said"
@@ -698,7 +692,7 @@ def _be_the_command(given: Input, folder: Path, log: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
         try:
-            _apps()[given.command](args=given.arguments)
+            load_apps()[given.command](args=given.arguments)
         except SystemExit as leave:
             code = leave.code if isinstance(leave.code, int) else 0 if leave.code is None else 98
         sys.stdout.flush()
@@ -772,7 +766,7 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    _apps()
+    load_apps()
     for name in _IMPORTED:
         importlib.import_module(name)
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from torchtrain.tests.run_fixtures import interrupted, place, run, straight  # noqa: F401
-from torchtrain.tests.tiny import POSITIONS, tiny_model, tiny_tokenizer
+from torchtrain.tests.tiny import tiny_model, tiny_settings, tiny_tokenizer, write_corpus
 
 torch.set_num_threads(1)
 
@@ -35,33 +35,14 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A .jsonl of two domains, 24 documents each of 20 to 89 tokens: counting up, and the alphabet again and again."""
-    path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for i in range(24):
-            numbers = " ".join(str(n) for n in range(i, i + 8 + i // 2))
-            letters = ("abcdefghijklmnopqrstuvwxyz " * 4)[i : i + 20 + 3 * i]
-            for domain, text in (("numbers", numbers), ("letters", letters)):
-                file.write(json.dumps({"text": text, "domain": domain}) + "\n")
-    return path
+    """A .jsonl of two domains (`write_corpus`)."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents.jsonl")
 
 
 @pytest.fixture
 def tree(model_folder, corpus, tmp_path) -> dict[str, Any]:
     """A config that trains a tiny Llama at twice its length; change it, then give it to `write_config`."""
-    return {
-        "run": {"folder": str(tmp_path / "run"), "seed": 3},
-        "model": {"source": str(model_folder()), "dtype": "float32"},
-        "rope": {"theta": 50_000.0},
-        "data": {
-            "sources": [{"files": str(corpus), "domain_field": "domain"}],
-            "cache": str(tmp_path / "cache"),
-            "held_out_share": 0.1,
-        },
-        "pack": {"sequence_length": 2 * POSITIONS, "variant": "anchor"},
-        "train": {"steps": 12, "sequences_per_step": 2, "learning_rate": 0.02, "warmup_steps": 2, "loss_chunk": 50},
-        "eval": {"sequences": 2},
-    }
+    return tiny_settings(tmp_path, model_folder(), corpus)
 
 
 @pytest.fixture

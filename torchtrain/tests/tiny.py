@@ -1,5 +1,7 @@
-"""Tiny models and a tiny tokenizer, made here."""
+"""A tiny model, tokenizer, corpus and config, made here."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,3 +66,31 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
     )
+
+
+def write_corpus(path: Path) -> Path:
+    """Two domains, 24 documents each of 20 to 89 tokens: counting up, and the alphabet again and again."""
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(24):
+            numbers = " ".join(str(n) for n in range(i, i + 8 + i // 2))
+            letters = ("abcdefghijklmnopqrstuvwxyz " * 4)[i : i + 20 + 3 * i]
+            for domain, text in (("numbers", numbers), ("letters", letters)):
+                file.write(json.dumps({"text": text, "domain": domain}) + "\n")
+    return path
+
+
+def tiny_settings(folder: Path, source: Path, corpus: Path) -> dict[str, Any]:
+    """A config that trains the model of `source` at twice its length, in `folder`."""
+    return {
+        "run": {"folder": str(folder / "run"), "seed": 3},
+        "model": {"source": str(source), "dtype": "float32"},
+        "rope": {"theta": 50_000.0},
+        "data": {
+            "sources": [{"files": str(corpus), "domain_field": "domain"}],
+            "cache": str(folder / "cache"),
+            "held_out_share": 0.1,
+        },
+        "pack": {"sequence_length": 2 * POSITIONS, "variant": "anchor"},
+        "train": {"steps": 12, "sequences_per_step": 2, "learning_rate": 0.02, "warmup_steps": 2, "loss_chunk": 50},
+        "eval": {"sequences": 2},
+    }

@@ -1,0 +1,104 @@
+"""Every verb of the three commands with its options, as docs/commands.md shows them: what scripts of others rely on.
+
+python -m parity_tests.commands --write docs/commands.md
+"""
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+import anchorline.command
+
+HEAD = """# The command lines
+
+Made by `python -m parity_tests.commands --write docs/commands.md`; a test holds that they are so. What stands here changes with a new
+version alone: scripts may rely on it. `COMMAND VERB --help` says the same with words around it.
+
+Exit codes, of all three:
+
+```
+{codes}
+```
+
+`torchtrain` adds 143: SIGTERM stopped the run after a checkpoint.
+"""
+
+
+def load_apps() -> dict[str, typer.Typer]:
+    """Return the three commands by name."""
+    import parity_tests.cli
+    import ropestudy.cli
+    import torchtrain.cli
+
+    return {"torchtrain": torchtrain.cli.app, "jaxref": ropestudy.cli.app, "parity": parity_tests.cli.app}
+
+
+def describe() -> str:
+    """Return the page: a table of arguments and options for each verb."""
+    doc = anchorline.command.__doc__ or ""
+    codes = "\n".join(line[4:] for line in doc.splitlines() if line.startswith("    "))
+    parts = [HEAD.format(codes=codes)]
+    for name, app in load_apps().items():
+        for verb in app.registered_commands:
+            assert verb.callback is not None
+            called = verb.name or verb.callback.__name__.replace("_", "-")
+            about = (verb.callback.__doc__ or "").strip().splitlines()[0]
+            parts.append(f"## {name} {called}\n\n{about}\n\n" + "\n".join(_rows(verb.callback)))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _rows(function: Callable[..., Any]) -> Iterator[str]:
+    yield "| argument or option | takes | default |"
+    yield "| --- | --- | --- |"
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is typer.Context:
+            continue
+        takes, info = get_args(hints[name])
+        if isinstance(info, ArgumentInfo):
+            names = info.metavar or name.upper()
+        else:
+            # Inside Annotated the first name stands where a default would.
+            given = [said for said in (info.default, *(info.param_decls or ())) if isinstance(said, str)]
+            names = ", ".join(given or ["--" + name.replace("_", "-")])
+        needed = parameter.default is inspect.Parameter.empty
+        default = "" if needed or parameter.default is None or parameter.default is False else f"`{parameter.default}`"
+        yield f"| `{names}` | {_takes(takes, info)} | {'required' if needed else default} |".replace("  ", " ")
+
+
+def _takes(annotation: Any, info: ArgumentInfo | OptionInfo) -> str:
+    """Say what a parameter takes: its type without None, and its bounds."""
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
+    if annotation is bool:
+        return "nothing"
+    several = get_origin(annotation) is list
+    kind = get_args(annotation)[0] if several else annotation
+    if get_origin(kind) is Literal:
+        said = ", ".join(f"`{choice}`" for choice in get_args(kind))
+    else:
+        said = {"str": "text", "int": "integer", "float": "number", "Path": "path"}[kind.__name__]
+    bounds = [("at least", info.min), ("at most", info.max)]
+    said += "".join(f", {word} {bound:,}" for word, bound in bounds if bound is not None)
+    return f"{said}; several" if several else said
+
+
+def main() -> None:
+    """Print the page, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    if arguments.write is None:
+        print(describe(), end="")
+    else:
+        arguments.write.write_text(describe(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

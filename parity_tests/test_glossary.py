@@ -1,0 +1,37 @@
+"""The glossary names what is there."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs" / "glossary.md"
+TERMS = re.findall(r"^- \*\*(.+?)\*\*: (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+NAMES = sorted(
+    {
+        name
+        for _, line in TERMS
+        for name in re.findall(r"`((?:jaxref|ropestudy|torchtrain|parity_tests)\.[\w.]+)`", line)
+    }
+)
+
+
+def test_each_term_stands_once_and_says_where_it_is():
+    terms = [term for term, _ in TERMS]
+    assert len(terms) == len(set(terms)) > 30
+    assert [term for term, line in TERMS if not line.endswith("`")] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_names_exists(name):
+    module, attributes = name, []
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, attribute = module.rpartition(".")
+            attributes.insert(0, attribute)
+    for attribute in attributes:
+        found = getattr(found, attribute)
