@@ -154,7 +154,7 @@ def set_up(
 def pack_rows(
     config: Config, store: TokenStore, tokenizer: "PreTrainedTokenizerFast", split: Split
 ) -> tuple[PackedRows, list[dict[str, np.ndarray]]]:
-    """Return the training rows, and up to `eval.sequences` held-out rows of each domain.
+    """Return the training rows, and up to `held_out.sequences` held-out rows of each domain.
 
     Held-out rows hold one domain each, so that every domain has its share whatever the corpus holds most of.
 
@@ -182,7 +182,7 @@ def pack_rows(
         )
     by_domain = (held[store.document_domains[held] == domain] for domain in range(len(store.domains)))
     held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]
-    held_out = [rows[i] for rows in held_out_rows for i in range(min(config.eval.sequences, len(rows)))]
+    held_out = [rows[i] for rows in held_out_rows for i in range(min(config.held_out.sequences, len(rows)))]
     return packed(train, config.pack.last), held_out
 
 

@@ -60,7 +60,7 @@ def tree(model_folder, corpus, tmp_path) -> dict[str, Any]:
         },
         "pack": {"sequence_length": 2 * POSITIONS, "variant": "anchor"},
         "train": {"steps": 12, "sequences_per_step": 2, "learning_rate": 0.02, "warmup_steps": 2, "loss_chunk": 50},
-        "eval": {"sequences": 2},
+        "held_out": {"sequences": 2},
     }
 
 

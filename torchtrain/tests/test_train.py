@@ -144,7 +144,7 @@ def test_a_diverging_run_says_so(run):
 
 
 def packed(tree, write_config, *overrides: str):
-    config = load_config(write_config(tree), ("eval.sequences=20", *overrides))
+    config = load_config(write_config(tree), ("held_out.sequences=20", *overrides))
     store = prepare(config.data, tiny_tokenizer())
     split = split_documents(store, config.data.held_out_share, config.run.seed)
     return config, *pack_rows(config, store, tiny_tokenizer(), split), store
