@@ -25,7 +25,7 @@ from torchtrain.modeling.load import check_config, open_config, resolve_source
 from torchtrain.modeling.rope import extend
 from torchtrain.planning.flops import FlopCounter, peak_of
 from torchtrain.planning.memory import Shapes
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

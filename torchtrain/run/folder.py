@@ -41,7 +41,7 @@ from torchtrain.config import Config, dump_config
 from torchtrain.run.inventory import MODEL_FOLDER, TRANSFORMERS, Inventory, changed
 from torchtrain.run.lock import at_work, claim, hold, is_held
 from torchtrain.run.outputs import MODEL, Outputs
-from torchtrain.training.metrics import last_saved, read_metrics
+from torchtrain.training.events import last_saved, read_metrics
 
 _MADE_BY = "torchtrain train"
 # Of the record. 1, which stands nowhere, had no `outputs.json`: such a run is finished when its plot is there.

@@ -39,9 +39,9 @@ from torchtrain.run.session import Session, layout_of, memory_gib
 from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.termination import Termination
 from torchtrain.run.writers import Writers, check_writers
+from torchtrain.training.events import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
 from torchtrain.training.guard import Guard
 from torchtrain.training.held_out import HeldOut, evaluate
-from torchtrain.training.metrics import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
 from torchtrain.training.step import step_batches, take_step
 from torchtrain.training.strategy import Strategy, make_strategy
 

@@ -22,9 +22,9 @@ from torchtrain.run.export import export
 from torchtrain.run.finite import check_finite
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup
+from torchtrain.training.events import MetricsFile
 from torchtrain.training.guard import Guard
 from torchtrain.training.held_out import HeldOut
-from torchtrain.training.metrics import MetricsFile
 from torchtrain.training.strategy import Strategy
 
 

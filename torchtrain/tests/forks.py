@@ -101,7 +101,7 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "replacement": ("torchtrain.run.folder", "remove", _die, True),
     "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
-    "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
+    "event": ("torchtrain.training.events", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
     "state": ("torchtrain.checkpoint.fragments", "write_file", _half, False),
     "generators": ("torchtrain.checkpoint.rng", "write_file", _half, False),
     "manifest": ("torchtrain.checkpoint.store", "write_file", _half, False),

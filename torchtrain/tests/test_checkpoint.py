@@ -34,7 +34,7 @@ from torchtrain.distributed.world import ALONE, World
 from torchtrain.run.lock import hold, is_held
 from torchtrain.tests.runs import unprivileged
 from torchtrain.tests.tiny import tiny_model
-from torchtrain.training.metrics import MetricsFile, read_metrics
+from torchtrain.training.events import MetricsFile, read_metrics
 from torchtrain.training.strategy import Replicated
 
 TRAIN = TrainConfig()

@@ -18,7 +18,7 @@ from torchtrain.distributed.zero import deepspeed_config
 from torchtrain.run.recipe import train
 from torchtrain.tests.forks import forks
 from torchtrain.tests.tiny import POSITIONS, tiny_config
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 
 @pytest.fixture

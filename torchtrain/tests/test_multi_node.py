@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torchtrain.config import load_config
 from torchtrain.run.recipe import train
 from torchtrain.tests.forks import ROOT
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 
 def _free_port() -> int:

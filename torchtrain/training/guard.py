@@ -11,7 +11,7 @@ from anchorline.errors import UserError
 from anchorline.files import replace_file
 from torchtrain.config import TrainConfig
 from torchtrain.data import PackedRows
-from torchtrain.training.metrics import finite
+from torchtrain.training.events import finite
 
 WINDOW = 16
 

@@ -16,7 +16,7 @@ from torchtrain.data import collate
 from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.training.loss import IGNORE
-from torchtrain.training.metrics import Losses
+from torchtrain.training.losses import Losses
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.strategy import Strategy
 
