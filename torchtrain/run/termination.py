@@ -43,6 +43,10 @@ class Termination:
         finally:
             self._noting = False
 
+    def obey(self) -> None:
+        """Obey the signal at once again, before the block of `noted` ends."""
+        self._noting = False
+
     def _take(self, _: int, __: FrameType | None) -> None:
         self.asked = True
         if not self._noting and not self._raised:

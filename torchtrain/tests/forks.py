@@ -22,8 +22,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torchtrain
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -151,7 +149,6 @@ def _child(request: dict[str, Any], rank: int, port: int) -> None:
         module, _, leaf = name.rpartition(".")
         setattr(importlib.import_module(module), leaf, value)
     sys.argv = ["torchtrain", *(argument.replace("{rank}", str(rank)) for argument in request["argv"])]
-    torchtrain.STARTED = time.perf_counter()
     if (processes := request.get("processes", 1)) > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")

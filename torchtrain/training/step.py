@@ -41,6 +41,10 @@ class StepResult:
     gradient_norm: float  # before clipping; nan if it was not asked for
     fault: str | None  # why nothing was updated
 
+    def as_dict(self) -> dict[str, Any]:
+        """For `metrics.jsonl`: as `Losses.as_dict`, with the learning rate and the gradient's norm."""
+        return {**self.losses.as_dict(), "learning_rate": self.learning_rate, "gradient_norm": self.gradient_norm}
+
 
 def step_batches(rows: Rows, step: int, train: TrainConfig, world: World = ALONE) -> list[dict[str, Tensor]]:
     """Return this rank's micro-batches of a step, whole rows [B, T] on the host.
