@@ -6,7 +6,7 @@ from torch import Tensor
 
 from anchorline.errors import UserError
 from torchtrain.checkpoint.state import state_of
-from torchtrain.modeling.load import first_not_finite
+from torchtrain.modeling.finite import first_not_finite
 from torchtrain.training.strategy import Strategy
 
 

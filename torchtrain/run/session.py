@@ -15,7 +15,7 @@ from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
-from torchtrain.modeling.load import first_not_finite
+from torchtrain.modeling.finite import first_not_finite
 from torchtrain.modeling.save import reader_notes
 from torchtrain.run.export import export
 from torchtrain.run.finite import check_finite

@@ -34,10 +34,12 @@ from torchtrain.data import identity as data_identity
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.world import ALONE, World, here
-from torchtrain.modeling.load import check_config, load_model, open_config, open_tokenizer, resolve_source
+from torchtrain.modeling.check import check_config
+from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
+from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -111,7 +113,7 @@ def set_up(
     rows, held_out = pack_rows(config, store, tokenizer, split)
 
     say(f"loading {config.model.source}")
-    model = load_model(source, model_config, config.model, engine, device)
+    model = load_for_training(source, model_config, config.model, engine, device)
     say(f"model     {config.model.source}: {model.num_parameters():,} parameters in {config.model.dtype} on {device}")
     if world.size > 1:
         say(f"processes {world.size}: {describe_layout(config, world)}")

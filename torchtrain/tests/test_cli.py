@@ -330,7 +330,7 @@ def test_an_interruption_before_the_folder_leaves_none(call, tree, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchtrain.run.setup.load_model", interrupted)
+    monkeypatch.setattr("torchtrain.run.setup.load_for_training", interrupted)
     assert one_line(call("train"), code=130) == "torchtrain: interrupted"
     assert not Path(tree["run"]["folder"]).exists()
 

@@ -31,7 +31,7 @@ from torchtrain.distributed.zero import (
     import_deepspeed,
     leaving_out,
 )
-from torchtrain.modeling.load import head_of, hidden_states
+from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, adamw
 
