@@ -71,7 +71,7 @@ def resolve_source(
             read_json(folder / name, f"model.source {quoted(source)}")
     for name in _OTHER_FILES:
         if (folder / name).exists() and not (folder / name).is_file():
-            raise UserError(f"model.source {quoted(source)}: {quoted(folder / name)} is no regular file; replace it")
+            raise UserError(f"model.source {quoted(source)}: {quoted(folder / name)} is not a regular file; replace it")
     if weights and not any(folder.glob("*.safetensors")):
         found = next((path.name for path in sorted(folder.glob("*.bin"))), None)
         instead = f"; {quoted(found)} may run code when it is read, so convert it to safetensors" if found else ""
@@ -123,7 +123,7 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
     own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
         raise UserError(
-            f"model.source {quoted(source)}: {quoted(config.model_type)} is no causal language model of transformers"
+            f"model.source {quoted(source)}: {quoted(config.model_type)} is not a causal language model of transformers"
         )
     _check_sizes(source, config)
     return config
@@ -137,7 +137,7 @@ def _check_sizes(source: str, config: "PretrainedConfig") -> None:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= most:
             raise UserError(
-                f"model.source {quoted(source)}: its config.json is refused: {name} {quoted(size)} is no whole number "
+                f"model.source {quoted(source)}: its config.json is refused: {name} {quoted(size)} is not a whole number "
                 f"from 1 to {most:,}"
             )
 

@@ -20,11 +20,11 @@ def check_finite(strategy: Strategy, when: str, advice: str) -> None:
     Raises:
         UserError: one is not finite: names the tensor.
     """
-    if (name := first_not_finite(_held(strategy))) is not None:
+    if (name := first_not_finite(_tensors_of(strategy))) is not None:
         raise UserError(f"{name} is not finite {when}; {advice}")
 
 
-def _held(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
     yield from strategy.model.named_parameters()
     for fragment in state_of(strategy).fragments():
         for kind, x_n in fragment.tensors.items():

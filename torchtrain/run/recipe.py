@@ -20,7 +20,7 @@ from rich.console import Console
 
 from anchorline.errors import UserError
 from anchorline.files import PARTIAL, FileEntry, entry_of, resolve
-from torchtrain.checkpoint.identity import check_config, check_identity, otherwise
+from torchtrain.checkpoint.identity import check_config, check_identity, describe_changes
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
@@ -199,7 +199,7 @@ class _Run:
             self.say(f"begin     anew in {self.folder.path}" + ("" if step == 0 else ": it has no checkpoint"))
         else:
             self.say(f"go on     from step {checkpoint.progress.step:,} of {self.folder.path}")
-        done, events = _reached(checkpoint)
+        done, events = _locate(checkpoint)
         with self.world.together():
             if checkpoint is not None:
                 check_config(checkpoint.config, self.config)
@@ -210,9 +210,11 @@ class _Run:
 
     def rewind(self, checkpoint: Manifest | None, setup: Setup) -> None:
         """Remove what the run left after the checkpoint."""
-        if checkpoint is not None and (changed := otherwise(checkpoint, layout_of(self.config, setup, self.world))):
+        if checkpoint is not None and (
+            changed := describe_changes(checkpoint, layout_of(self.config, setup, self.world))
+        ):
             self.say(f"warning   the last digits may differ from those of an uninterrupted run: {changed}")
-        done, events = _reached(checkpoint)
+        done, events = _locate(checkpoint)
         with self.world.together():
             if self.leads:  # in this order: killed in between, it is taken up at the same step
                 self.folder.reopen()
@@ -279,7 +281,7 @@ class _Run:
             before = session.before = session.before or self._measure_held_out(session, journal)
             tokens_before, seconds = session.tokens_seen, 0.0
             journal.begin_steps(session.step, self.started, resumed=checkpoint is not None)
-            with self.termination.noted():
+            with self.termination.defer():
                 session.export_if_kept()  # of the step that was saved last, if the run was interrupted right then
                 for step in take_steps(
                     config.train, setup, strategy, counter, session.guard, session.step, session.tokens_seen
@@ -354,7 +356,7 @@ class _Run:
                 self.folder.finish(step)
 
 
-def _reached(checkpoint: Manifest | None) -> tuple[int, FileEntry]:
+def _locate(checkpoint: Manifest | None) -> tuple[int, FileEntry]:
     """Return how many steps a checkpoint holds, and the beginning of `metrics.jsonl` that belongs to them."""
     return (0, NOTHING) if checkpoint is None else (checkpoint.progress.step, checkpoint.progress.metrics)
 

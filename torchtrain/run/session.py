@@ -136,7 +136,7 @@ class Session:
         """
         world = self.strategy.world
         with world.together():
-            there = self._leads and self._folder.exported(target)
+            there = self._leads and self._folder.has_export(target)
         if world.from_first(there):
             return
         self._check_finite()

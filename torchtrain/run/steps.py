@@ -78,7 +78,7 @@ def take_steps(
         result = take_step(strategy, batches, setup.store.domains, step, train, guard.fault_of_loss)
         fault = result.fault or guard.fault_of_norm(result.gradient_norm)
         if fault is None:
-            guard.passed(result.losses.overall.value)
+            guard.note_good(result.losses.overall.value)
         else:
             _leave_out(strategy, guard, step + 1, fault, result)
         seconds = time.perf_counter() - started
@@ -106,7 +106,7 @@ def _leave_out(strategy: Strategy, guard: Guard, number: int, fault: str, result
         UserError, OtherRankFailed: weights are not finite, or the step is one too many.
     """
     with strategy.world.together():
-        # Weights that are no numbers make every step a bad one: leaving steps out would be of no use.
+        # Weights that are not numbers make every step a bad one: leaving steps out would be of no use.
         check_finite(strategy, f"before step {number}", f"so {fault}; lower train.learning_rate and train anew")
     with strategy.world.together():
         guard.leave_out(number, fault, result.as_dict())

@@ -236,7 +236,7 @@ def _serve() -> None:
     ):
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
-    gc.freeze()  # what is imported is no garbage, and DeepSpeed collects often
+    gc.freeze()  # what is imported is not garbage, and DeepSpeed collects often
     for line in sys.stdin:
         request = json.loads(line)
         started = time.perf_counter()

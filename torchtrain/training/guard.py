@@ -60,7 +60,7 @@ class Guard:
         """Return what is wrong with a gradient's norm, or nothing."""
         return None if math.isfinite(norm) else f"the gradient's norm is {norm}"
 
-    def passed(self, loss: float | None) -> None:
+    def note_good(self, loss: float | None) -> None:
         """Note a step that was good."""
         if loss is not None:
             self.recent.append(loss)
