@@ -65,6 +65,7 @@ def load(
     overrides: Sequence[str] = (),
     *,
     example: str,
+    upgrade: Callable[[Tree], Tree] = lambda tree: tree,
     prepare: Callable[[Tree], Tree] = lambda tree: tree,
 ) -> Schema:
     """Read a YAML file, apply overrides, validate.
@@ -74,6 +75,7 @@ def load(
         path: the file.
         overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
         example: of an override, for messages.
+        upgrade: what is done to the file's own tree, before the overrides.
         prepare: what is done to the tree before it is validated.
 
     Raises:
@@ -91,6 +93,7 @@ def load(
     if not isinstance(tree, dict):
         sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
         raise UserError(f"config {name}: expected sections such as {sections}, found {type(tree).__name__}")
+    tree = upgrade(tree)
     for override in overrides:
         _override(tree, override, example)
     return validate(schema, prepare(tree), f"config {name}")
@@ -238,7 +241,9 @@ def _explain_one(schema: type[BaseModel], item: Any) -> str:
     where = ".".join(location or map(str, loc))
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), list(inner.model_fields) if inner else []
+        former = getattr(inner, "FORMER_NAMES", {}).get(key)  # by which a schema's field was known before
         nearest = difflib.get_close_matches(key[:100].lower().replace("-", "_"), known, n=1, cutoff=0.5)
+        nearest = [former] if former else nearest
         hint = f"did you mean {'.'.join([*location, nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
         return f"{'.'.join([*location, quoted(key)[1:-1]])}: unknown key; {hint}"
     message = quoted_reason(item["msg"].removeprefix("Value error, "))

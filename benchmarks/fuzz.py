@@ -324,7 +324,7 @@ TRAIN = {
         "betas": [0.9, 0.95],
     },
     "distributed": {"sequence_parallel": 1, "zero_stage": 0, "offload": "none"},
-    "eval": {"sequences": 1},
+    "held_out": {"sequences": 1},
     "save": {"every": 1, "keep": 2},
 }
 

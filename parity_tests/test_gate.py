@@ -255,7 +255,7 @@ def test_a_packer_that_is_wrong_is_caught_by_its_arrays():
         return np.arange(len(document_ids)) + 1
 
     spec = CaseSpec(variant="intra_reset", tokens=40)
-    with patch.object(packer, "_restarting", restart):
+    with patch.object(packer, "_restart_positions", restart):
         case = judge_case(spec, candidate_side(spec), oracle_side(spec))
     assert case.measures[1].name == "inputs.position_ids"
     assert (case.measures[1].error > 0, case.measures[1].allowance) == (True, 0)

@@ -8,7 +8,6 @@
 Importing the package is cheap; torch and transformers are loaded by the first call that needs them.
 """
 
-import time
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=nn.Module)
 
-STARTED = time.perf_counter()  # of the process, but for Python itself
 __version__ = "0.1.0"
 __all__ = ["attach", "register"]
 

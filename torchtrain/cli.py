@@ -60,6 +60,7 @@ def train(
 
     On several GPUs, as the file's `distributed` section says: torchrun --nproc_per_node 8 -m torchtrain train FILE
     """
+    started = time.perf_counter()
     with _one_speaks():
         from torchtrain.config import load_config
 
@@ -68,7 +69,7 @@ def train(
         # First, so that the absence of torch is told by us and not by transformers.
         from torchtrain.run.recipe import train as run  # isort: skip
 
-        _tell(lambda: run(config, replace=replace))
+        _tell(lambda: run(config, replace=replace, started=started))
 
 
 def _tell(run: Callable[[], Any]) -> None:
@@ -109,6 +110,7 @@ def resume(
 
     On several GPUs: torchrun --nproc_per_node 8 -m torchtrain resume FOLDER distributed.sequence_parallel=8
     """
+    started = time.perf_counter()
     with _one_speaks():
         from torchtrain.config import load_config
 
@@ -119,7 +121,7 @@ def resume(
 
         from torchtrain.run.recipe import resume as run  # isort: skip
 
-        _tell(lambda: run(config, step=step))
+        _tell(lambda: run(config, step=step, started=started))
 
 
 @app.command()

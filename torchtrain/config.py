@@ -6,7 +6,7 @@ twice is an error too. `load_config` is the only road in, for the command line a
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -307,7 +307,7 @@ class LogConfig(Section):
     wandb: Name | None = Field(default=None, description="send to this project of Weights & Biases")
 
 
-class EvalConfig(Section):
+class HeldOutConfig(Section):
     """Held-out loss, before and after training."""
 
     sequences: Count = Field(default=8, description="packed rows of held-out documents, at most, of each domain")
@@ -316,6 +316,8 @@ class EvalConfig(Section):
 class Config(Section):
     """The whole of a run."""
 
+    FORMER_NAMES: ClassVar[dict[str, str]] = {"eval": "held_out"}  # of sections; only run folders may still use them
+
     run: RunConfig
     model: ModelConfig
     rope: RopeConfig = RopeConfig()
@@ -323,7 +325,7 @@ class Config(Section):
     pack: PackConfig
     train: TrainConfig = TrainConfig()
     distributed: DistributedConfig = DistributedConfig()
-    eval: EvalConfig = EvalConfig()
+    held_out: HeldOutConfig = HeldOutConfig()
     save: SaveConfig = SaveConfig()
     log: LogConfig = LogConfig()
 
@@ -348,13 +350,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool
     Raises:
         UserError: see `anchorline.settings.load`.
     """
-    prepare = older_meaning if of_run else _empty_sections
-    return settings.load(Config, path, overrides, example="train.steps=20", prepare=prepare)
+    example = "train.steps=20"
+    if of_run:
+        return settings.load(Config, path, overrides, example=example, upgrade=rename_sections, prepare=older_meaning)
+    return settings.load(Config, path, overrides, example=example, prepare=_empty_sections)
+
+
+def rename_sections(resolved: settings.Tree) -> settings.Tree:
+    """Return a run's resolved config with today's names of sections. One that has both names is left as it is, to be refused."""
+    now = {old: new for old, new in Config.FORMER_NAMES.items() if new not in resolved}
+    return {now.get(name, name): section for name, section in resolved.items()}
 
 
 def older_meaning(resolved: settings.Tree) -> settings.Tree:
-    """Return a run's resolved config with what the run did wherever a setting is younger than it."""
-    tree = _empty_sections(resolved)
+    """Return a run's resolved config with today's names, and with what the run did wherever a setting is younger than it."""
+    tree = _empty_sections(rename_sections(resolved))
     for name, values in _BEFORE.items():
         if isinstance(tree.get(name), dict):
             tree[name] = values | tree[name]

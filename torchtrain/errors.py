@@ -4,7 +4,7 @@
 TERMINATED = 143
 
 
-class OtherRankFailed(Exception):  # noqa: N818 - it is no error of this process
+class OtherRankFailed(Exception):  # noqa: N818 - it is not an error of this process
     """Another process of the run stopped and says why; this one stops in silence, with the other's exit code."""
 
     def __init__(self, message: str, code: int = 2) -> None:

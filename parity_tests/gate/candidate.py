@@ -34,8 +34,9 @@ from torchtrain.config import Config, DistributedConfig, ModelConfig, PackConfig
 from torchtrain.data import collate
 from torchtrain.data.rows import Segment, build_row
 from torchtrain.distributed.world import World
-from torchtrain.modeling.load import load_model, open_config
+from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend
+from torchtrain.modeling.source import open_config
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.step import StepResult, accumulate, step_batches, take_step
 from torchtrain.training.strategy import Replicated, make_strategy
@@ -195,7 +196,7 @@ def _build(spec: CaseSpec) -> Any:
         config = _extended(open_config(folder), spec)
         # The schema of the trainer knows no float16; its loader takes any dtype of torch by name.
         settings = ModelConfig.model_construct(source=folder, dtype=spec.dtype, activation_checkpointing=False)  # type: ignore[arg-type]
-        return load_model(folder, config, settings, spec.engine, where)
+        return load_for_training(folder, config, settings, spec.engine, where)
     config = _extended(tiny_config(spec.model), spec)
     # Built in its dtype: `.to(bfloat16)` would round RoPE's inverse frequencies as well.
     model = AutoModelForCausalLM.from_config(

@@ -22,7 +22,7 @@ from jaxref.weights import parameter_shapes
 from parity_tests.gate.spec import STEPS, CaseSpec
 from parity_tests.models import FAMILIES
 from torchtrain.config import TrainConfig
-from torchtrain.modeling.load import open_tokenizer, resolve_source
+from torchtrain.modeling.source import open_tokenizer, resolve_source
 
 TINY = (*FAMILIES, "tied")
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too

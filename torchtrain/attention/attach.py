@@ -41,7 +41,7 @@ def attach(model: _Model, engine: str = "auto") -> _Model:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
         raise UserError(
-            f"attach: {type(model).__name__} is no causal language model of transformers; attach it before DDP, FSDP or "
+            f"attach: {type(model).__name__} is not a causal language model of transformers; attach it before DDP, FSDP or "
             "torch.compile wrap it"
         )
     name, chosen = implementation_name(engine), resolve_engine(engine, inner.device, inner.dtype)

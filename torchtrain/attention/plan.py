@@ -79,7 +79,7 @@ def make_plan(document_ids_BT: Tensor) -> AttentionPlan:
     adjacent. Rows may differ in their number of documents, anchor tokens and padding.
 
     Raises:
-        UserError: ids that are no [B, T] integers >= -1 with the anchor as a prefix.
+        UserError: ids that are not [B, T] integers >= -1 with the anchor as a prefix.
     """
     ids_BT = document_ids_BT.detach().to("cpu", torch.long, copy=True)  # the caller's tensor may change afterwards
     check_document_ids(ids_BT)

@@ -107,13 +107,13 @@ def read(paths: Iterable[Path], fragments: Sequence[Fragment]) -> None:
         folder = path.parent
         try:
             with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no dict
+                for key in file.keys():  # noqa: SIM118 - it is not a dict
                     kind, start, parameter = _parse(key)
                     source = file.get_slice(key)
                     for fragment in wanted.get(parameter, []):
                         missing[kind][parameter] -= _fill(fragment, kind, start, source)
         except (SafetensorError, ValueError, KeyError) as error:
-            raise DamageError(f"{path}: is no state file of ours ({error})") from None
+            raise DamageError(f"{path}: is not a state file of ours ({error})") from None
     for kind, counts in missing.items():
         for parameter, count in counts.items():
             if count:

@@ -39,7 +39,7 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
     before = validate(Config, older_meaning(dict(was)), "the run's config")
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     if changes := [change for change in found if not is_free(change[0])]:
-        raise UserError(f"{_told(changes)}; undo that, or train anew with a run.folder of its own")
+        raise UserError(f"{_tell_changes(changes)}; undo that, or train anew with a run.folder of its own")
 
 
 def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -60,10 +60,10 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         ("split", "the run trained on copies of documents that it held out, which is not done any more; train anew"),
     ):
         if part in identity and (changes := list(differences(was.get(part, {}), identity[part], part))):
-            raise UserError(f"{advice} ({_told(changes)})")
+            raise UserError(f"{advice} ({_tell_changes(changes)})")
 
 
-def otherwise(manifest: Manifest, layout: Layout) -> str:
+def describe_changes(manifest: Manifest, layout: Layout) -> str:
     """Return, in words, what moves last digits and differs from when a checkpoint was written; empty where nothing does.
 
     Args:
@@ -92,7 +92,7 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, 
         yield name, was, now
 
 
-def _told(changes: list[tuple[str, Any, Any]]) -> str:
+def _tell_changes(changes: list[tuple[str, Any, Any]]) -> str:
     shown = "; ".join(f"{name}: {_short(was)} in the run, {_short(now)} now" for name, was, now in changes[:3])
     return shown + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
 

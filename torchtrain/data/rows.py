@@ -81,9 +81,9 @@ def build_row(
         "domain_ids": domain_ids,
     }
     if pack.base_variant == "intra_reset":
-        row["position_ids"] = _restarting(row["document_ids"])
+        row["position_ids"] = _restart_positions(row["document_ids"])
     elif pack.interleave:
-        merged = _merged(segments, len(anchor), T, pack.chunks, random)
+        merged = _merge(segments, len(anchor), T, pack.chunks, random)
         if pack.base_variant == "full":
             row = {name: array if name == "position_ids" else array[merged] for name, array in row.items()}
         else:
@@ -117,13 +117,13 @@ def _document_ids(document: np.ndarray, base_variant: str) -> np.ndarray:
     return np.where(document == ANCHOR, 1, document)
 
 
-def _restarting(document_ids: np.ndarray) -> np.ndarray:
+def _restart_positions(document_ids: np.ndarray) -> np.ndarray:
     index = np.arange(len(document_ids))
     begins = np.concatenate([[True], document_ids[1:] != document_ids[:-1]])
     return index - np.maximum.accumulate(np.where(begins, index, 0))
 
 
-def _merged(segments: Sequence[Segment], anchor: int, T: int, chunks: int, random: np.random.Generator) -> np.ndarray:
+def _merge(segments: Sequence[Segment], anchor: int, T: int, chunks: int, random: np.random.Generator) -> np.ndarray:
     """Return the storage index of each place of the merged row, int64 [T]: anchor first, padding last."""
     pieces, start = [], anchor
     for tokens, _, tag in segments:

@@ -109,7 +109,7 @@ def here() -> tuple[int, int, int]:
     """Return (rank, size, local rank) as torchrun gives them; (0, 1, 0) without it.
 
     Raises:
-        UserError: one of the variables is no such number, or where the processes meet is not said or cannot be found.
+        UserError: one of the variables is not such a number, or where the processes meet is not said or cannot be found.
     """
     size = _number("WORLD_SIZE", 1, 1, _MOST_PROCESSES)
     rank = _number("RANK", 0, 0, size - 1)

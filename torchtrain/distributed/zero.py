@@ -59,7 +59,7 @@ def gradient_divisor(config: Config, world: World) -> int:
 
 
 @contextmanager
-def leaving_out(optimizer: Any) -> Iterator[None]:
+def leave_out(optimizer: Any) -> Iterator[None]:
     """Let a ZeRO optimizer find a norm that is not finite, so that its next step updates nothing and clears up.
 
     Each kind has its own place to say so (DeepSpeed 0.19: runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py).

@@ -21,11 +21,12 @@ from anchorline.files import read_json
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET, GATHERED
-from torchtrain.modeling.load import check_config, open_config, resolve_source
+from torchtrain.modeling.check import check_config
 from torchtrain.modeling.rope import extend
+from torchtrain.modeling.source import open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter, peak_of
 from torchtrain.planning.memory import Shapes
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

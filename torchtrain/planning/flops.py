@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
-from torchtrain.modeling.load import head_of
+from torchtrain.modeling.head import head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchtrain.config import ModelConfig
-from torchtrain.modeling.load import head_of, read_by_library
+from torchtrain.modeling.head import head_of
+from torchtrain.modeling.source import read_by_library
 from torchtrain.training.loss import chunked_loss
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
 
 
 def enable_checkpointing(model: "PreTrainedModel") -> None:
-    """Recompute each layer in the backward pass, as `load_model` sets it up."""
+    """Recompute each layer in the backward pass, as `load_for_training` sets it up."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from anchorline.errors import UserError
 from torchtrain.checkpoint.state import state_of
-from torchtrain.modeling.load import first_not_finite
+from torchtrain.modeling.finite import first_not_finite
 from torchtrain.training.strategy import Strategy
 
 
@@ -20,11 +20,11 @@ def check_finite(strategy: Strategy, when: str, advice: str) -> None:
     Raises:
         UserError: one is not finite: names the tensor.
     """
-    if (name := first_not_finite(_held(strategy))) is not None:
+    if (name := first_not_finite(_tensors_of(strategy))) is not None:
         raise UserError(f"{name} is not finite {when}; {advice}")
 
 
-def _held(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
     yield from strategy.model.named_parameters()
     for fragment in state_of(strategy).fragments():
         for kind, x_n in fragment.tensors.items():

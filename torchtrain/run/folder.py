@@ -38,10 +38,10 @@ from anchorline.files import (
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.checkpoint.store import STEP, step_of
 from torchtrain.config import Config, dump_config
-from torchtrain.run.inventory import MODEL_FOLDER, TRANSFORMERS, Inventory, changed
+from torchtrain.run.inventory import MODEL_FOLDER, TRANSFORMERS, Inventory, find_change
 from torchtrain.run.lock import at_work, claim, hold, is_held
 from torchtrain.run.outputs import MODEL, Outputs
-from torchtrain.training.metrics import last_saved, read_metrics
+from torchtrain.training.events import last_saved, read_metrics
 
 _MADE_BY = "torchtrain train"
 # Of the record. 1, which stands nowhere, had no `outputs.json`: such a run is finished when its plot is there.
@@ -62,7 +62,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.written = Path(path)
-        self.path = _shown(resolve("run.folder", path), self.written)
+        self.path = _shorten(resolve("run.folder", path), self.written)
         self.record = self.path / "run.json"  # also what a run is recognised by
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
@@ -123,7 +123,7 @@ class RunFolder:
             what = (
                 f"{self.written}: is a link"
                 if expanded(self.written).is_symlink()
-                else f"{self.path}: exists and is no folder"
+                else f"{self.path}: exists and is not a folder"
             )
             raise UserError(f"run.folder {what}; choose another, or write the folder itself")
         if not self.path.is_dir() or not any(self.path.iterdir()):
@@ -271,7 +271,7 @@ class RunFolder:
 
     # --- what it exports ------------------------------------------------------------------------------------------------
 
-    def exported(self, target: Path) -> bool:
+    def has_export(self, target: Path) -> bool:
         """Whether a folder of this run's export is there. One that is not whole goes, if all in it is the run's own.
 
         Raises:
@@ -281,7 +281,7 @@ class RunFolder:
         if not os.path.lexists(target):
             return False
         outputs, name = Outputs.read(self.outputs), self._name(target)
-        fault = f"{target}: is no folder"
+        fault = f"{target}: is not a folder"
         if target.is_dir() and not target.is_symlink():
             if not any(target.iterdir()):
                 target.rmdir()
@@ -289,7 +289,9 @@ class RunFolder:
             files = outputs.models.get(name)
             if files is None and not _is_listed(_read(self.record)) and is_whole(target):
                 return True
-            fault = f"{target}: was not exported by this run" if files is None else changed(target, files, whole=True)
+            fault = (
+                f"{target}: was not exported by this run" if files is None else find_change(target, files, whole=True)
+            )
             if fault is None:
                 return True
             if files is not None and not self._strange_in([target]):
@@ -345,7 +347,7 @@ class RunFolder:
         """
         outputs = Outputs.read(self.outputs)
         if outputs.finished is not None:
-            return self.model.is_dir() and changed(self.model, outputs.models.get(MODEL, {}), whole=False) is None
+            return self.model.is_dir() and find_change(self.model, outputs.models.get(MODEL, {}), whole=False) is None
         return not _is_listed(_read(self.record)) and self.plot.is_file() and is_whole(self.model)
 
     def listed_models(self) -> dict[str, dict[str, FileEntry]]:
@@ -366,7 +368,7 @@ class RunFolder:
             UserError: a file is not what was exported: names it.
         """
         files = Outputs.read(self.outputs).models.get(MODEL)
-        if files is not None and (fault := changed(self.model, files, whole=True)) is not None:
+        if files is not None and (fault := find_change(self.model, files, whole=True)) is not None:
             raise UserError(f"{fault}; move {self.model} elsewhere, then: torchtrain resume {self.path}")
 
     def check_forgetting(self, step: int, last: int) -> None:
@@ -379,7 +381,7 @@ class RunFolder:
         Raises:
             UserError: one holds something else.
         """
-        if strange := self._strange_in(self._exported_after(step, last)):
+        if strange := self._strange_in(self._find_exports_after(step, last)):
             raise UserError(
                 f"{self.path / strange[0]}: is not recognised as the run's, and would go with the model of a later step; "
                 "move it elsewhere"
@@ -394,7 +396,7 @@ class RunFolder:
         Raises:
             OSError: what the system says.
         """
-        for path in self._exported_after(step, last):
+        for path in self._find_exports_after(step, last):
             self._discard(path)
 
     def reopen(self) -> None:
@@ -429,7 +431,7 @@ class RunFolder:
     def _exports(self) -> list[Path]:
         return [path for path in self.exports.glob("step-*") if STEP.fullmatch(path.name)]
 
-    def _exported_after(self, step: int, last: int) -> list[Path]:
+    def _find_exports_after(self, step: int, last: int) -> list[Path]:
         later = [path for path in self._exports() if step_of(path.name) > step]
         return later + ([self.model] if step < last and os.path.lexists(self.model) else [])
 
@@ -492,7 +494,7 @@ def is_whole(model: Path) -> bool:
     return bool(weights) and (model / "config.json").is_file() and named <= {path.name for path in weights}
 
 
-def _shown(path: Path, written: Path) -> Path:
+def _shorten(path: Path, written: Path) -> Path:
     """Return a path as people write it: from here, where they gave it so and it lies below."""
     here = Path(os.path.realpath(Path.cwd()))
     return path.relative_to(here) if not expanded(written).is_absolute() and here in path.parents else path

@@ -64,12 +64,12 @@ class Inventory:
                 ours = bool(_FOLDERS.fullmatch(name) or MODEL_FOLDER.fullmatch(name))
             else:
                 ours = is_plain and (
-                    any(pattern.fullmatch(name) for pattern in _FIXED) or self._exported(name, outputs, listed)
+                    any(pattern.fullmatch(name) for pattern in _FIXED) or self._is_exported(name, outputs, listed)
                 )
             (own if ours else strange).append(name)
         return own, strange
 
-    def _exported(self, name: str, outputs: Outputs, listed: bool) -> bool:
+    def _is_exported(self, name: str, outputs: Outputs, listed: bool) -> bool:
         match = MODEL_FOLDER.fullmatch(name)
         if not match or match[3] is None:
             return False
@@ -91,7 +91,7 @@ class Inventory:
         return self._known[key]
 
 
-def changed(folder: Path, files: Mapping[str, FileEntry], whole: bool) -> str | None:
+def find_change(folder: Path, files: Mapping[str, FileEntry], whole: bool) -> str | None:
     """Return, in words, how an exported folder is not what was exported, or None; what else lies in it does not matter.
 
     Args:

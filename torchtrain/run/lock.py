@@ -74,7 +74,7 @@ def take(path: Path, handle: int) -> None:
         UserError: another process holds it or has removed it; or its disk has no locks.
     """
     for attempt in range(_ATTEMPTS):
-        if _taken(path, handle, fcntl.LOCK_EX):
+        if _try(path, handle, fcntl.LOCK_EX):
             if _same(path, handle):
                 return
             break
@@ -97,7 +97,7 @@ def is_held(record: Path) -> bool:
         UserError: its disk has no locks.
     """
     with open_file(record) as file:
-        return not _taken(record, file.fileno(), fcntl.LOCK_SH)
+        return not _try(record, file.fileno(), fcntl.LOCK_SH)
 
 
 def at_work(record: Path) -> str:
@@ -105,7 +105,7 @@ def at_work(record: Path) -> str:
     return f"run.folder {record.parent}: another process is at work in it; stop that, or choose another folder"
 
 
-def _taken(record: Path, handle: int, kind: int) -> bool:
+def _try(record: Path, handle: int, kind: int) -> bool:
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:

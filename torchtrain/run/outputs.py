@@ -38,12 +38,12 @@ class Outputs(BaseModel):
     def _stays_in_the_folder(self) -> Self:
         for folder in [*self.models, *([] if self.writing is None else [self.writing])]:
             if not _FOLDER.fullmatch(folder):
-                raise ValueError(f"{folder!r} is no folder of an export")
+                raise ValueError(f"{folder!r} is not a folder of an export")
         if self.removing is not None and not _ASIDE.fullmatch(self.removing):
-            raise ValueError(f"{self.removing!r} is no folder of an export that is removed")
+            raise ValueError(f"{self.removing!r} is not a folder of an export that is removed")
         for name in (name for files in self.models.values() for name in files):
             if name != Path(name).as_posix() or Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-                raise ValueError(f"{name!r} is no name of a file")
+                raise ValueError(f"{name!r} is not the name of a file")
         return self
 
     @classmethod

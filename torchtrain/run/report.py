@@ -17,7 +17,7 @@ from rich.text import Text
 from torchtrain import data
 from torchtrain.planning.budget import GIB, Memory
 from torchtrain.training.held_out import HeldOut
-from torchtrain.training.metrics import Mean
+from torchtrain.training.losses import Mean
 
 _SECONDS_BETWEEN_LINES = 5.0
 

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from anchorline.errors import UserError, disk_fault
@@ -16,15 +15,15 @@ from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
-from torchtrain.modeling.load import first_not_finite
+from torchtrain.modeling.finite import first_not_finite
 from torchtrain.modeling.save import reader_notes
 from torchtrain.run.export import export
 from torchtrain.run.finite import check_finite
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup
+from torchtrain.training.events import MetricsFile
 from torchtrain.training.guard import Guard
 from torchtrain.training.held_out import HeldOut
-from torchtrain.training.metrics import MetricsFile
 from torchtrain.training.strategy import Strategy
 
 
@@ -50,7 +49,8 @@ class Session:
         timing: MetricsFile,
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._folder, self._setup, self._strategy = config, folder, setup, strategy
+        self.setup, self.strategy = setup, strategy
+        self._config, self._folder = config, folder
         self._metrics, self._timing, self._say = metrics, timing, say
         self._leads = strategy.world.rank == 0
         self.checkpoints = Checkpoints(folder.checkpoints)
@@ -61,19 +61,19 @@ class Session:
 
     def take_up(self, manifest: Manifest) -> None:
         """Give strategy, counters and generators what a checkpoint holds."""
-        self.checkpoints.load(state_of(self._strategy), manifest, self._strategy.world)
+        self.checkpoints.load(state_of(self.strategy), manifest, self.strategy.world)
         progress = manifest.progress
         self.step, self.tokens_seen = progress.step, progress.tokens_seen
         self._saved = progress.step
-        with self._strategy.world.together():
+        with self.strategy.world.together():
             if self._leads:  # it may have been interrupted before it came to that
                 self.checkpoints.retain(self._config.save.keep, progress.step)
         self.guard = self._guard(progress)
-        self.before = HeldOut(self._setup.store.domains, self._setup.own_positions)
+        self.before = HeldOut(self.setup.store.domains, self.setup.own_positions)
         for mean, (total, tokens) in zip(self.before.means(), progress.before, strict=True):
             mean.total, mean.tokens = total, tokens
 
-    def done(self, step: int, tokens_seen: int) -> None:
+    def note(self, step: int, tokens_seen: int) -> None:
         """Note that a step is done."""
         self.step, self.tokens_seen = step, tokens_seen
 
@@ -97,8 +97,8 @@ class Session:
         if self.saved:
             return
         started = time.perf_counter()
-        world = self._strategy.world
-        state = state_of(self._strategy)
+        world = self.strategy.world
+        state = state_of(self.strategy)
         self._check_finite()
         updates = state.updates
 
@@ -114,9 +114,9 @@ class Session:
                     before=[(mean.total, mean.tokens) for mean in self.before.means()],
                     metrics=self._metrics.settle(),
                 ),
-                layout=layout_of(self._config, self._setup, world),
+                layout=layout_of(self._config, self.setup, world),
                 config=self._config.model_dump(mode="json"),
-                identity=self._setup.identity,
+                identity=self.setup.identity,
                 versions=versions(),
                 parameters=state.parameters,
                 files=files,
@@ -134,14 +134,14 @@ class Session:
         Raises:
             UserError: it cannot be written, something else has its name, or a weight is not finite. Nothing of it is left.
         """
-        world = self._strategy.world
+        world = self.strategy.world
         with world.together():
-            there = self._leads and self._folder.exported(target)
+            there = self._leads and self._folder.has_export(target)
         if world.from_first(there):
             return
         self._check_finite()
         started = time.perf_counter()
-        weights = self._strategy.weights()
+        weights = self.strategy.weights()
         with world.together():
             if self._leads:
                 folder = self._folder
@@ -151,7 +151,7 @@ class Session:
                     )
                 try:
                     partial = folder.begin_export(target)
-                    export(self._setup.model, self._setup.tokenizer, partial, target, weights, folder.end_export)
+                    export(self.setup.model, self.setup.tokenizer, partial, target, weights, folder.end_export)
                 except (OSError, SafetensorError) as error:
                     with suppress(OSError, UserError):
                         folder.drop_export()
@@ -161,7 +161,7 @@ class Session:
                         f"{target}: the model could not be written: {why}; {safe}; "
                         f"mend that, then: torchtrain resume {self._folder.path}"
                     ) from None
-                for note in reader_notes(self._setup.model.config):
+                for note in reader_notes(self.setup.model.config):
                     self._say(f"readers   {note}")
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
 
@@ -171,9 +171,9 @@ class Session:
             self.export(self._folder.exports / f"step-{self.step:08d}")
 
     def _check_finite(self) -> None:
-        with self._strategy.world.together():
+        with self.strategy.world.together():
             check_finite(
-                self._strategy,
+                self.strategy,
                 f"after step {self.step}",
                 f"nothing of it was saved; lower train.learning_rate ({self._config.train.learning_rate}), warm up longer or set "
                 "model.dtype: float32, and train anew",
@@ -183,7 +183,7 @@ class Session:
         so_far: Mapping[str, Any] = (
             {} if progress is None else {"skipped": progress.skipped_steps, "recent": progress.recent_losses}
         )
-        return Guard(self._config.train, self._setup.rows, self._folder.bad_steps, self._leads, **so_far)
+        return Guard(self._config.train, self.setup.rows, self._folder.bad_steps, self._leads, **so_far)
 
 
 def layout_of(config: Config, setup: Setup, world: World) -> Layout:
@@ -205,12 +205,3 @@ def exported_steps(save: SaveConfig, steps: int) -> list[int]:
     """Return the steps whose models `save.last` keeps besides the trained one's: the last that save before the end."""
     before_the_end = range(save.every, steps, save.every) if save.every else range(0)
     return list(before_the_end)[len(before_the_end) - min(save.last - 1, len(before_the_end)) :]
-
-
-def memory_gib(device: torch.device) -> float | None:
-    """Return the most memory a GPU has held since the last call, GiB; None without one."""
-    if device.type != "cuda":
-        return None
-    peak = torch.cuda.max_memory_allocated(device) / 2**30
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak

@@ -34,10 +34,12 @@ from torchtrain.data import identity as data_identity
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.world import ALONE, World, here
-from torchtrain.modeling.load import check_config, load_model, open_config, open_tokenizer, resolve_source
+from torchtrain.modeling.check import check_config
+from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
+from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -111,7 +113,7 @@ def set_up(
     rows, held_out = pack_rows(config, store, tokenizer, split)
 
     say(f"loading {config.model.source}")
-    model = load_model(source, model_config, config.model, engine, device)
+    model = load_for_training(source, model_config, config.model, engine, device)
     say(f"model     {config.model.source}: {model.num_parameters():,} parameters in {config.model.dtype} on {device}")
     if world.size > 1:
         say(f"processes {world.size}: {describe_layout(config, world)}")
@@ -154,7 +156,7 @@ def set_up(
 def pack_rows(
     config: Config, store: TokenStore, tokenizer: "PreTrainedTokenizerFast", split: Split
 ) -> tuple[PackedRows, list[dict[str, np.ndarray]]]:
-    """Return the training rows, and up to `eval.sequences` held-out rows of each domain.
+    """Return the training rows, and up to `held_out.sequences` held-out rows of each domain.
 
     Held-out rows hold one domain each, so that every domain has its share whatever the corpus holds most of.
 
@@ -182,7 +184,7 @@ def pack_rows(
         )
     by_domain = (held[store.document_domains[held] == domain] for domain in range(len(store.domains)))
     held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]
-    held_out = [rows[i] for rows in held_out_rows for i in range(min(config.eval.sequences, len(rows)))]
+    held_out = [rows[i] for rows in held_out_rows for i in range(min(config.held_out.sequences, len(rows)))]
     return packed(train, config.pack.last), held_out
 
 

@@ -11,7 +11,7 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import is_held
 from torchtrain.run.report import step_status
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 _LAST = 20  # steps whose time tells how long the others will take
 _MOST_BYTES = 1 << 26

@@ -14,7 +14,7 @@ from torchtrain.errors import Terminated
 class Termination:
     """Takes SIGTERM for as long as its block lasts.
 
-    Outside `noted` the signal raises `Terminated` where the program stands, once: there is nothing to save that is not saved.
+    Outside `defer` the signal raises `Terminated` where the program stands, once: there is nothing to save that is not saved.
     Every rank that it comes to can say so; the first one does (`torchtrain.distributed.heartbeat`). `advice` says how to go on.
     """
 
@@ -35,13 +35,17 @@ class Termination:
             signal.signal(signal.SIGTERM, self._before)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """Only set `asked` when the signal comes while the block lasts: the block ends when it suits it."""
         self._noting = True
         try:
             yield
         finally:
             self._noting = False
+
+    def obey(self) -> None:
+        """Obey the signal at once again, before the block of `defer` ends."""
+        self._noting = False
 
     def _take(self, _: int, __: FrameType | None) -> None:
         self.asked = True

@@ -37,7 +37,7 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
     """
     run = RunFolder(folder)
     if (folder / HEADER).exists():
-        yield _checked(f"tokens {quoted(folder)}", lambda: _store(folder))
+        yield _check(f"tokens {quoted(folder)}", lambda: _store(folder))
     elif run.record.exists():
         yield from _run(run, run.check_run())
     else:
@@ -53,23 +53,23 @@ def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
     if not steps:
         yield from _bad("checkpoints", lambda: _check_none_was_saved(run))
     for step in steps:
-        yield _checked(f"checkpoint of step {step}", lambda step=step: _checkpoint(checkpoints, step))
+        yield _check(f"checkpoint of step {step}", lambda step=step: _checkpoint(checkpoints, step))
     if steps:
-        yield _checked(run.metrics.name, lambda: _metrics(run, checkpoints.path(steps[-1])))
+        yield _check(run.metrics.name, lambda: _metrics(run, checkpoints.path(steps[-1])))
     models: dict[str, dict[str, FileEntry]] = {}
     yield from _bad("outputs.json", lambda: models.update(run.listed_models()))
     for name, files in models.items():
-        yield _checked(name, lambda name=name, files=files: _model(run.path / name, files))
-    tokens, cache = _held(record, "corpus_fingerprint"), _held(record, "config", "data", "cache")
+        yield _check(name, lambda name=name, files=files: _model(run.path / name, files))
+    tokens, cache = _look_up(record, "corpus_fingerprint"), _look_up(record, "config", "data", "cache")
     if isinstance(tokens, str) and isinstance(cache, str):
-        held = _held(record, "corpus_folder")
+        held = _look_up(record, "corpus_folder")
         place = Path(held) if isinstance(held, str) else expanded(cache).absolute() / "corpus" / tokens
-        yield _checked(f"tokens {quoted(place)}", lambda: _store(place, _held(record, "identity", "tokens", "sha256")))
+        yield _check(f"tokens {quoted(place)}", lambda: _store(place, _look_up(record, "identity", "tokens", "sha256")))
     else:
         yield Finding(run.record.name, False, "does not say which tokens the run was trained on")
 
 
-def _held(record: Any, *keys: str) -> Any:
+def _look_up(record: Any, *keys: str) -> Any:
     """Return what a record holds in a place; None where it has no such place, whatever it is."""
     for key in keys:
         record = record.get(key) if isinstance(record, dict) else None
@@ -78,7 +78,7 @@ def _held(record: Any, *keys: str) -> Any:
 
 def _bad(what: str, check: Callable[[], object]) -> Iterator[Finding]:
     """Yield a finding only if there is something wrong."""
-    found = _checked(what, lambda: str(check()))
+    found = _check(what, lambda: str(check()))
     if not found.good:
         yield found
 
@@ -88,7 +88,7 @@ def _check_none_was_saved(run: RunFolder) -> None:
         raise UserError(f"are gone, and there was one of step {step}")
 
 
-def _checked(what: str, check: Callable[[], str]) -> Finding:
+def _check(what: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(what, True, check())
     except UserError as error:

@@ -31,7 +31,7 @@ from torchtrain.config import Config
 from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
-from torchtrain.modeling.load import head_of, hidden_states
+from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.training.step import accumulate
 from torchtrain.training.strategy import Replicated, Strategy, Zero, make_strategy
 

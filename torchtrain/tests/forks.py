@@ -22,8 +22,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torchtrain
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -101,7 +99,7 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "replacement": ("torchtrain.run.folder", "remove", _die, True),
     "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
-    "event": ("torchtrain.training.metrics", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
+    "event": ("torchtrain.training.events", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
     "state": ("torchtrain.checkpoint.fragments", "write_file", _half, False),
     "generators": ("torchtrain.checkpoint.rng", "write_file", _half, False),
     "manifest": ("torchtrain.checkpoint.store", "write_file", _half, False),
@@ -151,7 +149,6 @@ def _child(request: dict[str, Any], rank: int, port: int) -> None:
         module, _, leaf = name.rpartition(".")
         setattr(importlib.import_module(module), leaf, value)
     sys.argv = ["torchtrain", *(argument.replace("{rank}", str(rank)) for argument in request["argv"])]
-    torchtrain.STARTED = time.perf_counter()
     if (processes := request.get("processes", 1)) > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
@@ -239,7 +236,7 @@ def _serve() -> None:
     ):
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
-    gc.freeze()  # what is imported is no garbage, and DeepSpeed collects often
+    gc.freeze()  # what is imported is not garbage, and DeepSpeed collects often
     for line in sys.stdin:
         request = json.loads(line)
         started = time.perf_counter()

@@ -56,7 +56,7 @@ def make_place(folder: Path, forks: Forks, model: Path, corpus: Path, **changes:
         },
         "pack": {"sequence_length": 2 * POSITIONS, "variant": "anchor+interleave"},
         "train": {"steps": STEPS, "sequences_per_step": 2, "learning_rate": 0.02, "schedule": "cosine"},
-        "eval": {"sequences": 2},
+        "held_out": {"sequences": 2},
         "save": {"every": 2, "keep": 2, "last": 3},
     }
     return Place(folder, forks, {name: section | changes.get(name, {}) for name, section in tree.items()})

@@ -186,7 +186,7 @@ def test_dropout_of_attention_is_refused_in_eval_mode_too():
 
 @pytest.mark.parametrize("what", [nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2))])
 def test_what_is_no_causal_model(what):
-    assert "is no causal language model of transformers" in refused(lambda: torchtrain.attach(what))
+    assert "is not a causal language model of transformers" in refused(lambda: torchtrain.attach(what))
 
 
 def test_lora_and_gradient_checkpointing():

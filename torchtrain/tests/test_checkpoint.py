@@ -25,7 +25,7 @@ from anchorline.errors import UserError
 from anchorline.files import FileEntry, entry_of, replace_file, write_file
 from torchtrain.checkpoint import fragments, rng, store
 from torchtrain.checkpoint.fragments import KINDS, Fragment
-from torchtrain.checkpoint.identity import check_config, check_identity, differences, otherwise
+from torchtrain.checkpoint.identity import check_config, check_identity, describe_changes, differences
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Layout, Manifest, Progress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
@@ -34,7 +34,7 @@ from torchtrain.distributed.world import ALONE, World
 from torchtrain.run.lock import hold, is_held
 from torchtrain.tests.runs import unprivileged
 from torchtrain.tests.tiny import tiny_model
-from torchtrain.training.metrics import MetricsFile, read_metrics
+from torchtrain.training.events import MetricsFile, read_metrics
 from torchtrain.training.strategy import Replicated
 
 TRAIN = TrainConfig()
@@ -438,7 +438,7 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(checkpoints, tmp_path):
             (folder / MANIFEST).write_bytes(forged.dump())
             opened = checkpoints.open()
             assert opened is not None
-            with pytest.raises(DamageError, match=f"{path.name}: is no"):
+            with pytest.raises(DamageError, match=f"{path.name}: is not "):
                 checkpoints.load(state_of(strategy), opened, ALONE)
         path.write_bytes(content)
         (folder / MANIFEST).write_bytes(manifest)
@@ -606,10 +606,10 @@ def test_other_material_is_refused(saved, part, value, message):
 
 def test_what_moves_last_digits_is_told(saved):
     manifest, _ = saved
-    assert otherwise(manifest, LAYOUT) == ""
+    assert describe_changes(manifest, LAYOUT) == ""
     assert {"torch", "transformers", "numpy", "safetensors", "deepspeed", "python"} < manifest.versions.keys()
     older = manifest.model_copy(update={"versions": versions() | {"torch": "1.0"}})
     here = LAYOUT.model_copy(update={"processes": 2, "device": "a GPU", "attention": "flash"})
     told = "processes 1 then, 2 now, device cpu then, a GPU now, attention sdpa then, flash now, "
-    assert otherwise(older, here) == f"{told}torch 1.0 then, {torch.__version__} now"
+    assert describe_changes(older, here) == f"{told}torch 1.0 then, {torch.__version__} now"
     assert list(differences({"a": 1}, {"b": 1})) == [("a", 1, "nothing"), ("b", "nothing", 1)]

@@ -73,7 +73,7 @@ def test_what_is_left_out_is_said_and_recorded(call, tree, corpus, tmp_path):
     (said,) = (line for line in result.stderr.splitlines() if line.startswith("left out  "))
     (noted,) = Path(tree["data"]["cache"]).glob("corpus/*/bad_records.txt")
     first = noted.read_text().splitlines()[0]
-    assert first.startswith(f"{tmp_path}/a.jsonl:49: is no JSON")
+    assert first.startswith(f"{tmp_path}/a.jsonl:49: is not JSON")
     dropped = record["dropped_tokens"]
     assert 0 < dropped < tree["pack"]["sequence_length"]
     assert said == (
@@ -306,7 +306,7 @@ def test_a_link_or_a_file_in_the_place_of_the_folder(call, tree, tmp_path):
     assert f"{folder}: is a link" in one_line(call("train", "--replace"))
     folder.unlink()
     folder.write_text("a file")
-    assert "exists and is no folder" in one_line(call("train", "--replace"))
+    assert "exists and is not a folder" in one_line(call("train", "--replace"))
     assert folder.read_text() == "a file"
 
 
@@ -330,7 +330,7 @@ def test_an_interruption_before_the_folder_leaves_none(call, tree, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchtrain.run.setup.load_model", interrupted)
+    monkeypatch.setattr("torchtrain.run.setup.load_for_training", interrupted)
     assert one_line(call("train"), code=130) == "torchtrain: interrupted"
     assert not Path(tree["run"]["folder"]).exists()
 

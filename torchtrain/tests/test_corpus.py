@@ -59,14 +59,14 @@ def test_bad_lines_are_named_by_file_and_line_and_the_rest_goes_on(tmp_path):
     assert texts(source) == ["good 1", "good 2"]
     found = bad(source)
     expected = {
-        2: "is no JSON: ",
+        2: "is not JSON: ",
         4: "has no 'text' (it has txt, id; see text_field)",
-        5: "'text' is no string but int",
+        5: "'text' is not a string but int",
         6: "'text' is blank",
-        7: "is no JSON object but list",
+        7: "is not a JSON object but list",
         8: "is not UTF-8",
         9: "'text' is not valid Unicode",
-        10: "is no JSON: ",
+        10: "is not JSON: ",
         11: "has no 'text'",
         12: r"has no 'text' (it has \ud800, a\nb\x1b[31m; see text_field)",
         13: "has no 'text' (it has k0, k1, k2, k3, k4, k5, k6, k7, ...; see text_field)",
@@ -79,7 +79,7 @@ def test_bad_lines_are_named_by_file_and_line_and_the_rest_goes_on(tmp_path):
 def test_a_file_whose_name_is_no_text(tmp_path):
     (tmp_path / os.fsdecode(b"\xff\n.jsonl")).write_text("{broken")
     (line,) = bad(Source(files=str(tmp_path / "*.jsonl")))
-    assert line.startswith(rf"{tmp_path}/\udcff\n.jsonl:1: is no JSON: ")
+    assert line.startswith(rf"{tmp_path}/\udcff\n.jsonl:1: is not JSON: ")
 
 
 def test_a_bad_record_counts_for_its_domain_where_that_is_known(tmp_path):

@@ -18,7 +18,7 @@ from torchtrain.distributed.zero import deepspeed_config
 from torchtrain.run.recipe import train
 from torchtrain.tests.forks import forks
 from torchtrain.tests.tiny import POSITIONS, tiny_config
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def lines_of(log: Path) -> list[str]:
 
 def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config, tmp_path):
     """ZeRO 3 and sequence parallelism, bfloat16, checkpointed activations: the road of the paper's configs."""
-    common = ["model.dtype=bfloat16", "model.activation_checkpointing=true", "eval.sequences=1", "train.steps=4"]
+    common = ["model.dtype=bfloat16", "model.activation_checkpointing=true", "held_out.sequences=1", "train.steps=4"]
     spread = ["distributed.sequence_parallel=2", "distributed.zero_stage=3", f"run.folder={tmp_path / 'two'}"]
     path, log = write_config(tree), tmp_path / "log"
     done = forks().run("train", str(path), *common, *spread, log=log, processes=2)
@@ -207,7 +207,7 @@ def test_a_mistake_is_one_line_whichever_rank_finds_it(tree, write_config, tmp_p
 
 def test_zero_on_one_process_needs_no_torchrun(tree, write_config, tmp_path):
     """DeepSpeed's engine in a process of its own, for its offload."""
-    overrides = ["train.steps=2", "distributed.zero_stage=2", "distributed.offload=optimizer", "eval.sequences=1"]
+    overrides = ["train.steps=2", "distributed.zero_stage=2", "distributed.offload=optimizer", "held_out.sequences=1"]
     done = forks().run("train", str(write_config(tree)), *overrides, log=tmp_path / "log")
     assert done["codes"] == [0], (tmp_path / "log").read_text()
     steps = [e for e in read_metrics(Path(tree["run"]["folder"]) / "metrics.jsonl") if e["event"] == "step"]

@@ -26,7 +26,7 @@ from torchtrain.tests.run_fixtures import (
 )
 from torchtrain.tests.runs import assert_same, unprivileged
 from torchtrain.training import step
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 

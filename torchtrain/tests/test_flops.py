@@ -17,7 +17,7 @@ def test_counts_what_torch_counts(family):
     counter = FlopCounterMode(display=False)
     with counter:
         model(torch.randint(VOCABULARY, (B, T)), use_cache=False).logits.sum().backward()
-    # RoPE's angles are a batched outer product in some versions: it has no gradient and is no weight.
+    # RoPE's angles are a batched outer product in some versions: it has no gradient and is not a weight.
     rope = sum(n for name, n in _by_operation(counter, "rotary_emb").items())
     assert counter.get_total_flops() - rope == FlopCounter.of(model).flops(B * T, B * T, B * T * T)
 

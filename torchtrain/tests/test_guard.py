@@ -18,8 +18,8 @@ from torchtrain.tests.run_fixtures import (
     poison,
 )
 from torchtrain.tests.runs import STEPS
+from torchtrain.training.events import read_metrics
 from torchtrain.training.guard import WINDOW
-from torchtrain.training.metrics import read_metrics
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.tests.runs import assert_same
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 # Seconds, where only what happens matters.
 QUICK = {

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torchtrain.config import load_config
 from torchtrain.run.recipe import train
 from torchtrain.tests.forks import ROOT
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 
 def _free_port() -> int:
@@ -26,7 +26,7 @@ def test_two_nodes_share_a_row_and_leave_one_run(tree, write_config, tmp_path):
     """Sequence parallelism across nodes, ZeRO 3 over all of it; one process on one node is what it is held against."""
     path = write_config(tree)
     spread = ("distributed.sequence_parallel=2", "distributed.zero_stage=3", f"run.folder={tmp_path / 'nodes'}")
-    short = ("train.steps=2", "eval.sequences=1")
+    short = ("train.steps=2", "held_out.sequences=1")
     endpoint = f"127.0.0.1:{_free_port()}"
     nodes = [
         subprocess.Popen(

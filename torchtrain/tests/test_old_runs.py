@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from torchtrain import cli
@@ -33,6 +34,7 @@ def test_a_run_of_an_earlier_version_goes_on_to_its_end(old_run):
     before = (old_run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     result = CliRunner().invoke(cli.app, ["resume", str(old_run)])
     assert result.exit_code == 0, result.output
+    assert "eval" in yaml.safe_load((old_run / "config.yaml").read_text(encoding="utf-8"))  # the name of then
     lines = (old_run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert lines[:3] == before  # held out before training, steps 1 and 2: they belong to the checkpoint
     found, expected = events(old_run / "metrics.jsonl"), events(Path("expected.jsonl"))

@@ -136,7 +136,9 @@ def test_bad_records_are_counted_noted_and_refused_past_the_share(tmp_path):
     noted = store.bad_records.read_text().splitlines()
     assert [line.split(": ")[0] for line in noted] == [f"{tmp_path}/a.jsonl:9", f"{tmp_path}/a.jsonl:10"]
 
-    message = r"a: 2 of 10 records are bad, a share above data.bad_record_share 0.1; the first: .*a.jsonl:9: is no JSON"
+    message = (
+        r"a: 2 of 10 records are bad, a share above data.bad_record_share 0.1; the first: .*a.jsonl:9: is not JSON"
+    )
     strict = config(tmp_path, ["a"], bad_record_share=0.1)
     # A finished store made under a larger share does not get around the smaller one.
     with pytest.raises(UserError, match=message):

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from anchorline.errors import UserError
 from torchtrain.config import ModelConfig
-from torchtrain.modeling.load import load_model, open_config, open_tokenizer, resolve_source
+from torchtrain.modeling.load import load_for_training
+from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -78,7 +79,7 @@ def test_code_that_is_trusted_is_loaded(own, tmp_path):
     config = open_config(source, trust_remote_code=True)
     assert (tmp_path / "ran").exists()
     settings = ModelConfig(source=source, dtype="float32", trust_remote_code=True)
-    assert type(load_model(source, config, settings, "sdpa", torch.device("cpu"))).__name__ == "OwnForCausalLM"
+    assert type(load_for_training(source, config, settings, "sdpa", torch.device("cpu"))).__name__ == "OwnForCausalLM"
 
 
 def test_a_known_model_with_code_beside_it_takes_none_of_it(model_folder, tmp_path):

@@ -9,7 +9,7 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.tests import kills
 from torchtrain.tests.forks import PHASES, forks
 from torchtrain.tests.runs import Place, assert_same, make_place
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 
 @pytest.fixture(scope="module")

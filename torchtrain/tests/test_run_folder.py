@@ -597,7 +597,7 @@ def test_all_that_a_run_leaves_follows_the_umask(fresh, umask):
         assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
-# --- weights that are no numbers --------------------------------------------------------------------------------------
+# --- weights that are not numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("save", [1, 0])

@@ -15,14 +15,16 @@ import torchtrain
 from anchorline.errors import UserError
 from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
 from torchtrain.data import PackedRows, collate, prepare, split_documents
-from torchtrain.modeling.load import hidden_states, load_model, open_config, open_tokenizer
+from torchtrain.modeling.head import hidden_states
+from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend
+from torchtrain.modeling.source import open_config, open_tokenizer
 from torchtrain.run.recipe import train
 from torchtrain.run.setup import pack_rows
 from torchtrain.tests.tiny import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
+from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, evaluate
 from torchtrain.training.loss import IGNORE
-from torchtrain.training.metrics import read_metrics
 from torchtrain.training.optimizer import Optimizer
 from torchtrain.training.step import accumulate, step_batches
 from torchtrain.training.strategy import Replicated
@@ -144,7 +146,7 @@ def test_a_diverging_run_says_so(run):
 
 
 def packed(tree, write_config, *overrides: str):
-    config = load_config(write_config(tree), ("eval.sequences=20", *overrides))
+    config = load_config(write_config(tree), ("held_out.sequences=20", *overrides))
     store = prepare(config.data, tiny_tokenizer())
     split = split_documents(store, config.data.held_out_share, config.run.seed)
     return config, *pack_rows(config, store, tiny_tokenizer(), split), store
@@ -300,14 +302,16 @@ def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
     assert not any(g.any() for g in gradients(model))
 
 
-# --- what load_model refuses --------------------------------------------------------------------------------------------
+# --- what load_for_training refuses -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def load(tree, write_config):
     """Return a function that loads a folder the way `train` does."""
     config: Config = load_config(write_config(tree))
-    return lambda folder: load_model(str(folder), open_config(str(folder)), config.model, "sdpa", torch.device("cpu"))
+    return lambda folder: load_for_training(
+        str(folder), open_config(str(folder)), config.model, "sdpa", torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -361,7 +365,7 @@ def test_activation_checkpointing_changes_no_number(tree, write_config, model_fo
     for on in ("false", "true"):
         config = load_config(write_config(tree), [f"model.activation_checkpointing={on}"])
         folder = str(model_folder())
-        model = load_model(folder, open_config(folder), config.model, "sdpa", torch.device("cpu"))
+        model = load_for_training(folder, open_config(folder), config.model, "sdpa", torch.device("cpu"))
         assert any(layer.gradient_checkpointing for layer in model.model.layers) is (on == "true")
         losses, _ = accumulate(Replicated(model, None), batches, store.domains, chunk=50)
         results.append((losses.overall.total, gradients(model)))

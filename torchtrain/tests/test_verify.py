@@ -102,3 +102,24 @@ def test_a_run_from_before_a_setting_goes_on_with_what_it_did(tree, write_config
     with pytest.raises(UserError, match=r"data\.special_tokens: 'control' in the run, 'text' now"):
         check_config(was, load_config(old, ["data.special_tokens=text"], of_run=True))
     assert load_config(old).data.special_tokens == "text"
+
+
+def test_a_run_from_before_a_section_was_renamed_goes_on_with_what_it_said(tree, write_config, tmp_path):
+    was = config_of(tree, write_config).model_dump(mode="json")
+    was["eval"] = was.pop("held_out")
+    old = tmp_path / "old.yaml"
+    old.write_text(yaml.safe_dump(was))
+    config = load_config(old, of_run=True)
+    assert config.held_out.sequences == tree["held_out"]["sequences"]
+    check_config(was, config)
+    check_config(was, load_config(old, ["held_out.sequences=2"], of_run=True))
+    with pytest.raises(UserError, match=r"^held_out\.sequences: 2 in the run, 3 now"):
+        check_config(was, load_config(old, ["held_out.sequences=3"], of_run=True))
+    # A new name is not overruled by an old one beside it, nor an old name taken from a user.
+    for file, overrides, of_run in (
+        (old, ["eval.sequences=3"], True),
+        (write_config(tree), ["eval.sequences=3"], True),
+        (old, [], False),
+    ):
+        with pytest.raises(UserError, match=r"eval: unknown key; did you mean held_out\?$"):
+            load_config(file, overrides, of_run=of_run)

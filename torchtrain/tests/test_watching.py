@@ -21,7 +21,7 @@ from torchtrain.tests.run_fixtures import (
 )
 from torchtrain.tests.runs import content
 from torchtrain.tests.tiny import tiny_tokenizer
-from torchtrain.training.metrics import read_metrics
+from torchtrain.training.events import read_metrics
 
 # --- who watches ------------------------------------------------------------------------------------------------------
 

@@ -92,5 +92,5 @@ def tiny_settings(folder: Path, source: Path, corpus: Path) -> dict[str, Any]:
         },
         "pack": {"sequence_length": 2 * POSITIONS, "variant": "anchor"},
         "train": {"steps": 12, "sequences_per_step": 2, "learning_rate": 0.02, "warmup_steps": 2, "loss_chunk": 50},
-        "eval": {"sequences": 2},
+        "held_out": {"sequences": 2},
     }

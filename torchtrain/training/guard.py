@@ -11,7 +11,7 @@ from anchorline.errors import UserError
 from anchorline.files import replace_file
 from torchtrain.config import TrainConfig
 from torchtrain.data import PackedRows
-from torchtrain.training.metrics import finite
+from torchtrain.training.events import finite
 
 WINDOW = 16
 
@@ -60,7 +60,7 @@ class Guard:
         """Return what is wrong with a gradient's norm, or nothing."""
         return None if math.isfinite(norm) else f"the gradient's norm is {norm}"
 
-    def passed(self, loss: float | None) -> None:
+    def note_good(self, loss: float | None) -> None:
         """Note a step that was good."""
         if loss is not None:
             self.recent.append(loss)

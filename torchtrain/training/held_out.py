@@ -14,7 +14,7 @@ from torchtrain.data import collate
 from torchtrain.distributed.shard import deal_out, pad, part_of
 from torchtrain.distributed.world import World
 from torchtrain.training.loss import IGNORE
-from torchtrain.training.metrics import Losses, Mean
+from torchtrain.training.losses import Losses, Mean
 from torchtrain.training.strategy import Replicated, Strategy
 
 if TYPE_CHECKING:

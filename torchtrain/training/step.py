@@ -16,7 +16,7 @@ from torchtrain.data import collate
 from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.training.loss import IGNORE
-from torchtrain.training.metrics import Losses
+from torchtrain.training.losses import Losses
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.strategy import Strategy
 
@@ -40,6 +40,10 @@ class StepResult:
     learning_rate: float
     gradient_norm: float  # before clipping; nan if it was not asked for
     fault: str | None  # why nothing was updated
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `metrics.jsonl`: as `Losses.as_dict`, with the learning rate and the gradient's norm."""
+        return {**self.losses.as_dict(), "learning_rate": self.learning_rate, "gradient_norm": self.gradient_norm}
 
 
 def step_batches(rows: Rows, step: int, train: TrainConfig, world: World = ALONE) -> list[dict[str, Tensor]]:

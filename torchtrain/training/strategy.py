@@ -29,9 +29,9 @@ from torchtrain.distributed.zero import (
     forget_left_out,
     gradient_divisor,
     import_deepspeed,
-    leaving_out,
+    leave_out,
 )
-from torchtrain.modeling.load import head_of, hidden_states
+from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, adamw
 
@@ -193,7 +193,7 @@ class Zero(Strategy):
 
     def drop(self) -> None:
         """See `Strategy`. DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite."""
-        with leaving_out(self.deepspeed.optimizer):
+        with leave_out(self.deepspeed.optimizer):
             norm = self.step(0.0)
         assert not math.isfinite(norm), "DeepSpeed made a step that was to be left out"
 

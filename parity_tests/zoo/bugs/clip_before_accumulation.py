@@ -8,7 +8,7 @@ from torch import nn
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import wrap
-from torchtrain.modeling.load import hidden_states
+from torchtrain.modeling.head import hidden_states
 from torchtrain.training.optimizer import Optimizer
 
 _init = Optimizer.__init__

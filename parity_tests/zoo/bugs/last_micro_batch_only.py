@@ -2,7 +2,7 @@
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import wrap
-from torchtrain.modeling.load import hidden_states
+from torchtrain.modeling.head import hidden_states
 
 
 def _make(original):

@@ -1,0 +1,167 @@
+"""From `model.source` to a folder, and what opens of it without weights: config and tokenizer.
+
+Whatever a folder holds, a library's word of it reaches the user as one line (`read_by_library`).
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anchorline import hub
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import read_json
+from torchtrain.modeling.smollm2 import smollm2_folder
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+# What transformers reads of a folder, besides weights and the tokenizer's own file; each holds one JSON object.
+_SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "model.safetensors.index.json",
+)
+_OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_template.jinja")
+# Where a config leaves these, building or running the model would take for ever, or end in an overflow.
+_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**31,
+}
+
+
+def resolve_source(
+    source: str,
+    cache: str | Path,
+    say: Callable[[str], None] = logger.info,
+    *,
+    weights: bool = True,
+    trust_remote_code: bool = False,
+) -> str:
+    """Return a folder that transformers can load, every file of settings in it read once.
+
+    Args:
+        source: `model.source`: `smollm2`, a folder with a config.json, or a hub id.
+        cache: where `smollm2` is converted to.
+        say: takes the line that the conversion begins, or that the hub is asked.
+        weights: whether they are needed, too: a hub's are then fetched.
+        trust_remote_code: whether the model's own code is needed, too.
+
+    Raises:
+        UserError: none of the three, a damaged file; or `smollm2` cannot be made.
+    """
+    if source == "smollm2":
+        return str(smollm2_folder(cache, say))
+    wanted = (*hub.CONFIGS, *(hub.WEIGHTS if weights else ()), *(hub.CODE if trust_remote_code else ()))
+    folder = hub.find_model(source, "model.source", wanted, say)
+    for name in _SETTINGS:
+        if (folder / name).exists():
+            read_json(folder / name, f"model.source {quoted(source)}")
+    for name in _OTHER_FILES:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise UserError(f"model.source {quoted(source)}: {quoted(folder / name)} is not a regular file; replace it")
+    if weights and not any(folder.glob("*.safetensors")):
+        found = next((path.name for path in sorted(folder.glob("*.bin"))), None)
+        instead = f"; {quoted(found)} may run code when it is read, so convert it to safetensors" if found else ""
+        raise UserError(f"model.source {quoted(source)}: the folder holds no weights in *.safetensors{instead}")
+    return str(folder)
+
+
+@contextmanager
+def read_by_library(source: str, what: str, trust_remote_code: bool = False) -> Iterator[None]:
+    """Tell in one line whatever a library says of a user's files: what it raises of a damaged one can be anything.
+
+    Only calls into a library may stand in the block.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else None  # it says so without a heading
+        reason = first_line(cause or error)
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            reason = "it needs code that comes with the model; read that, and if you trust it set model.trust_remote_code=true"
+        elif isinstance(error, KeyError | AttributeError | TypeError | IndexError):
+            reason = f"{type(error).__name__}: {reason}"  # whose text alone says little
+        raise UserError(f"model.source {quoted(source)}: {what}: {reason}") from error
+    except BaseException as error:  # tokenizers panics in Rust
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise UserError(f"model.source {quoted(source)}: {what}: {first_line(error)}") from None
+
+
+def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConfig":
+    """Read a model's config, without its weights.
+
+    Args:
+        source: what `resolve_source` returned.
+        trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
+
+    Raises:
+        UserError: it cannot be read, or it is not a causal language model's that transformers knows.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with read_by_library(source, "its config.json is refused", trust_remote_code):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
+    own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+        raise UserError(
+            f"model.source {quoted(source)}: {quoted(config.model_type)} is not a causal language model of transformers"
+        )
+    _check_sizes(source, config)
+    return config
+
+
+def _check_sizes(source: str, config: "PretrainedConfig") -> None:
+    """Refuse sizes that no model has, which building it would not survive."""
+    for name, most in _SIZES.items():
+        size = getattr(config, name, None)
+        if size is None:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= most:
+            raise UserError(
+                f"model.source {quoted(source)}: its config.json is refused: {name} {quoted(size)} is not a whole number "
+                f"from 1 to {most:,}"
+            )
+
+
+def open_tokenizer(source: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
+    """Read a model's tokenizer.
+
+    Args:
+        source: what `resolve_source` returned.
+        trust_remote_code: whether code of the model may run (`model.trust_remote_code`).
+
+    Raises:
+        UserError: it cannot be read, or it is a slow one.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    with read_by_library(source, "no tokenizer", trust_remote_code):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        name = type(tokenizer).__name__
+        raise UserError(f"model.source {quoted(source)}: {name} is a slow tokenizer; convert it to a tokenizer.json")
+    return tokenizer
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, quoted."""
+    return quoted_reason(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__))

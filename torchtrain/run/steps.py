@@ -1,0 +1,121 @@
+"""The steps of a run: each is taken, looked at by the guard, counted, and handed on as one value."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtrain.config import TrainConfig
+from torchtrain.planning.flops import FlopCounter, peak_flops
+from torchtrain.run.finite import check_finite
+from torchtrain.run.setup import Setup
+from torchtrain.training.guard import Guard
+from torchtrain.training.step import StepResult, step_batches, take_step
+from torchtrain.training.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is done: what it computed, the same on every rank, and how fast."""
+
+    number: int  # from 1
+    result: StepResult
+    left_out: str | None  # why nothing was updated
+    tokens: int
+    tokens_seen: int  # with those of the steps before
+    flops: int
+    seconds: float
+    mfu: float | None  # None where the device's peak is not known
+    memory_gib: float | None  # None without a GPU
+
+    def event(self) -> dict[str, Any]:
+        """Return what `metrics.jsonl` holds of it."""
+        counts = {"live_pairs": self.result.live_pairs, "flops": self.flops}
+        event = {"step": self.number, "tokens_seen": self.tokens_seen, **self.result.as_dict(), **counts}
+        return event if self.left_out is None else event | {"left_out": self.left_out}
+
+    def speed(self) -> dict[str, float]:
+        """Return what `timing.jsonl` holds of it."""
+        speed = {
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+            "flops_per_second": self.flops / self.seconds,
+        }
+        where_known = {"mfu": self.mfu, "memory_gib": self.memory_gib}
+        return speed | {name: value for name, value in where_known.items() if value is not None}
+
+
+def take_steps(
+    train: TrainConfig,
+    setup: Setup,
+    strategy: Strategy,
+    counter: FlopCounter,
+    guard: Guard,
+    first: int = 0,
+    tokens_seen: int = 0,
+) -> Iterator[Step]:
+    """Train to the end; yield each step when it is done.
+
+    Args:
+        train: settings.
+        setup: rows and domains.
+        strategy: holds the state after `first` steps.
+        counter: of the whole model.
+        guard: finds steps that must not update.
+        first: steps done so far.
+        tokens_seen: in these.
+
+    Raises:
+        UserError, OtherRankFailed: a bad step; see `Guard.leave_out`.
+    """
+    world = strategy.world
+    peak = peak_flops(world.device, setup.model.dtype)
+    for step in range(first, train.steps):
+        started = time.perf_counter()
+        batches = step_batches(setup.rows, step, train, world)
+        result = take_step(strategy, batches, setup.store.domains, step, train, guard.fault_of_loss)
+        fault = result.fault or guard.fault_of_norm(result.gradient_norm)
+        if fault is None:
+            guard.note_good(result.losses.overall.value)
+        else:
+            _leave_out(strategy, guard, step + 1, fault, result)
+        seconds = time.perf_counter() - started
+        (tokens,) = world.sum([sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)])
+        tokens = int(tokens) // world.sequence_parallel
+        tokens_seen += tokens
+        flops = counter.flops(tokens, result.losses.overall.tokens, result.live_pairs)
+        yield Step(
+            number=step + 1,
+            result=result,
+            left_out=fault,
+            tokens=tokens,
+            tokens_seen=tokens_seen,
+            flops=flops,
+            seconds=seconds,
+            mfu=flops / seconds / (peak * world.size) if peak else None,
+            memory_gib=_memory_gib(world.device),
+        )
+
+
+def _leave_out(strategy: Strategy, guard: Guard, number: int, fault: str, result: StepResult) -> None:
+    """Note a bad step, or end the run with it.
+
+    Raises:
+        UserError, OtherRankFailed: weights are not finite, or the step is one too many.
+    """
+    with strategy.world.together():
+        # Weights that are not numbers make every step a bad one: leaving steps out would be of no use.
+        check_finite(strategy, f"before step {number}", f"so {fault}; lower train.learning_rate and train anew")
+    with strategy.world.together():
+        guard.leave_out(number, fault, result.as_dict())
+
+
+def _memory_gib(device: torch.device) -> float | None:
+    """Return the most memory a GPU has held since the last call, GiB; None without one."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
