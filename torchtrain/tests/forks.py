@@ -10,6 +10,7 @@ import collections
 import gc
 import importlib
 import json
+import math
 import os
 import signal
 import socket
@@ -92,6 +93,9 @@ def _half(path: Path, content: bytes) -> None:
     path.write_bytes(content[: len(content) // 2])
     _die()
 
+
+# Seconds after which the processes that are left are asked to end: longer than they need to see that one is gone.
+_GRACE = 20.0
 
 # Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes before).
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
@@ -190,12 +194,21 @@ def _trace(trace: dict[str, Any], children: list[int], go: int, started: float) 
         os.write(go, b"." * len(children))
         os.close(go)
         codes, left, stopped, still = {}, dict(enumerate(children)), False, time.monotonic()
+        killed = math.inf
         while left:
             time.sleep(0.005)
+            if (
+                time.monotonic() - killed > _GRACE
+            ):  # as torchrun does; before the processes have met, nothing else would end it
+                for other in left.values():
+                    os.kill(other, signal.SIGTERM)
+                killed = math.inf
             for rank, child in list(left.items()):
                 if (done := os.waitpid(child, os.WNOHANG))[0]:
                     codes[rank] = os.waitstatus_to_exitcode(done[1])
                     del left[rank]
+                    if codes[rank] == -signal.SIGKILL:
+                        killed = time.monotonic()
                     if codes[rank] == -signal.SIGKILL and trace.get("group"):
                         for other in left.values():
                             os.killpg(other, signal.SIGKILL)
