@@ -1,7 +1,8 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-`train` and `resume` say what is done, one thing after another; both lead to `_Run.train`. It is the same on one process and on
-many: every rank runs it, rank 0 writes and speaks, and what any rank finds wrong under `World.together` stops all of them.
+`train` and `resume` say what is done, one thing after another; both lead to `_Run.train`. It is the same on one process
+and on many: every rank runs it, rank 0 writes and speaks, and what any rank finds wrong under `World.together` stops
+all of them.
 """
 
 import math
@@ -72,8 +73,8 @@ def train(
         What the run gave, on rank 0; None on the others.
 
     Raises:
-        UserError: something does not fit, and then no run folder was made; or a step is bad (`torchtrain.training.guard`),
-            or a checkpoint cannot be written.
+        UserError: something does not fit, and then no run folder was made; or a step is bad
+            (`torchtrain.training.guard`), or a checkpoint cannot be written.
         OtherRankFailed: another rank found what does not fit, and says so.
         Terminated: SIGTERM was obeyed, and what there was is saved.
     """
@@ -144,7 +145,7 @@ class _Run:
             check_layout(self.config, self.world.size)
             check_writers(self.config)
 
-    # --- the folder of a run that begins --------------------------------------------------------------------------------
+    # --- the folder of a run that begins ------------------------------------------------------------------------------
 
     def check_place(self, replace: bool) -> None:
         """Check that the folder can be made."""
@@ -160,7 +161,7 @@ class _Run:
                 held.enter_context(self.folder.create(self.config, setup.record, replace, sources))
         self._see_folder()
 
-    # --- the folder of a run that goes on -------------------------------------------------------------------------------
+    # --- the folder of a run that goes on -----------------------------------------------------------------------------
 
     def hold_folder(self, held: ExitStack) -> None:
         """Hold the folder for as long as `held` lasts."""
@@ -251,7 +252,7 @@ class _Run:
                 f"disk or put them back, {anew}"
             )
 
-    # --- both -----------------------------------------------------------------------------------------------------------
+    # --- both ---------------------------------------------------------------------------------------------------------
 
     def set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None) -> Setup:
         """Make model and rows; see `torchtrain.run.setup.set_up`."""

@@ -202,7 +202,8 @@ def test_a_cache_in_the_runs_folder(call, tree, tmp_path, inside):
         ({"rope_parameters": {"rope_type": "linear"}}, "its config.json is refused: .*factor"),
         (
             {"intermediate_size": 64},
-            r"6 weights do not fit its config.json, the first is model\.layers\.0\.mlp\.down_proj\.weight: \[32, 48\] in "
+            r"6 weights do not fit its config.json, the first is model\.layers\.0\.mlp\.down_proj\.weight: \[32, 48\] "
+            r"in "
             r"the file, \[32, 64\] by the config",
         ),
     ],

@@ -43,7 +43,7 @@ def events(result) -> list[dict]:
     return read_metrics(result.model.parent / "metrics.jsonl")
 
 
-# --- end to end ---------------------------------------------------------------------------------------------------------
+# --- end to end -------------------------------------------------------------------------------------------------------
 
 CASES = [
     ("llama", "anchor", ()),
@@ -142,7 +142,7 @@ def test_a_diverging_run_says_so(run):
         run("train.learning_rate=1e30", "train.clip_norm=null", "train.warmup_steps=0")
 
 
-# --- one step, against naive twins --------------------------------------------------------------------------------------
+# --- one step, against naive twins ------------------------------------------------------------------------------------
 
 
 def packed(tree, write_config, *overrides: str):
@@ -302,7 +302,7 @@ def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
     assert not any(g.any() for g in gradients(model))
 
 
-# --- what load_for_training refuses -------------------------------------------------------------------------------------
+# --- what load_for_training refuses -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
