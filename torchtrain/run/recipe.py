@@ -41,7 +41,7 @@ from torchtrain.run.steps import take_steps
 from torchtrain.run.termination import Termination
 from torchtrain.run.writers import check_writers
 from torchtrain.training.events import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
-from torchtrain.training.held_out import HeldOut, evaluate
+from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
 
 
@@ -327,7 +327,7 @@ class _Run:
             advance(status)
             after_row()
 
-        evaluate(setup.model, setup.held_out, losses, train.loss_chunk, on_row, strategy, micro_batch)
+        measure_held_out(setup.model, setup.held_out, losses, train.loss_chunk, on_row, strategy, micro_batch)
         event = {"step": session.step, "tokens_seen": session.tokens_seen, **losses.as_dict()}
         journal.metrics.write("evaluation", event)
         with self.world.together():

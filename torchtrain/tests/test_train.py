@@ -23,7 +23,7 @@ from torchtrain.run.recipe import train
 from torchtrain.run.setup import pack_rows
 from torchtrain.tests.tiny import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 from torchtrain.training.events import read_metrics
-from torchtrain.training.held_out import HeldOut, evaluate
+from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.loss import IGNORE
 from torchtrain.training.optimizer import Optimizer
 from torchtrain.training.step import accumulate, step_batches
@@ -278,7 +278,7 @@ def test_losses_by_domain_are_those_of_each_document_alone(model, tree, write_co
 
 def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree, write_config):
     _, _, held_out, store = packed(tree, write_config)
-    result = evaluate(model, held_out, HeldOut(store.domains, own_positions=50), chunk=37)
+    result = measure_held_out(model, held_out, HeldOut(store.domains, own_positions=50), chunk=37)
     assert model.training
     losses, _ = accumulate(Replicated(model, None), [collate([row]) for row in held_out], store.domains, chunk=37)
     assert result.overall == losses.overall
