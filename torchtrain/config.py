@@ -361,17 +361,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool
 
 
 def rename_sections(resolved: settings.Tree) -> settings.Tree:
-    """Return a run's resolved config with today's names of sections. One that has both names is left as it is, to be
-    refused.
+    """Return a run's resolved config with today's names of sections.
+
+    One that has both names is left as it is, to be refused.
     """
     now = {old: new for old, new in Config.FORMER_NAMES.items() if new not in resolved}
     return {now.get(name, name): section for name, section in resolved.items()}
 
 
 def older_meaning(resolved: settings.Tree) -> settings.Tree:
-    """Return a run's resolved config with today's names, and with what the run did wherever a setting is younger than
-    it.
-    """
+    """Return a run's resolved config by today's names, with what the run did wherever a setting is younger."""
     tree = _empty_sections(rename_sections(resolved))
     for name, values in _BEFORE.items():
         if isinstance(tree.get(name), dict):

@@ -1,5 +1,4 @@
-"""The way in for a training loop of one's own: set `anchor` on a model, check that it holds in every layer, say what
-runs.
+"""The way in for one's own training loop: set `anchor` on a model, check that it holds in every layer, say what runs.
 
 model = torchtrain.attach(model)
 model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
@@ -92,9 +91,7 @@ def _longest_row(model: PreTrainedModel) -> str:
 def _check_masks(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Refuse `document_ids` that would be swallowed; drop a mask that hides nothing before a family makes more of
-    it.
-    """
+    """Refuse `document_ids` that would be swallowed; drop a mask that hides nothing before a family adds to it."""
     implementation = str(decoder.config.get_text_config(decoder=True)._attn_implementation)
     if not implementation.startswith(implementation_name("auto")):
         if kwargs.get("document_ids") is not None:

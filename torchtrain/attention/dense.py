@@ -1,5 +1,6 @@
-"""Engine `dense`: the rule as a boolean [T, T] mask. For tests and tiny inputs; cast by cast what transformers' eager
-does.
+"""Engine `dense`: the rule as a boolean [T, T] mask.
+
+For tests and tiny inputs; cast by cast what transformers' eager does.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
 """

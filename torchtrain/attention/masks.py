@@ -1,5 +1,4 @@
-"""What transformers' mask builders ask for, where `document_ids` say who sees whom: nothing is built, nothing is
-dropped.
+"""What transformers' mask builders ask for, where `document_ids` say who sees whom: nothing is built or dropped.
 
 Upstream: transformers/masking_utils.py (`create_causal_mask` and its siblings, AttentionMaskInterface).
 

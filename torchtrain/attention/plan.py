@@ -27,8 +27,9 @@ from torchtrain.attention.rule import ANCHOR, PADDING, check_document_ids
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What the engines need to know of a batch's documents. Build it with `make_plan`; index tensors are flat in B *
-    T.
+    """What the engines need to know of a batch's documents.
+
+    Build it with `make_plan`; index tensors are flat in B * T.
     """
 
     document_ids_BT: Tensor

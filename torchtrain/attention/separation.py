@@ -59,9 +59,7 @@ def check_separation(model: nn.Module) -> None:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """With gradients whoever calls; modes given back, module by module, and the random states of the model's
-    devices.
-    """
+    """With gradients whoever calls; modes of modules and random states of the model's devices are given back."""
     modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device for p in model.parameters() if p.device.type != "cpu"}, key=str)
     kind = devices[0].type if devices else "cuda"
@@ -134,8 +132,9 @@ def _check_gradients(model: nn.Module, seen: _Watched) -> None:
 
 
 def _reaches(output: Tensor, given: Tensor, tokens: slice) -> bool:
-    """Whether any gradient of the output comes to these tokens of what was given. Random weights: a norm's sum is
-    constant.
+    """Whether any gradient of the output comes to these tokens of what was given.
+
+    Random weights: a norm's sum is constant.
     """
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     (gradient,) = torch.autograd.grad(output, given, weights, retain_graph=True, allow_unused=True)

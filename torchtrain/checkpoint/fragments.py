@@ -29,9 +29,7 @@ FILE_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, start + n) of a flattened parameter; `tensors` are views [n] of what the strategy uses, by
-    kind.
-    """
+    """Elements [start, start + n) of a flattened parameter; `tensors` are views [n] of the strategy's, by kind."""
 
     parameter: str
     start: int

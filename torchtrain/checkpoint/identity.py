@@ -1,6 +1,4 @@
-"""What a run is made of, and whether it still is: compared before a checkpoint is used and before anything is
-tokenised.
-"""
+"""What a run is made of, and whether it still is: compared before a checkpoint is used or anything is tokenised."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -68,8 +66,7 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
 
 
 def describe_changes(manifest: Manifest, layout: Layout) -> str:
-    """Return, in words, what moves last digits and differs from when a checkpoint was written; empty where nothing
-    does.
+    """Return, in words, what moves last digits and has changed since a checkpoint was written; else an empty text.
 
     Args:
         manifest: the checkpoint's.

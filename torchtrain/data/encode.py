@@ -124,8 +124,9 @@ def special_tokens_of(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
 
 
 def control_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
-    """Return the special tokens that steer. What the model writes where it knows no token does not: text may be
-    unknown.
+    """Return the special tokens that steer.
+
+    What the model writes where it knows no token does not: text may be unknown.
     """
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     unknown = model.get("unk_id")

@@ -1,5 +1,4 @@
-"""Cut a long document where its tokens do not change: each piece is tokenised alone, and their tokens stand one after
-another.
+"""Cut a long document where its tokens do not change: pieces are tokenised alone, their tokens joined.
 
 A tokenizer needs some 200 bytes for every character that it holds at one time, so a long document cannot be given to it
 whole. A cut is exact where no step of the tokenizer looks across it: no added token of the vocabulary lies there, the
@@ -127,9 +126,7 @@ def _if_not_prefixing(step: Mapping[str, Any]) -> str | None:
 
 
 def _cuts_of_merges(backend: Mapping[str, Any]) -> Cuts | None:
-    """Cuts for a BPE over whole documents, as sentencepiece has it: before a space that no token holds behind a
-    letter.
-    """
+    """Cuts for a BPE over whole documents, as sentencepiece has it: before spaces that no token joins to a letter."""
     normalizer = _steps(backend["normalizer"], "normalizers")
     prefixes = [step["prepend"] for step in normalizer if step["type"] == "Prepend"]
     others = [step for step in normalizer if step["type"] != "Prepend"]
@@ -160,8 +157,9 @@ def _steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]
 
 
 def _works_by_character(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer does the same to a text and to its pieces: letters and single spaces combine with nothing
-    before.
+    """Whether a normalizer does the same to a text and to its pieces.
+
+    Letters and single spaces combine with nothing before.
     """
     if step["type"] == "Replace":
         pattern = step["pattern"]

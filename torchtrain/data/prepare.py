@@ -37,9 +37,7 @@ _MOST_FILES = 1_000_000  # of a data set's folder
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a preparation is: what it does, and over all sources the documents and tokens written, the bad records
-    met.
-    """
+    """How far a preparation is: what it does, and over all sources documents and tokens written, bad records met."""
 
     state: str  # `tokenising NAME` of a source, then `tokenised`; or `tokens reused`, where a finished store was found
     documents: int
@@ -116,8 +114,7 @@ def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast")
 
 
 def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return the name of the store that a config and a tokenizer give: 32 hex digits over all that its tokens depend
-    on.
+    """Return the name of the store of a config and a tokenizer: 32 hex digits over all that its tokens depend on.
 
     Raises:
         UserError: as `prepare`, for a missing file and package and for a tokenizer that does not fit.
@@ -212,8 +209,9 @@ def _make(
 
 @contextmanager
 def _commits(final: Path, data: DataConfig) -> Iterator[Path]:
-    """Give an empty folder and rename it when the block is done; nothing is left of one that fails. The lock is
-    held.
+    """Give an empty folder and rename it when the block is done; nothing is left of one that fails.
+
+    The lock is held.
     """
     partial = final.with_name(final.name + PARTIAL)
     try:

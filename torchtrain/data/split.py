@@ -9,9 +9,7 @@ from torchtrain.data.store import TokenStore
 
 
 class Split(NamedTuple):
-    """Documents of both sides, int64 and sorted, and how many another draw would have put on the other side but for
-    their copies.
-    """
+    """Documents of both sides, int64 and sorted, and how many changed sides because of their copies."""
 
     train: np.ndarray
     held_out: np.ndarray

@@ -54,9 +54,7 @@ class DomainSummary:
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Records of one source: how many there were, how many bad, the first bad one, how many hold what looks like a
-    special token.
-    """
+    """Records of one source: how many there were, how many bad, the first bad one, how many hold special tokens."""
 
     source: str
     records: int
@@ -282,8 +280,9 @@ def _check_domains(document_domains: np.ndarray, documents: int, domains: int) -
 
 
 def _hash(tokens: np.ndarray) -> int:
-    """Return 64 bits of a document's content. That two of a hundred million differ in content only has odds of 1 in
-    3,000.
+    """Return 64 bits of a document's content.
+
+    That two of a hundred million differ in content only has odds of 1 in 3,000.
     """
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
 
@@ -427,8 +426,7 @@ def _finish(folder: Path, header: _Header) -> None:
 
 
 def take_over(store: TokenStore, folder: Path, fingerprint: str) -> None:
-    """Make, in an empty folder, the store that another one is under a new fingerprint: the same files, linked where the
-    disk can.
+    """Make, in an empty folder, another store under a new fingerprint: the same files, linked where the disk can.
 
     An older store gets hashes and digests by it.
 

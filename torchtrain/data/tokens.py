@@ -57,8 +57,9 @@ def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Seq
 
 
 def pad_id(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return the token that fills a row: the tokenizer's padding, or its EOS, or 0. Nothing sees it and no loss counts
-    it.
+    """Return the token that fills a row: the tokenizer's padding, or its EOS, or 0.
+
+    Nothing sees it and no loss counts it.
     """
     return next(iter(_special_ids(tokenizer, "pad", "eos")), 0)
 

@@ -1,5 +1,4 @@
-"""Whether the other processes still live, for those that wait for them: a collective alone would wait for half an hour
-or for ever.
+"""Whether the other processes still live: a collective alone would wait for them for half an hour or for ever.
 
 Every rank writes a number that grows into the store that torchrun keeps, and watches that of the next rank: so each is
 watched, and the store is asked as often however many there are. Who finds one lost, or ends by a fault of its own,
@@ -69,9 +68,7 @@ def heartbeat(rank: int, size: int, period: float | None = None, patience: float
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Ignore SIGTERM, which torchrun sends to those that are left when one has ended: this one knows better why it
-    stops.
-    """
+    """Ignore SIGTERM, which torchrun sends to those left when one has ended: this one knows better why it stops."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -95,9 +92,7 @@ class _Watch(threading.Thread):
         self._place = f"anchorline/{start}"
 
     def end(self, fault: str | None, wait: bool = False) -> None:
-        """Stop watching: the block has ended, by a fault ("RANK EXIT-CODE") or without one; `wait` until the others
-        know.
-        """
+        """Stop watching: the block has ended, by a fault ("RANK EXIT-CODE") or not; `wait` until the others know."""
         self._fault, self._waits = fault, wait
         self._ended.set()
         self.join(timeout=self.patience)
@@ -160,9 +155,7 @@ class _Watch(threading.Thread):
         return int(store.get(self._faulty).split()[1])
 
     def _leave_for_another(self, store: dist.TCPStore) -> None:
-        """Another rank failed, and says so: leave in silence, at once if the program sees it too, else after
-        `GRACE`.
-        """
+        """Another rank failed, and says so: leave in silence, at once if the program sees it, else after `GRACE`."""
         self.code_of_another = code = self._code(store)
         store.set(self._sign(self.rank), _DONE.decode())
         if not self._ended.wait(GRACE):

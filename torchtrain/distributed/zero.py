@@ -78,9 +78,7 @@ def leave_out(optimizer: Any) -> Iterator[None]:
 
 
 def forget_left_out(optimizer: Any) -> None:
-    """Clear what stages 1 and 2 with the optimizer in host memory keep of a step they left out, and would add to the
-    next.
-    """
+    """Clear what stages 1 and 2 with an offloaded optimizer keep of a step left out, and would add to the next."""
     for group in getattr(optimizer, "averaged_gradients", {}):
         optimizer.averaged_gradients[group] = None
 

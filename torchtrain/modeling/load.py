@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def load_for_training(
     source: str, config: "PretrainedConfig", model: ModelConfig, engine: str, device: torch.device
 ) -> "PreTrainedModel":
-    """Load a model with this config and this attention engine, on the device, in training mode, and check what training
-    relies on.
+    """Load a model in training mode with this config and attention engine, and check what training relies on.
 
     Args:
         source: what `resolve_source` returned.
@@ -57,8 +56,7 @@ def load_for_evaluation(
     *,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Load a model, such as one that a run exported, with transformers' own attention and a KV cache, in evaluation
-    mode.
+    """Load a model in evaluation mode, such as a run's export, with transformers' own attention and a KV cache.
 
     None of training's checks is made: a window, capped logits or dropout are as good here as anything that transformers
     runs.

@@ -56,9 +56,7 @@ def save_folder(
 
 
 def reader_notes(config: "PretrainedConfig") -> list[str]:
-    """Return what a reader other than transformers must be told, because no config.json tells it: a line each, mostly
-    none.
-    """
+    """Return what readers other than transformers must be told and no config.json says: a line each, mostly none."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     length, name = config.max_position_embeddings, config.model_type
     if rope and "rope_type" not in rope:

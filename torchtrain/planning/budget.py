@@ -1,5 +1,6 @@
-"""`torchtrain plan`: what a run needs, before it is run. Reads the config and the model's config.json; no weights, no
-data.
+"""`torchtrain plan`: what a run needs, before it is run.
+
+Reads the config and the model's config.json; no weights, no data.
 
 Memory is per GPU, for P weights on N processes, b bytes each:
 

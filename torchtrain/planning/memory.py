@@ -1,5 +1,4 @@
-"""What a forward and a backward pass hold in memory, counted by running them on torch's meta device: shapes without
-numbers.
+"""What a forward and a backward pass hold in memory, counted on torch's meta device: shapes without numbers.
 
 Every tensor that transformers, autograd and checkpointing make is counted while it lives, so no formula of a model's
 activations stands here. Attention is stood in for by tensors that FlashAttention and the exchange between ranks would

@@ -1,5 +1,4 @@
-"""The run's folder: refused if it holds anything, made only when everything is checked, emptied only of what is a run's
-own.
+"""The run's folder: refused if it holds anything, made when everything is checked, emptied of a run's own only.
 
 A run is there from when its record has its name, `run.json`. Before, it is `run.json.partial`; while `--replace`
 removes the run, `run.json.deleted`. So whenever a process is killed, the folder says what it holds, and who comes next
@@ -204,8 +203,9 @@ class RunFolder:
         self._removing.unlink(missing_ok=True)
 
     def _take_inventory(self, record: Path | None) -> tuple[list[str], list[str]]:
-        """Return the paths of the run's own files, and of all else. Of one that was not made yet: what its making
-        leaves.
+        """Return the paths of the run's own files, and of all else.
+
+        Of one that was not made yet: what its making leaves.
         """
         if record is None:
             names = sorted(path.name for path in self.path.iterdir())

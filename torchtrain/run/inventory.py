@@ -1,6 +1,4 @@
-"""Which files of a run's folder are the run's: those that its record lists, or that have a name and a place only a run
-gives.
-"""
+"""Which files of a run's folder are the run's: those that its record lists, or whose name only a run gives."""
 
 import os
 import re
@@ -112,8 +110,9 @@ def find_change(folder: Path, files: Mapping[str, FileEntry], whole: bool) -> st
 
 
 def _walk(top: Path, below: str = "") -> Iterator[tuple[str, bool, bool]]:
-    """Yield path, whether it is an empty folder, and whether it is a plain file, of all that a folder holds. No link is
-    followed.
+    """Yield path, whether it is an empty folder, and whether it is a plain file, of all that a folder holds.
+
+    No link is followed.
     """
     with os.scandir(top / below) as entries:
         found = sorted(entries, key=lambda entry: entry.name)

@@ -1,5 +1,4 @@
-"""What a run has left for use, and whether that is all: `outputs.json`, in which every exported file stands by size and
-SHA-256.
+"""What a run has left for use, and whether that is all: `outputs.json`, every exported file by size and SHA-256.
 
 A folder is written down before it takes its name, so none stands there unlisted; and that the run is finished is
 written last.

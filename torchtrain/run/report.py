@@ -67,9 +67,7 @@ class Display:
         self._bars.stop()
 
     def task(self, name: str, total: int, first: int = 0) -> Callable[[str], None]:
-        """Begin a task of `total` steps, `first` of them done; return what is called with a status when one more is
-        done.
-        """
+        """Begin a task of `total` steps, `first` of them done; return what takes a status when one more is done."""
         task = self._bars.add_task(name, total=total, completed=first, status="")
         began, done = time.monotonic(), itertools.count(first + 1)
 

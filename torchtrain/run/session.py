@@ -28,8 +28,9 @@ from torchtrain.training.strategy import Strategy
 
 
 class Session:
-    """Saves a run between two steps and takes it up again. All ranks make one and call it alike; rank 0 writes what is
-    common.
+    """Saves a run between two steps and takes it up again.
+
+    All ranks make one and call it alike; rank 0 writes what is common.
 
     Args:
         config: the run's.
@@ -80,8 +81,9 @@ class Session:
 
     @property
     def due(self) -> bool:
-        """Whether this step saves. The last one does, so that nothing is lost while the model is evaluated and
-        exported.
+        """Whether this step saves.
+
+        The last one does, so that nothing is lost while the model is evaluated and exported.
         """
         every, last = self._config.save.every, self._config.train.steps
         return bool(every) and self.step > 0 and (self.step % every == 0 or self.step == last)
@@ -171,9 +173,7 @@ class Session:
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
 
     def export_if_kept(self) -> None:
-        """Export this step's model if it is one of the last that `save.last` keeps; the trained one itself comes
-        later.
-        """
+        """Export this step's model if it is one of the last that `save.last` keeps; the trained one comes later."""
         if self.step in exported_steps(self._config.save, self._config.train.steps):
             self.export(self._folder.exports / f"step-{self.step:08d}")
 

@@ -23,8 +23,7 @@ NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())
 
 
 class MetricsFile:
-    """A file of events such as `metrics.jsonl`, a context manager: an event survives the process once `write` has
-    returned.
+    """A file of events such as `metrics.jsonl`, a context manager: an event survives once `write` has returned.
 
     A last line that an interruption cut off goes when the file is opened.
 
@@ -144,8 +143,7 @@ _TIMING = {"step": _Speed, "save": _OfStep}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a `metrics.jsonl` or `timing.jsonl`, in order; a last line that is still being written is
-    left out.
+    """Return the events of a `metrics.jsonl` or `timing.jsonl`, in order, but for a last line still being written.
 
     Returns:
         Nothing where there is no file.

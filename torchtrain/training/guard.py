@@ -94,9 +94,7 @@ class Guard:
         )
 
     def _rows_of(self, step: int) -> list[dict[str, Any]]:
-        """What a step was made of: the number that `PackedRows.row_at` takes, and the documents that lie in each
-        row.
-        """
+        """What a step was made of: the number that `PackedRows.row_at` takes, and the documents of each row."""
         store, count = self._rows.store, self._train.sequences_per_step
         found = []
         for number in range((step - 1) * count, step * count):

@@ -92,8 +92,7 @@ def accumulate(
     chunk: int,
     on_losses: OnLosses | None = None,
 ) -> tuple[Losses, int]:
-    """Add up the gradient of the mean loss over all labelled tokens of the step, whatever rank and micro-batch they are
-    in.
+    """Add up the gradient of the mean loss over all labelled tokens of the step, on all ranks and in all micro-batches.
 
     Args:
         strategy: its model in training mode.

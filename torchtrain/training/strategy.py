@@ -53,8 +53,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
-        """Run the model on this rank's part of a micro-batch: as `chunked_cross_entropy`, the sum and each token's [B,
-        t].
+        """Run the model on this rank's part of a micro-batch.
+
+        Returns:
+            As `chunked_cross_entropy`: the sum of the losses, and each token's [B, t].
         """
 
     @abstractmethod
@@ -79,8 +81,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor] | None:
-        """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others. All ranks must call
-        it.
+        """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others.
+
+        All ranks must call it.
         """
 
 
@@ -197,8 +200,9 @@ class Zero(Strategy):
         return norm
 
     def drop(self) -> None:
-        """See `Strategy`. DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not
-        finite.
+        """See `Strategy`.
+
+        DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite.
         """
         with leave_out(self.deepspeed.optimizer):
             norm = self.step(0.0)
