@@ -1,5 +1,5 @@
-"""The command line. How it ends is `anchorline.command`'s, but for what many processes add: who speaks, and 143 where SIGTERM
-ended a run (it is saved).
+"""The command line. How it ends is `anchorline.command`'s, but for what many processes add: who speaks, and 143 where
+SIGTERM ended a run (it is saved).
 
 `torchtrain train` is one process; torchrun starts many: torchrun --nproc_per_node 8 -m torchtrain train CONFIG.
 """
@@ -19,8 +19,8 @@ from anchorline.errors import UserError, one_line, quoted
 from anchorline.files import resolve
 from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, Terminated
 
-# torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits in case
-# rank 0 found the same; one with nothing to say leaves last.
+# torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits
+# in case rank 0 found the same; one with nothing to say leaves last.
 _SECONDS_BEFORE_SPEAKING = 2.0
 _SECONDS_BEFORE_LEAVING = 5.0
 MOST, MOST_PROCESSES = 2**31 - 1, 2**16
@@ -52,9 +52,9 @@ def train(
 ) -> None:
     """Train, and leave a Hugging Face folder in run.folder.
 
-    Writes there: model/ (loads with AutoModelForCausalLM and AutoTokenizer), metrics.jsonl, loss.png, config.yaml with every
-    default written out, and run.json. Converted models and tokens are kept in data.cache. Everything that can be checked is
-    checked before run.folder is made.
+    Writes there: model/ (loads with AutoModelForCausalLM and AutoTokenizer), metrics.jsonl, loss.png, config.yaml with
+    every default written out, and run.json. Converted models and tokens are kept in data.cache. Everything that can be
+    checked is checked before run.folder is made.
 
     Example: torchtrain train configs/demo.yaml train.steps=20 run.folder=runs/short
 
@@ -103,8 +103,8 @@ def resume(
 ) -> None:
     """Go on with a run after anything: it ends as if it had never been interrupted.
 
-    As many processes as before leave the same bits. Another number of them, or another distributed section, goes on with the
-    same rows and weights. Nothing that decides the numbers may change; such a change is refused and named.
+    As many processes as before leave the same bits. Another number of them, or another distributed section, goes on
+    with the same rows and weights. Nothing that decides the numbers may change; such a change is refused and named.
 
     Example: torchtrain resume runs/demo
 
@@ -143,7 +143,8 @@ def verify(
         Path, typer.Argument(metavar="FOLDER", help="a run's folder, or a token store's (cache/corpus/...)")
     ],
 ) -> None:
-    """Read everything that has a digest, and say what is no longer what was written: a run's checkpoints and tokens, or a store.
+    """Read everything that has a digest, and say what is no longer what was written: a run's checkpoints and tokens, or
+    a store.
 
     Exit code 0: all is as it was written; 1: something is not.
 

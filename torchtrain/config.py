@@ -32,8 +32,8 @@ Real = Annotated[float, Field(gt=0, le=1e30)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 PathText = Annotated[str, Field(min_length=1, max_length=4095)]  # characters: Linux takes no longer path
 
-# What a run did that was begun before a setting existed: its resolved config, which holds every default, lacks the setting. Only
-# where today's default means something else.
+# What a run did that was begun before a setting existed: its resolved config, which holds every default, lacks the
+# setting. Only where today's default means something else.
 _BEFORE = {"data": {"special_tokens": "control"}}
 
 
@@ -80,7 +80,8 @@ class RopeConfig(Section):
     factor: Stretch | None = Field(default=None, description="scale; default: new length / original length")
     original_max_position_embeddings: Count | None = Field(
         default=None,
-        description="positions a linear model held before its scaling; asked for where its config.json leaves that open",
+        description="positions a linear model held before its scaling; asked for where its config.json leaves that "
+        "open",
     )
     attention_factor: Stretch | None = None
     beta_fast: Stretch | None = None
@@ -159,7 +160,8 @@ class DataConfig(Section):
     append_eos: bool = Field(default=True, description="close each document with the tokenizer's EOS")
     special_tokens: Literal["text", "control"] = Field(
         default="text",
-        description="what a special token written in a document is, such as </s>: text like any other, or the control token",
+        description="what a special token written in a document is, such as </s>: text like any other, or the control "
+        "token",
     )
     min_tokens: Count = Field(default=1, description="shorter documents are dropped, counted and reported")
     bad_record_share: Share = Field(
@@ -254,8 +256,8 @@ class TrainConfig(Section):
 class DistributedConfig(Section):
     """How a step is spread over the processes that torchrun starts. Whatever stands here, it computes the same.
 
-    Rows in work at a time are processes / sequence_parallel, of train.micro_batch rows each; what train.sequences_per_step
-    holds beyond them is gradient accumulation.
+    Rows in work at a time are processes / sequence_parallel, of train.micro_batch rows each; what
+    train.sequences_per_step holds beyond them is gradient accumulation.
     """
 
     sequence_parallel: Rows = Field(
@@ -263,7 +265,8 @@ class DistributedConfig(Section):
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
-        description="what is spread over the processes: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 nothing",
+        description="what is spread over the processes: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 "
+        "nothing",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         default="none", description="kept in host memory: the optimizer's state, or (stage 3) the weights as well"
@@ -274,7 +277,8 @@ class DistributedConfig(Section):
         needed = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
         if self.zero_stage < needed:
             raise ValueError(
-                f"offload {self.offload!r} needs zero_stage {needed} or more, and zero_stage is {self.zero_stage}; change one"
+                f"offload {self.offload!r} needs zero_stage {needed} or more, and zero_stage is {self.zero_stage}; "
+                "change one"
             )
         return self
 
@@ -357,13 +361,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool
 
 
 def rename_sections(resolved: settings.Tree) -> settings.Tree:
-    """Return a run's resolved config with today's names of sections. One that has both names is left as it is, to be refused."""
+    """Return a run's resolved config with today's names of sections.
+
+    One that has both names is left as it is, to be refused.
+    """
     now = {old: new for old, new in Config.FORMER_NAMES.items() if new not in resolved}
     return {now.get(name, name): section for name, section in resolved.items()}
 
 
 def older_meaning(resolved: settings.Tree) -> settings.Tree:
-    """Return a run's resolved config with today's names, and with what the run did wherever a setting is younger than it."""
+    """Return a run's resolved config by today's names, with what the run did wherever a setting is younger."""
     tree = _empty_sections(rename_sections(resolved))
     for name, values in _BEFORE.items():
         if isinstance(tree.get(name), dict):

@@ -17,7 +17,9 @@ class RankLost(Exception):  # noqa: N818
 
 
 class Terminated(Exception):  # noqa: N818
-    """SIGTERM was obeyed; the message says from where the run goes on. It is empty on ranks that leave it to another to say.
+    """SIGTERM was obeyed; the message says from where the run goes on.
+
+    It is empty on ranks that leave it to another to say.
 
     `agreed`: all ranks end so, between two steps; else only those that the signal came to.
     """

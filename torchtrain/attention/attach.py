@@ -1,4 +1,4 @@
-"""The way in for a training loop of one's own: set `anchor` on a model, check that it holds in every layer, say what runs.
+"""The way in for one's own training loop: set `anchor` on a model, check that it holds in every layer, say what runs.
 
 model = torchtrain.attach(model)
 model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
@@ -23,26 +23,28 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def attach(model: _Model, engine: str = "auto") -> _Model:
     """Make a causal language model of transformers train under the mask rule, or refuse and leave it as it was.
 
-    The implementation is set and read back, the separation of documents checked on 11 tokens (`check_separation`), and the
-    engine that will run told in one line. From then on the model also refuses what `anchor` alone cannot see: `document_ids`
-    while another implementation is set, and labels that are already shifted; and takes an attention mask that is all ones.
+    The implementation is set and read back, the separation of documents checked on 11 tokens (`check_separation`), and
+    the engine that will run told in one line. From then on the model also refuses what `anchor` alone cannot see:
+    `document_ids` while another implementation is set, and labels that are already shifted; and takes an attention mask
+    that is all ones.
 
     Args:
-        model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or compilation.
+        model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
+            compilation.
         engine: `auto`, `flash`, `flex`, `sdpa` or `dense`.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: no such model, an engine that cannot run here, a family that ignores the setting, or a layer that leaks,
-            by name.
+        UserError: no such model, an engine that cannot run here, a family that ignores the setting, or a layer that
+            leaks, by name.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
         raise UserError(
-            f"attach: {type(model).__name__} is not a causal language model of transformers; attach it before DDP, FSDP or "
-            "torch.compile wrap it"
+            f"attach: {type(model).__name__} is not a causal language model of transformers; attach it before DDP, "
+            "FSDP or torch.compile wrap it"
         )
     name, chosen = implementation_name(engine), resolve_engine(engine, inner.device, inner.dtype)
     register()
@@ -70,8 +72,8 @@ def _read_back(model: PreTrainedModel, name: str) -> None:
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != name:
         raise UserError(
-            f"attach: {type(model).__name__} computes attention in its own way and ignores attn_implementation={name!r} "
-            f"(it runs {config._attn_implementation!r}); choose another model"
+            f"attach: {type(model).__name__} computes attention in its own way and ignores "
+            f"attn_implementation={name!r} (it runs {config._attn_implementation!r}); choose another model"
         )
 
 
@@ -89,7 +91,7 @@ def _longest_row(model: PreTrainedModel) -> str:
 def _check_masks(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Refuse `document_ids` that would be swallowed; drop a mask that hides nothing before a family makes more of it."""
+    """Refuse `document_ids` that would be swallowed; drop a mask that hides nothing before a family adds to it."""
     implementation = str(decoder.config.get_text_config(decoder=True)._attn_implementation)
     if not implementation.startswith(implementation_name("auto")):
         if kwargs.get("document_ids") is not None:

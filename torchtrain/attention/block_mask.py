@@ -19,15 +19,16 @@ BLOCK = 128
 def make_block_mask(document_ids_BT: Tensor) -> BlockMask:
     """Lower document ids [B, T] to a BlockMask over T rounded up to a multiple of 128 (the rest counts as padding).
 
-    A block pair is kept where some pair of it is visible, and full where all are. Both are exact where ids do not decrease
-    along the row (padding aside), which is how rows are packed; ids in any other order keep a superset of the blocks and
-    stay correct, because the rule itself is evaluated inside every block that is not full.
+    A block pair is kept where some pair of it is visible, and full where all are. Both are exact where ids do not
+    decrease along the row (padding aside), which is how rows are packed; ids in any other order keep a superset of the
+    blocks and stay correct, because the rule itself is evaluated inside every block that is not full.
     """
     ids_BT = F.pad(document_ids_BT, (0, -document_ids_BT.shape[1] % BLOCK), value=PADDING)
     B, T = ids_BT.shape
     blocks = ids_BT.view(B, T // BLOCK, BLOCK)
 
-    # The documents of a block lie between its first and last id. Padding takes no part: first > last where all is padding.
+    # The documents of a block lie between its first and last id. Padding takes no part: first > last where all is
+    # padding.
     real = blocks != PADDING
     some_real_BQ, all_real_BQ = real.any(-1), real.all(-1)
     last_BQ = blocks.amax(-1)

@@ -1,4 +1,6 @@
-"""Engine `dense`: the rule as a boolean [T, T] mask. For tests and tiny inputs; cast by cast what transformers' eager does.
+"""Engine `dense`: the rule as a boolean [T, T] mask.
+
+For tests and tiny inputs; cast by cast what transformers' eager does.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
 """
@@ -30,7 +32,8 @@ def attend_dense(
 ) -> tuple[Tensor, Tensor]:
     """Attend with a materialised mask.
 
-    Returns out [B, T, H, D] in q's dtype and the detached log-sum-exp [B, H, T] (float32, or float64 for float64 input).
+    Returns out [B, T, H, D] in q's dtype and the detached log-sum-exp [B, H, T] (float32, or float64 for float64
+    input).
 
     Raises:
         UserError: more than 8,192 tokens a row.
@@ -43,7 +46,8 @@ def attend_dense(
     v_BK1TD = v_BTKD.permute(0, 2, 1, 3)[:, :, None]
     mask = visible_BTT(plan.document_ids_BT)[:, None, None]
 
-    # The logits are rounded after the product and again after the scale, the softmax runs in float32: eager's own casts.
+    # The logits are rounded after the product and again after the scale, the softmax runs in float32: eager's own
+    # casts.
     wide = torch.promote_types(q_BTHD.dtype, torch.float32)
     logits = ((q_BKGTD @ k_BK1TD.mT) * scale).to(wide).masked_fill(~mask, float("-inf"))
     # A row that sees nothing would be NaN, in its gradient too: softmax over zeros, then out with it.

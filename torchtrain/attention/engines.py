@@ -66,8 +66,8 @@ def attend(
         scale: factor on the logits; default D ** -0.5.
 
     Returns:
-        out [B, T, H, D] in q's dtype, 0 at padding; and the detached log-sum-exp [B, H, T], -inf at padding, or None from
-        an engine that has none (`sdpa`, and `flex` on a CPU).
+        out [B, T, H, D] in q's dtype, 0 at padding; and the detached log-sum-exp [B, H, T], -inf at padding, or None
+        from an engine that has none (`sdpa`, and `flex` on a CPU).
 
     Raises:
         UserError: shapes, dtypes or devices that do not fit each other, bad document ids, an engine that cannot run.

@@ -1,7 +1,7 @@
 """Engine `flash`: FlashAttention-2 varlen, from the `flash-attn` package where installed, else from torch itself.
 
-Both take packed [tokens, heads, D] tensors with cu_seqlens and align causal masking bottom-right, which is what the plan
-is built for. Upstream: flash_attn/flash_attn_interface.py (flash_attn_varlen_func), torch/nn/attention/varlen.py.
+Both take packed [tokens, heads, D] tensors with cu_seqlens and align causal masking bottom-right, which is what the
+plan is built for. Upstream: flash_attn/flash_attn_interface.py (flash_attn_varlen_func), torch/nn/attention/varlen.py.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N query tokens · M gathered keys.
 """
@@ -43,8 +43,8 @@ def attend_flash(
     """Attend with one varlen call. Returns out [B, T, H, D] and the detached float32 log-sum-exp [B, H, T].
 
     Raises:
-        UserError: no kernel for the device, a dtype other than float16 and bfloat16 on CUDA, a head_dim that is over 256 or
-            no multiple of 8.
+        UserError: no kernel for the device, a dtype other than float16 and bfloat16 on CUDA, a head_dim that is over
+            256 or no multiple of 8.
     """
     provider = flash_provider(q_BTHD.device)
     D = q_BTHD.shape[-1]

@@ -1,10 +1,12 @@
 """Gather the tokens a plan names, with a backward pass that is deterministic.
 
-An anchor row is gathered once for its own segment and once more for every document, so its gradient is a sum over copies.
-`index_select`'s own backward adds them with atomics on a GPU, in any order and in the tensor's dtype; here the copies of
-each anchor row are summed in float32, in document order. Same mathematics: the tests hold it against `index_select`.
+An anchor row is gathered once for its own segment and once more for every document, so its gradient is a sum over
+copies. `index_select`'s own backward adds them with atomics on a GPU, in any order and in the tensor's dtype; here the
+copies of each anchor row are summed in float32, in document order. Same mathematics: the tests hold it against
+`index_select`.
 
-Legend: B batch · T tokens of a row · N query tokens · M gathered keys · K heads · D head_dim · R anchor rows · C copies.
+Legend: B batch · T tokens of a row · N query tokens · M gathered keys · K heads · D head_dim · R anchor rows · C
+copies.
 """
 
 import torch

@@ -6,8 +6,8 @@
     model.set_attn_implementation("anchor")
     model(input_ids, position_ids=position_ids, document_ids=document_ids, use_cache=False)
 
-refuses at the first call what transformers shows to an attention function and to a mask builder (`masks`). Layers that are
-not attention show nothing there: only `attach` finds those.
+refuses at the first call what transformers shows to an attention function and to a mask builder (`masks`). Layers that
+are not attention show nothing there: only `attach` finds those.
 
 Extra keyword arguments of `model(...)` travel to every layer's attention function, through gradient checkpointing too:
 `document_ids` [B, T], and optionally `plan`, built once per batch by `make_plan`. Without a plan it is built from the
@@ -136,8 +136,9 @@ def _say_why_missing() -> str:
                 "`anchor` cannot run in it; choose another model"
             )
     return (
-        "document_ids: missing; call model(input_ids, position_ids=..., document_ids=...) with an integer [batch, tokens] "
-        "tensor: 0 anchor, 1.. documents, -1 padding; transformers.Trainer strips it unless remove_unused_columns=False"
+        "document_ids: missing; call model(input_ids, position_ids=..., document_ids=...) with an integer [batch, "
+        "tokens] tensor: 0 anchor, 1.. documents, -1 padding; transformers.Trainer strips it unless "
+        "remove_unused_columns=False"
     )
 
 

@@ -1,4 +1,4 @@
-"""What transformers' mask builders ask for, where `document_ids` say who sees whom: nothing is built, nothing is dropped.
+"""What transformers' mask builders ask for, where `document_ids` say who sees whom: nothing is built or dropped.
 
 Upstream: transformers/masking_utils.py (`create_causal_mask` and its siblings, AttentionMaskInterface).
 
@@ -17,8 +17,8 @@ from transformers import GenerationMixin
 from anchorline.errors import UserError
 from torchtrain.attention.memory import remember
 
-# A test holds these lists against transformers' own source: whatever an upgrade adds is in none of them, and is refused.
-# `document_ids` say all that these mask functions say:
+# A test holds these lists against transformers' own source: whatever an upgrade adds is in none of them, and is
+# refused. `document_ids` say all that these mask functions say:
 MASKS_TOLD = {
     "causal_mask_function",
     "and_masks",
@@ -27,7 +27,8 @@ MASKS_TOLD = {
 }
 # These hide nothing of a row that is no longer than this setting:
 MASKS_WITH_A_LENGTH = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "attention_chunk_size"}
-# Layers in which attention alone carries one token into another, and the setting by which it does not reach the whole row:
+# Layers in which attention alone carries one token into another, and the setting by which it does not reach the whole
+# row:
 MASKED_LAYER_TYPES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 LAYER_TYPES = {"full_attention", *MASKED_LAYER_TYPES}
 
@@ -50,8 +51,8 @@ def read_mask(
     """Stand in for transformers' mask builder, once or twice a forward pass.
 
     Returns:
-        None where `document_ids` say all there is to say. Otherwise a mask that a layer's attention refuses if it is given
-        it (`mask_refusal`), and not before: some families build masks that none of their layers takes.
+        None where `document_ids` say all there is to say. Otherwise a mask that a layer's attention refuses if it is
+        given it (`mask_refusal`), and not before: some families build masks that none of their layers takes.
 
     Raises:
         UserError: layers that are not attention, padding, a KV cache, a mask function of the caller's own.
@@ -59,8 +60,8 @@ def read_mask(
     for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in LAYER_TYPES:
             raise UserError(
-                f"layers.{i}: {kind} by config.layer_types, which can carry one document into another; `anchor` replaces "
-                "attention only: choose a model whose layers are all attention"
+                f"layers.{i}: {kind} by config.layer_types, which can carry one document into another; `anchor` "
+                "replaces attention only: choose a model whose layers are all attention"
             )
     if int(q_offset):
         raise UserError(GENERATE if is_generating() else f"past_key_values: {NO_CACHE}")
@@ -122,6 +123,6 @@ def mask_refusal(mask: Any) -> str:
 def length_refusal(setting: str, length: int, tokens: int) -> str:
     """Say that a row is longer than what a window or a chunk of attention leaves whole."""
     return (
-        f"{setting}: {length} would hide keys of a row of {tokens} tokens, which `anchor` does not honour; shorten the row, "
-        f"or set config.{setting}=None where the model is trained to see that far"
+        f"{setting}: {length} would hide keys of a row of {tokens} tokens, which `anchor` does not honour; shorten the "
+        f"row, or set config.{setting}=None where the model is trained to see that far"
     )

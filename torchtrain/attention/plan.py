@@ -1,16 +1,16 @@
 """The attention plan: the mask rule lowered once per batch, for every layer and every engine.
 
-A segment is what one causal attention call works on: the queries of one document of one row, and as keys the row's anchor
-followed by the document itself. Queries and keys end at the same token, so causal masking is aligned bottom-right, which is
-FlashAttention-2's convention when the two lengths differ:
+A segment is what one causal attention call works on: the queries of one document of one row, and as keys the row's
+anchor followed by the document itself. Queries and keys end at the same token, so causal masking is aligned
+bottom-right, which is FlashAttention-2's convention when the two lengths differ:
 
     row        A A a a a b b . .        (A anchor, a b documents, . padding)
     segment 0  queries A A              keys A A
     segment 1  queries a a a            keys A A a a a
     segment 2  queries b b              keys A A b b
 
-Legend: B batch · T tokens of a row · N query tokens (all but padding) · M gathered keys · S segments · R anchor tokens of
-the batch · C copies of an anchor token.
+Legend: B batch · T tokens of a row · N query tokens (all but padding) · M gathered keys · S segments · R anchor tokens
+of the batch · C copies of an anchor token.
 """
 
 import dataclasses
@@ -27,7 +27,10 @@ from torchtrain.attention.rule import ANCHOR, PADDING, check_document_ids
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What the engines need to know of a batch's documents. Build it with `make_plan`; index tensors are flat in B * T."""
+    """What the engines need to know of a batch's documents.
+
+    Build it with `make_plan`; index tensors are flat in B * T.
+    """
 
     document_ids_BT: Tensor
     q_index_N: Tensor  # token of each query, ordered by segment
@@ -75,8 +78,8 @@ class AttentionPlan:
 def make_plan(document_ids_BT: Tensor) -> AttentionPlan:
     """Lower document ids (integer [B, T]) to an `AttentionPlan` on the same device.
 
-    Computed on the host (one synchronisation if the ids are on a GPU) in O(B T log(B T)). A document's tokens need not be
-    adjacent. Rows may differ in their number of documents, anchor tokens and padding.
+    Computed on the host (one synchronisation if the ids are on a GPU) in O(B T log(B T)). A document's tokens need not
+    be adjacent. Rows may differ in their number of documents, anchor tokens and padding.
 
     Raises:
         UserError: ids that are not [B, T] integers >= -1 with the anchor as a prefix.

@@ -3,8 +3,8 @@
     visible(q, k) = k <= q and document[q] != -1 and document[k] != -1
                     and (document[k] == document[q] or document[k] == 0)
 
-q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees nor
-is seen: its attention output is 0 and its log-sum-exp -inf.
+q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees
+nor is seen: its attention output is 0 and its log-sum-exp -inf.
 
 Legend: B batch · T tokens of a row.
 """
@@ -53,6 +53,6 @@ def check_document_ids(document_ids_BT: Tensor) -> None:
     if stray_BT.any():
         row, index = (int(x) for x in stray_BT.nonzero()[0])
         raise UserError(
-            f"document_ids: row {row} has anchor id 0 at index {index}, after a document; the anchor is a prefix of the "
-            "row, number documents from 1"
+            f"document_ids: row {row} has anchor id 0 at index {index}, after a document; the anchor is a prefix of "
+            "the row, number documents from 1"
         )

@@ -1,11 +1,11 @@
 """Engine `sdpa`: one `scaled_dot_product_attention` per segment. Portable, and the slow obvious twin of `flash`.
 
-It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so wants square inputs: each document brings
-the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra queries a
-document and never a mask.
+It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so wants square inputs: each document
+brings the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra
+queries a document and never a mask.
 
-In half precision on a CPU it computes in float32 and rounds the output and each gradient once: torch's CPU kernel sums dk
-and dv over blocks of queries in bfloat16, which errs more than FlashAttention's roundings explain (docs/LOG.md).
+In half precision on a CPU it computes in float32 and rounds the output and each gradient once: torch's CPU kernel sums
+dk and dv over blocks of queries in bfloat16, which errs more than FlashAttention's roundings explain (docs/LOG.md).
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · n tokens of one segment.
 """

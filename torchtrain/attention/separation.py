@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from anchorline.errors import UserError
 
-# Two documents. Their sum is prime, so that [1, T, ..] is the shape of nothing else; the second is longer than the usual
-# convolution.
+# Two documents. Their sum is prime, so that [1, T, ..] is the shape of nothing else; the second is longer than the
+# usual convolution.
 _FIRST, _SECOND = 5, 6
 _T = _FIRST + _SECOND
 
@@ -35,8 +35,8 @@ class _Watched:
 def check_separation(model: nn.Module) -> None:
     """Check that no token of one document reaches another, through whatever layer.
 
-    The model runs twice on 11 tokens: as in training, so that what the engine refuses only there is refused now, and with
-    gradients. Modes, gradients, hooks and random states are left as they were.
+    The model runs twice on 11 tokens: as in training, so that what the engine refuses only there is refused now, and
+    with gradients. Modes, gradients, hooks and random states are left as they were.
 
     Args:
         model: a causal language model of transformers under `anchor`, inside PEFT or not, on any device.
@@ -59,7 +59,7 @@ def check_separation(model: nn.Module) -> None:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """With gradients whoever calls; modes given back, module by module, and the random states of the model's devices."""
+    """With gradients whoever calls; modes of modules and random states of the model's devices are given back."""
     modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device for p in model.parameters() if p.device.type != "cpu"}, key=str)
     kind = devices[0].type if devices else "cuda"
@@ -116,8 +116,8 @@ def _check_lookups(before: _Watched, after: _Watched) -> None:
 def _check_gradients(model: nn.Module, seen: _Watched) -> None:
     if not _reaches(seen.logits_1TV[:, -1:], seen.embedded, slice(_FIRST, _T - 1)):
         raise UserError(
-            "the model: its last token sees no other token of its own document, so whether documents are separate cannot be "
-            "checked; load weights first"
+            "the model: its last token sees no other token of its own document, so whether documents are separate "
+            "cannot be checked; load weights first"
         )
     if not _reaches(seen.logits_1TV[:, _FIRST:], seen.embedded, slice(_FIRST)):
         return
@@ -125,14 +125,17 @@ def _check_gradients(model: nn.Module, seen: _Watched) -> None:
     for name, given, made in seen.layers:
         if given.requires_grad and made.requires_grad and _reaches(made[:, _FIRST:], given, slice(_FIRST)):
             raise UserError(
-                f"{name} ({type(modules[name]).__name__}): carries one document into another. `anchor` replaces attention, "
-                "and this is something else or ignores it; choose a model whose layers are all attention"
+                f"{name} ({type(modules[name]).__name__}): carries one document into another. `anchor` replaces "
+                "attention, and this is something else or ignores it; choose a model whose layers are all attention"
             )
     raise UserError("the model: carries one document into another, outside of its layers; choose another model")
 
 
 def _reaches(output: Tensor, given: Tensor, tokens: slice) -> bool:
-    """Whether any gradient of the output comes to these tokens of what was given. Random weights: a norm's sum is constant."""
+    """Whether any gradient of the output comes to these tokens of what was given.
+
+    Random weights: a norm's sum is constant.
+    """
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     (gradient,) = torch.autograd.grad(output, given, weights, retain_graph=True, allow_unused=True)
     return gradient is not None and bool(gradient[:, tokens].any())

@@ -1,8 +1,8 @@
 """The state of a run, cut into fragments that any layout of processes can write and read.
 
-A fragment is a range of one flattened parameter with its master weights and AdamW's two moments. Each rank writes fragments it
-holds; whoever reads takes from all files what overlaps with the fragments it holds itself. So nothing is ever gathered, and
-the number of ranks may change between writing and reading.
+A fragment is a range of one flattened parameter with its master weights and AdamW's two moments. Each rank writes
+fragments it holds; whoever reads takes from all files what overlaps with the fragments it holds itself. So nothing is
+ever gathered, and the number of ranks may change between writing and reading.
 
 On disk: `state-RRRRR-NNN.safetensors`, rank and number; a tensor's name is `KIND:START:PARAMETER`.
 
@@ -29,7 +29,7 @@ FILE_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, start + n) of a flattened parameter; `tensors` are views [n] of what the strategy uses, by kind."""
+    """Elements [start, start + n) of a flattened parameter; `tensors` are views [n] of the strategy's, by kind."""
 
     parameter: str
     start: int

@@ -1,4 +1,4 @@
-"""What a run is made of, and whether it still is: compared before a checkpoint is used and before anything is tokenised."""
+"""What a run is made of, and whether it still is: compared before a checkpoint is used or anything is tokenised."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,8 +8,9 @@ from anchorline.settings import validate
 from torchtrain.checkpoint.manifest import Layout, Manifest, versions
 from torchtrain.config import Config, older_meaning
 
-# What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and their
-# order stay the same; of these, only how sums are cut (micro-batches, chunks, ranks) moves a result, by its rounding.
+# What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and
+# their order stay the same; of these, only how sums are cut (micro-batches, chunks, ranks) moves a result, by its
+# rounding.
 FREE = (
     "run.folder",
     "data.cache",
@@ -34,7 +35,8 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
         config: the resolved config that is to go on.
 
     Raises:
-        UserError: a setting that decides the numbers is another: says which, as it was and as it is; or the first is not a config.
+        UserError: a setting that decides the numbers is another: says which, as it was and as it is; or the first is
+            not a config.
     """
     before = validate(Config, older_meaning(dict(was)), "the run's config")
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
@@ -64,7 +66,7 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
 
 
 def describe_changes(manifest: Manifest, layout: Layout) -> str:
-    """Return, in words, what moves last digits and differs from when a checkpoint was written; empty where nothing does.
+    """Return, in words, what moves last digits and has changed since a checkpoint was written; else an empty text.
 
     Args:
         manifest: the checkpoint's.

@@ -1,8 +1,8 @@
 """A strategy's state as fragments: which elements of which parameter this rank holds, and where.
 
-All of it are views: what is read from a checkpoint is written where the strategy keeps it. DeepSpeed's own checkpoints would
-need the same number of ranks and are loaded by unpickling; so its partitions are found here instead
-(DeepSpeed 0.19: runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py, runtime/zero/stage3.py).
+All of it are views: what is read from a checkpoint is written where the strategy keeps it. DeepSpeed's own checkpoints
+would need the same number of ranks and are loaded by unpickling; so its partitions are found here instead (DeepSpeed
+0.19: runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py, runtime/zero/stage3.py).
 """
 
 from abc import ABC, abstractmethod

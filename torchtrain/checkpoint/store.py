@@ -1,8 +1,9 @@
 """The checkpoints of a run: saved whole or not at all, the last good ones kept, checked before one is used.
 
-`checkpoints/step-00000010/`: `manifest.json`, `state-*.safetensors` (see `fragments`), `rng-*.safetensors`. Nothing in it is
-pickled, and nothing is unpickled. `*.partial` and `*.deleted` are what an interruption leaves; they do not count and go at
-the next opening. Only files with the names of a checkpoint's are ever removed: what a user lays beside them stays.
+`checkpoints/step-00000010/`: `manifest.json`, `state-*.safetensors` (see `fragments`), `rng-*.safetensors`. Nothing in
+it is pickled, and nothing is unpickled. `*.partial` and `*.deleted` are what an interruption leaves; they do not count
+and go at the next opening. Only files with the names of a checkpoint's are ever removed: what a user lays beside them
+stays.
 """
 
 import os
@@ -88,7 +89,8 @@ class Checkpoints:
             Bytes that all ranks wrote.
 
         Raises:
-            UserError: it could not be written; the message says why, and which is the last good one. Nothing of it is left.
+            UserError: it could not be written; the message says why, and which is the last good one. Nothing of it is
+                left.
         """
         partial = self.path(step).with_name(self.path(step).name + PARTIAL)
         leads = world.rank == 0
@@ -122,8 +124,8 @@ class Checkpoints:
         return sum(entry.bytes for entry in files.values())
 
     def retain(self, keep: int, new: int) -> None:
-        """Remove what is older than the last `keep` good ones, never the one just saved or taken up. Damaged ones between them
-        stay, for who wants to look. Only for who holds the run's lock.
+        """Remove what is older than the last `keep` good ones, never the one just saved or taken up. Damaged ones
+        between them stay, for who wants to look. Only for who holds the run's lock.
 
         Raises:
             UserError: one cannot be removed.
@@ -226,7 +228,8 @@ class Checkpoints:
     def forget_after(self, step: int) -> None:
         """Remove the checkpoints of all later steps: the run is taken up at this one, and theirs is another future.
 
-        Only for who holds the run's lock. The last one goes first, so that an interruption leaves a run of the same past.
+        Only for who holds the run's lock. The last one goes first, so that an interruption leaves a run of the same
+        past.
         """
         for later in reversed(self.steps()):
             if later > step:
@@ -249,7 +252,8 @@ class Checkpoints:
     def _damage(self, step: int, world: World) -> str | None:
         """Return what is wrong with a checkpoint, on the rank that is to say it, "" on the others; None of a good one.
 
-        Every rank reads its share, and none goes on before all have: a rank that left would have torchrun stop the others.
+        Every rank reads its share, and none goes on before all have: a rank that left would have torchrun stop the
+        others.
         """
         try:
             with world.together():

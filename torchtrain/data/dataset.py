@@ -18,7 +18,8 @@ from torchtrain.data.store import TokenStore
 class PackedRows:
     """Rows of packed documents, each reachable at once; the same for any worker, rank and order of access.
 
-    A map-style data set over the first epoch (`len`, `[i]`); `row_at` goes on, with a new order of documents each epoch.
+    A map-style data set over the first epoch (`len`, `[i]`); `row_at` goes on, with a new order of documents each
+    epoch.
 
     Args:
         store: the corpus.

@@ -91,8 +91,8 @@ class Encoder:
         return iter((text,)) if self._cuts is None or len(text) <= PIECE else self._cuts.pieces(text)
 
     def _without_control(self, tokens: np.ndarray) -> np.ndarray:
-        """Spell out the control tokens that the model itself makes of a text: its vocabulary may hold them like words, and then
-        that the tokenizer does not look for them is not enough.
+        """Spell out the control tokens that the model itself makes of a text: its vocabulary may hold them like words,
+        and then that the tokenizer does not look for them is not enough.
         """
         found = np.isin(tokens, list(self._control.values()))
         if not found.any():
@@ -111,8 +111,8 @@ class Encoder:
             if ids and not control & set(ids):
                 return ids
         raise UserError(
-            f"data.special_tokens 'text': a document holds {quoted(content)}, which this tokenizer can only write as the control "
-            f"token {token}; remove it from the data, or set data.special_tokens to control"
+            f"data.special_tokens 'text': a document holds {quoted(content)}, which this tokenizer can only write as "
+            f"the control token {token}; remove it from the data, or set data.special_tokens to control"
         )
 
 
@@ -124,7 +124,10 @@ def special_tokens_of(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
 
 
 def control_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
-    """Return the special tokens that steer. What the model writes where it knows no token does not: text may be unknown."""
+    """Return the special tokens that steer.
+
+    What the model writes where it knows no token does not: text may be unknown.
+    """
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     unknown = model.get("unk_id")
     if model.get("unk_token") is not None:

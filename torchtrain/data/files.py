@@ -1,7 +1,7 @@
 """The user's files: which of them a pattern means, and the items of each, one at a time. What gives no item says why.
 
-.jsonl, plain or compressed (.gz, .zst), is read line by line, .parquet a few rows at a time: what is held at one time is a
-record, not a file.
+.jsonl, plain or compressed (.gz, .zst), is read line by line, .parquet a few rows at a time: what is held at one time
+is a record, not a file.
 """
 
 import fnmatch
@@ -55,8 +55,8 @@ def find_files(pattern: str) -> list[Path]:
 
 
 class _Matches:
-    """What a pattern matches, as `glob.glob(recursive=True)` has it, but bounded: a loop of links is left, and after a million
-    names there is an error.
+    """What a pattern matches, as `glob.glob(recursive=True)` has it, but bounded: a loop of links is left, and after a
+    million names there is an error.
     """
 
     def __init__(self, shown: str) -> None:
@@ -205,8 +205,8 @@ def _parquet_items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, An
 
 
 def rows_of(batch: Any) -> list[Any]:
-    """Return the rows of a RecordBatch as dicts. A value that Python cannot hold must cost its row only: a string that is not
-    UTF-8, which Arrow does not check, or a time before the year 1.
+    """Return the rows of a RecordBatch as dicts. A value that Python cannot hold must cost its row only: a string that
+    is not UTF-8, which Arrow does not check, or a time before the year 1.
     """
     try:
         return batch.to_pylist()

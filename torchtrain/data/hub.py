@@ -1,4 +1,4 @@
-"""Records of a Hugging Face data set: a folder on this disk, or an id on the hub, which is asked once before it is waited for."""
+"""Records of a Hugging Face data set: a folder on this disk, or a hub id; the hub is asked once before the wait."""
 
 import re
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def _ask_hub(source: Source, shown: str) -> str | None:
 
 
 def _transport_errors() -> tuple[type[BaseException], ...]:
-    """Return what the hub's client raises when there is no answer; which http package it uses depends on its version."""
+    """Return what the hub's client raises when there is no answer; its http package depends on its version."""
     from huggingface_hub.errors import HfHubHTTPError
 
     http = tuple(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")

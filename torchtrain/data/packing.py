@@ -1,7 +1,7 @@
 """The packing plan: from document lengths and a seed to the spans of any row, before a token is read.
 
-Documents are shuffled, laid end to end and cut where a row is full; a document that is cut goes on in the next row as a new
-span. The plan knows nothing of workers or ranks, so the order of rows does not depend on them.
+Documents are shuffled, laid end to end and cut where a row is full; a document that is cut goes on in the next row as a
+new span. The plan knows nothing of workers or ranks, so the order of rows does not depend on them.
 """
 
 from bisect import bisect_right
@@ -86,8 +86,8 @@ class PackPlan:
 def _cut(lengths: np.ndarray, overhead: np.ndarray, capacity: int) -> tuple[list[tuple[int, int]], int]:
     """Fill rows in order; return where each begins, then where the last ends, and the room left in the last.
 
-    Sequential, because a tag is spent again in each row that its document reaches; a search finds how many whole documents
-    fit, so that the cost is that of the rows.
+    Sequential, because a tag is spent again in each row that its document reaches; a search finds how many whole
+    documents fit, so that the cost is that of the rows.
     """
     # Memory views, because they give Python ints many times faster than arrays give numpy's.
     length, spent = lengths.data, overhead.data

@@ -1,9 +1,9 @@
-"""Cut a long document where its tokens do not change: each piece is tokenised alone, and their tokens stand one after another.
+"""Cut a long document where its tokens do not change: pieces are tokenised alone, their tokens joined.
 
-A tokenizer needs some 200 bytes for every character that it holds at one time, so a long document cannot be given to it whole.
-A cut is exact where no step of the tokenizer looks across it: no added token of the vocabulary lies there, the normalizer works
-character by character, and either the pre-tokenizer always ends a word there, or, where there is none, no token holds the two
-characters side by side, so no merge joins them. What is not known to be so is not cut.
+A tokenizer needs some 200 bytes for every character that it holds at one time, so a long document cannot be given to it
+whole. A cut is exact where no step of the tokenizer looks across it: no added token of the vocabulary lies there, the
+normalizer works character by character, and either the pre-tokenizer always ends a word there, or, where there is none,
+no token holds the two characters side by side, so no merge joins them. What is not known to be so is not cut.
 """
 
 import json
@@ -21,8 +21,8 @@ MOST_WITHOUT_CUT = 1 << 24  # characters: 3 GB or so for the tokenizer
 _LETTER_THEN_SPACE = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 _LETTER_THEN_SPACE_OR_STOP = re.compile("(?<=[A-Za-z\u4e00-\u9fff])(?=[ \n\u3001\u3002\uff0c])")
 
-# How byte-level tokenizers find words, each as its makers wrote it. In all of them a run of letters (and a contraction after it)
-# ends a word, nothing looks behind, and what looks ahead looks at white space only.
+# How byte-level tokenizers find words, each as its makers wrote it. In all of them a run of letters (and a contraction
+# after it) ends a word, nothing looks behind, and what looks ahead looks at white space only.
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -38,7 +38,8 @@ _WORDS = {
         for digits in (r"\p{N}", r"\p{N}{1,3}")
         for end in _ENDS
     ),
-    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDS[0]}",  # Qwen 3.5
+    # Qwen 3.5
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDS[0]}",
     *(  # GPT-4o, Llama 4, Mistral's tekken
         rf"{_UPPER}*{_LOWER}+{contraction}|{_UPPER}+{_LOWER}*{contraction}|{digits}|{marks}|{_ENDS[0]}"
         for contraction in ("", _CONTRACTION + "?")
@@ -74,7 +75,8 @@ def cuts_of(tokenizer: "Tokenizer") -> Cuts | None:
         return None
     for token in backend["added_tokens"]:
         content = token["content"]
-        # One that lies across a cut, takes in what follows it, or begins a piece where something would be put in front of it.
+        # One that lies across a cut, takes in what follows it, or begins a piece where something would be put in front
+        # of it.
         begins = content[:1].isalnum() or (cuts.drops_space and content[:1] in (" ", "\u2581"))
         if cuts.pattern.search(content) or begins or (token["rstrip"] and content[-1:].isalnum()):
             return None
@@ -94,8 +96,8 @@ def _cuts_of_words(backend: Mapping[str, Any]) -> Cuts | None:
 
 
 def _kind(step: Mapping[str, Any]) -> str | None:
-    """Return what a step of a pre-tokenizer does at a cut: ends a word at `spaces`, or at all cuts (`words`); `nothing`;
-    None: it is not known.
+    """Return what a step of a pre-tokenizer does at a cut: ends a word at `spaces`, or at all cuts (`words`);
+    `nothing`; None: it is not known.
     """
     kind, pattern = step["type"], step.get("pattern", {})
     if kind == "ByteLevel":
@@ -124,7 +126,7 @@ def _if_not_prefixing(step: Mapping[str, Any]) -> str | None:
 
 
 def _cuts_of_merges(backend: Mapping[str, Any]) -> Cuts | None:
-    """Cuts for a BPE over whole documents, as sentencepiece has it: before a space that no token holds behind a letter."""
+    """Cuts for a BPE over whole documents, as sentencepiece has it: before spaces that no token joins to a letter."""
     normalizer = _steps(backend["normalizer"], "normalizers")
     prefixes = [step["prepend"] for step in normalizer if step["type"] == "Prepend"]
     others = [step for step in normalizer if step["type"] != "Prepend"]
@@ -155,7 +157,10 @@ def _steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]
 
 
 def _works_by_character(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer does the same to a text and to its pieces: letters and single spaces combine with nothing before."""
+    """Whether a normalizer does the same to a text and to its pieces.
+
+    Letters and single spaces combine with nothing before.
+    """
     if step["type"] == "Replace":
         pattern = step["pattern"]
         return _writes_spaces(step) or pattern.get("Regex") in (" {2,}", r"\s{2,}")

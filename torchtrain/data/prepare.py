@@ -1,7 +1,7 @@
 """Tokenise a corpus once: sources -> records -> tokens -> a TokenStore under `<data.cache>/corpus/<fingerprint>`.
 
-The fingerprint covers everything that the tokens depend on. A store is written into a folder beside its place and renamed
-when it is whole, so a store that exists is finished, whatever was interrupted.
+The fingerprint covers everything that the tokens depend on. A store is written into a folder beside its place and
+renamed when it is whole, so a store that exists is finished, whatever was interrupted.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _MOST_FILES = 1_000_000  # of a data set's folder
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a preparation is: what it does, and over all sources the documents and tokens written, the bad records met."""
+    """How far a preparation is: what it does, and over all sources documents and tokens written, bad records met."""
 
     state: str  # `tokenising NAME` of a source, then `tokenised`; or `tokens reused`, where a finished store was found
     documents: int
@@ -93,8 +93,8 @@ def prepare(
 
 
 def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore | None:
-    """Return the store of the same corpus in which special tokens were control tokens, if its texts hold none: then it is the
-    same under `text`. So were all stores before there was a choice.
+    """Return the store of the same corpus in which special tokens were control tokens, if its texts hold none: then it
+    is the same under `text`. So were all stores before there was a choice.
     """
     if data.special_tokens == "control":
         return None
@@ -114,7 +114,7 @@ def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast")
 
 
 def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return the name of the store that a config and a tokenizer give: 32 hex digits over all that its tokens depend on.
+    """Return the name of the store of a config and a tokenizer: 32 hex digits over all that its tokens depend on.
 
     Raises:
         UserError: as `prepare`, for a missing file and package and for a tokenizer that does not fit.
@@ -129,9 +129,10 @@ def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
 def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
     """Return what a store's tokens depend on besides the tokenizer, as JSON, wherever it lies.
 
-    Files count by name and size here, by place and time of change, too, for `fingerprint`: where those differ, the same tokens
-    may come of it or not (`TokenStore.sha256`). A demo counts by its package's or Python's version; a hub data set by its name,
-    subset, split and revision, so that a finished store needs no network: pin `revision` to follow a set that changes.
+    Files count by name and size here, by place and time of change, too, for `fingerprint`: where those differ, the same
+    tokens may come of it or not (`TokenStore.sha256`). A demo counts by its package's or Python's version; a hub data
+    set by its name, subset, split and revision, so that a finished store needs no network: pin `revision` to follow a
+    set that changes.
 
     Raises:
         UserError: a missing file or package.
@@ -208,7 +209,10 @@ def _make(
 
 @contextmanager
 def _commits(final: Path, data: DataConfig) -> Iterator[Path]:
-    """Give an empty folder and rename it when the block is done; nothing is left of one that fails. The lock is held."""
+    """Give an empty folder and rename it when the block is done; nothing is left of one that fails.
+
+    The lock is held.
+    """
     partial = final.with_name(final.name + PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that died

@@ -30,24 +30,26 @@ def build_row(
 
     Mask rule: a query sees a key at or before it (in storage) of its own document, or of document 0 (the anchor).
 
-    full: all document 1. intra: documents 1..n. intra_reset: the same, positions restart in each. anchor: as intra, but the
-    anchor is document 0, seen by all (in the other three it belongs to document 1). The four differ in nothing else.
+    full: all document 1. intra: documents 1..n. intra_reset: the same, positions restart in each. anchor: as intra, but
+    the anchor is document 0, seen by all (in the other three it belongs to document 1). The four differ in nothing
+    else.
 
     A token predicts the next one of its span; anchor, tags and the last token of a span predict nothing, and padding
-    neither. Under `cross_document_targets` anchor and last tokens predict what stands next in the row; tags still neither
-    predict nor are predicted.
+    neither. Under `cross_document_targets` anchor and last tokens predict what stands next in the row; tags still
+    neither predict nor are predicted.
 
-    +interleave: every span is cut into `pack.chunks` pieces of near equal length (one token each if it has fewer), its tag
-    stays with the first, and all pieces are merged in a random order that keeps each span's own. Under full the row is
-    stored as merged; under intra and anchor the spans stay whole and take the positions of the merged row, which computes
-    the same. Under intra_reset positions count within each document whatever lies between, so it changes nothing.
+    +interleave: every span is cut into `pack.chunks` pieces of near equal length (one token each if it has fewer), its
+    tag stays with the first, and all pieces are merged in a random order that keeps each span's own. Under full the row
+    is stored as merged; under intra and anchor the spans stay whole and take the positions of the merged row, which
+    computes the same. Under intra_reset positions count within each document whatever lies between, so it changes
+    nothing.
 
     Args:
         segments: at least one; with anchor and tags no more than T tokens.
         pack: variant, T, chunks, targets.
         anchor: the tokens that open the row.
-        pad_id: fills the rest of `input_ids`; the rest is document -1, domain -1, label -100. Its positions count on (in
-            intra_reset from 0).
+        pad_id: fills the rest of `input_ids`; the rest is document -1, domain -1, label -100. Its positions count on
+            (in intra_reset from 0).
         random: the row's own generator, for +interleave.
     """
     T = pack.sequence_length

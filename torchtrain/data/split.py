@@ -9,7 +9,7 @@ from torchtrain.data.store import TokenStore
 
 
 class Split(NamedTuple):
-    """Documents of both sides, int64 and sorted, and how many another draw would have put on the other side but for their copies."""
+    """Documents of both sides, int64 and sorted, and how many changed sides because of their copies."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -19,8 +19,8 @@ class Split(NamedTuple):
 def split_documents(store: TokenStore, held_out_share: float, seed: int) -> Split:
     """Draw the held-out documents by seed from each domain apart.
 
-    A share above 0 holds out at least one document of every domain that has two different ones. Where the draw would leave one
-    text on both sides, it is done again by whole texts; otherwise it stands, bit for bit.
+    A share above 0 holds out at least one document of every domain that has two different ones. Where the draw would
+    leave one text on both sides, it is done again by whole texts; otherwise it stands, bit for bit.
     """
     orders, counts = [], []
     for domain in range(len(store.domains)):
@@ -40,8 +40,8 @@ def split_documents(store: TokenStore, held_out_share: float, seed: int) -> Spli
 
 
 def _by_text(groups: np.ndarray, orders: list[np.ndarray], counts: list[int]) -> np.ndarray:
-    """Walk each domain's documents in their order and hold out whole texts, with their copies in all domains, as far as they fit
-    its count. One that fits none holds out its smallest text, if another is left to train on.
+    """Walk each domain's documents in their order and hold out whole texts, with their copies in all domains, as far as
+    they fit its count. One that fits none holds out its smallest text, if another is left to train on.
 
     Returns:
         Which documents are held out, bool [documents].

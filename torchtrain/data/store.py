@@ -4,7 +4,8 @@
 `hashes.npy` uint64 [documents], of each document's tokens · `bad_records.txt` one line each
 `store.json` names, counts, the fingerprint, and size and digest of each of the others.
 
-Stores made before `hashes.npy` and the digests are read as well: of them only the tokens have a digest, and hashes are computed.
+Stores made before `hashes.npy` and the digests are read as well: of them only the tokens have a digest, and hashes are
+computed.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ class DomainSummary:
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Records of one source: how many there were, how many bad, the first bad one, how many hold what looks like a special token."""
+    """Records of one source: how many there were, how many bad, the first bad one, how many hold special tokens."""
 
     source: str
     records: int
@@ -279,7 +280,10 @@ def _check_domains(document_domains: np.ndarray, documents: int, domains: int) -
 
 
 def _hash(tokens: np.ndarray) -> int:
-    """Return 64 bits of a document's content. That two of a hundred million differ in content only has odds of 1 in 3,000."""
+    """Return 64 bits of a document's content.
+
+    That two of a hundred million differ in content only has odds of 1 in 3,000.
+    """
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
 
 
@@ -291,7 +295,8 @@ def _hashes(store: TokenStore) -> np.ndarray:
 class StoreWriter:
     """Writes a store into an empty folder of its own; the store exists once `finish` has returned.
 
-    No write is taken for done: each is checked, all are flushed to the disk, and sizes are read back. OSError says what failed.
+    No write is taken for done: each is checked, all are flushed to the disk, and sizes are read back. OSError says what
+    failed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -421,7 +426,7 @@ def _finish(folder: Path, header: _Header) -> None:
 
 
 def take_over(store: TokenStore, folder: Path, fingerprint: str) -> None:
-    """Make, in an empty folder, the store that another one is under a new fingerprint: the same files, linked where the disk can.
+    """Make, in an empty folder, another store under a new fingerprint: the same files, linked where the disk can.
 
     An older store gets hashes and digests by it.
 

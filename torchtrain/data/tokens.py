@@ -36,7 +36,8 @@ def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Seq
     """Return the tokens that open each document of a domain (index in `domains`) under +tag; {} without.
 
     Raises:
-        UserError: a tag has no tokens, or a domain is called like a special token: in the template one is meant, in a name not.
+        UserError: a tag has no tokens, or a domain is called like a special token: in the template one is meant, in a
+            name not.
     """
     if not pack.tag:
         return {}
@@ -45,8 +46,8 @@ def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Seq
     for index, domain in enumerate(domains):
         if found := [content for content in special if content in domain]:
             raise UserError(
-                f"data.sources: the domain {quoted(domain)} holds the special token {quoted(found[0])}, which a tag cannot write; "
-                "rename it (domain), or leave +tag out of pack.variant"
+                f"data.sources: the domain {quoted(domain)} holds the special token {quoted(found[0])}, which a tag "
+                "cannot write; rename it (domain), or leave +tag out of pack.variant"
             )
         text = pack.tag_template.replace("{domain}", domain)
         tags[index] = tokenizer.encode(text, add_special_tokens=False)
@@ -56,7 +57,10 @@ def tag_ids(tokenizer: "PreTrainedTokenizerFast", pack: PackConfig, domains: Seq
 
 
 def pad_id(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return the token that fills a row: the tokenizer's padding, or its EOS, or 0. Nothing sees it and no loss counts it."""
+    """Return the token that fills a row: the tokenizer's padding, or its EOS, or 0.
+
+    Nothing sees it and no loss counts it.
+    """
     return next(iter(_special_ids(tokenizer, "pad", "eos")), 0)
 
 

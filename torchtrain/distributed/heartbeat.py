@@ -1,9 +1,9 @@
-"""Whether the other processes still live, for those that wait for them: a collective alone would wait for half an hour or for ever.
+"""Whether the other processes still live: a collective alone would wait for them for half an hour or for ever.
 
-Every rank writes a number that grows into the store that torchrun keeps, and watches that of the next rank: so each is watched,
-and the store is asked as often however many there are. Who finds one lost, or ends by a fault of its own, writes that under
-a name that all look at; so it is known everywhere after one more look, on whichever node it happened, and is told by one
-rank alone. A thread does it. It goes on while the program waits in a collective.
+Every rank writes a number that grows into the store that torchrun keeps, and watches that of the next rank: so each is
+watched, and the store is asked as often however many there are. Who finds one lost, or ends by a fault of its own,
+writes that under a name that all look at; so it is known everywhere after one more look, on whichever node it happened,
+and is told by one rank alone. A thread does it. It goes on while the program waits in a collective.
 """
 
 import os
@@ -38,7 +38,8 @@ def heartbeat(rank: int, size: int, period: float | None = None, patience: float
         rank: this one's.
         size: how many there are; alone there is nothing to do.
         period: seconds between two signs of life; default: `PERIOD`.
-        patience: seconds without one, by a clock that nobody sets, after which the next rank counts as lost; default: `PATIENCE`.
+        patience: seconds without one, by a clock that nobody sets, after which the next rank counts as lost; default:
+            `PATIENCE`.
 
     Raises:
         OtherRankFailed: in place of `RankLost`, where another rank has said what happened.
@@ -67,7 +68,7 @@ def heartbeat(rank: int, size: int, period: float | None = None, patience: float
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Ignore SIGTERM, which torchrun sends to those that are left when one has ended: this one knows better why it stops."""
+    """Ignore SIGTERM, which torchrun sends to those left when one has ended: this one knows better why it stops."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,7 +92,7 @@ class _Watch(threading.Thread):
         self._place = f"anchorline/{start}"
 
     def end(self, fault: str | None, wait: bool = False) -> None:
-        """Stop watching: the block has ended, by a fault ("RANK EXIT-CODE") or without one; `wait` until the others know."""
+        """Stop watching: the block has ended, by a fault ("RANK EXIT-CODE") or not; `wait` until the others know."""
         self._fault, self._waits = fault, wait
         self._ended.set()
         self.join(timeout=self.patience)
@@ -154,7 +155,7 @@ class _Watch(threading.Thread):
         return int(store.get(self._faulty).split()[1])
 
     def _leave_for_another(self, store: dist.TCPStore) -> None:
-        """Another rank failed, and says so: leave in silence, at once if the program sees it too, else after `GRACE`."""
+        """Another rank failed, and says so: leave in silence, at once if the program sees it, else after `GRACE`."""
         self.code_of_another = code = self._code(store)
         store.set(self._sign(self.rank), _DONE.decode())
         if not self._ended.wait(GRACE):

@@ -29,9 +29,9 @@ def check_layout(config: Config, processes: int) -> None:
     train, data_parallel = config.train, processes // shared
     if train.sequences_per_step % (train.micro_batch * data_parallel):
         raise UserError(
-            f"train.sequences_per_step {train.sequences_per_step}: no multiple of {train.micro_batch * data_parallel} = "
-            f"train.micro_batch {train.micro_batch} x {data_parallel} rows in work at a time ({_processes(processes)} / "
-            f"distributed.sequence_parallel {shared}); change one of them"
+            f"train.sequences_per_step {train.sequences_per_step}: no multiple of {train.micro_batch * data_parallel} "
+            f"= train.micro_batch {train.micro_batch} x {data_parallel} rows in work at a time "
+            f"({_processes(processes)} / distributed.sequence_parallel {shared}); change one of them"
         )
 
 
@@ -55,12 +55,13 @@ def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
         )
     if heads % shared:
         raise UserError(
-            f"distributed.sequence_parallel {shared}: does not divide the model's {heads} attention heads; choose a divisor"
+            f"distributed.sequence_parallel {shared}: does not divide the model's {heads} attention heads; choose a "
+            "divisor"
         )
     if kv_heads % shared and shared % kv_heads:
         raise UserError(
-            f"distributed.sequence_parallel {shared}: the model's {kv_heads} key/value heads can neither be dealt out to nor "
-            f"repeated for as many ranks; choose a divisor or a multiple of {kv_heads}"
+            f"distributed.sequence_parallel {shared}: the model's {kv_heads} key/value heads can neither be dealt out "
+            f"to nor repeated for as many ranks; choose a divisor or a multiple of {kv_heads}"
         )
 
 

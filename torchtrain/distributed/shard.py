@@ -20,8 +20,8 @@ _FILL = {"input_ids": 0, "position_ids": 0, "document_ids": PADDING, "shift_labe
 def rows_of_rank(first: int, count: int, micro_batch: int, world: World) -> list[range]:
     """Return the numbers of this rank's rows of a step, a range each micro-batch.
 
-    Micro-batches follow each other in the order of rows and are dealt out in turn, so that the rows of a step are the same
-    for every number of ranks.
+    Micro-batches follow each other in the order of rows and are dealt out in turn, so that the rows of a step are the
+    same for every number of ranks.
 
     Args:
         first: number of the step's first row.

@@ -1,8 +1,8 @@
 """Sequence parallelism: ranks hold parts of a row, and exchange them for heads around every attention call.
 
-DeepSpeed's `UlyssesSPAttentionHF` does the exchange. Inside it our attention function sees whole rows and this rank's heads, so
-the plan is built from whole rows, once, and is not cut. Registration is global to the process: once it has been done, every
-model of this process runs split.
+DeepSpeed's `UlyssesSPAttentionHF` does the exchange. Inside it our attention function sees whole rows and this rank's
+heads, so the plan is built from whole rows, once, and is not cut. Registration is global to the process: once it has
+been done, every model of this process runs split.
 
 Upstream: deepspeed/runtime/sequence_parallel/ulysses_sp.py and parallel_state_sp.py (arXiv 2309.14509, 2506.13996).
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class SequenceParallelOnly:
     """DeepSpeed's sequence-parallel state, with no model parallelism.
 
-    `parallel_state_sp` calls the ranks that share a row model-parallel as well. ZeRO 1 in bfloat16 then takes all of them but
-    the first for holders of copies, finds no gradient there to take the norm of, and fails.
+    `parallel_state_sp` calls the ranks that share a row model-parallel as well. ZeRO 1 in bfloat16 then takes all of
+    them but the first for holders of copies, finds no gradient there to take the norm of, and fails.
     """
 
     def __init__(self, state: Any, own_group: Any) -> None:

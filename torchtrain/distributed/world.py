@@ -1,10 +1,10 @@
 """The processes of a run and this one's place among them.
 
-Consecutive ranks share a row: with 4 processes and a sequence-parallel degree of 2, ranks 0 and 1 work on one row, 2 and 3 on
-another. `size // sequence_parallel` rows are in work at a time (data parallelism).
+Consecutive ranks share a row: with 4 processes and a sequence-parallel degree of 2, ranks 0 and 1 work on one row, 2
+and 3 on another. `size // sequence_parallel` rows are in work at a time (data parallelism).
 
-torchrun tells each process its place in the environment. Without it there is one process, and a process group only where
-DeepSpeed's engine asks for one.
+torchrun tells each process its place in the environment. Without it there is one process, and a process group only
+where DeepSpeed's engine asks for one.
 """
 
 import os
@@ -109,7 +109,8 @@ def here() -> tuple[int, int, int]:
     """Return (rank, size, local rank) as torchrun gives them; (0, 1, 0) without it.
 
     Raises:
-        UserError: one of the variables is not such a number, or where the processes meet is not said or cannot be found.
+        UserError: one of the variables is not such a number, or where the processes meet is not said or cannot be
+            found.
     """
     size = _number("WORLD_SIZE", 1, 1, _MOST_PROCESSES)
     rank = _number("RANK", 0, 0, size - 1)
@@ -174,8 +175,8 @@ def join(config: Config) -> Iterator[World]:
             place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             reason = quoted_reason(str(error).partition("\n")[0])
             raise UserError(
-                f"MASTER_ADDR and MASTER_PORT, {quoted(place)[1:-1]}: the processes cannot meet there: {reason}; choose another "
-                "port (torchrun --master_port)"
+                f"MASTER_ADDR and MASTER_PORT, {quoted(place)[1:-1]}: the processes cannot meet there: {reason}; "
+                "choose another port (torchrun --master_port)"
             ) from None
     else:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it

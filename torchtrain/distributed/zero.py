@@ -10,8 +10,8 @@ import torch
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
 
-# Elements. DeepSpeed's own sizes (5e8, 1e9) reserve gigabytes before anything is trained. A parameter that is larger than a
-# bucket goes alone.
+# Elements. DeepSpeed's own sizes (5e8, 1e9) reserve gigabytes before anything is trained. A parameter that is larger
+# than a bucket goes alone.
 BUCKET = 50_000_000
 GATHERED = 500_000_000
 
@@ -19,8 +19,8 @@ GATHERED = 500_000_000
 def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
     """Return the dictionary for `deepspeed.initialize`, for `distributed.zero_stage` 1 to 3.
 
-    Gradients are summed in float32, between micro-batches and between ranks. The optimizer is ours (torch's AdamW, on the CPU
-    too), and so is the learning rate.
+    Gradients are summed in float32, between micro-batches and between ranks. The optimizer is ours (torch's AdamW, on
+    the CPU too), and so is the learning rate.
     """
     distributed, train = config.distributed, config.train
     pinned = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
@@ -78,7 +78,7 @@ def leave_out(optimizer: Any) -> Iterator[None]:
 
 
 def forget_left_out(optimizer: Any) -> None:
-    """Clear what stages 1 and 2 with the optimizer in host memory keep of a step they left out, and would add to the next."""
+    """Clear what stages 1 and 2 with an offloaded optimizer keep of a step left out, and would add to the next."""
     for group in getattr(optimizer, "averaged_gradients", {}):
         optimizer.averaged_gradients[group] = None
 

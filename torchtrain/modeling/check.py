@@ -19,15 +19,18 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
     """Refuse what the attention engines do not honour, before any weight is read.
 
     Raises:
-        UserError: no fixed number of positions, attention dropout, or a window or chunk of attention shorter than the rows.
+        UserError: no fixed number of positions, attention dropout, or a window or chunk of attention shorter than the
+            rows.
     """
     if getattr(config, "max_position_embeddings", None) is None:
         raise UserError(
-            f"model.source: {config.model_type} names no max_position_embeddings in its config.json and is not supported"
+            f"model.source: {config.model_type} names no max_position_embeddings in its config.json and is not "
+            "supported"
         )
     if dropout := getattr(config, "attention_dropout", 0.0):
         raise UserError(
-            f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local copy"
+            f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local "
+            "copy"
         )
     from torchtrain.attention.masks import MASKED_LAYER_TYPES
 
@@ -36,8 +39,8 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
         is_used = what in (getattr(config, "layer_types", None) or [what])
         if reach is not None and is_used and reach < length:
             raise UserError(
-                f"model.source: its {setting} of {reach} tokens is shorter than pack.sequence_length {length} and is not "
-                "supported; shorten the rows or choose a model without one"
+                f"model.source: its {setting} of {reach} tokens is shorter than pack.sequence_length {length} and is "
+                "not supported; shorten the rows or choose a model without one"
             )
 
 
@@ -54,8 +57,8 @@ def check_head(model: "PreTrainedModel") -> None:
     own_BTV = head_of(model)(hidden_states(model, batch))
     if not torch.equal(own_BTV.float(), logits_BTV.float()):
         raise UserError(
-            f"model.source: {model.config.model_type} does more than one linear layer to make logits (scales or caps them), "
-            "which the chunked loss does not support"
+            f"model.source: {model.config.model_type} does more than one linear layer to make logits (scales or caps "
+            "them), which the chunked loss does not support"
         )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def load_for_training(
     source: str, config: "PretrainedConfig", model: ModelConfig, engine: str, device: torch.device
 ) -> "PreTrainedModel":
-    """Load a model with this config and this attention engine, on the device, in training mode, and check what training relies on.
+    """Load a model in training mode with this config and attention engine, and check what training relies on.
 
     Args:
         source: what `resolve_source` returned.
@@ -29,8 +29,8 @@ def load_for_training(
         device: where to.
 
     Raises:
-        UserError: weights missing, cut off, of another shape or not finite, attention that cannot be replaced, or a check that
-            fails (`torchtrain.modeling.check`, `torchtrain.attention.separation`).
+        UserError: weights missing, cut off, of another shape or not finite, attention that cannot be replaced, or a
+            check that fails (`torchtrain.modeling.check`, `torchtrain.attention.separation`).
     """
     from torchtrain.attention.hf import implementation_name, register
     from torchtrain.attention.separation import check_separation
@@ -56,9 +56,10 @@ def load_for_evaluation(
     *,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Load a model, such as one that a run exported, with transformers' own attention and a KV cache, in evaluation mode.
+    """Load a model in evaluation mode, such as a run's export, with transformers' own attention and a KV cache.
 
-    None of training's checks is made: a window, capped logits or dropout are as good here as anything that transformers runs.
+    None of training's checks is made: a window, capped logits or dropout are as good here as anything that transformers
+    runs.
 
     Args:
         folder: what `resolve_source` returned; an exported folder.
@@ -68,7 +69,8 @@ def load_for_evaluation(
         trust_remote_code: whether code of the model may run.
 
     Raises:
-        UserError: another attention; no causal language model; or weights missing, cut off, of another shape or not finite.
+        UserError: another attention; no causal language model; or weights missing, cut off, of another shape or not
+            finite.
     """
     if attention not in ("sdpa", "eager"):  # a name that training registered would run, without a cache
         raise UserError(
@@ -113,15 +115,16 @@ def _load(
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise UserError(
-            f"model.source {quoted(source)}: {len(mismatched)} weights do not fit its config.json, the first is {name}: "
-            f"{list(found)} in the file, {list(expected)} by the config"
+            f"model.source {quoted(source)}: {len(mismatched)} weights do not fit its config.json, the first is "
+            f"{name}: {list(found)} in the file, {list(expected)} by the config"
         )
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.source {quoted(source)}: {len(missing)} weights are missing, the first is {missing[0]}")
     if (name := first_not_finite(loaded.named_parameters())) is not None:
         raise UserError(
             f"model.source {quoted(source)}: {name} holds a number that is not finite in "
-            f"{str(loaded.dtype).removeprefix('torch.')}; copy or download it again, or choose another model or model.dtype"
+            f"{str(loaded.dtype).removeprefix('torch.')}; copy or download it again, or choose another model or "
+            "model.dtype"
         )
     return loaded.to(device)  # pyright: ignore[reportArgumentType]
 

@@ -2,11 +2,12 @@
 
 This must happen before the model is built: inverse frequencies are computed once, at construction, in float32.
 
-transformers has no static NTK-aware type. It is the default type with a larger base (theta), where s is the factor and d
-the rotated dimensions of a head:  base' = base * s ** (d / (d - 2)).  The slowest frequency is then divided by exactly s
-and the fastest kept.
+transformers has no static NTK-aware type. It is the default type with a larger base (theta), where s is the factor and
+d the rotated dimensions of a head:  base' = base * s ** (d / (d - 2)).  The slowest frequency is then divided by
+exactly s and the fastest kept.
 
-Upstream: transformers/modeling_rope_utils.py. NTK-aware scaling: github.com/jquesnelle/yarn, arXiv 2309.00071, section 3.1.
+Upstream: transformers/modeling_rope_utils.py. NTK-aware scaling: github.com/jquesnelle/yarn, arXiv 2309.00071, section
+3.1.
 """
 
 import copy
@@ -29,10 +30,10 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
 
     `max_position_embeddings` becomes `length`, or stays what it was where that is more and still holds.
 
-    Factors count from the original length, so that two extensions equal one: what the model's theta holds alone. That is
-    its `original_max_position_embeddings` where it has one, else `max_position_embeddings`. A linear model made elsewhere
-    records none, and its `max_position_embeddings` is the scaled length to some and the unscaled one to others: then
-    `rope.original_max_position_embeddings` must say it. What this returns records it.
+    Factors count from the original length, so that two extensions equal one: what the model's theta holds alone. That
+    is its `original_max_position_embeddings` where it has one, else `max_position_embeddings`. A linear model made
+    elsewhere records none, and its `max_position_embeddings` is the scaled length to some and the unscaled one to
+    others: then `rope.original_max_position_embeddings` must say it. What this returns records it.
 
     Args:
         config: the model's config, left as it is.
@@ -41,8 +42,9 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
 
     Raises:
         UserError: the length is beyond the model's, and theta is not raised nor the factor large enough to reach it; a
-            factor below 1; lists of another length than half a head; a model without RoPE, or with one set of parameters
-            per layer type; a linear model whose original length is open; a type that the model's own config class changes.
+            factor below 1; lists of another length than half a head; a model without RoPE, or with one set of
+            parameters per layer type; a linear model whose original length is open; a type that the model's own config
+            class changes.
     """
     held: int = config.max_position_embeddings
     own: dict[str, Any] | None = getattr(config, "rope_parameters", None)
@@ -78,8 +80,8 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
 def check_resets(config: "PretrainedConfig", length: int) -> None:
     """Refuse RoPE that depends on the batch, for rows whose positions restart in each document.
 
-    transformers' longrope takes the long factors if the largest position of the batch is beyond the original length, else
-    the short ones. Rows whose positions run through reach the last one, so there it is always the same.
+    transformers' longrope takes the long factors if the largest position of the batch is beyond the original length,
+    else the short ones. Rows whose positions run through reach the last one, so there it is always the same.
 
     Args:
         config: what `extend` returned.
@@ -91,8 +93,9 @@ def check_resets(config: "PretrainedConfig", length: int) -> None:
     own = getattr(config, "rope_parameters", None) or {}
     if own.get("rope_type") == "longrope" and length > own[_ORIGINAL]:
         raise UserError(
-            "pack.variant intra_reset: longrope takes short or long factors by the longest document of each micro-batch, so "
-            "training would depend on how rows are batched; choose another variant, or another rope.type"
+            "pack.variant intra_reset: longrope takes short or long factors by the longest document of each "
+            "micro-batch, so training would depend on how rows are batched; choose another variant, or another "
+            "rope.type"
         )
 
 
@@ -123,9 +126,9 @@ def _original_length(config: "PretrainedConfig", own: dict[str, Any], answer: in
         shorter = round(held / own["factor"])
         if answer is None:
             raise UserError(
-                f"rope.{_ORIGINAL}: missing; the model is linear with factor {own['factor']:g}, and its config.json leaves "
-                f"open whether max_position_embeddings {held} is the length after scaling or before; give {shorter} if it "
-                f"holds {held} positions, {held} if it holds {round(held * own['factor'])}"
+                f"rope.{_ORIGINAL}: missing; the model is linear with factor {own['factor']:g}, and its config.json "
+                f"leaves open whether max_position_embeddings {held} is the length after scaling or before; give "
+                f"{shorter} if it holds {held} positions, {held} if it holds {round(held * own['factor'])}"
             )
         possible = [shorter, held]
     else:
@@ -192,8 +195,8 @@ def _parameters(
         )
     if factor < 1:
         raise UserError(
-            f"rope.factor {factor:g}: pack.sequence_length {length} is within the {original} positions the model was made "
-            f"for, so {rope.type} has nothing to stretch; set rope.type: keep"
+            f"rope.factor {factor:g}: pack.sequence_length {length} is within the {original} positions the model was "
+            f"made for, so {rope.type} has nothing to stretch; set rope.type: keep"
         )
     if rope.type == "ntk":
         d = rotated_dimensions(config)
@@ -204,8 +207,8 @@ def _parameters(
     for name in given.keys() & {"short_factor", "long_factor"}:
         if len(given[name]) != rotated_dimensions(config) // 2:
             raise UserError(
-                f"rope.{name}: {len(given[name])} numbers; the model rotates {rotated_dimensions(config)} dimensions of "
-                f"a head, give {rotated_dimensions(config) // 2}"
+                f"rope.{name}: {len(given[name])} numbers; the model rotates {rotated_dimensions(config)} dimensions "
+                f"of a head, give {rotated_dimensions(config) // 2}"
             )
     if rope.type in _WITH_ORIGINAL_LENGTH:
         parameters[_ORIGINAL] = original
@@ -214,6 +217,6 @@ def _parameters(
 
 def _too_long(length: int, held: int) -> UserError:
     return UserError(
-        f"pack.sequence_length {length}: the model holds {held} positions and the rope settings leave them as they are; set "
-        f"rope.theta to a larger base than its own (paper, or a number), or rope.type to ntk, yarn or linear"
+        f"pack.sequence_length {length}: the model holds {held} positions and the rope settings leave them as they "
+        f"are; set rope.theta to a larger base than its own (paper, or a number), or rope.type to ntk, yarn or linear"
     )

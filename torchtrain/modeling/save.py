@@ -1,13 +1,12 @@
 """A model and its tokenizer as a Hugging Face folder that means the same to every reader, not to transformers 5 alone.
 
 transformers 5 writes what only it can read: RoPE in `rope_parameters` (4.x, and vLLM on it, know `rope_theta` and
-`rope_scaling`, and without them take a theta of 10,000 and no scaling, in silence), `dtype` for `torch_dtype`, the tokenizer
-class `TokenizersBackend`, `extra_special_tokens` as a list. What older readers know is written beside it, and transformers 5
-reads the same config as without. docs/exports.md is measured on what this writes.
+`rope_scaling`, and without them take a theta of 10,000 and no scaling, in silence), `dtype` for `torch_dtype`, the
+tokenizer class `TokenizersBackend`, `extra_special_tokens` as a list. What older readers know is written beside it, and
+transformers 5 reads the same config as without. docs/exports.md is measured on what this writes.
 
-Upstream: transformers 4.57.3 and 5.23, modeling_rope_utils.py; vLLM 0.11 to 0.33, model_executor/layers/rotary_embedding,
-config/model.py and transformers_utils/config.py; llama.cpp,
-conversion/base.py.
+Upstream: transformers 4.57.3 and 5.23, modeling_rope_utils.py; vLLM 0.11 to 0.33,
+model_executor/layers/rotary_embedding, config/model.py and transformers_utils/config.py; llama.cpp, conversion/base.py.
 """
 
 import json
@@ -57,7 +56,7 @@ def save_folder(
 
 
 def reader_notes(config: "PretrainedConfig") -> list[str]:
-    """Return what a reader other than transformers must be told, because no config.json tells it: a line each, mostly none."""
+    """Return what readers other than transformers must be told and no config.json says: a line each, mostly none."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     length, name = config.max_position_embeddings, config.model_type
     if rope and "rope_type" not in rope:
@@ -72,8 +71,8 @@ def reader_notes(config: "PretrainedConfig") -> list[str]:
     if kind == "dynamic":
         plain = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]}})
         notes.append(
-            f"vLLM: takes max_position_embeddings times the factor as its length; set --max-model-len {length}. Before 0.22 it "
-            f"scales at every length, too; as trained: --hf-overrides '{plain}' "
+            f"vLLM: takes max_position_embeddings times the factor as its length; set --max-model-len {length}. Before "
+            f"0.22 it scales at every length, too; as trained: --hf-overrides '{plain}' "
             """(on transformers 4: '{"rope_scaling": null}')"""
         )
     elif kind == "linear" and factor != 1:

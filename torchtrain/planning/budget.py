@@ -1,4 +1,6 @@
-"""`torchtrain plan`: what a run needs, before it is run. Reads the config and the model's config.json; no weights, no data.
+"""`torchtrain plan`: what a run needs, before it is run.
+
+Reads the config and the model's config.json; no weights, no data.
 
 Memory is per GPU, for P weights on N processes, b bytes each:
 
@@ -163,8 +165,8 @@ def seconds_like(work: Work, run: Path, processes: int) -> float:
     speeds: list[Any] = [event.get("flops_per_second") for event in steps]
     if not all(_is_positive(number) for number in (had, *speeds)):
         raise UserError(
-            f"--measured {quoted(run)}: timing.jsonl or run.json is damaged: processes and flops_per_second are not numbers "
-            "above 0; give another run's folder"
+            f"--measured {quoted(run)}: timing.jsonl or run.json is damaged: processes and flops_per_second are not "
+            "numbers above 0; give another run's folder"
         )
     return work.flops / (statistics.median(speeds) / had * processes)
 
@@ -190,8 +192,8 @@ def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
 def remedies(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory]:
     """Return the overrides, one after another, that bring a run into `limit` bytes a GPU, and its memory with them.
 
-    Cheapest first: what costs nothing, then recomputation, then communication, then transfers to the host. The list may not
-    suffice; the memory tells.
+    Cheapest first: what costs nothing, then recomputation, then communication, then transfers to the host. The list may
+    not suffice; the memory tells.
     """
     taken: dict[str, int | str | bool] = {}
     held = memory(config, shapes, processes)

@@ -5,11 +5,13 @@ Forward and backward of one batch, a multiplication and an addition counted as t
     6 x P x tokens  +  6 x V x M x tokens with a label  +  12 x L x H x D x live pairs
 
 P counts the weights of all matrices but embeddings (look-ups) and the head; the head runs on labelled tokens
-alone. A live pair is a (query, key) pair that the mask leaves: 2 D FLOPs for the score and 2 D for the value, per head and
-layer, three times over with the backward pass. Padding, norms, softmax and what activation checkpointing computes twice are
-not counted: this is the model's work, not the machine's. Dense models only: of a mixture of experts it counts every expert.
+alone. A live pair is a (query, key) pair that the mask leaves: 2 D FLOPs for the score and 2 D for the value, per head
+and layer, three times over with the backward pass. Padding, norms, softmax and what activation checkpointing computes
+twice are not counted: this is the model's work, not the machine's. Dense models only: of a mixture of experts it counts
+every expert.
 
-Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs; at 64K tokens of 2K documents that is 60 times too many.
+Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs; at 64K tokens of 2K documents that is 60 times too
+many.
 
 Legend: M model width · V vocabulary · L layers · H query heads · D head_dim.
 """

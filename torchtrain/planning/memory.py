@@ -1,10 +1,11 @@
-"""What a forward and a backward pass hold in memory, counted by running them on torch's meta device: shapes without numbers.
+"""What a forward and a backward pass hold in memory, counted on torch's meta device: shapes without numbers.
 
-Every tensor that transformers, autograd and checkpointing make is counted while it lives, so no formula of a model's activations
-stands here. Attention is stood in for by tensors that FlashAttention and the exchange between ranks would hold. On a GPU the
-allocator's fragments, the CUDA context (about half a GB) and NCCL's buffers come on top.
+Every tensor that transformers, autograd and checkpointing make is counted while it lives, so no formula of a model's
+activations stands here. Attention is stood in for by tensors that FlashAttention and the exchange between ranks would
+hold. On a GPU the allocator's fragments, the CUDA context (about half a GB) and NCCL's buffers come on top.
 
-Legend: B batch · t tokens of this rank's part · H query heads · K key/value heads · D head_dim · M model width · V vocabulary.
+Legend: B batch · t tokens of this rank's part · H query heads · K key/value heads · D head_dim · M model width · V
+vocabulary.
 """
 
 import copy

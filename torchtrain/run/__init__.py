@@ -1,1 +1,1 @@
-"""What the commands do: a run from its config to its report, with its folder, its lock, its checkpoints and its exports."""
+"""What the commands do: a run from its config to its report, with folder, lock, checkpoints and exports."""

@@ -21,11 +21,11 @@ def export(
     weights: dict[str, Tensor] | None = None,
     end: Callable[[Path, Path], None] = commit,
 ) -> None:
-    """Write model and tokenizer into `partial`, then `end(partial, target)`: by default flush and rename, so it is there whole or
-    not at all.
+    """Write model and tokenizer into `partial`, then `end(partial, target)`: by default flush and rename, so it is
+    there whole or not at all.
 
-    What is written loads with plain transformers, 4 and 5, and other readers: the config carries the new length and RoPE
-    parameters, and says nothing of the attention engine the model was trained with.
+    What is written loads with plain transformers, 4 and 5, and other readers: the config carries the new length and
+    RoPE parameters, and says nothing of the attention engine the model was trained with.
 
     Args:
         model: saved as safetensors, in its dtype.

@@ -1,7 +1,8 @@
-"""The run's folder: refused if it holds anything, made only when everything is checked, emptied only of what is a run's own.
+"""The run's folder: refused if it holds anything, made when everything is checked, emptied of a run's own only.
 
-A run is there from when its record has its name, `run.json`. Before, it is `run.json.partial`; while `--replace` removes the run,
-`run.json.deleted`. So whenever a process is killed, the folder says what it holds, and who comes next goes on from there.
+A run is there from when its record has its name, `run.json`. Before, it is `run.json.partial`; while `--replace`
+removes the run, `run.json.deleted`. So whenever a process is killed, the folder says what it holds, and who comes next
+goes on from there.
 """
 
 import errno
@@ -88,8 +89,9 @@ class RunFolder:
             sources: what the run is made of, with the field that names it: it must stand elsewhere, too.
 
         Raises:
-            UserError: it is a file, or a folder that holds something: a run without `replace`, one that a process is at work
-                in or that holds files of others, or anything else. Or it cannot be written, or holds the cache or a source.
+            UserError: it is a file, or a folder that holds something: a run without `replace`, one that a process is at
+                work in or that holds files of others, or anything else. Or it cannot be written, or holds the cache or
+                a source.
         """
         try:
             self._check_content(replace)
@@ -201,7 +203,10 @@ class RunFolder:
         self._removing.unlink(missing_ok=True)
 
     def _take_inventory(self, record: Path | None) -> tuple[list[str], list[str]]:
-        """Return the paths of the run's own files, and of all else. Of one that was not made yet: what its making leaves."""
+        """Return the paths of the run's own files, and of all else.
+
+        Of one that was not made yet: what its making leaves.
+        """
         if record is None:
             names = sorted(path.name for path in self.path.iterdir())
             own = {self._making.name, self.config.name}
@@ -237,8 +242,8 @@ class RunFolder:
         return content
 
     def last_saved(self) -> int | None:
-        """Return the last step that was saved, by `timing.jsonl`; without it, one that must have been, by `metrics.jsonl` and the
-        config; None if there was none.
+        """Return the last step that was saved, by `timing.jsonl`; without it, one that must have been, by
+        `metrics.jsonl` and the config; None if there was none.
 
         Raises:
             UserError: one of the files is damaged.
@@ -269,7 +274,7 @@ class RunFolder:
             "that all nodes share"
         )
 
-    # --- what it exports ------------------------------------------------------------------------------------------------
+    # --- what it exports ----------------------------------------------------------------------------------------------
 
     def has_export(self, target: Path) -> bool:
         """Whether a folder of this run's export is there. One that is not whole goes, if all in it is the run's own.
@@ -383,8 +388,8 @@ class RunFolder:
         """
         if strange := self._strange_in(self._find_exports_after(step, last)):
             raise UserError(
-                f"{self.path / strange[0]}: is not recognised as the run's, and would go with the model of a later step; "
-                "move it elsewhere"
+                f"{self.path / strange[0]}: is not recognised as the run's, and would go with the model of a later "
+                "step; move it elsewhere"
             )
 
     def forget_after(self, step: int, last: int) -> None:
@@ -453,8 +458,8 @@ class RunFolder:
         outputs.write(self.outputs, models=models, removing=None)
 
     def _remove(self, folder: Path, files: Mapping[str, FileEntry] | None, by_name: bool) -> None:
-        """Remove what is the run's of a folder that no longer counts: what is listed and is what it was; else, of a run without
-        a list, what transformers writes.
+        """Remove what is the run's of a folder that no longer counts: what is listed and is what it was; else, of a run
+        without a list, what transformers writes.
         """
         if folder.is_symlink() or not folder.is_dir():
             return

@@ -1,4 +1,4 @@
-"""Which files of a run's folder are the run's: those that its record lists, or that have a name and a place only a run gives."""
+"""Which files of a run's folder are the run's: those that its record lists, or whose name only a run gives."""
 
 import os
 import re
@@ -29,7 +29,8 @@ _WANDB = re.compile(r"wandb/(?:(?:offline-)?run-[^/]+(?:/.*)?|latest-run|debug[^
 # What transformers writes: by this alone are the files of an export known to a run of before `outputs.json`.
 TRANSFORMERS = re.compile(
     r"(?:generation_)?config\.json|model(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-    r"|tokenizer(?:_config)?\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.jinja"
+    r"|tokenizer(?:_config)?\.json|special_tokens_map\.json|added_tokens\.json"
+    r"|vocab\.json|merges\.txt|chat_template\.jinja"
 )
 
 
@@ -109,7 +110,10 @@ def find_change(folder: Path, files: Mapping[str, FileEntry], whole: bool) -> st
 
 
 def _walk(top: Path, below: str = "") -> Iterator[tuple[str, bool, bool]]:
-    """Yield path, whether it is an empty folder, and whether it is a plain file, of all that a folder holds. No link is followed."""
+    """Yield path, whether it is an empty folder, and whether it is a plain file, of all that a folder holds.
+
+    No link is followed.
+    """
     with os.scandir(top / below) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:

@@ -1,4 +1,4 @@
-"""What a run writes down as it goes: `metrics.jsonl`, `timing.jsonl`, its progress on the console, and whom `log` names."""
+"""What a run tells as it goes: `metrics.jsonl`, `timing.jsonl`, the console's progress, and whom `log` names."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +17,9 @@ from torchtrain.training.events import MetricsFile
 
 
 class Journal:
-    """The files and the console of a run at work, a context manager. All ranks make one and call it alike; only rank 0's writes.
+    """The files and the console of a run at work, a context manager.
+
+    All ranks make one and call it alike; only rank 0's writes.
 
     Args:
         config: the run's.
@@ -67,7 +69,8 @@ class Journal:
 
         Args:
             first: steps done so far.
-            started: when the process began, by `time.perf_counter`: the first step says how long it took to come to its end.
+            started: when the process began, by `time.perf_counter`: the first step says how long it took to come to its
+                end.
             resumed: said beside it.
         """
         self._advance = self.display.task("training", self._config.train.steps, first)

@@ -1,6 +1,7 @@
-"""What a run has left for use, and whether that is all: `outputs.json`, in which every exported file stands by size and SHA-256.
+"""What a run has left for use, and whether that is all: `outputs.json`, every exported file by size and SHA-256.
 
-A folder is written down before it takes its name, so none stands there unlisted; and that the run is finished is written last.
+A folder is written down before it takes its name, so none stands there unlisted; and that the run is finished is
+written last.
 """
 
 import re
@@ -22,9 +23,9 @@ _ASIDE = re.compile(rf"(?:{_FOLDER.pattern}){re.escape(DELETED)}(?:-\d+)?")
 class Outputs(BaseModel):
     """What stands in `outputs.json`; one that is not there says nothing.
 
-    `models` holds the files of each exported folder, by their path in it; `writing` the folder that is being exported, whose
-    partial one belongs to the run with all that is in it; `removing` what one is called while it is removed; `finished` the steps
-    of a run that has left everything.
+    `models` holds the files of each exported folder, by their path in it; `writing` the folder that is being exported,
+    whose partial one belongs to the run with all that is in it; `removing` what one is called while it is removed;
+    `finished` the steps of a run that has left everything.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -1,7 +1,8 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-`train` and `resume` say what is done, one thing after another; both lead to `_Run.train`. It is the same on one process and on
-many: every rank runs it, rank 0 writes and speaks, and what any rank finds wrong under `World.together` stops all of them.
+`train` and `resume` say what is done, one thing after another; both lead to `_Run.train`. It is the same on one process
+and on many: every rank runs it, rank 0 writes and speaks, and what any rank finds wrong under `World.together` stops
+all of them.
 """
 
 import math
@@ -40,7 +41,7 @@ from torchtrain.run.steps import take_steps
 from torchtrain.run.termination import Termination
 from torchtrain.run.writers import check_writers
 from torchtrain.training.events import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
-from torchtrain.training.held_out import HeldOut, evaluate
+from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
 
 
@@ -72,8 +73,8 @@ def train(
         What the run gave, on rank 0; None on the others.
 
     Raises:
-        UserError: something does not fit, and then no run folder was made; or a step is bad (`torchtrain.training.guard`),
-            or a checkpoint cannot be written.
+        UserError: something does not fit, and then no run folder was made; or a step is bad
+            (`torchtrain.training.guard`), or a checkpoint cannot be written.
         OtherRankFailed: another rank found what does not fit, and says so.
         Terminated: SIGTERM was obeyed, and what there was is saved.
     """
@@ -144,7 +145,7 @@ class _Run:
             check_layout(self.config, self.world.size)
             check_writers(self.config)
 
-    # --- the folder of a run that begins --------------------------------------------------------------------------------
+    # --- the folder of a run that begins ------------------------------------------------------------------------------
 
     def check_place(self, replace: bool) -> None:
         """Check that the folder can be made."""
@@ -160,7 +161,7 @@ class _Run:
                 held.enter_context(self.folder.create(self.config, setup.record, replace, sources))
         self._see_folder()
 
-    # --- the folder of a run that goes on -------------------------------------------------------------------------------
+    # --- the folder of a run that goes on -----------------------------------------------------------------------------
 
     def hold_folder(self, held: ExitStack) -> None:
         """Hold the folder for as long as `held` lasts."""
@@ -251,7 +252,7 @@ class _Run:
                 f"disk or put them back, {anew}"
             )
 
-    # --- both -----------------------------------------------------------------------------------------------------------
+    # --- both ---------------------------------------------------------------------------------------------------------
 
     def set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None) -> Setup:
         """Make model and rows; see `torchtrain.run.setup.set_up`."""
@@ -326,7 +327,7 @@ class _Run:
             advance(status)
             after_row()
 
-        evaluate(setup.model, setup.held_out, losses, train.loss_chunk, on_row, strategy, micro_batch)
+        measure_held_out(setup.model, setup.held_out, losses, train.loss_chunk, on_row, strategy, micro_batch)
         event = {"step": session.step, "tokens_seen": session.tokens_seen, **losses.as_dict()}
         journal.metrics.write("evaluation", event)
         with self.world.together():

@@ -23,8 +23,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 def tell_tokenising(console: Console, spinner: Status, say: Callable[[str], None]) -> Callable[[data.Progress], None]:
-    """Return what takes the progress of tokenising: it stands at the spinner on a terminal; anywhere else it is a line when
-    its state changes, and one every few seconds.
+    """Return what takes the progress of tokenising: it stands at the spinner on a terminal; anywhere else it is a line
+    when its state changes, and one every few seconds.
     """
     if console.is_terminal:
         return lambda progress: spinner.update(Text(str(progress)))
@@ -67,7 +67,7 @@ class Display:
         self._bars.stop()
 
     def task(self, name: str, total: int, first: int = 0) -> Callable[[str], None]:
-        """Begin a task of `total` steps, `first` of them done; return what is called with a status when one more is done."""
+        """Begin a task of `total` steps, `first` of them done; return what takes a status when one more is done."""
         task = self._bars.add_task(name, total=total, completed=first, status="")
         began, done = time.monotonic(), itertools.count(first + 1)
 

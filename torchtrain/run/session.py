@@ -28,7 +28,9 @@ from torchtrain.training.strategy import Strategy
 
 
 class Session:
-    """Saves a run between two steps and takes it up again. All ranks make one and call it alike; rank 0 writes what is common.
+    """Saves a run between two steps and takes it up again.
+
+    All ranks make one and call it alike; rank 0 writes what is common.
 
     Args:
         config: the run's.
@@ -79,7 +81,10 @@ class Session:
 
     @property
     def due(self) -> bool:
-        """Whether this step saves. The last one does, so that nothing is lost while the model is evaluated and exported."""
+        """Whether this step saves.
+
+        The last one does, so that nothing is lost while the model is evaluated and exported.
+        """
         every, last = self._config.save.every, self._config.train.steps
         return bool(every) and self.step > 0 and (self.step % every == 0 or self.step == last)
 
@@ -92,7 +97,8 @@ class Session:
         """Save a checkpoint of this step, unless it is the one that was taken up or saved last.
 
         Raises:
-            UserError: it cannot be written; see `Checkpoints.save`. Or weights or moments are not finite: nothing comes of them.
+            UserError: it cannot be written; see `Checkpoints.save`. Or weights or moments are not finite: nothing comes
+                of them.
         """
         if self.saved:
             return
@@ -132,7 +138,8 @@ class Session:
         """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one.
 
         Raises:
-            UserError: it cannot be written, something else has its name, or a weight is not finite. Nothing of it is left.
+            UserError: it cannot be written, something else has its name, or a weight is not finite. Nothing of it is
+                left.
         """
         world = self.strategy.world
         with world.together():
@@ -166,7 +173,7 @@ class Session:
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
 
     def export_if_kept(self) -> None:
-        """Export this step's model if it is one of the last that `save.last` keeps; the trained one itself comes later."""
+        """Export this step's model if it is one of the last that `save.last` keeps; the trained one comes later."""
         if self.step in exported_steps(self._config.save, self._config.train.steps):
             self.export(self._folder.exports / f"step-{self.step:08d}")
 
@@ -175,8 +182,8 @@ class Session:
             check_finite(
                 self.strategy,
                 f"after step {self.step}",
-                f"nothing of it was saved; lower train.learning_rate ({self._config.train.learning_rate}), warm up longer or set "
-                "model.dtype: float32, and train anew",
+                f"nothing of it was saved; lower train.learning_rate ({self._config.train.learning_rate}), warm up "
+                "longer or set model.dtype: float32, and train anew",
             )
 
     def _guard(self, progress: Progress | None = None) -> Guard:

@@ -74,8 +74,8 @@ def set_up(
         say: takes one line at a time on what begins, what was found and what was chosen.
         on_progress: passed to `torchtrain.data.prepare`.
         world: this rank's place; its device is where the model goes.
-        check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, and again with
-            that of the tokens.
+        check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, and again
+            with that of the tokens.
 
     Raises:
         UserError: anything that does not fit; see the functions that are called here.
@@ -129,7 +129,8 @@ def set_up(
     if special := sum(count.special_records or 0 for count in store.sources):
         meaning = "text" if config.data.special_tokens == "text" else "control tokens"
         say(
-            f"special   {special:,} records hold what looks like a special token, read as {meaning} (data.special_tokens)"
+            f"special   {special:,} records hold what looks like a special token, read as {meaning} "
+            "(data.special_tokens)"
         )
     steps, per_step = config.train.steps, config.train.sequences_per_step
     say(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
@@ -179,8 +180,8 @@ def pack_rows(
     if not len(held):
         copies = f" ({store.copies} are copies of others)" if store.copies else ""
         raise UserError(
-            f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents{copies} holds none out, so there "
-            "is nothing to evaluate on; raise it or give more documents"
+            f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents{copies} holds none out, so "
+            "there is nothing to evaluate on; raise it or give more documents"
         )
     by_domain = (held[store.document_domains[held] == domain] for domain in range(len(store.domains)))
     held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]

@@ -53,7 +53,8 @@ def _lines(folder: Path) -> Iterator[str]:
         yield f"last step  {one_line(step_status(speeds[-1] | steps[-1]))}"
         if done < total:
             left = (total - done) * statistics.median(event["seconds"] for event in speeds[-_LAST:])
-            yield f"time left  about {timedelta(seconds=round(min(left, _LONGEST)))}{'' if at_work else ', once it is resumed'}"
+            when = "" if at_work else ", once it is resumed"
+            yield f"time left  about {timedelta(seconds=round(min(left, _LONGEST)))}{when}"
     for event in events:
         if event["event"] == "evaluation":
             loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"

@@ -14,8 +14,9 @@ from torchtrain.errors import Terminated
 class Termination:
     """Takes SIGTERM for as long as its block lasts.
 
-    Outside `defer` the signal raises `Terminated` where the program stands, once: there is nothing to save that is not saved.
-    Every rank that it comes to can say so; the first one does (`torchtrain.distributed.heartbeat`). `advice` says how to go on.
+    Outside `defer` the signal raises `Terminated` where the program stands, once: there is nothing to save that is not
+    saved. Every rank that it comes to can say so; the first one does (`torchtrain.distributed.heartbeat`). `advice`
+    says how to go on.
     """
 
     advice = "there is no run yet: start it again"

@@ -29,8 +29,8 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
     """Check everything in a folder that has a digest, one thing after another.
 
     Args:
-        folder: a token store's, or a run's; of a run its checkpoints, the beginning of `metrics.jsonl` that belongs to the last of
-            them, the models it exported, and the store it was trained from, wherever that lies.
+        folder: a token store's, or a run's; of a run its checkpoints, the beginning of `metrics.jsonl` that belongs to
+            the last of them, the models it exported, and the store it was trained from, wherever that lies.
 
     Raises:
         UserError: it is neither.

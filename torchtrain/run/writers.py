@@ -28,8 +28,8 @@ class Writers:
     Args:
         config: the run's; `check_writers` has passed.
         folder: the run's; TensorBoard's files stand in `tensorboard/`, those of Weights & Biases in `wandb/`.
-        first: steps done so far. TensorBoard replaces what it knows of later ones, from before an interruption; Weights & Biases
-            keeps it, and takes nothing new of these steps.
+        first: steps done so far. TensorBoard replaces what it knows of later ones, from before an interruption; Weights
+            & Biases keeps it, and takes nothing new of these steps.
 
     Raises:
         UserError: Weights & Biases does not begin.

@@ -1,4 +1,5 @@
-"""What the processes of a distributed test run: `python -m torch.distributed.run ... -m torchtrain.tests.distributed_worker CASES OUT`.
+"""What the processes of a distributed test run: `python -m torch.distributed.run ... -m
+torchtrain.tests.distributed_worker CASES OUT`.
 
 CASES is a JSON list. Each case is run by all ranks, one after another, and rank 0 leaves its arrays in OUT as NAME.npz:
 
@@ -108,7 +109,9 @@ def trained(strategy: Strategy, batches: list[dict[str, Tensor]], config: Config
 
 
 def gradient_and_moment(strategy: Strategy) -> Any:
-    """Return a function from `gradient` or `moment` to whole float32 arrays by the parameter's id; all ranks must call it."""
+    """Return a function from `gradient` or `moment` to whole float32 arrays by the parameter's id; all ranks must call
+    it.
+    """
     if isinstance(strategy, Replicated):
         pairs = list(zip(strategy.optimizer.parameters, strategy.optimizer.masters, strict=True))
         states = strategy.optimizer.adamw.state

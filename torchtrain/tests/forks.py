@@ -1,8 +1,9 @@
 """The command line in processes that can be killed, without waiting for imports each time.
 
-`python -m torchtrain.tests.forks` reads requests, a line of JSON each, forks a child that runs `torchtrain ARGV`, waits for it
-and answers with a line of JSON: its exit code, negative for the signal that ended it, and the seconds it took. A request may ask
-for several processes that work together, and say at which phase of the run one kills itself, or after how many seconds.
+`python -m torchtrain.tests.forks` reads requests, a line of JSON each, forks a child that runs `torchtrain ARGV`, waits
+for it and answers with a line of JSON: its exit code, negative for the signal that ended it, and the seconds it took. A
+request may ask for several processes that work together, and say at which phase of the run one kills itself, or after
+how many seconds.
 """
 
 import atexit
@@ -57,14 +58,15 @@ class Forks:
             log: takes what it prints.
             at: phase at whose `nth` time the child sends itself a signal (`PHASES`).
             nth: from 1.
-            more: `signal`, default SIGKILL; `error`: raised there instead, an OSError of that number, or a RuntimeError with that
-                text; `signal_after`: seconds after which the signal is sent from outside; `processes`: how many there are, as
-                torchrun starts them; `rank`: which of them gets the signal or error, default all; `agent`: whether all are
-                sent SIGTERM when the first has failed, as torchrun does; `set`: values of constants by dotted name; `main`: a
-                module whose `main` runs in the command line's place. `{rank}` in an argument stands for the process's.
-                `trace`: `strace` sends process `rank` (default 0) the signal `signal` as its main thread begins the `when`th system
-                call named `call`; of SIGKILL `group` sends it to the others as well, of SIGSTOP it goes on after `pause` seconds.
-                With `calls`, a list, and no `call` it is only counted: the answer has `counts`.
+            more: `signal`, default SIGKILL; `error`: raised there instead, an OSError of that number, or a RuntimeError
+                with that text; `signal_after`: seconds after which the signal is sent from outside; `processes`: how
+                many there are, as torchrun starts them; `rank`: which of them gets the signal or error, default all;
+                `agent`: whether all are sent SIGTERM when the first has failed, as torchrun does; `set`: values of
+                constants by dotted name; `main`: a module whose `main` runs in the command line's place. `{rank}` in an
+                argument stands for the process's. `trace`: `strace` sends process `rank` (default 0) the signal
+                `signal` as its main thread begins the `when`th system call named `call`; of SIGKILL `group` sends it to
+                the others as well, of SIGSTOP it goes on after `pause` seconds. With `calls`, a list, and no `call` it
+                is only counted: the answer has `counts`.
 
         Returns:
             `codes`, one a process, and `seconds`, until each was gone.
@@ -89,6 +91,11 @@ def _die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _cut_line(file: Any, *_: Any) -> None:
+    file._file.write(b'{"ev')
+    _die()
+
+
 def _half(path: Path, content: bytes) -> None:
     path.write_bytes(content[: len(content) // 2])
     _die()
@@ -97,13 +104,14 @@ def _half(path: Path, content: bytes) -> None:
 # Seconds after which the processes that are left are asked to end: longer than they need to see that one is gone.
 _GRACE = 20.0
 
-# Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes before).
+# Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes
+# before).
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "folder": ("torchtrain.run.folder", "write_all", _die, False),
     "replacement": ("torchtrain.run.folder", "remove", _die, True),
     "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
-    "event": ("torchtrain.training.events", "MetricsFile.write", lambda self, *_: (self._file.write(b'{"ev'), _die()), False),
+    "event": ("torchtrain.training.events", "MetricsFile.write", _cut_line, False),
     "state": ("torchtrain.checkpoint.fragments", "write_file", _half, False),
     "generators": ("torchtrain.checkpoint.rng", "write_file", _half, False),
     "manifest": ("torchtrain.checkpoint.store", "write_file", _half, False),

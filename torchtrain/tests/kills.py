@@ -1,7 +1,9 @@
-"""Runs that are killed or stopped as they begin a counted system call, resumed, and compared with a run that was left alone.
+"""Runs that are killed or stopped as they begin a counted system call, resumed, and compared with a run that was left
+alone.
 
-strace counts and injects: every write, rename, flush or removal of the process's main thread is a place where it can end, none in
-between is. A run's disturbances are drawn from its seed and number alone, so that any of them can be run again.
+strace counts and injects: every write, rename, flush or removal of the process's main thread is a place where it can
+end, none in between is. A run's disturbances are drawn from its seed and number alone, so that any of them can be run
+again.
 """
 
 import random

@@ -4,7 +4,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-# One row each: anchor?, documents of one token, several anchors, padding inside and at the end, documents apart, only padding.
+# One row each: anchor?, documents of one token, several anchors, padding inside and at the end, documents apart, only
+# padding.
 NAMED_ROWS: dict[str, list[int]] = {
     "full": [1] * 12,
     "intra": [1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3],
@@ -27,7 +28,9 @@ def named_batch() -> Tensor:
 
 @st.composite
 def document_ids(draw: st.DrawFn, max_rows: int = 3, max_tokens: int = 40, packed: bool = False) -> Tensor:
-    """Random [B, T] ids: anchor of 0..4 tokens, then documents and padding; in any order, or as a packer stores them."""
+    """Random [B, T] ids: anchor of 0..4 tokens, then documents and padding; in any order, or as a packer stores
+    them.
+    """
     tokens = draw(st.integers(1, max_tokens))
     rows = []
     for _ in range(draw(st.integers(1, max_rows))):

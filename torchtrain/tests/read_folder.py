@@ -1,9 +1,10 @@
-"""What a reader makes of exported folders: run by the Python of that reader, with its own transformers; nothing of ours.
+"""What a reader makes of exported folders: run by the Python of that reader, with its own transformers; nothing of
+ours.
 
     PYTHON read_folder.py TOKENS FOLDER [FOLDER ...]
 
-TOKENS is a row of token ids as JSON. Prints a JSON object, from a folder to what was read of it: floats of the tables as hex, so
-that none is rounded, or {"error": one line}.
+TOKENS is a row of token ids as JSON. Prints a JSON object, from a folder to what was read of it: floats of the tables
+as hex, so that none is rounded, or {"error": one line}.
 """
 
 import json

@@ -38,7 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def export_case(folder: Path, settings: dict[str, Any], family: str = "llama", **changes: Any) -> None:
-    """Extend a tiny random model to four times its length and save it; weights are large enough to tell positions apart."""
+    """Extend a tiny random model to four times its length and save it; weights are large enough to tell positions
+    apart.
+    """
     own = {"rope_type": "default", "rope_theta": THETA}
     config = extend(tiny_config(family, rope_parameters=own, **changes), RopeConfig(**settings), LENGTH)
     torch.manual_seed(0)

@@ -1,9 +1,8 @@
 """What the processes of a test of checkpoints run: `torchrun ... -m torchtrain.tests.resume_worker CASES`.
 
-CASES is a JSON list of the cases of `distributed_worker`, each with a `folder`. All ranks take a case's checkpoint of step
-`load` (a folder and a step), if it names one, write it anew as that step, then make `steps` steps and save after each; with
-`bad_steps`, first two that must not update. Rank 0
-leaves in `folder`:
+CASES is a JSON list of the cases of `distributed_worker`, each with a `folder`. All ranks take a case's checkpoint of
+step `load` (a folder and a step), if it names one, write it anew as that step, then make `steps` steps and save after
+each; with `bad_steps`, first two that must not update. Rank 0 leaves in `folder`:
 
     checkpoints/        one a step
     arrays.npz          loss.N          [sum, tokens] of step N

@@ -53,7 +53,9 @@ def run(place, tmp_path):
 
 
 def poison(monkeypatch, steps: set[int], what: str) -> list[dict[str, torch.Tensor]]:
-    """Make loss or gradient of steps (from 1) not finite; return a list that gets the masters of every step as it begins."""
+    """Make loss or gradient of steps (from 1) not finite; return a list that gets the masters of every step as it
+    begins.
+    """
     real, seen = step.accumulate, []
 
     def accumulate(strategy, *rest):

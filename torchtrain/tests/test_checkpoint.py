@@ -51,7 +51,7 @@ LAYOUT = Layout(
 IDENTITY = {"tokenizer": "t", "model": {"rope": 1.0}, "data": {"sources": [{"files": "a"}]}}
 
 
-# --- fragments ------------------------------------------------------------------------------------------------------------
+# --- fragments --------------------------------------------------------------------------------------------------------
 
 SHAPES = {"a": (3, 5), "b": (1,), "c": (4, 2, 2)}
 
@@ -137,7 +137,7 @@ def test_another_dtype_or_tensor_is_refused(tmp_path):
             fragments.read([path], wanted)
 
 
-# --- a checkpoint of a strategy --------------------------------------------------------------------------------------------
+# --- a checkpoint of a strategy ---------------------------------------------------------------------------------------
 
 
 def make_strategy(dtype: torch.dtype = torch.bfloat16, updates: int = 2) -> Replicated:
@@ -230,7 +230,7 @@ def test_generators_go_on_where_they_were(tmp_path):
     assert draw() == first
 
 
-# --- retention, leftovers, order ------------------------------------------------------------------------------------------
+# --- retention, leftovers, order --------------------------------------------------------------------------------------
 
 
 def test_the_last_good_ones_are_kept_whatever_the_clock_says(checkpoints, monkeypatch):
@@ -317,7 +317,7 @@ def test_a_step_that_is_saved_again_takes_the_place(checkpoints):
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
-# --- damage ---------------------------------------------------------------------------------------------------------------
+# --- damage -----------------------------------------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -446,7 +446,7 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(checkpoints, tmp_path):
     assert not witness.exists()
 
 
-# --- faults of the disk ---------------------------------------------------------------------------------------------------
+# --- faults of the disk -----------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk(checkpoints, monkeypatch):
@@ -551,7 +551,7 @@ def test_a_file_is_replaced_whole(tmp_path):
         write_file(path, b"")
 
 
-# --- what a run is made of ------------------------------------------------------------------------------------------------
+# --- what a run is made of --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

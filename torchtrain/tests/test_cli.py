@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def test_what_is_left_out_is_said_and_recorded(call, tree, corpus, tmp_path):
     )
     assert (record["sources"][0]["records"], record["sources"][0]["bad_records"]) == (51, 2)
     assert {d["domain"]: d["short_tokens"] for d in record["domains"]}["letters"] == 5
+
+
+def test_the_clock_of_a_run_starts_with_its_command(call, monkeypatch):
+    given = {}
+    monkeypatch.setattr("torchtrain.run.recipe.train", lambda _, **options: given.update(options))
+    before = time.perf_counter()
+    assert call("train").exit_code == 0
+    assert before < given["started"] < time.perf_counter()
 
 
 def test_intra_reset_says_that_interleaving_changes_nothing(call):
@@ -202,7 +211,8 @@ def test_a_cache_in_the_runs_folder(call, tree, tmp_path, inside):
         ({"rope_parameters": {"rope_type": "linear"}}, "its config.json is refused: .*factor"),
         (
             {"intermediate_size": 64},
-            r"6 weights do not fit its config.json, the first is model\.layers\.0\.mlp\.down_proj\.weight: \[32, 48\] in "
+            r"6 weights do not fit its config.json, the first is model\.layers\.0\.mlp\.down_proj\.weight: \[32, 48\] "
+            r"in "
             r"the file, \[32, 64\] by the config",
         ),
     ],

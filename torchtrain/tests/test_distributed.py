@@ -27,7 +27,7 @@ def load(tree, write_config):
     return lambda *overrides: load_config(write_config(tree), overrides)
 
 
-# --- layouts --------------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_deepspeeds_dictionary_is_made_of_ours(load):
     assert deepspeed_config(load("train.clip_norm=null"), World())["gradient_clipping"] == 0
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "shared", "micro_batch"), [(1, 1, 1), (2, 1, 3), (4, 2, 2), (6, 1, 2), (4, 4, 4)])
@@ -147,7 +147,7 @@ def test_parts_of_padded_rows_make_the_rows_and_documents_stay_whole(tokens):
     assert (padded["domain_ids"][:, tokens:] == -1).all()
 
 
-# --- real processes -------------------------------------------------------------------------------------------------------
+# --- real processes ---------------------------------------------------------------------------------------------------
 
 
 def lines_of(log: Path) -> list[str]:

@@ -20,8 +20,8 @@ from torchtrain.tests.data_fixtures import word_tokenizer
 # What tokenizers treat in ways of their own, and words that merges were learned of.
 FRAGMENTS = [
     *"abzAZ'sSdt019 \t\n\r,.!?/_-<>éßﬁ中文。，、🙂",
-    "  ", "\n\n", " \n", "\r\n", "e\u0301", "\u00a0", "\u2028", "\u3000", "\u0e01\u0e33", "'ll", "</s>", "<s>", "\u2581",
-    " the", " word", "word ", "The cat", " sat on the mat", "don't ", "1234567 ", "中文，", "x\n", " and",
+    "  ", "\n\n", " \n", "\r\n", "e\u0301", "\u00a0", "\u2028", "\u3000", "\u0e01\u0e33", "'ll", "</s>", "<s>",
+    "\u2581", " the", " word", "word ", "The cat", " sat on the mat", "don't ", "1234567 ", "中文，", "x\n", " and",
 ]  # fmt: skip
 WORDS = [" the", " a", "The cat", " sat", " on", "\n", "中文，"]
 
@@ -172,7 +172,7 @@ def test_a_stretch_that_cannot_be_cut_is_too_long(monkeypatch):
     assert encoder.too_long("a word " * 50 + "x" * 200_000)
 
 
-# --- special tokens -----------------------------------------------------------------------------------------------------
+# --- special tokens ---------------------------------------------------------------------------------------------------
 
 WRITTEN = "The cat </s> sat<s>on</s>the mat <unk>"
 

@@ -64,8 +64,8 @@ def test_engines_agree_with_their_dense_twin(engine, kv_heads, dtype):
 @settings(max_examples=25)
 def test_engines_agree_on_any_layout(ids_BT):
     # Where every query sees one key only, dq is 0 by cancellation and so is what the rule allows; an ordinary document
-    # beside the random ones gives each array a size of its own. A wrong lowering is an error of order one, so float64 is
-    # judged by float32's allowance: the search is for layouts, not for the unluckiest rounding.
+    # beside the random ones gives each array a size of its own. A wrong lowering is an error of order one, so float64
+    # is judged by float32's allowance: the search is for layouts, not for the unluckiest rounding.
     ids_BT = torch.cat([ids_BT, torch.full((len(ids_BT), 16), 9)], dim=1)
     for engine in ("sdpa", "flash"):
         assert_by_the_rule(engine, ids_BT, torch.float64, judged_as=torch.float32)
@@ -102,7 +102,9 @@ def test_padding_is_zero_and_never_nan(engine):
 
 @pytest.mark.parametrize("engine", ["sdpa", "flash"])
 def test_a_bos_copy_per_document_equals_the_gathered_anchor(engine):
-    """The authors' FlashAttention engine puts a BOS in front of each document; gathering its key and value is the same."""
+    """The authors' FlashAttention engine puts a BOS in front of each document; gathering its key and value is the
+    same.
+    """
     anchored = torch.tensor([[0, 1, 1, 1, 2, 2, 3]])
     copied = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3]])
     source = torch.tensor([0, 1, 2, 3, 0, 4, 5, 0, 6])  # token 0, the anchor, opens each document

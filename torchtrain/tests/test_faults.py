@@ -138,8 +138,8 @@ def test_a_damaged_checkpoint_and_the_way_round_it(place, straight, interrupted)
     shard.write_bytes(content_of_it)
     assert place.resume(interrupted) == 2
     assert place.last_line(interrupted) == (
-        f"torchtrain: {shard}: its content has changed (its SHA-256 is not the one written down); the last good checkpoint is that of "
-        f"step 2: torchtrain resume {folder} --step 2"
+        f"torchtrain: {shard}: its content has changed (its SHA-256 is not the one written down); the last good "
+        f"checkpoint is that of step 2: torchtrain resume {folder} --step 2"
     )
     assert place.resume(interrupted, "--step", "7") == 2
     assert place.last_line(interrupted).endswith("has no checkpoint of step 7; there are those of 2, 4")
@@ -153,7 +153,9 @@ def test_beginning_anew_in_the_same_folder(place, straight, interrupted):
 
 
 def test_a_run_that_was_taken_up_earlier_has_no_other_future(place, straight, interrupted):
-    """Its later checkpoints would be those of another run: they would push the new ones out, and a resume would take them up."""
+    """Its later checkpoints would be those of another run: they would push the new ones out, and a resume would take
+    them up.
+    """
     folder = place.folder / interrupted
     assert place.resume(interrupted, "--step", "0", at="gradient", nth=1, signal=signal.SIGTERM) == 143
     assert "after step 1, which is saved" in place.last_line(interrupted)
@@ -190,9 +192,15 @@ def test_a_finished_run_that_is_taken_up_again_otherwise(run, place, monkeypatch
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("torchtrain.run.folder.commit", "model: the model could not be written: no space left on device (a file); step 6 is"),
+        (
+            "torchtrain.run.folder.commit",
+            "model: the model could not be written: no space left on device (a file); step 6 is",
+        ),
         ("torchtrain.run.recipe.plot", "no space left on device (a file)"),
-        ("torchtrain.checkpoint.store.commit", "the checkpoint could not be written: no space left on device (a file); the last"),
+        (
+            "torchtrain.checkpoint.store.commit",
+            "the checkpoint could not be written: no space left on device (a file); the last",
+        ),
     ],
 )  # fmt: skip
 def test_a_disk_that_is_full_somewhere_else(run, monkeypatch, target, told):

@@ -58,7 +58,9 @@ def inputs(ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("implementation", ENGINES)
 def test_one_document_is_what_transformers_computes_itself(family, implementation):
-    """Same model, same float64 weights: `anchor` errs against transformers' sdpa no more than its own eager path does."""
+    """Same model, same float64 weights: `anchor` errs against transformers' sdpa no more than its own eager path
+    does.
+    """
     model = tiny(family)
     batch = inputs(torch.ones(2, 12, dtype=torch.long))
     logits = {}
@@ -109,7 +111,9 @@ def test_nothing_leaks_in_rows_the_packer_makes(variant, implementation):
 
 
 def test_nothing_invisible_moves_a_flex_forward_pass():
-    """Off CUDA `flex` has no gradients to look at: other tokens in one document leave every other document's bits alone."""
+    """Off CUDA `flex` has no gradients to look at: other tokens in one document leave every other document's bits
+    alone.
+    """
     model, batch = (
         tiny(implementation="anchor_flex").float(),
         inputs(torch.tensor([[0, 1, 1, 1, 2, 2, 2, 2, 3, 3, -1, -1]])),

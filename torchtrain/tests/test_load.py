@@ -1,4 +1,6 @@
-"""An exported folder loads for evaluation with transformers' own attention and a KV cache, whatever training would refuse."""
+"""An exported folder loads for evaluation with transformers' own attention and a KV cache, whatever training would
+refuse.
+"""
 
 import json
 
@@ -62,7 +64,8 @@ def test_an_exported_folder_generates_with_a_cache_what_it_does_without(exported
     assert torch.equal(tokens, same)
     # `.double()` leaves RoPE's tables as they are computed in float32; both sides of the comparison share them.
     truth = model.double()(tokens[:, :-1], use_cache=False).logits[0, PROMPT - 1 :]
-    # A cache cuts sums another way: it errs no more than twice as far from float64 as the whole row does, plus one rounding.
+    # A cache cuts sums another way: it errs no more than twice as far from float64 as the whole row does, plus one
+    # rounding.
     one_rounding = torch.finfo(torch.float32).eps * truth.abs().max()
     assert (cached.double() - truth).abs().max() <= 2 * (plain.double() - truth).abs().max() + one_rounding
 

@@ -124,7 +124,10 @@ def test_a_missing_file_of_a_rank_and_another_number_of_processes(place, straigh
     lost.write_bytes(kept)
     assert place.resume("moved", *ALONE, at="gradient", nth=3) == -signal.SIGKILL
     assert Checkpoints(place.folder / "moved" / "checkpoints").steps() == [2, 4]
-    told = "warning   the last digits may differ from those of an uninterrupted run: processes 2 then, 1 now, sequence_parallel"
+    told = (
+        "warning   the last digits may differ from those of an uninterrupted run: processes 2 then, 1 now, "
+        "sequence_parallel"
+    )
     assert told in place.log("moved")
     spread = ("distributed.zero_stage=3", "distributed.sequence_parallel=1")
     assert place.resume("moved", *spread, processes=2) == [0, 0]

@@ -1,4 +1,6 @@
-"""The lists of what transformers may ask of an attention layer, held against its own source: an upgrade that adds fails here."""
+"""The lists of what transformers may ask of an attention layer, held against its own source: an upgrade that adds fails
+here.
+"""
 
 import ast
 import inspect

@@ -1,7 +1,7 @@
 """Run folders of earlier versions: one that was interrupted goes on, and computes what it would have.
 
-`old_run.tar.gz` was made by the version before `anchorline/` (November 2026): a tiny Llama in bfloat16, killed in its fourth step with
-a checkpoint of step 2; `expected.jsonl` is the `metrics.jsonl` of the same run uninterrupted.
+`old_run.tar.gz` was made by the version before `anchorline/` (November 2026): a tiny Llama in bfloat16, killed in its
+fourth step with a checkpoint of step 2; `expected.jsonl` is the `metrics.jsonl` of the same run uninterrupted.
 """
 
 import json

@@ -44,7 +44,7 @@ def call():
     return lambda *arguments: CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
-# --- what is counted ------------------------------------------------------------------------------------------------------
+# --- what is counted --------------------------------------------------------------------------------------------------
 
 
 def test_peak_bytes_counts_storages_while_they_live():
@@ -157,7 +157,7 @@ def test_work_counts_live_pairs(tree, write_config):
     assert bound.flops == rows * counter.flops(T, T, T * (T + 1) // 2) > documents.flops
 
 
-# --- the command ----------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_7b_at_128k_fits_on_eight_gpus_of_80_gib_in_the_papers_setting(call, seven_billion):

@@ -1,4 +1,6 @@
-"""A run that is killed, by SIGKILL and in real processes, and resumed, leaves bit for bit what one that never was does."""
+"""A run that is killed, by SIGKILL and in real processes, and resumed, leaves bit for bit what one that never was
+does.
+"""
 
 import signal
 from pathlib import Path

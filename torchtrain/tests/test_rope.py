@@ -11,8 +11,8 @@ from torchtrain.config import RopeConfig
 from torchtrain.modeling.rope import check_resets, describe, extend
 from torchtrain.tests.tiny import POSITIONS, SIZES, tiny_config
 
-# float32 rounds once an operation. base ** e: e and then e * ln(base) carry a relative error into the exponent, so the power
-# errs by |e ln base| roundings more; 16 covers all other operations of any type (yarn's blend has the most, 9).
+# float32 rounds once an operation. base ** e: e and then e * ln(base) carry a relative error into the exponent, so the
+# power errs by |e ln base| roundings more; 16 covers all other operations of any type (yarn's blend has the most, 9).
 EPS = torch.finfo(torch.float32).eps
 D = 8
 LENGTH = 4 * POSITIONS

@@ -1,4 +1,6 @@
-"""Nothing of a user's is removed: where a run may stand, what --replace and resume take away, and what counts as finished."""
+"""Nothing of a user's is removed: where a run may stand, what --replace and resume take away, and what counts as
+finished.
+"""
 
 import json
 import os
@@ -45,7 +47,9 @@ def tree_of(folder: Path) -> dict[str, bytes | str]:
 
 @pytest.fixture
 def fresh(place, tmp_path):
-    """Return a function that trains in this process with `run.folder`, two steps; and the folder that it is relative to."""
+    """Return a function that trains in this process with `run.folder`, two steps; and the folder that it is relative
+    to.
+    """
 
     def train(folder: str, *overrides: str, replace: bool = False):
         changes = ["save.last=1", "train.steps=2", *overrides, f"run.folder={json.dumps(str(folder))}"]
@@ -124,7 +128,9 @@ def test_what_is_resolved():
 
 
 def test_a_run_beside_strangers(fresh):
-    """Nothing that only looks like a leftover of ours is touched; what an older trainer left beside is not ours to remove."""
+    """Nothing that only looks like a leftover of ours is touched; what an older trainer left beside is not ours to
+    remove.
+    """
     train, here = fresh
     for name in ("run.deleted", "run.partial", "run.partial-abcd1234"):
         (here / name).mkdir()
@@ -597,7 +603,7 @@ def test_all_that_a_run_leaves_follows_the_umask(fresh, umask):
         assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
-# --- weights that are not numbers --------------------------------------------------------------------------------------
+# --- weights that are not numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("save", [1, 0])

@@ -168,7 +168,7 @@ def test_without_hard_links_it_is_copied(data, monkeypatch):
     prepare(data, word_tokenizer()).verify()
 
 
-# --- writes that fail ---------------------------------------------------------------------------------------------------
+# --- writes that fail -------------------------------------------------------------------------------------------------
 
 
 def write_limited(folder: Path, limit: int, said: Any) -> None:

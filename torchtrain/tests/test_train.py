@@ -23,7 +23,7 @@ from torchtrain.run.recipe import train
 from torchtrain.run.setup import pack_rows
 from torchtrain.tests.tiny import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 from torchtrain.training.events import read_metrics
-from torchtrain.training.held_out import HeldOut, evaluate
+from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.loss import IGNORE
 from torchtrain.training.optimizer import Optimizer
 from torchtrain.training.step import accumulate, step_batches
@@ -43,7 +43,7 @@ def events(result) -> list[dict]:
     return read_metrics(result.model.parent / "metrics.jsonl")
 
 
-# --- end to end ---------------------------------------------------------------------------------------------------------
+# --- end to end -------------------------------------------------------------------------------------------------------
 
 CASES = [
     ("llama", "anchor", ()),
@@ -142,7 +142,7 @@ def test_a_diverging_run_says_so(run):
         run("train.learning_rate=1e30", "train.clip_norm=null", "train.warmup_steps=0")
 
 
-# --- one step, against naive twins --------------------------------------------------------------------------------------
+# --- one step, against naive twins ------------------------------------------------------------------------------------
 
 
 def packed(tree, write_config, *overrides: str):
@@ -278,7 +278,7 @@ def test_losses_by_domain_are_those_of_each_document_alone(model, tree, write_co
 
 def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree, write_config):
     _, _, held_out, store = packed(tree, write_config)
-    result = evaluate(model, held_out, HeldOut(store.domains, own_positions=50), chunk=37)
+    result = measure_held_out(model, held_out, HeldOut(store.domains, own_positions=50), chunk=37)
     assert model.training
     losses, _ = accumulate(Replicated(model, None), [collate([row]) for row in held_out], store.domains, chunk=37)
     assert result.overall == losses.overall
@@ -302,7 +302,7 @@ def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
     assert not any(g.any() for g in gradients(model))
 
 
-# --- what load_for_training refuses -------------------------------------------------------------------------------------
+# --- what load_for_training refuses -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

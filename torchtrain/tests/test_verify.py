@@ -1,4 +1,6 @@
-"""`torchtrain verify`, and what a run does with tokens that have changed, with copies and with written special tokens."""
+"""`torchtrain verify`, and what a run does with tokens that have changed, with copies and with written special
+tokens.
+"""
 
 import json
 import shutil

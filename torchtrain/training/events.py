@@ -1,7 +1,7 @@
 """Files of events, one line each, and what readers of them rely on.
 
-`metrics.jsonl` holds what was computed: a run that was interrupted leaves the same bytes as one that was not. How long it took
-stands in `timing.jsonl`, which only grows.
+`metrics.jsonl` holds what was computed: a run that was interrupted leaves the same bytes as one that was not. How long
+it took stands in `timing.jsonl`, which only grows.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())
 
 
 class MetricsFile:
-    """A file of events such as `metrics.jsonl`, a context manager: an event survives the process once `write` has returned.
+    """A file of events such as `metrics.jsonl`, a context manager: an event survives once `write` has returned.
 
     A last line that an interruption cut off goes when the file is opened.
 
@@ -86,8 +86,8 @@ def check_beginning(path: Path, entry: FileEntry) -> None:
     """
     if (entry_of(path, entry.bytes) if path.exists() else NOTHING) != entry:
         raise UserError(
-            f"{path}: has been changed: it does not begin with the {entry.bytes:,} bytes that belong to the checkpoint; "
-            "put it back, or begin anew with --step 0"
+            f"{path}: has been changed: it does not begin with the {entry.bytes:,} bytes that belong to the "
+            "checkpoint; put it back, or begin anew with --step 0"
         )
 
 
@@ -143,7 +143,7 @@ _TIMING = {"step": _Speed, "save": _OfStep}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a `metrics.jsonl` or `timing.jsonl`, in order; a last line that is still being written is left out.
+    """Return the events of a `metrics.jsonl` or `timing.jsonl`, in order, but for a last line still being written.
 
     Returns:
         Nothing where there is no file.

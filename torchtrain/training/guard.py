@@ -89,11 +89,12 @@ class Guard:
         left_out = f" ({self.skipped} steps were left out before it)" if allowed else ""
         raise UserError(
             f"step {step}: {fault}{left_out}; nothing was updated; its rows are in {path}; lower train.learning_rate "
-            f"({self._train.learning_rate}), warm up longer, set model.dtype: float32, or train.skip_bad_steps above {allowed}"
+            f"({self._train.learning_rate}), warm up longer, set model.dtype: float32, or train.skip_bad_steps above "
+            f"{allowed}"
         )
 
     def _rows_of(self, step: int) -> list[dict[str, Any]]:
-        """What a step was made of: the number that `PackedRows.row_at` takes, and the documents that lie in each row."""
+        """What a step was made of: the number that `PackedRows.row_at` takes, and the documents of each row."""
         store, count = self._rows.store, self._train.sequences_per_step
         found = []
         for number in range((step - 1) * count, step * count):

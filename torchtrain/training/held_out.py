@@ -45,7 +45,7 @@ class HeldOut(Losses):
 
 
 @torch.no_grad()
-def evaluate(
+def measure_held_out(
     model: "PreTrainedModel",
     rows: Sequence[Mapping[str, np.ndarray]],
     result: HeldOut,

@@ -24,8 +24,8 @@ def chunked_cross_entropy(
         hidden: hidden states [.., M].
         shift_labels: the next token of each, int64 [..], -100 where no loss is taken.
         chunk: tokens whose logits exist at one time.
-        calls: how often the head is called at least, if need be on no tokens. Ranks that hold a part of its weights each
-            (ZeRO 3) must call it equally often, however many labels each has.
+        calls: how often the head is called at least, if need be on no tokens. Ranks that hold a part of its weights
+            each (ZeRO 3) must call it equally often, however many labels each has.
 
     Returns:
         The sum, a scalar to call backward on, in float32 (or in hidden's dtype if that is wider); and each token's loss

@@ -1,9 +1,10 @@
 """AdamW in float32, whatever the model's dtype.
 
-A bfloat16 weight has 8 significant bits: an update smaller than 1/256 of it is lost. So a half-precision model gets float32
-master weights. Gradients of micro-batches, too, are summed in float32: after each one a hook moves a parameter's gradient into
-its master's. A float32 model is its own master. Within one micro-batch autograd sums in the model's dtype: the head's gradient is
-a sum over the chunks of `train.loss_chunk`, in bfloat16 (docs/LOG.md has what that costs).
+A bfloat16 weight has 8 significant bits: an update smaller than 1/256 of it is lost. So a half-precision model gets
+float32 master weights. Gradients of micro-batches, too, are summed in float32: after each one a hook moves a
+parameter's gradient into its master's. A float32 model is its own master. Within one micro-batch autograd sums in the
+model's dtype: the head's gradient is a sum over the chunks of `train.loss_chunk`, in bfloat16 (docs/LOG.md has what
+that costs).
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from torchtrain.config import TrainConfig
 class Optimizer:
     """AdamW (arXiv 1711.05101) with clipping by the global norm.
 
-    Weight decay takes every parameter of two or more dimensions (embeddings and head included) and spares norms and biases.
+    Weight decay takes every parameter of two or more dimensions (embeddings and head included) and spares norms and
+    biases.
 
     Args:
         model: its parameters are trained; their gradients are found in `masters` after a backward pass.

@@ -8,9 +8,9 @@ from torchtrain.config import TrainConfig
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step.
 
-    Warmup rises in equal parts and reaches the peak with the last of `warmup_steps`. The first step after it has the peak;
-    from there `cosine` and `linear` fall towards `min_learning_rate_share` of it, which the step after the last would have,
-    so that no step is spent at zero.
+    Warmup rises in equal parts and reaches the peak with the last of `warmup_steps`. The first step after it has the
+    peak; from there `cosine` and `linear` fall towards `min_learning_rate_share` of it, which the step after the last
+    would have, so that no step is spent at zero.
 
     Args:
         step: 0 .. steps - 1.

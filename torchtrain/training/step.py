@@ -92,14 +92,15 @@ def accumulate(
     chunk: int,
     on_losses: OnLosses | None = None,
 ) -> tuple[Losses, int]:
-    """Add up the gradient of the mean loss over all labelled tokens of the step, whatever rank and micro-batch they are in.
+    """Add up the gradient of the mean loss over all labelled tokens of the step, on all ranks and in all micro-batches.
 
     Args:
         strategy: its model in training mode.
         batches: this rank's micro-batches of the step, whole rows [B, T] on the host.
         domains: names, by index.
         chunk: tokens whose logits exist at one time.
-        on_losses: called after each micro-batch with the loss of every token [B, t], detached, and this rank's part of it.
+        on_losses: called after each micro-batch with the loss of every token [B, t], detached, and this rank's part of
+            it.
 
     Returns:
         The losses, and the live (query, key) pairs, both of the whole step.

@@ -1,6 +1,7 @@
 """Strategies: who holds weights and optimizer state, adds gradients up and steps.
 
-`Replicated` keeps everything on every rank. `Zero` is DeepSpeed's engine, which spreads it. Both compute the gradient of
+`Replicated` keeps everything on every rank. `Zero` is DeepSpeed's engine, which spreads it. Both compute the gradient
+of
 
     sum of the losses of all labelled tokens of the step / their number
 
@@ -52,7 +53,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
-        """Run the model on this rank's part of a micro-batch: as `chunked_cross_entropy`, the sum and each token's [B, t]."""
+        """Run the model on this rank's part of a micro-batch.
+
+        Returns:
+            As `chunked_cross_entropy`: the sum of the losses, and each token's [B, t].
+        """
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -76,7 +81,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor] | None:
-        """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others. All ranks must call it."""
+        """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others.
+
+        All ranks must call it.
+        """
 
 
 def make_strategy(model: "PreTrainedModel", attention: str, config: Config, world: World) -> Strategy:
@@ -192,7 +200,10 @@ class Zero(Strategy):
         return norm
 
     def drop(self) -> None:
-        """See `Strategy`. DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite."""
+        """See `Strategy`.
+
+        DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite.
+        """
         with leave_out(self.deepspeed.optimizer):
             norm = self.step(0.0)
         assert not math.isfinite(norm), "DeepSpeed made a step that was to be left out"
