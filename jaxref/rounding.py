@@ -158,10 +158,6 @@ def _backward(fmt: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
 round_to.defvjp(_forward, _backward)
 
 
-def _everywhere(fmt: Format) -> dict[str, Any]:
-    return dict.fromkeys(SITES, fmt)
-
-
 def _half_precision(fmt: Format) -> dict[str, Rounding]:
     everywhere = Rounding("float32").replace(**dict.fromkeys(SITES, fmt))
     hf_eager = everywhere.replace(inv_freq="fp32", angle="fp32")
