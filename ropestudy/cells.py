@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import jaxref
+import ropestudy
 from jaxref.model import Decoder
 from ropestudy import text
 from ropestudy.conditions import Condition
@@ -167,13 +168,18 @@ class Bench:
 
 @cache
 def fingerprint() -> str:
-    """Of the oracle's sources, the libraries and the device: a cell is computed anew when one of them changes."""
+    """Return a hash of the sources, the libraries and the device: a cell is computed anew when one of them changes."""
     digest = hashlib.sha256(f"{platform.python_version()} {versions()} {jax.devices()[0].device_kind}".encode())
-    root = Path(jaxref.__file__).parent
-    for file in sorted(root.rglob("*.py")):
-        if not SHOWS_ONLY & set(file.relative_to(root).parts):
-            digest.update(file.read_bytes())
+    for file in sources():
+        digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def sources() -> list[Path]:
+    """Return the files that a cell's numbers come out of: the oracle's and the study's, but for what shows or tests."""
+    roots = [Path(package.__path__[0]) for package in (jaxref, ropestudy)]
+    files = [(root, file) for root in roots for file in sorted(root.rglob("*.py"))]
+    return [file for root, file in files if not SHOWS_ONLY & set(file.relative_to(root).parts)]
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ from jaxref.rounding import SITES
 from jaxref.tests.decoders import hf_config, tiny
 from jaxref.weights import save_hf, to_arrays
 from ropestudy import scores
-from ropestudy.cells import Bench
+from ropestudy.cells import Bench, sources
 from ropestudy.cli import main
 from ropestudy.conditions import EXACT, before_and_after, on_alone, remedies
 from ropestudy.engine import Row, Stream, compare
@@ -177,6 +177,12 @@ def test_a_cell_that_is_broken_or_of_other_sources_is_computed_anew(given, tmp_p
     monkeypatch.setattr("ropestudy.cells.fingerprint", lambda: "others")
     assert run_study(config, tmp_path).records == first.records
     assert len(computed) == len(list((tmp_path / "cells").iterdir())) / 2
+
+
+def test_a_cell_depends_on_the_sources_of_the_oracle_and_of_the_study():
+    names = {"/".join(file.parts[-2:]) for file in sources()}
+    assert {"jaxref/rounding.py", "jaxref/attention.py", "ropestudy/pieces.py", "ropestudy/engine.py"} <= names
+    assert not {"ropestudy/cli.py", "report/html.py", "tests/test_run.py", "tests/decoders.py"} & names
 
 
 def test_another_studys_folder_is_refused(given, finished, tmp_path):
