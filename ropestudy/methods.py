@@ -112,9 +112,18 @@ def two_terms(x: jax.Array, fmt: str) -> jax.Array:
     return high + low
 
 
+class WithSink(NamedTuple):
+    """What attention takes, one token longer and one dimension wider."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    document_ids: jax.Array
+
+
 def with_sink(
     q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, document_ids_T: Any, sink_H: Any, scale: float
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> WithSink:
     """The same attention with one key more in front: its logit for head h is `sink_H[h]`, its value 0, and everyone sees it.
 
     It is an anchor (document 0) on a head dimension of its own, so the oracle's attention needs to know nothing of it.
@@ -128,4 +137,4 @@ def with_sink(
 
     document_ids = jnp.concatenate([jnp.full(1, ANCHOR), jnp.asarray(document_ids_T)])
     q = wider(q_STHD, 0.0, jnp.asarray(sink_H, q_STHD.dtype) / scale)
-    return q, wider(k_STKD, 1.0, 0.0), wider(v_STKD, 0.0, 0.0), document_ids
+    return WithSink(q, wider(k_STKD, 1.0, 0.0), wider(v_STKD, 0.0, 0.0), document_ids)

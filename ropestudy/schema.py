@@ -24,9 +24,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError
+from anchorline.files import replace_file
 
 VERSION = 1
 Mode = Literal["local", "propagated"]
+Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
 
 
 class _Part(BaseModel):
@@ -154,7 +156,7 @@ class Score(Record):
     """
 
     kind: Literal["score"] = "score"
-    group: Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
+    group: Group
     base: str | None = Field(description="preset the condition starts from; None of those that stand for themselves")
     site: str | None = Field(
         description="of on_alone and off_alone: the site of `Rounding`; `qk, scaled` are sites left out together, because "
@@ -308,10 +310,8 @@ class Results(_Part):
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Write `results.json`, beside and renamed."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(results.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Write `results.json`, whole or not at all."""
+    replace_file(path, (results.model_dump_json(indent=1) + "\n").encode())
 
 
 def read_results(path: Path) -> Results:
