@@ -1,4 +1,4 @@
-"""The command line: print or draw what the oracle holds. How it ends is `anchorline.command`'s.
+"""The command line: print or draw what the oracle holds, convert models. How it ends is `anchorline.command`'s.
 
 The command `jaxref` is `ropestudy.cli`, which adds the study to these.
 """
@@ -178,6 +178,29 @@ def rope(
     table.add_section()
     table.add_row("", "", "", "", "largest", *(f"{max(errors):.1e}" for errors in columns))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(help="a Hugging Face folder (config.json, safetensors), or a checkpoint of Orbax made here"),
+    ],
+    target: Annotated[Path, typer.Argument(help="the folder that is made; it must not exist")],
+) -> None:
+    """Convert a Hugging Face folder to an Orbax checkpoint, or back, without changing a bit of a parameter.
+
+    What SOURCE is tells the direction. Parameters are carried, and what of config.json computes with them; tokenizers, other
+    files and an optimizer's state are not.
+
+    \b
+    Examples:
+      jaxref convert models/mine checkpoints/mine
+      jaxref convert checkpoints/mine models/again
+    """
+    from jaxref.convert import convert as run
+
+    print(run(source, target))
 
 
 def whole_numbers(option: str, given: str) -> list[int]:

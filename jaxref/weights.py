@@ -6,7 +6,6 @@ Nothing here changes a bit of a parameter, except `cast`, which is asked to.
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from anchorline.errors import UserError, quoted, quoted_reason
-from anchorline.files import read_json
+from anchorline.files import read_json, write_file
 from jaxref.decoder_config import DecoderConfig
+from jaxref.folders import write_folder
 from jaxref.model import Decoder
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -75,8 +75,10 @@ def cast(decoder: Decoder, dtype: str) -> Decoder:
 def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
     """Read `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, tensor by tensor.
 
-    Names, shapes and dtypes are checked before any tensor is read. Raises FileNotFoundError for missing weights and
-    UserError for a config that is not implemented or weights that do not fit it.
+    Names, shapes and dtypes are checked before any tensor is read.
+
+    Raises:
+        UserError: a config that is not implemented; weights that are missing, damaged or do not fit it.
     """
     folder = Path(folder)
     config = DecoderConfig.from_hf(read_json(folder / "config.json", "config"))
@@ -97,18 +99,14 @@ def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
 def save_hf(folder: str | Path, decoder: Decoder) -> None:
     """Write `config.json` and `model.safetensors`, readable by transformers; the folder appears complete or not at all.
 
-    Raises UserError if `folder` exists.
+    Raises:
+        UserError: `folder` exists, or would stand in one that does not.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise UserError(f"folder: {folder} exists; give a new one")
     arrays = {name: np.asarray(array) for name, array in to_arrays(decoder).items()}
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(decoder.config.to_hf(), indent=2) + "\n")
-    partial.rename(folder)
+    with write_folder(Path(folder).absolute()) as made:
+        made.mkdir()
+        save_file(arrays, made / "model.safetensors", metadata={"format": "pt"})
+        write_file(made / "config.json", (json.dumps(decoder.config.to_hf(), indent=2) + "\n").encode())
 
 
 def _abstract(config: DecoderConfig) -> Decoder:
@@ -144,7 +142,7 @@ def _locations(folder: Path) -> dict[str, Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
         if not single.is_file():
-            raise FileNotFoundError(f"{single}: not found, nor {index.name} beside it")
+            raise UserError(f"weights: {quoted(single)} does not exist, nor {index.name} beside it")
         with _opened(single) as file:
             return dict.fromkeys(file.keys(), single)
     named = read_json(index, "weights").get("weight_map")
@@ -155,12 +153,12 @@ def _locations(folder: Path) -> dict[str, Path]:
     locations = {name: folder / file for name, file in named.items()}
     for path in sorted(set(locations.values())):
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: not found, but {index.name} names it")
+            raise UserError(f"weights: {quoted(path)} does not exist, but {index.name} names it")
     return locations
 
 
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{quoted(path)}: not safetensors, or damaged ({quoted_reason(error)})") from None
