@@ -1,8 +1,8 @@
 """Orbax checkpoints: parameters, and an optimizer's state where there is one, back bit for bit.
 
 A checkpoint is a folder of Orbax items: `params` (by Hugging Face name), `optimizer` (optional) and `about` (JSON: the
-decoder's config and every parameter's dtype). Beside them `files.json` says what every file must be. It appears complete
-or not at all.
+decoder's config and every parameter's dtype). Beside them `files.json` says what every file must be. It appears
+complete or not at all.
 """
 
 import json
@@ -75,7 +75,8 @@ def restore(
         (decoder, the state of `optimizer` or None).
 
     Raises:
-        UserError: no checkpoint, or a damaged one; a config other than the saved one; an optimizer's state that was not saved.
+        UserError: no checkpoint, or a damaged one; a config other than the saved one; an optimizer's state that was not
+            saved.
     """
     folder = Path(folder).absolute()
     if not is_checkpoint(folder):
@@ -84,14 +85,14 @@ def restore(
         raise UserError(f"optimizer: {quoted(folder)} holds no optimizer state; it was saved without one")
     _check_files(folder)
     with _checkpointer() as checkpointer:
-        with _reading(folder):
+        with _report_damage(folder):
             found = checkpointer.restore(folder, ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
             about = _About.model_validate_json(json.dumps(found))
             DecoderConfig.from_hf(about.config.to_hf())  # refuses sizes that no decoder has
             shapes = parameter_shapes(about.config)
         if config is not None:
             _check_config(config, about.config)
-        with _reading(folder):
+        with _report_damage(folder):
             _check_stored(checkpointer.metadata(folder).item_metadata["params"].tree, shapes, about.dtypes)
             params = {name: jax.ShapeDtypeStruct(shape, about.dtypes[name]) for name, shape in shapes.items()}
             items: dict[str, Any] = {"params": ocp.args.StandardRestore(params)}
@@ -134,7 +135,7 @@ def _check_files(folder: Path) -> None:
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _report_damage(folder: Path) -> Iterator[None]:
     """Whatever Orbax, TensorStore or JSON make of a damaged folder is one line."""
     try:
         yield

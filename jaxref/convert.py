@@ -1,4 +1,6 @@
-"""A Hugging Face folder becomes an Orbax checkpoint, an Orbax checkpoint a Hugging Face folder; no bit of a parameter changes."""
+"""A Hugging Face folder becomes an Orbax checkpoint, an Orbax checkpoint a Hugging Face folder; no bit of a parameter
+changes.
+"""
 
 from pathlib import Path
 

@@ -25,7 +25,8 @@ def check_new(field: str, folder: Path) -> None:
 
 @contextmanager
 def write_folder(folder: Path) -> Iterator[Path]:
-    """Yield the path, of nothing yet, at which a folder is to be made; renamed, it is `folder`. What fails leaves nothing behind.
+    """Yield the path, of nothing yet, at which a folder is to be made; renamed, it is `folder`. What fails leaves
+    nothing behind.
 
     Raises:
         UserError: see `check_new`.

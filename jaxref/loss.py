@@ -24,7 +24,8 @@ IGNORED = -100  # the label of a token that predicts nothing; torch's `ignore_in
 
 
 def token_nll(logits: jax.Array, shift_labels: Any) -> jax.Array:
-    """-log softmax(logits)[label]: [..., V] and int [...] -> [...] in the logits' dtype; exactly 0 where the label is -100.
+    """-log softmax(logits)[label]: [..., V] and int [...] -> [...] in the logits' dtype; exactly 0 where the label is
+    -100.
 
     The maximum is subtracted before anything else, so large logits neither overflow nor cancel (torch does the same). A
     label is the token that follows: already shifted.
@@ -42,7 +43,8 @@ def batch_nll(
     block: int | None = None,
     chunk: int = 1024,
 ) -> jax.Array:
-    """The loss of every token of a batch: [B, T] in the carrier, 0 where ignored. `chunk`: tokens whose logits exist at a time.
+    """The loss of every token of a batch: [B, T] in the carrier, 0 where ignored. `chunk`: tokens whose logits exist at
+    a time.
 
     Raises ValueError as `Decoder.hidden` does, and for a label that is neither -100 nor in the vocabulary.
     """

@@ -10,8 +10,8 @@
 | `llama3`   | short waves f, long waves f / factor, a blend between                    | Llama 3.1         |
 | `longrope` | f over a searched factor for each pair                                   | arXiv 2402.13753  |
 
-Where transformers has the type, its `modeling_rope_utils.py` is what people run: the formulas and names are those, with one
-difference. There `dynamic` depends on the calls before; here it is a function of its arguments.
+Where transformers has the type, its `modeling_rope_utils.py` is what people run: the formulas and names are those, with
+one difference. There `dynamic` depends on the calls before; here it is a function of its arguments.
 
 Frequencies are computed in 50 decimal digits and rounded once, so they are the float64 numbers nearest to the formulas.
 
@@ -102,7 +102,8 @@ class RopeSpec:
         smallest = 4 if self.rope_type in ("ntk", "dynamic") else 2  # D / (D - 2) is their exponent
         if not isinstance(self.head_dim, int) or not smallest <= self.head_dim <= MOST_DIM or self.head_dim % 2:
             raise UserError(
-                f"head_dim: {quoted(self.head_dim)}; RoPE rotates pairs, give an even number from {smallest} to {MOST_DIM}"
+                f"head_dim: {quoted(self.head_dim)}; RoPE rotates pairs, give an even number from {smallest} to "
+                f"{MOST_DIM}"
             )
         if not _is_number(self.theta) or not 1 < self.theta <= MOST_THETA:
             raise UserError(f"theta: {quoted(self.theta)}; give a number above 1, and up to {MOST_THETA:g}")

@@ -1,4 +1,5 @@
-"""Parameters by their Hugging Face names: a folder of safetensors, a dict of arrays, a decoder, and the roads between them.
+"""Parameters by their Hugging Face names: a folder of safetensors, a dict of arrays, a decoder, and the roads between
+them.
 
 A decoder's attributes carry the names of transformers' modules, so the path of a parameter is its name:
 `layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`; `lm_head.weight` stays as it is.
@@ -29,13 +30,16 @@ SHOWN = 5  # names an error lists before it counts the rest
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every parameter; a tied `lm_head.weight` is none. Matrices are [outputs, inputs]."""
-    return {name: leaf.shape for name, leaf in _named(nnx.split(_abstract(config))[1])}
+    """The name and shape of every parameter; a tied `lm_head.weight` has none of its own.
+
+    Matrices are [outputs, inputs].
+    """
+    return {name: leaf.shape for name, leaf in _name_leaves(nnx.split(_abstract(config))[1])}
 
 
 def to_arrays(decoder: Decoder) -> dict[str, jax.Array]:
     """Every parameter by its name, as stored. Works on a decoder of gradients just as well."""
-    return dict(_named(nnx.split(decoder)[1]))
+    return dict(_name_leaves(nnx.split(decoder)[1]))
 
 
 def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
@@ -54,7 +58,7 @@ def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
         if head.dtype != table.dtype or head.tobytes() != table.tobytes():
             raise UserError("tie_word_embeddings: true, but lm_head.weight differs from model.embed_tokens.weight")
     graph, state = nnx.split(_abstract(config))
-    leaves = [jnp.asarray(arrays[name]) for name, _ in _named(state)]
+    leaves = [jnp.asarray(arrays[name]) for name, _ in _name_leaves(state)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
 
@@ -63,13 +67,13 @@ def cast(decoder: Decoder, dtype: str) -> Decoder:
     if dtype not in DTYPES:
         raise UserError(f"dtype: {dtype!r}; known are {', '.join(DTYPES)}")
 
-    def rounded(array: jax.Array) -> jax.Array:
+    def round_once(array: jax.Array) -> jax.Array:
         if array.dtype == jnp.float64 and dtype == "bfloat16":
             # This cast goes through float32 and would round twice; after this line it has nothing left to round.
             array = jax.lax.reduce_precision(array, exponent_bits=11, mantissa_bits=7)
         return array.astype(dtype)
 
-    return jax.tree.map(rounded, decoder)
+    return jax.tree.map(round_once, decoder)
 
 
 def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
@@ -82,7 +86,7 @@ def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
     """
     folder = Path(folder)
     config = DecoderConfig.from_hf(read_json(folder / "config.json", "config"))
-    files = {name: _opened(path) for name, path in _locations(folder).items()}
+    files = {name: _open(path) for name, path in _locations(folder).items()}
     # Old Llama checkpoints also store this constant, which follows from the config.
     files = {name: file for name, file in files.items() if not name.endswith("rotary_emb.inv_freq")}
     try:
@@ -114,7 +118,7 @@ def _abstract(config: DecoderConfig) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, None))
 
 
-def _named(state: nnx.State) -> Iterator[tuple[str, Any]]:
+def _name_leaves(state: nnx.State) -> Iterator[tuple[str, Any]]:
     """(name, array or shape) of every parameter, in the order of the state's leaves."""
     for path, leaf in jax.tree.leaves_with_path(state):
         parts = [str(getattr(key, "key", key)) for key in path if not isinstance(key, jax.tree_util.GetAttrKey)]
@@ -143,7 +147,7 @@ def _locations(folder: Path) -> dict[str, Path]:
     if not index.exists():
         if not single.is_file():
             raise UserError(f"weights: {quoted(single)} does not exist, nor {index.name} beside it")
-        with _opened(single) as file:
+        with _open(single) as file:
             return dict.fromkeys(file.keys(), single)
     named = read_json(index, "weights").get("weight_map")
     if not isinstance(named, dict) or not all(
@@ -157,7 +161,7 @@ def _locations(folder: Path) -> dict[str, Path]:
     return locations
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

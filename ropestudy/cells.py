@@ -1,4 +1,5 @@
-"""A cell: the smallest piece of a study that is computed, kept and taken up again. One row, some conditions, many pairs.
+"""A cell: the smallest piece of a study that is computed, kept and taken up again. One row, some conditions, many
+pairs.
 
 Everything in a cell has a name: its streams, its pairs and its divergences. An experiment gives the names and finds its
 results under them; places among arrays are between `Bench.run` and the engine.
@@ -35,13 +36,15 @@ from ropestudy.spec import StudyConfig
 SHOWS_ONLY = {"tests", "report", "cli.py", "mask_figure.py"}
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tokenizers", "gguf", "pydantic")
 
-# Names that experiments share: of float64's stream; of a condition at one shift against itself at another, and against float64.
+# Names that experiments share: of float64's stream; of a condition at one shift against itself at another, and against
+# float64.
 TRUTH, SHIFT, ERROR = "truth", "shift", "error"
 
 
 @dataclass(frozen=True)
 class RunsOf:
-    """A stream of `engine.compare` under a name: a condition, whose positions are the row's under `mask` plus each shift.
+    """A stream of `engine.compare` under a name: a condition, whose positions are the row's under `mask` plus each
+    shift.
 
     The run at the first shift gives the inputs of the mode `local`.
     """
@@ -83,8 +86,8 @@ class NamedDivergence:
 class Cell:
     """What is computed on one row.
 
-    bos: where it stands; packed rows (`documents` of them) always open with it. sink: the conditions' method has one, whose
-    logits are column 0's mean under `exact` on the same row with the BOS first.
+    bos: where it stands; packed rows (`documents` of them) always open with it. sink: the conditions' method has one,
+    whose logits are column 0's mean under `exact` on the same row with the BOS first.
     """
 
     experiment: str

@@ -19,8 +19,8 @@ class Condition:
     site: str | None = None  # the site that it switches
 
 
-# Sites that round the same number again: a sum, the rotated vector that it is, its copies; and so on. (`scaled` is `qk` times
-# a power of two where head_dim is a power of four, and rounds nothing new then.)
+# Sites that round the same number again: a sum, the rotated vector that it is, its copies; and so on. (`scaled` is `qk`
+# times a power of two where head_dim is a power of four, and rounds nothing new then.)
 IN_A_ROW = (
     ("rope_sum", "q_rotated", "k_rotated", "kv_heads"),
     ("table", "rope_product", "rope_sum", "q_rotated", "k_rotated", "kv_heads"),  # all that follows the angle
@@ -56,9 +56,9 @@ def condition(name: str) -> Condition:
 
 
 def check_condition(field: str, name: str) -> None:
-    """Raise UserError, one line naming the field, if there is no such condition."""
+    """Raise UserError, one line naming the field, if no condition has the name."""
     if name not in CONDITIONS:
-        raise UserError(f"{field}: {name!r} is no condition; choose from {', '.join(CONDITIONS)}")
+        raise UserError(f"{field}: {name!r} is not a condition; choose from {', '.join(CONDITIONS)}")
 
 
 def on_alone(fmt: str) -> list[Condition]:
@@ -140,7 +140,7 @@ def remedies(base: str) -> list[Condition]:
         ),
         change("bf16 inverse frequencies", rounding.replace(inv_freq="bf16"), "what .to(bfloat16) does: no remedy"),
     ]
-    # FlashAttention keeps its logits in float32: what a preset does anyway is no remedy of it.
+    # FlashAttention keeps its logits in float32: what a preset does anyway does not remedy it.
     return [one for one in changes if (one.rounding, one.method) != (rounding, AS_THE_ORACLE)]
 
 

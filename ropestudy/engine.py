@@ -1,12 +1,12 @@
 """Run a decoder under several conditions at once, layer by layer, and sum how far their attentions are apart.
 
-Nothing of size T x T outlives a block of queries: per layer and block, the probabilities of every run are computed side by
-side, compared pair by pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles nothing.
-Projections, rotation, softmax and the rest of a layer are the oracle's own (`jaxref.model`, `jaxref.attention`), so a
-rounding acts here where it acts there.
+Nothing of size T x T outlives a block of queries: per layer and block, the probabilities of every run are computed side
+by side, compared pair by pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles
+nothing. Projections, rotation, softmax and the rest of a layer are the oracle's own (`jaxref.model`,
+`jaxref.attention`), so a rounding acts here where it acts there.
 
-Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · H heads · D head_dim · M model width · L
-layers.
+Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · H heads · D head_dim · M model width
+· L layers.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,16 @@ from jaxref.rounding import Rounding
 from ropestudy.conditions import EXACT, Condition
 from ropestudy.measures import DivergenceSample, Sums
 from ropestudy.methods import tables
-from ropestudy.pieces import LayerSums, Side, acting, compared, finished, kl, log_probabilities, turned
+from ropestudy.pieces import (
+    LayerSums,
+    Side,
+    compare_layer,
+    finish_layer,
+    kl,
+    log_probabilities,
+    project_and_rotate,
+    restrict,
+)
 from ropestudy.schema import Mode
 
 HEAD_NUMBERS = 10_000_000  # logits over the vocabulary that are held at a time, of each run
@@ -74,8 +83,8 @@ def compare(
 ) -> tuple[list[Sums], list[DivergenceSample]]:
     """Compare the attention of pairs of runs over all layers, and the output distributions of `divergences`' pairs.
 
-    RoPE's frequencies are those of the row's own length, whatever is added to the positions: types that look at the largest
-    position (`dynamic`, `longrope`) would otherwise not be the same function at two shifts.
+    RoPE's frequencies are those of the row's own length, whatever is added to the positions: types that look at the
+    largest position (`dynamic`, `longrope`) would otherwise not be the same function at two shifts.
 
     Args:
         decoder: parameters that every carrier holds exactly.
@@ -89,7 +98,7 @@ def compare(
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, T)
     ready = [tables(s.positions_ST, inv_freq, scaling, s.condition.rounding, s.condition.method) for s in streams]
     groups = _groups(pairs)
-    advanced = _advanced(len(streams), pairs, divergences)
+    advanced = _list_runs(len(streams), pairs, divergences)
     documents_T = jnp.asarray(row.documents_T)
     layers: list[list[LayerSums]] = [[] for _ in groups]
     # What no layer changes is taken once: outside of compiled code every indexing costs more than what it takes.
@@ -112,7 +121,7 @@ def compare(
         sink_H = None if row.sinks_LH is None else row.sinks_LH[number]
         own = {}
         for i in advanced:
-            own[i] = turned(layer, x[i], own_tables[i], streams[i].condition)
+            own[i] = project_and_rotate(layer, x[i], own_tables[i], streams[i].condition)
         for group, table, places, sums in zip(groups, group_tables, group_places, layers, strict=True):
             sides = []
             for i in group.runs:
@@ -120,15 +129,17 @@ def compare(
                 if group.source is None:
                     sides.append(Side(condition, _at(own[i].q, places[i]), _at(own[i].k, places[i])))
                 else:
-                    fed = turned(layer, _first(x[group.source], condition.rounding.dtype), table[i], condition)
+                    fed = project_and_rotate(
+                        layer, _first(x[group.source], condition.rounding.dtype), table[i], condition
+                    )
                     sides.append(Side(condition, fed.q, fed.k))
-            sums.append(compared(sides, documents_T, sink_H, group.index_P2, scale, block))
+            sums.append(compare_layer(sides, documents_T, sink_H, group.index_P2, scale, block))
         for i in advanced:
-            x[i] = finished(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, block)
+            x[i] = finish_layer(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, block)
 
     hidden = {i: decoder.norm(x[i], streams[i].condition.rounding) for i in advanced} if divergences else {}
     ends = {
-        Run(i, run): (hidden[i][place], acting(streams[i].condition, ("logits",)))
+        Run(i, run): (hidden[i][place], restrict(streams[i].condition, ("logits",)))
         for i in hidden
         for place, run in enumerate(advanced[i])
     }
@@ -152,10 +163,10 @@ def column_logits(decoder: Decoder, row: Row, positions_T: np.ndarray, column: i
     sees_T = np.asarray(rule(row.documents_T, row.documents_T[column], index_T, column))
     x, found = decoder.embed_tokens(jnp.asarray(row.ids_T)[None], rounding), []
     for layer in decoder.layers:
-        own = turned(layer, x, table, EXACT)
+        own = project_and_rotate(layer, x, table, EXACT)
         key_HD = np.repeat(np.asarray(own.k[0, column]), own.q.shape[2] // own.k.shape[2], axis=0)
         found.append(np.einsum("thd,hd->th", np.asarray(own.q[0]), key_HD)[sees_T].mean(0) * scale)
-        x = finished(layer, x, own, documents_T, None, EXACT, scale, block)
+        x = finish_layer(layer, x, own, documents_T, None, EXACT, scale, block)
     return np.array(found)
 
 
@@ -195,7 +206,7 @@ def _groups(pairs: Sequence[Pair]) -> list[_Group]:
     return found
 
 
-def _advanced(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) -> dict[int, list[int]]:
+def _list_runs(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) -> dict[int, list[int]]:
     """The runs of each stream that need a forward pass, run 0 first where it feeds others."""
     needed: dict[int, set[int]] = {i: set() for i in range(streams)}
     for pair in pairs:
@@ -228,9 +239,10 @@ def _divergences(
     pairs: Sequence[tuple[Run, Run]],
     documents_T: np.ndarray,
 ) -> list[DivergenceSample]:
-    """KL(p || q) in nats and how often the argmax differs, means over the positions that are no padding.
+    """KL(p || q) in nats and how often the argmax differs, means over the positions that are not padding.
 
-    ends: the final hidden states [T, M] of each run and its rounding. A run's logits are computed once, some rows at a time.
+    ends: the final hidden states [T, M] of each run and its rounding. A run's logits are computed once, some rows at a
+        time.
     """
     totals = np.zeros((len(pairs), 2))
     used = {end for pair in pairs for end in pair}

@@ -1,4 +1,6 @@
-"""The experiments over shifts, lengths, positions and rotary pairs: the cells they ask for, the records that become of them."""
+"""The experiments over shifts, lengths, positions and rotary pairs: the cells they ask for, the records that become of
+them.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -70,7 +70,10 @@ def queries_of_columns(document_ids_T: np.ndarray) -> np.ndarray:
 
 
 def weights(document_ids_T: np.ndarray) -> np.ndarray:
-    """The paper's n: one over the queries that see each column, [1/T, ..., 1] under `full`; 0 for padding. Float64 [T]."""
+    """The paper's n: one over the queries that see each column, [1/T, ..., 1] under `full`; 0 for padding.
+
+    Float64 [T].
+    """
     count_T = queries_of_columns(document_ids_T)
     return np.where(count_T > 0, 1 / np.maximum(count_T, 1), 0.0)
 

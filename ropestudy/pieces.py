@@ -2,8 +2,8 @@
 
 Conditions that round alike at the sites of a piece share what is compiled for it; positions are arguments.
 
-Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · Q queries of a block · n blocks · H query
-heads · K key/value heads · G = H / K · D head_dim · M model width.
+Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · Q queries of a block · n blocks · H
+query heads · K key/value heads · G = H / K · D head_dim · M model width.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from jaxref.model import Block
 from jaxref.rounding import Rounding
 from ropestudy.conditions import Condition
 from ropestudy.measures import weights
-from ropestudy.methods import Method, Tables, rotated, with_sink
+from ropestudy.methods import Method, Tables, add_sink, rotate_heads
 
 # The sites that act in each piece.
 PROJECTION = ("norm", "proj")
@@ -66,16 +66,16 @@ class _BlockSums(NamedTuple):
     square_P: jax.Array
 
 
-def acting(condition: Condition, sites: tuple[str, ...]) -> Rounding:
+def restrict(condition: Condition, sites: tuple[str, ...]) -> Rounding:
     """The condition's rounding as far as it acts at these sites."""
     order = condition.rounding.normalise if "probs" in sites else "before_pv"
     return condition.rounding.only(*sites).replace(normalise=order)
 
 
-def turned(layer: Block, x_STM: jax.Array, table: Tables, condition: Condition) -> QKV:
+def project_and_rotate(layer: Block, x_STM: jax.Array, table: Tables, condition: Condition) -> QKV:
     """q [S, T, H, D] and k [S, T, K, D] rotated, v; one input row serves all runs of the tables."""
-    projected = _project(layer, x_STM, acting(condition, PROJECTION))
-    return _rotate(*projected, table, acting(condition, ROTATION), condition.method)
+    projected = _project(layer, x_STM, restrict(condition, PROJECTION))
+    return _rotate(*projected, table, restrict(condition, ROTATION), condition.method)
 
 
 @partial(jax.jit, static_argnames="rounding")
@@ -88,11 +88,11 @@ def _project(layer: Block, x_STM: jax.Array, rounding: Rounding) -> QKV:
 def _rotate(
     q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, table: Tables, rounding: Rounding, method: Method
 ) -> QKV:
-    q_STHD = rotated(q_STHD, table, rounding, method, "q_rotated")
-    return QKV(q_STHD, rotated(k_STKD, table, rounding, method, "k_rotated"), v_STKD)
+    q_STHD = rotate_heads(q_STHD, table, rounding, method, "q_rotated")
+    return QKV(q_STHD, rotate_heads(k_STKD, table, rounding, method, "k_rotated"), v_STKD)
 
 
-def finished(
+def finish_layer(
     layer: Block,
     x_STM: jax.Array,
     qkv: QKV,
@@ -102,10 +102,12 @@ def finished(
     scale: float,
     block: int,
 ) -> jax.Array:
-    """The layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose method has one."""
+    """The layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose method has
+    one.
+    """
     used = sink_H if condition.method.sink else None
     at_once = None if block >= x_STM.shape[1] else block
-    return _finish(layer, x_STM, *qkv, documents_T, used, acting(condition, REST), scale, at_once)
+    return _finish(layer, x_STM, *qkv, documents_T, used, restrict(condition, REST), scale, at_once)
 
 
 @partial(jax.jit, static_argnames=("rounding", "scale", "block"))
@@ -124,7 +126,7 @@ def _finish(
     """The layer's output, from q, k, v: `jaxref.model.Block` behind the rotation."""
     D = q_STHD.shape[-1]
     if sink_H is not None:
-        q_STHD, k_STKD, v_STKD, documents_T = with_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
+        q_STHD, k_STKD, v_STKD, documents_T = add_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
     documents_ST = jnp.broadcast_to(documents_T, (len(q_STHD), len(documents_T)))
     attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, block)
     if sink_H is not None:
@@ -132,7 +134,7 @@ def _finish(
     return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD, rounding), rounding)[0]
 
 
-def compared(
+def compare_layer(
     sides: list[Side],
     documents_T: jax.Array,
     sink_H: Any,
@@ -146,14 +148,14 @@ def compared(
     assert len(sinks) == 1, "a run with a sink and one without are not the same function"
     sink = sinks == {True}
     if sink:
-        widened = [with_sink(side.q, side.k, side.k, documents_T, sink_H, scale) for side in sides]
+        widened = [add_sink(side.q, side.k, side.k, documents_T, sink_H, scale) for side in sides]
         sides = [Side(side.condition, wide.q, wide.k) for side, wide in zip(sides, widened, strict=True)]
         documents_T = widened[0].document_ids
         n_T = jnp.concatenate([jnp.zeros(1), n_T])
     queries, keys = tuple(side.q for side in sides), tuple(side.k for side in sides)
-    roundings = tuple(acting(side.condition, SOFTMAX) for side in sides)
+    roundings = tuple(restrict(side.condition, SOFTMAX) for side in sides)
     sums, row_PT = _sums(queries, keys, documents_T, n_T, index_P2, roundings, scale, block)
-    first = 1 if sink else 0  # behind the sink, which is no token of the row
+    first = 1 if sink else 0  # behind the sink, which the row does not hold
     return LayerSums(
         column_PT=np.asarray(sums.column_PT)[:, first:],
         logit_PT=np.asarray(sums.logit_PT)[:, first:],
@@ -169,8 +171,8 @@ def probabilities(
 ) -> tuple[jax.Array, jax.Array]:
     """What multiplies V and the scaled logits, both [S, K, G, Q, T]; the logits are -inf where the mask is false.
 
-    With `after_pv` the unnormalised weights are rounded, as FlashAttention-2 does, and divided by their sum: what its output
-    amounts to.
+    With `after_pv` the unnormalised weights are rounded, as FlashAttention-2 does, and divided by their sum: what its
+    output amounts to.
     """
     logits = masked_logits(q_SQKGD, k_STKGD, mask, rounding, scale)
     exponentials, total, _ = softmax_parts(logits, mask)
@@ -250,7 +252,8 @@ def log_probabilities(logits_TV: jax.Array) -> jax.Array:
 def kl(log_p_TV: jax.Array, log_q_TV: jax.Array, real_T: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(sum over positions of KL(p || q) in nats, how many differ in their argmax), of log-probabilities [T, V].
 
-    Summed as p log(p / q) - p + q, whose every term is at least 0: the plain terms cancel, and leave float64's noise of either sign.
+    Summed as p log(p / q) - p + q, whose every term is at least 0: the plain terms cancel, and leave float64's noise of
+    either sign.
     """
     p_TV, q_TV, log_ratio_TV = jnp.exp(log_p_TV), jnp.exp(log_q_TV), log_p_TV - log_q_TV
     near_TV = log_ratio_TV > -1  # elsewhere q - p loses nothing, and exp(-log_ratio) could overflow

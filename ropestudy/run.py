@@ -31,8 +31,8 @@ Progress = Callable[[str, int, int], None]  # what was done, cells done, cells i
 def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, command: str = "") -> Results:
     """Run a study, or what is left of it, and write `results.json` into `out`.
 
-    Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on after
-    the last of them, and one with other sources, another model or another device computes anew.
+    Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on
+    after the last of them, and one with other sources, another model or another device computes anew.
 
     Raises UserError, one line, before anything is computed: see `claim`, `models.load_pretrained` and `text.read_pool`.
     """
@@ -83,15 +83,15 @@ def claim(config: StudyConfig, out: Path) -> None:
         return
     file = out / CONFIG
     if not file.is_file():
-        raise UserError(f"--out: {out} is not empty and no study's folder; give another")
-    if read_file(file, MOST_JSON) != _dumped(config):
+        raise UserError(f"--out: {out} is not empty, and not a study's folder; give another")
+    if read_file(file, MOST_JSON) != _dump(config):
         raise UserError(f"--out: {out} holds another study (its {CONFIG} differs); give another folder, or remove it")
 
 
 def write_config(config: StudyConfig, out: Path) -> None:
     """Mark the folder as this study's."""
     out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / CONFIG, _dumped(config))
+    replace_file(out / CONFIG, _dump(config))
 
 
 def environment() -> Environment:
@@ -137,7 +137,7 @@ def _check_vocabulary(pretrained: Pretrained, largest: int) -> None:
         )
 
 
-def _dumped(config: StudyConfig) -> bytes:
+def _dump(config: StudyConfig) -> bytes:
     return (json.dumps(config.model_dump(mode="json"), indent=1) + "\n").encode()
 
 

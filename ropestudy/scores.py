@@ -1,7 +1,7 @@
 """The experiments whose rows are `schema.Score`: factorial, remedies, controls, first token, masks.
 
-Every row is asked the same: how far are shifts d1 and d2 apart, how far is shift d1 from float64, and what do the outputs
-make of both. A few conditions share a cell, and with it one float64 run.
+Every row is asked the same: how far are shifts d1 and d2 apart, how far is shift d1 from float64, and what do the
+outputs make of both. A few conditions share a cell, and with it one float64 run.
 """
 
 from abc import abstractmethod
@@ -88,7 +88,7 @@ class Scores(Experiment[list[Asked]]):
     section: Any  # with d1, d2, tokens and sequences
 
     @abstractmethod
-    def asked(self) -> Iterator[Asked]:
+    def list_rows(self) -> Iterator[Asked]:
         """Return every row."""
 
     @property
@@ -98,7 +98,7 @@ class Scores(Experiment[list[Asked]]):
 
     def _questions(self) -> Iterator[list[Asked]]:
         places: dict[Place, list[Asked]] = {}
-        for one in self.asked():
+        for one in self.list_rows():
             places.setdefault(one.place, []).append(one)
         for rows in places.values():
             for start in range(0, len(rows), SHARING):
@@ -165,7 +165,7 @@ class Factorial(Scores):
     section: FactorialConfig
     name = "factorial"
 
-    def asked(self) -> Iterator[Asked]:
+    def list_rows(self) -> Iterator[Asked]:
         """Return float64, every site, every preset and each of its sites."""
         yield Asked("baseline", EXACT)
         for one in on_alone(self.section.format):
@@ -183,7 +183,7 @@ class Remedies(Scores):
     section: RemediesConfig
     name = "remedies"
 
-    def asked(self) -> Iterator[Asked]:
+    def list_rows(self) -> Iterator[Asked]:
         """Return each preset, and every remedy of it."""
         for base in self.section.bases:
             yield Asked("baseline", replace(condition(base), base=base))
@@ -199,7 +199,7 @@ class Controls(Scores):
     seed: int
     name = "controls"
 
-    def asked(self) -> Iterator[Asked]:
+    def list_rows(self) -> Iterator[Asked]:
         """Return the preset, its controls, and every model."""
         section = self.section
         base = condition(section.base)
@@ -234,7 +234,7 @@ class FirstToken(Scores):
     section: FirstTokenConfig
     name = "first_token"
 
-    def asked(self) -> Iterator[Asked]:
+    def list_rows(self) -> Iterator[Asked]:
         """Return each condition with the BOS in every place, and with a sink in its stead."""
         for name in self.section.conditions:
             chosen = condition(name)
@@ -258,7 +258,7 @@ class Masks(Scores):
         """Documents in a packed row."""
         return self.section.documents
 
-    def asked(self) -> Iterator[Asked]:
+    def list_rows(self) -> Iterator[Asked]:
         """Return every mask under every condition."""
         for mask in self.section.masks:
             for name in self.section.conditions:

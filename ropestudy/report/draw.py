@@ -1,4 +1,7 @@
-"""The three ways in which this study draws numbers: lines, rows of dots, and a heat map. Each returns a `Panel.draw`."""
+"""The three ways in which this study draws numbers: lines, rows of dots, and a heat map.
+
+Each returns a `Panel.draw`.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -129,8 +132,8 @@ def dots(
 ) -> Draw:
     """Named rows from top to bottom, a dot for each series. mark: a vertical line to compare with.
 
-    most: what is larger is drawn at the edge and told in figures. On a logarithmic scale what is below `LEAST` is drawn open,
-    at the left edge.
+    most: what is larger is drawn at the edge and told in figures. On a logarithmic scale what is below `LEAST` is drawn
+    open, at the left edge.
     """
 
     def draw(axes: Any) -> None:
@@ -167,7 +170,9 @@ def dots(
 
 
 def heat(names: Sequence[str], cells: Sequence[Sequence[float | None]], x: str, y: str) -> Draw:
-    """A square of numbers, shaded in steps by their place between the least and the largest, each written in its cell."""
+    """A square of numbers, shaded in steps by their place between the least and the largest, each written in its
+    cell.
+    """
 
     def draw(axes: Any) -> None:
         known = [v for row in cells for v in row if v is not None]

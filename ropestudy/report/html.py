@@ -20,14 +20,15 @@ from ropestudy.schema import Results
 
 SIGNS = {"holds": "✓", "does not hold": "✗", "depends": "~", "not measured": "–"}
 SHARES = (
-    "Shares: the rows of attention sum to one, so what one column loses others gain, and a column's part of the unweighted "
-    "difference cannot exceed a half. n of eq. 5 divides a column by the queries that see it, so the last columns weigh most in D."
+    "Shares: the rows of attention sum to one, so what one column loses others gain, and a column's part of the "
+    "unweighted difference cannot exceed a half. n of eq. 5 divides a column by the queries that see it, so the last "
+    "columns weigh most in D."
 )
 READ = (
-    "D is the paper's eq. 5 and grows with the sequence, the layers and the heads. Where nothing else is said, a number is the "
-    "probability that moves per query: the sum of |difference of attention| of a row, from 0 (nothing) to 2 (everything), in the "
-    "mean over queries, layers and heads. Local: both runs are given the same input at every layer. Propagated: each run is a "
-    "forward pass of its own."
+    "D is the paper's eq. 5 and grows with the sequence, the layers and the heads. Where nothing else is said, a "
+    "number is the probability that moves per query: the sum of |difference of attention| of a row, from 0 (nothing) "
+    "to 2 (everything), in the mean over queries, layers and heads. Local: both runs are given the same input at "
+    "every layer. Propagated: each run is a forward pass of its own."
 )
 
 

@@ -29,9 +29,9 @@ def is_half(condition: str) -> bool:
 def one_rounding(condition: str) -> float:
     """What one rounding of every probability to the condition's half precision moves per query: 0.00141 of bf16.
 
-    To nearest, a number m 2^e with 1 <= m < 2 errs by a quarter of its unit in the last place, u 2^e with the roundoff u = 2^-8
-    of bf16, 2^-11 of fp16, in the mean: u / 2. Relative to the number that is u / (2 m), and the mean of 1 / m over mantissas
-    that are uniform in their logarithm is 1 / (2 ln 2). A row of attention sums to one.
+    To nearest, a number m 2^e with 1 <= m < 2 errs by a quarter of its unit in the last place, u 2^e with the roundoff
+    u = 2^-8 of bf16, 2^-11 of fp16, in the mean: u / 2. Relative to the number that is u / (2 m), and the mean of 1 / m
+    over mantissas that are uniform in their logarithm is 1 / (2 ln 2). A row of attention sums to one.
     """
     return (2.0**-11 if "fp16" in condition else 2.0**-8) / (4 * math.log(2))
 
