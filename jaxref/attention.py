@@ -26,7 +26,7 @@ def attention(
     scale: float | None = None,
     block: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention under the mask rule.
+    """Compute softmax attention under the mask rule.
 
     Args:
         q_BTHD: queries, rotated, any float [B, T, H, D]; cast to the carrier, as k and v are.
@@ -75,8 +75,8 @@ def attention(
 def attend_under(
     mask: jax.Array, q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention under any bool `mask` that broadcasts to [B, K, G, Q, T], as `rounding.normalise` orders it: out [B, K,
-    G, Q, D] and its log-sum-exp.
+    """Compute attention under any bool `mask` that broadcasts to [B, K, G, Q, T], as `rounding.normalise` orders it:
+    out [B, K, G, Q, D] and its log-sum-exp.
     """
     algorithm = _flash if rounding.normalise == "after_pv" else _eager
     return algorithm(q_BQKGD, k_BTKGD, v_BTKGD, mask, rounding, scale)
@@ -103,13 +103,15 @@ def _by_blocks(
 def masked_logits(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> jax.Array:
-    """Scaled logits [B, K, G, Q, T] in the carrier, -inf where the bool `mask`, broadcastable to them, is false."""
+    """Return scaled logits [B, K, G, Q, T] in the carrier, -inf where the bool `mask`, broadcastable to them, is
+    false.
+    """
     qk_BKGQT = rounding.round("qk", _einsum("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD))
     return jnp.where(mask, rounding.round("scaled", qk_BKGQT * scale), -jnp.inf)
 
 
 def softmax_parts(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """exp(logit - max) [B, K, G, Q, T], its sum and the log-sum-exp [B, K, G, Q] of masked logits.
+    """Return exp(logit - max) [B, K, G, Q, T], its sum and the log-sum-exp [B, K, G, Q] of masked logits.
 
     A row that sees nothing: its maximum is put to 0 and its sum to 1, so that nothing is -inf - -inf or 0 / 0.
     """
@@ -123,7 +125,7 @@ def softmax_parts(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Ar
 def _eager(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax, then P V; the backward pass is JAX's own."""
+    """Compute softmax, then P V; the backward pass is JAX's own."""
     weights, total, lse_BKGQ = softmax_parts(masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale), mask)
     probs = rounding.round("probs", weights / total[..., None])
     pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", probs, v_BTKGD))
@@ -134,8 +136,8 @@ def _eager(
 def _flash(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1): exp(logit - max) V, divided by the sum at the
-    end.
+    """Compute FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1): exp(logit - max) V, divided by the sum
+    at the end.
     """
     weights, total, lse_BKGQ = softmax_parts(masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale), mask)
     pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", rounding.round("probs", weights), v_BTKGD))
@@ -148,7 +150,7 @@ def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, ro
 
 
 def _flash_backward(rounding: Rounding, scale: float, saved: Any, cotangents: Any) -> Any:
-    """FlashAttention-2's backward pass (algorithm 2), which is not its forward transposed.
+    """Compute FlashAttention-2's backward pass (algorithm 2), which is not its forward transposed.
 
     P is made anew from the log-sum-exp; sum_t P dP is taken as the product of the output, rounded as it was stored,
     with its gradient; P and dS are rounded (both at `probs`) for the products that follow.

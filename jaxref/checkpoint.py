@@ -136,7 +136,7 @@ def _check_files(folder: Path) -> None:
 
 @contextmanager
 def _report_damage(folder: Path) -> Iterator[None]:
-    """Whatever Orbax, TensorStore or JSON make of a damaged folder is one line."""
+    """Make one line of whatever Orbax, TensorStore or JSON say of a damaged folder."""
     try:
         yield
     except MemoryError:

@@ -103,7 +103,7 @@ class DecoderConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """A `config.json` that transformers 4 and 5 and `from_hf` read back as this decoder."""
+        """Return a `config.json` that transformers 4 and 5 and `from_hf` read back as this decoder."""
         fields = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "hidden_act": "silu",
@@ -116,7 +116,7 @@ class DecoderConfig:
 
 
 def _rope_fields(rope: RopeSpec, longest: int) -> dict[str, Any]:
-    """RoPE as transformers 5 reads it and, beside it, as 4 does, which takes a theta of 10,000 where it finds no
+    """Return RoPE as transformers 5 reads it and, beside it, as 4 does, which takes a theta of 10,000 where it finds no
     other.
     """
     parameters = rope.to_hf()

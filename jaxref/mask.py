@@ -44,7 +44,7 @@ def visible(document_ids_BT: Any, q_slice: slice | None = None, k_slice: slice |
 
 
 def live_pairs(document_ids_BT: np.ndarray) -> int:
-    """Visible pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n, row by row."""
+    """Count visible pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n, row by row."""
     pairs = 0
     for row in np.asarray(document_ids_BT):
         anchors = int((row == ANCHOR).sum())

@@ -124,7 +124,7 @@ class Attention(nnx.Module):
         return q_BTHD, k_BTKD, v_BTKD, taps
 
     def output(self, attn_BTHD: jax.Array, rounding: Rounding) -> jax.Array:
-        """The output projection of the heads' results: [B, T, H, D] -> [B, T, M]."""
+        """Compute the output projection of the heads' results: [B, T, H, D] -> [B, T, M]."""
         return self.o_proj(attn_BTHD.reshape(*attn_BTHD.shape[:2], -1), rounding, "proj")
 
 
@@ -172,7 +172,9 @@ class Block(nnx.Module):
         return x_BTM, taps | attention_taps | later_taps
 
     def after_attention(self, x_BTM: jax.Array, attn_out_BTM: jax.Array, rounding: Rounding) -> tuple[jax.Array, Taps]:
-        """Both sums and the MLP: the layer's input and its attention's output [B, T, M] -> ([B, T, M], taps)."""
+        """Compute both sums and the MLP: the layer's input and its attention's output [B, T, M] -> ([B, T, M],
+        taps).
+        """
         taps = {}
         x_BTM = taps["attn_residual"] = rounding.round("residual", x_BTM + attn_out_BTM)
         normed_BTM = taps["post_norm"] = self.post_attention_layernorm(x_BTM, rounding)
@@ -224,7 +226,8 @@ class Decoder(nnx.Module):
         block: int | None = None,
         taps: bool = False,
     ) -> Any:
-        """The output of the final norm [B, T, M] in the carrier; with `taps`, (hidden, dict of intermediates by name).
+        """Return the output of the final norm [B, T, M] in the carrier; with `taps`, (hidden, dict of intermediates by
+        name).
 
         The three arguments are integer arrays [B, T]. `block`: query rows of attention at a time (None: dense).
         Taps: `embed`, `layers.{i}.` + `input_norm q k v [q_norm k_norm] q_rope k_rope attn lse attn_out attn_residual
@@ -277,7 +280,9 @@ def _run_block(
 
 @partial(jax.jit, static_argnames="rounding")
 def head_logits(head: nnx.Param, hidden: jax.Array, rounding: Rounding) -> jax.Array:
-    """Logits of final hidden states: a matrix [V, M] and [..., M] -> [..., V] in the carrier, rounded at `logits`."""
+    """Return logits of final hidden states: a matrix [V, M] and [..., M] -> [..., V] in the carrier, rounded at
+    `logits`.
+    """
     return rounding.round("logits", _matmul(hidden, _carry(head[...], rounding)))
 
 
@@ -286,7 +291,7 @@ def _matmul(x: jax.Array, weight_ON: jax.Array) -> jax.Array:
 
 
 def _carry(parameter: jax.Array, rounding: Rounding) -> jax.Array:
-    """The parameter in the carrier, exactly: a cast that rounds would be one without a name."""
+    """Return the parameter in the carrier, exactly: a cast that rounds would be one without a name."""
     if jnp.finfo(parameter.dtype).nmant > jnp.finfo(rounding.dtype).nmant:
         raise ValueError(
             f"carrier: {rounding.carrier} cannot hold {parameter.dtype} parameters exactly; "
@@ -302,7 +307,7 @@ def _normal(rngs: nnx.Rngs | None, shape: tuple[int, ...]) -> nnx.Param:
 
 
 def _check_ids(config: DecoderConfig, *arrays: Any) -> list[jax.Array]:
-    """The three arguments as integer arrays of one shape [B, T]."""
+    """Return the three arguments as integer arrays of one shape [B, T]."""
     names = ("input_ids", "position_ids", "document_ids")
     checked = [np.asarray(array) for array in arrays]
     for name, array in zip(names, checked, strict=True):

@@ -34,7 +34,7 @@ def adamw(
     weight_decay: float = 1e-2,
     max_grad_norm: float | None = None,
 ) -> optax.GradientTransformation:
-    """AdamW with torch's defaults, after an optional clipping of the global norm.
+    """Make an AdamW with torch's defaults, after an optional clipping of the global norm.
 
     `learning_rate`: a number, or a function of the number of steps taken (0 at the first). `decays`: whether a
     parameter of this name decays.
@@ -61,7 +61,7 @@ def adamw(
 def learning_rates(
     peak: float, steps: int, schedule: str = "constant", warmup: int = 0, floor_share: float = 0.0
 ) -> np.ndarray:
-    """The learning rate of each step, float64 [steps], from optax's schedules.
+    """Return the learning rate of each step, float64 [steps], from optax's schedules.
 
     `warmup`: that many steps rise in equal parts, the last of them to the peak. `schedule`: `constant`, or `linear` or
     `cosine` from the peak, at the first step after the warmup, towards `floor_share` of it, which a step after the last
@@ -94,7 +94,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 def step(
     optimizer: optax.GradientTransformation, params: Arrays, state: optax.OptState, gradients: Arrays
 ) -> tuple[Arrays, optax.OptState, jax.Array]:
-    """(new parameters, new state, global norm of the gradients before clipping). `state` starts as
+    """Return (new parameters, new state, global norm of the gradients before clipping). `state` starts as
     `optimizer.init(params)`.
 
     Raises ValueError for 16-bit parameters: a step would vanish in their rounding; train a float32 or float64 copy.

@@ -31,8 +31,8 @@ from jaxref.rounding import Rounding, preset
 
 
 def zigzag(tokens: int, ranks: int) -> np.ndarray:
-    """The rank of each token, int64 [T]: the row is cut into 2 R chunks, and rank r holds the r-th and the r-th from
-    the end.
+    """Return the rank of each token, int64 [T]: the row is cut into 2 R chunks, and rank r holds the r-th and the r-th
+    from the end.
 
     So each has as many pairs of a causal mask as any other (`zigzag_ring_flash_attn`,
     github.com/zhuzilin/ring-flash-attention).
@@ -49,7 +49,7 @@ def zigzag(tokens: int, ranks: int) -> np.ndarray:
 def ring_attention(
     q_BTHD: Any, k_BTKD: Any, v_BTKD: Any, document_ids_BT: Any, rounding: Rounding, owner_T: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxref.attention.attention` by a ring of ranks.
+    """Compute `jaxref.attention.attention` by a ring of ranks.
 
     Args:
         q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding: as there.
@@ -81,7 +81,7 @@ def ring_attention(
 
 
 def _merge(out: jax.Array, lse: jax.Array, part: jax.Array, part_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two outputs over different keys as one over all of them: out [B, K, G, T, D], lse [B, K, G, T]."""
+    """Return two outputs over different keys as one over all of them: out [B, K, G, T, D], lse [B, K, G, T]."""
     both = jnp.logaddexp(lse, part_lse)
     finite = jnp.where(jnp.isfinite(both), both, 0.0)  # a query that has seen nothing yet keeps 0 and -inf
     share, part_share = jnp.exp(lse - finite), jnp.exp(part_lse - finite)
@@ -91,7 +91,7 @@ def _merge(out: jax.Array, lse: jax.Array, part: jax.Array, part_lse: jax.Array)
 def ring_logits(
     decoder: Decoder, ids_BT: Any, positions_BT: Any, documents_BT: Any, rounding: Rounding, owner_T: np.ndarray
 ) -> jax.Array:
-    """The decoder's logits [B, T, V] with `ring_attention` in every layer; arguments as `Decoder.__call__`."""
+    """Return the decoder's logits [B, T, V] with `ring_attention` in every layer; arguments as `Decoder.__call__`."""
     positions = np.asarray(positions_BT)
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)
     table = cos_sin(positions, inv_freq, scaling, rounding)

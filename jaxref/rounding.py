@@ -101,23 +101,23 @@ class Rounding:
         return jnp.dtype(self.carrier)
 
     def round(self, site: str, x: jax.Array) -> jax.Array:
-        """`x`, of the carrier's dtype, rounded as `site` says."""
+        """Return `x`, of the carrier's dtype, rounded as `site` says."""
         assert x.dtype == self.dtype, f"{site}: {x.dtype} in a {self.carrier} carrier"
         fmt = getattr(self, site)
         return x if fmt is None else round_to(x, fmt)
 
     def replace(self, **changes: Any) -> "Rounding":
-        """A copy with other values: `preset("hf_eager_bf16").replace(carrier="float64", table="fp32")`."""
+        """Return a copy with other values: `preset("hf_eager_bf16").replace(carrier="float64", table="fp32")`."""
         _check_names(changes)
         return replace(self, **changes)
 
     def only(self, *sites: str) -> "Rounding":
-        """A copy that rounds at these sites and nowhere else."""
+        """Return a copy that rounds at these sites and nowhere else."""
         _check_names(sites)
         return replace(self, **dict.fromkeys(set(SITES) - set(sites)))
 
     def without(self, *sites: str) -> "Rounding":
-        """A copy that does not round at these sites."""
+        """Return a copy that does not round at these sites."""
         _check_names(sites)
         return replace(self, **dict.fromkeys(sites))
 
@@ -133,8 +133,8 @@ def _check_names(names: Any) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, fmt: str) -> jax.Array:
-    """Float32 or float64 `x`, any shape, rounded to a format of `FORMATS`; dtype unchanged. Its gradient is rounded
-    alike.
+    """Return float32 or float64 `x`, any shape, rounded to a format of `FORMATS`; dtype unchanged. Its gradient is
+    rounded alike.
 
     `lax.reduce_precision` and not a pair of casts: compilers drop those, and from float64 `astype` rounds twice.
     """
@@ -192,7 +192,7 @@ PRESETS: dict[str, Rounding] = {
 
 
 def preset(name: str) -> Rounding:
-    """A rounding of `PRESETS`. Raises UserError for a name that is not there."""
+    """Return a rounding of `PRESETS`. Raises UserError for a name that is not there."""
     if name not in PRESETS:
         raise UserError(f"rounding: {name!r} is not a preset; choose from {', '.join(PRESETS)}")
     return PRESETS[name]

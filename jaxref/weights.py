@@ -30,7 +30,7 @@ SHOWN = 5  # names an error lists before it counts the rest
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every parameter; a tied `lm_head.weight` has none of its own.
+    """Return the name and shape of every parameter; a tied `lm_head.weight` has none of its own.
 
     Matrices are [outputs, inputs].
     """
@@ -38,12 +38,13 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def to_arrays(decoder: Decoder) -> dict[str, jax.Array]:
-    """Every parameter by its name, as stored. Works on a decoder of gradients just as well."""
+    """Return every parameter by its name, as stored. Works on a decoder of gradients just as well."""
     return dict(_name_leaves(nnx.split(decoder)[1]))
 
 
 def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
-    """A decoder that holds these arrays (numpy or JAX; float64, float32, bfloat16 or float16), each in its own dtype.
+    """Make a decoder that holds these arrays (numpy or JAX; float64, float32, bfloat16 or float16), each in its own
+    dtype.
 
     Raises UserError, one line, for missing or unexpected names, wrong shapes and dtypes, and an `lm_head.weight` that
     differs from the embedding it is tied to.
@@ -63,7 +64,7 @@ def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
 
 
 def cast(decoder: Decoder, dtype: str) -> Decoder:
-    """The same decoder with every parameter rounded once, to nearest even, to `dtype` (see DTYPES)."""
+    """Return the same decoder with every parameter rounded once, to nearest even, to `dtype` (see DTYPES)."""
     if dtype not in DTYPES:
         raise UserError(f"dtype: {dtype!r}; known are {', '.join(DTYPES)}")
 
@@ -114,12 +115,12 @@ def save_hf(folder: str | Path, decoder: Decoder) -> None:
 
 
 def _abstract(config: DecoderConfig) -> Decoder:
-    """A decoder of shapes, which costs nothing."""
+    """Make a decoder of shapes, which costs nothing."""
     return nnx.eval_shape(lambda: Decoder(config, None))
 
 
 def _name_leaves(state: nnx.State) -> Iterator[tuple[str, Any]]:
-    """(name, array or shape) of every parameter, in the order of the state's leaves."""
+    """Yield (name, array or shape) of every parameter, in the order of the state's leaves."""
     for path, leaf in jax.tree.leaves_with_path(state):
         parts = [str(getattr(key, "key", key)) for key in path if not isinstance(key, jax.tree_util.GetAttrKey)]
         yield ".".join(parts if parts[0] == "lm_head" else ["model", *parts]), leaf
@@ -142,7 +143,7 @@ def _check(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> None
 
 
 def _locations(folder: Path) -> dict[str, Path]:
-    """The file of every tensor."""
+    """Return the file of every tensor."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
         if not single.is_file():

@@ -145,7 +145,7 @@ class Experiment(ABC, Generic[Question]):
 
     @abstractmethod
     def _cells(self, question: Question) -> list[Cell]:
-        """What answers one."""
+        """Return what answers one."""
 
     @abstractmethod
     def _records(self, question: Question, results: Mapping[Cell, CellResult]) -> Sequence[AnyRecord]:

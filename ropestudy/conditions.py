@@ -50,7 +50,7 @@ CONDITIONS = _named()
 
 
 def condition(name: str) -> Condition:
-    """A condition of `CONDITIONS`. Raises UserError for a name that is not there."""
+    """Return a condition of `CONDITIONS`. Raises UserError for a name that is not there."""
     check_condition("condition", name)
     return CONDITIONS[name]
 
@@ -62,7 +62,7 @@ def check_condition(field: str, name: str) -> None:
 
 
 def on_alone(fmt: str) -> list[Condition]:
-    """Every site of `Rounding` rounded to `fmt` and nothing else, in a float64 carrier.
+    """Return every site of `Rounding` rounded to `fmt` and nothing else, in a float64 carrier.
 
     Sites that transformers keeps in float32 are also there with that format.
     """
@@ -77,7 +77,7 @@ def on_alone(fmt: str) -> list[Condition]:
 
 
 def off_alone(base: str) -> list[Condition]:
-    """A preset with one of its sites not rounded, for every site that it rounds.
+    """Return a preset with one of its sites not rounded, for every site that it rounds.
 
     Where the preset rounds to fp32, a float32 carrier would round all the same: there the carrier is float64.
     """
@@ -96,7 +96,7 @@ def off_alone(base: str) -> list[Condition]:
 
 
 def off_together(base: str) -> list[Condition]:
-    """A preset without sites that round the same number in a row: left out one at a time, the others undo it."""
+    """Return a preset without sites that round the same number in a row: left out one at a time, the others undo it."""
     rounding = preset(base)
     found = []
     for sites in IN_A_ROW:
@@ -109,7 +109,7 @@ def off_together(base: str) -> list[Condition]:
 
 
 def remedies(base: str) -> list[Condition]:
-    """The preset, and what people do about it."""
+    """Return the preset, and what people do about it."""
     rounding = preset(base)
     half = rounding.q_rotated
     rotation = rounding.replace(table="fp32", rope_product="fp32", rope_sum="fp32")
@@ -145,7 +145,7 @@ def remedies(base: str) -> list[Condition]:
 
 
 def before_and_after(base: str) -> list[Condition]:
-    """Rounding q and k before the rotation against after it, alone and in a preset."""
+    """Return conditions that round q and k before the rotation, and after it, alone and in a preset."""
     half = preset(base).q_rotated
     exact = EXACT.rounding
     return [

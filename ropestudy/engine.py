@@ -153,7 +153,7 @@ def compare(
 
 
 def column_logits(decoder: Decoder, row: Row, positions_T: np.ndarray, column: int, block: int = 64) -> np.ndarray:
-    """The mean over the queries that see it of one column's logit in `exact`, float64 [L, H]."""
+    """Return the mean over the queries that see it of one column's logit in `exact`, float64 [L, H]."""
     rounding, method = EXACT.rounding, EXACT.method
     scale = decoder.config.head_dim**-0.5
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, len(row.ids_T))
@@ -177,7 +177,7 @@ def _at(x: jax.Array, places: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames="dtype")
 def _first(x: jax.Array, dtype: Any) -> jax.Array:
-    """The inputs of run 0, [1, T, M], in a carrier that holds them."""
+    """Return the inputs of run 0, [1, T, M], in a carrier that holds them."""
     assert jnp.promote_types(x.dtype, dtype) == dtype, "the inputs would be rounded"
     return x[:1].astype(dtype)
 
@@ -207,7 +207,7 @@ def _groups(pairs: Sequence[Pair]) -> list[_Group]:
 
 
 def _list_runs(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) -> dict[int, list[int]]:
-    """The runs of each stream that need a forward pass, run 0 first where it feeds others."""
+    """Return the runs of each stream that need a forward pass, run 0 first where it feeds others."""
     needed: dict[int, set[int]] = {i: set() for i in range(streams)}
     for pair in pairs:
         if pair.mode == "local":
@@ -222,7 +222,7 @@ def _list_runs(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) 
 
 
 def _over_layers(layers: Sequence[LayerSums], place: int) -> Sums:
-    """All layers of one pair together."""
+    """Add all layers of one pair together."""
     return Sums(
         column_T=np.array([layer.column_PT[place] for layer in layers]).sum(0),
         logit_T=np.array([layer.logit_PT[place] for layer in layers]).sum(0),
@@ -239,7 +239,7 @@ def _divergences(
     pairs: Sequence[tuple[Run, Run]],
     documents_T: np.ndarray,
 ) -> list[DivergenceSample]:
-    """KL(p || q) in nats and how often the argmax differs, means over the positions that are not padding.
+    """Return KL(p || q) in nats and how often the argmax differs, means over the positions that are not padding.
 
     ends: the final hidden states [T, M] of each run and its rounding. A run's logits are computed once, some rows at a
         time.

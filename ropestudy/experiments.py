@@ -220,7 +220,7 @@ class Frequency(Experiment[str]):
         return per_sequence(cell, section.sequences)
 
     def _groups(self) -> list[tuple[int, int]]:
-        """The first and the last rotary pair of each group."""
+        """Return the first and the last rotary pair of each group."""
         pairs = len(self.wavelengths)
         count = min(self.section.groups, pairs)
         edges = [round(i * pairs / count) for i in range(count + 1)]

@@ -58,14 +58,14 @@ class Tables(NamedTuple):
     plain: tuple[jax.Array, jax.Array] | None
 
     def take(self, runs: list[int]) -> "Tables":
-        """Of these runs alone."""
+        """Return the tables of these runs alone."""
         index = np.asarray(runs)
         plain = None if self.plain is None else (self.plain[0][index], self.plain[1][index])
         return Tables(self.cos[index], self.sin[index], plain)
 
 
 def tables(positions_ST: Any, inv_freq_C: Any, attention_scaling: float, rounding: Rounding, method: Method) -> Tables:
-    """The tables of every run.
+    """Return the tables of every run.
 
     positions_ST: integers [S, T]; inv_freq_C: float64 [C]; attention_scaling: as `jaxref.rope.cos_sin` takes them.
     """
@@ -85,7 +85,7 @@ def tables(positions_ST: Any, inv_freq_C: Any, attention_scaling: float, roundin
 
 
 def phases_C(method: Method, pairs: int) -> np.ndarray:
-    """The constant phase of each rotary pair in radians, float64 [C]; zeros without."""
+    """Return the constant phase of each rotary pair in radians, float64 [C]; zeros without."""
     if method.phases is None:
         return np.zeros(pairs)
     return np.random.default_rng((method.phases, 7)).uniform(0, 2 * np.pi, pairs)
@@ -111,8 +111,8 @@ def rotate_heads(x_STHD: jax.Array, tables: Tables, rounding: Rounding, method: 
 
 
 def two_terms(x: jax.Array, fmt: str) -> jax.Array:
-    """hi + lo with hi = x and lo = x - hi, both rounded to `fmt`: exact in the carrier, where a bf16 split needs 17
-    bits.
+    """Return hi + lo with hi = x and lo = x - hi, both rounded to `fmt`: exact in the carrier, where a bf16 split needs
+    17 bits.
     """
     high: jax.Array = round_to(x, fmt)  # type: ignore[assignment]
     low: jax.Array = round_to(x - high, fmt)  # type: ignore[assignment]
@@ -131,15 +131,17 @@ class WithSink(NamedTuple):
 def add_sink(
     q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, document_ids_T: Any, sink_H: Any, scale: float
 ) -> WithSink:
-    """The same attention with one key more in front: its logit for head h is `sink_H[h]`, its value 0, and everyone
-    sees it.
+    """Return the same attention with one key more in front: its logit for head h is `sink_H[h]`, its value 0, and
+    everyone sees it.
 
     It is an anchor (document 0) on a head dimension of its own, so the oracle's attention needs to know nothing of it.
     Returns q, k, v [S, T + 1, ., D + 1] and document ids [T + 1]; row 0 of the result and column 0 belong to the sink.
     """
 
     def wider(x: jax.Array, first: Any, others: Any) -> jax.Array:
-        """One token in front and one dimension behind, which holds `first` in that token and `others` in the rest."""
+        """Add one token in front and one dimension behind, which holds `first` in that token and `others` in the
+        rest.
+        """
         x = jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 1)))
         return x.at[:, 0, :, -1].set(first).at[:, 1:, :, -1].set(others)
 

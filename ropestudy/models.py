@@ -100,7 +100,7 @@ def _folder(source: str) -> Path:
 
 
 def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int | None:
-    """The tokenizer's BOS, or the config's.
+    """Return the tokenizer's BOS, or the config's.
 
     Raises UserError, one line: a tokenizer_config.json that says nothing of use.
     """
@@ -128,7 +128,7 @@ def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int
 
 
 def variant(pretrained: Pretrained, name: str, seed: int) -> Decoder:
-    """The decoder of a `spec.ModelName`, its parameters in the dtype of the pretrained ones."""
+    """Return the decoder of a `spec.ModelName`, its parameters in the dtype of the pretrained ones."""
     if name == "pretrained":
         return pretrained.decoder
     if name == "shuffled":
@@ -139,13 +139,15 @@ def variant(pretrained: Pretrained, name: str, seed: int) -> Decoder:
 
 
 def shuffle(arrays: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Every parameter with its own entries in a random order: all that is left of training are their distributions."""
+    """Return every parameter with its own entries in a random order: all that is left of training are their
+    distributions.
+    """
     random = np.random.default_rng((seed, 1))
     return {name: random.permuted(np.asarray(array).reshape(-1)).reshape(array.shape) for name, array in arrays.items()}
 
 
 def random_arrays(config: DecoderConfig, name: str, seed: int) -> dict[str, np.ndarray]:
-    """Float32 parameters of one of `INITIALISATIONS`."""
+    """Draw float32 parameters of one of `INITIALISATIONS`."""
     random = np.random.default_rng((seed, 2))
     draw = _DRAWS[name]
     arrays = {}

@@ -67,13 +67,13 @@ class _BlockSums(NamedTuple):
 
 
 def restrict(condition: Condition, sites: tuple[str, ...]) -> Rounding:
-    """The condition's rounding as far as it acts at these sites."""
+    """Return the condition's rounding as far as it acts at these sites."""
     order = condition.rounding.normalise if "probs" in sites else "before_pv"
     return condition.rounding.only(*sites).replace(normalise=order)
 
 
 def project_and_rotate(layer: Block, x_STM: jax.Array, table: Tables, condition: Condition) -> QKV:
-    """q [S, T, H, D] and k [S, T, K, D] rotated, v; one input row serves all runs of the tables."""
+    """Return q [S, T, H, D] and k [S, T, K, D] rotated, v; one input row serves all runs of the tables."""
     projected = _project(layer, x_STM, restrict(condition, PROJECTION))
     return _rotate(*projected, table, restrict(condition, ROTATION), condition.method)
 
@@ -102,8 +102,8 @@ def finish_layer(
     scale: float,
     block: int,
 ) -> jax.Array:
-    """The layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose method has
-    one.
+    """Return the layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose
+    method has one.
     """
     used = sink_H if condition.method.sink else None
     at_once = None if block >= x_STM.shape[1] else block
@@ -123,7 +123,7 @@ def _finish(
     scale: float,
     block: int | None,
 ) -> jax.Array:
-    """The layer's output, from q, k, v: `jaxref.model.Block` behind the rotation."""
+    """Return the layer's output, from q, k, v: `jaxref.model.Block` behind the rotation."""
     D = q_STHD.shape[-1]
     if sink_H is not None:
         q_STHD, k_STKD, v_STKD, documents_T = add_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
@@ -169,7 +169,8 @@ def compare_layer(
 def probabilities(
     q_SQKGD: jax.Array, k_STKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """What multiplies V and the scaled logits, both [S, K, G, Q, T]; the logits are -inf where the mask is false.
+    """Return what multiplies V and the scaled logits, both [S, K, G, Q, T]; the logits are -inf where the mask is
+    false.
 
     With `after_pv` the unnormalised weights are rounded, as FlashAttention-2 does, and divided by their sum: what its
     output amounts to.
@@ -192,7 +193,7 @@ def _sums(
     scale: float,
     block: int,
 ) -> tuple[_BlockSums, jax.Array]:
-    """All but the sums of rows, and these, [P, T]."""
+    """Return all but the sums of rows, and these, [P, T]."""
     T, block = len(documents_T), min(block, len(documents_T))
     blocks = -(-T // block)
     widest = jnp.result_type(*(rounding.dtype for rounding in roundings))
@@ -244,13 +245,13 @@ def _sums(
 
 @jax.jit
 def log_probabilities(logits_TV: jax.Array) -> jax.Array:
-    """In float64 from any carrier: KL takes the difference of two that are almost the same."""
+    """Return them in float64 from any carrier: KL takes the difference of two that are almost the same."""
     return jax.nn.log_softmax(logits_TV.astype(jnp.float64))
 
 
 @jax.jit
 def kl(log_p_TV: jax.Array, log_q_TV: jax.Array, real_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(sum over positions of KL(p || q) in nats, how many differ in their argmax), of log-probabilities [T, V].
+    """Return (sum over positions of KL(p || q) in nats, how many differ in their argmax), of log-probabilities [T, V].
 
     Summed as p log(p / q) - p + q, whose every term is at least 0: the plain terms cancel, and leave float64's noise of
     either sign.

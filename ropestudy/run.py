@@ -95,7 +95,7 @@ def write_config(config: StudyConfig, out: Path) -> None:
 
 
 def environment() -> Environment:
-    """Where this process runs."""
+    """Return where this process runs."""
     commit = _git("rev-parse", "HEAD")
     status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
     return Environment(
@@ -108,7 +108,7 @@ def environment() -> Environment:
 
 
 def describe(config: StudyConfig, pretrained: Pretrained, wavelengths: list[float], used: set[str]) -> ModelDescription:
-    """The model in words and numbers. used: names of the models that records are of."""
+    """Return the model in words and numbers. used: names of the models that records are of."""
     return ModelDescription(
         source=config.model.source,
         config=pretrained.config_json,

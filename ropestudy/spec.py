@@ -89,12 +89,12 @@ class ShiftPairsConfig(_Experiment):
     propagated_sequences: Count | None = Field(default=None, description="fewer sequences; null is all")
 
     def all_shifts(self, mode: Mode) -> list[int]:
-        """Every shift of a mode, rising."""
+        """Return every shift of a mode, rising."""
         given = self.d1 if mode == "local" or self.propagated_d1 is None else self.propagated_d1
         return sorted({*given, self.d2, *(self.grid if mode == "local" else [])})
 
     def pairs(self, mode: Mode) -> list[tuple[int, int]]:
-        """Every pair of a mode once, smaller shift first, rising."""
+        """Return every pair of a mode once, smaller shift first, rising."""
         shifts = self.all_shifts(mode)
         pairs = {(d, self.d2) for d in shifts} | ({(0, d) for d in shifts} if 0 in shifts else set())
         if mode == "local":
@@ -164,7 +164,7 @@ class OwnErrorConfig(_Experiment):
     )
 
     def all_shifts(self) -> list[int]:
-        """The shifts, and those that put the last token at each offset."""
+        """Return the shifts, and those that put the last token at each offset."""
         return sorted({0, *self.shifts, *(max(0, offset - self.tokens) for offset in self.offsets)})
 
 
@@ -225,12 +225,12 @@ EXPERIMENTS = (
 
 
 def longest(section: Any) -> int:
-    """Tokens of the longest sequence of an experiment."""
+    """Return how many tokens the longest sequence of an experiment has."""
     return max(section.lengths) if isinstance(section, LengthsConfig) else section.tokens
 
 
 def _shifts(name: str, section: Any) -> list[tuple[str, int]]:
-    """(field, shift) of everything that is added to positions."""
+    """Return (field, shift) of everything that is added to positions."""
     found = []
     for field in ("d1", "d2", "grid", "propagated_d1", "shifts", "offsets"):
         value = getattr(section, field, None) or []
@@ -257,7 +257,7 @@ def _conditions(name: str, section: Any) -> list[tuple[str, str]]:
 
 
 def _bases(name: str, section: Any) -> list[tuple[str, str]]:
-    """(field, preset) of everything that sites are changed in."""
+    """Return (field, preset) of everything that sites are changed in."""
     found = []
     for field in ("bases", "base", "off_from"):
         value = getattr(section, field, [])

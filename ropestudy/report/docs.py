@@ -57,7 +57,7 @@ def refresh(results: Results, document: Path) -> None:
 
 
 def numbers(results: Results) -> str:
-    """Every table, with where and how it was measured."""
+    """Return every table, with where and how it was measured."""
     parts = [
         _where(results),
         _verdicts("The paper's claims", paper_claims(results)),

@@ -86,7 +86,7 @@ def _remaining(rows: Sequence[Score], base: Score, names: Sequence[str], title: 
 
 
 def rank(rows: Sequence[Score]) -> list[Score]:
-    """By the local shift error, largest first: there nothing but this layer's own roundings is in play."""
+    """Sort by the local shift error, largest first: there nothing but this layer's own roundings is in play."""
     return sorted(rows, key=lambda r: r.shift["local"].row.mean, reverse=True)
 
 
