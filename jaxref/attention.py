@@ -1,7 +1,7 @@
 """Attention written out, with every rounding by name: dense, and the same by blocks of queries for long rows.
 
-Legend: B batch · T tokens of a row · Q queries of a block · H query heads · K key/value heads · G query heads per key/value
-head · D head_dim.
+Legend: B batch · T tokens of a row · Q queries of a block · H query heads · K key/value heads · G query heads per
+key/value head · D head_dim.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,18 @@ def attention(
     scale: float | None = None,
     block: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention under the mask rule.
+    """Compute softmax attention under the mask rule.
 
     Args:
         q_BTHD: queries, rotated, any float [B, T, H, D]; cast to the carrier, as k and v are.
         k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K and query head h reads key/value head h // (H / K).
         v_BTKD: values [B, T, K, D].
         document_ids_BT: integers [B, T]: 0 anchor, 1.. documents, -1 padding.
-        rounding: which sites are rounded (`kv_heads`, `qk`, `scaled`, `probs`, `pv`, `attn_out`) and where the sum is divided out.
+        rounding: which sites are rounded (`kv_heads`, `qk`, `scaled`, `probs`, `pv`, `attn_out`) and where the sum is
+            divided out.
         scale: factor on the logits; default D ** -0.5.
-        block: queries at a time; None is all at once. Memory is B H block T, and the backward pass recomputes each block.
+        block: queries at a time; None is all at once. Memory is B H block T, and the backward pass recomputes each
+            block.
 
     Returns:
         out [B, T, H, D] and the log-sum-exp of the logits [B, H, T], both in the carrier. A query that sees nothing
@@ -50,7 +52,8 @@ def attention(
     K = k_BTKD.shape[2]
     factor: float = D**-0.5 if scale is None else scale
     q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
-    # One copy of k and v per query head: the same numbers forward; backward, each head's share is rounded before the sum.
+    # One copy of k and v per query head: the same numbers forward; backward, each head's share is rounded before the
+    # sum.
     k_BTKGD, v_BTKGD = (
         rounding.round("kv_heads", jnp.broadcast_to(x[:, :, :, None], q_BTKGD.shape)) for x in (k_BTKD, v_BTKD)
     )
@@ -72,7 +75,9 @@ def attention(
 def attend_under(
     mask: jax.Array, q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention under any bool `mask` that broadcasts to [B, K, G, Q, T], as `rounding.normalise` orders it: out [B, K, G, Q, D] and its log-sum-exp."""
+    """Compute attention under any bool `mask` that broadcasts to [B, K, G, Q, T], as `rounding.normalise` orders it:
+    out [B, K, G, Q, D] and its log-sum-exp.
+    """
     algorithm = _flash if rounding.normalise == "after_pv" else _eager
     return algorithm(q_BQKGD, k_BTKGD, v_BTKGD, mask, rounding, scale)
 
@@ -98,13 +103,15 @@ def _by_blocks(
 def masked_logits(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> jax.Array:
-    """Scaled logits [B, K, G, Q, T] in the carrier, -inf where the bool `mask`, broadcastable to them, is false."""
+    """Return scaled logits [B, K, G, Q, T] in the carrier, -inf where the bool `mask`, broadcastable to them, is
+    false.
+    """
     qk_BKGQT = rounding.round("qk", _einsum("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD))
     return jnp.where(mask, rounding.round("scaled", qk_BKGQT * scale), -jnp.inf)
 
 
 def softmax_parts(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """exp(logit - max) [B, K, G, Q, T], its sum and the log-sum-exp [B, K, G, Q] of masked logits.
+    """Return exp(logit - max) [B, K, G, Q, T], its sum and the log-sum-exp [B, K, G, Q] of masked logits.
 
     A row that sees nothing: its maximum is put to 0 and its sum to 1, so that nothing is -inf - -inf or 0 / 0.
     """
@@ -118,7 +125,7 @@ def softmax_parts(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Ar
 def _eager(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax, then P V; the backward pass is JAX's own."""
+    """Compute softmax, then P V; the backward pass is JAX's own."""
     weights, total, lse_BKGQ = softmax_parts(masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale), mask)
     probs = rounding.round("probs", weights / total[..., None])
     pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", probs, v_BTKGD))
@@ -129,7 +136,9 @@ def _eager(
 def _flash(
     q_BQKGD: jax.Array, k_BTKGD: jax.Array, v_BTKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1): exp(logit - max) V, divided by the sum at the end."""
+    """Compute FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1): exp(logit - max) V, divided by the sum
+    at the end.
+    """
     weights, total, lse_BKGQ = softmax_parts(masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale), mask)
     pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", rounding.round("probs", weights), v_BTKGD))
     return rounding.round("attn_out", pv_BKGQD / total[..., None]), lse_BKGQ
@@ -141,10 +150,10 @@ def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, ro
 
 
 def _flash_backward(rounding: Rounding, scale: float, saved: Any, cotangents: Any) -> Any:
-    """FlashAttention-2's backward pass (algorithm 2), which is not its forward transposed.
+    """Compute FlashAttention-2's backward pass (algorithm 2), which is not its forward transposed.
 
-    P is made anew from the log-sum-exp; sum_t P dP is taken as the product of the output, rounded as it was stored, with its
-    gradient; P and dS are rounded (both at `probs`) for the products that follow.
+    P is made anew from the log-sum-exp; sum_t P dP is taken as the product of the output, rounded as it was stored,
+    with its gradient; P and dS are rounded (both at `probs`) for the products that follow.
     """
     q_BQKGD, k_BTKGD, v_BTKGD, mask, out_BKGQD, lse_BKGQ = saved
     dout_BKGQD, dlse_BKGQ = cotangents

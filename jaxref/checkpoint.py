@@ -1,10 +1,13 @@
 """Orbax checkpoints: parameters, and an optimizer's state where there is one, back bit for bit.
 
-A checkpoint is a folder of Orbax items: `params` (by Hugging Face name), `optimizer` (optional) and `about` (JSON: the decoder's
-config and every parameter's dtype). Orbax writes beside and renames, so a folder of that name is a whole checkpoint.
+A checkpoint is a folder of Orbax items: `params` (by Hugging Face name), `optimizer` (optional) and `about` (JSON: the
+decoder's config and every parameter's dtype). Beside them `files.json` says what every file must be. It appears
+complete or not at all.
 """
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,68 +16,146 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import FileEntry, differs, entries_of, read_json, write_file
 from jaxref.decoder_config import DecoderConfig
+from jaxref.folders import write_folder
 from jaxref.model import Decoder
 from jaxref.weights import from_arrays, parameter_shapes, to_arrays
 
+FILES = "files.json"
+
+
+class _About(BaseModel):
+    """What a checkpoint says of itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    config: DecoderConfig
+    dtypes: dict[str, str]
+
+
+class _Files(RootModel[dict[str, FileEntry]]):
+    """Every file of a checkpoint, by its path."""
+
 
 def save(folder: str | Path, decoder: Decoder, optimizer_state: optax.OptState | None = None) -> None:
-    """Write a checkpoint. Raises UserError if `folder` exists: a checkpoint is never overwritten."""
-    folder = Path(folder).absolute()
-    if folder.exists():
-        raise UserError(f"folder: {folder} exists; give a new one")
+    """Write a checkpoint.
+
+    Raises:
+        UserError: `folder` exists (a checkpoint is never overwritten), or would stand in one that does not.
+    """
     params = to_arrays(decoder)
-    dtypes = {name: str(array.dtype) for name, array in params.items()}
-    items = {
-        "about": ocp.args.JsonSave({"config": _plain(decoder.config), "dtypes": dtypes}),
+    about = _About(config=decoder.config, dtypes={name: str(array.dtype) for name, array in params.items()})
+    items: dict[str, Any] = {
+        "about": ocp.args.JsonSave(json.loads(about.model_dump_json())),
         "params": ocp.args.StandardSave(params),
     }
     if optimizer_state is not None:
         items["optimizer"] = ocp.args.StandardSave(optimizer_state)
-    with _checkpointer() as checkpointer:
-        checkpointer.save(folder, ocp.args.Composite(**items))
+    with write_folder(Path(folder).absolute()) as made:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(made, ocp.args.Composite(**items))
+        write_file(made / FILES, (_Files(entries_of(made)).model_dump_json(indent=1) + "\n").encode())
 
 
 def restore(
-    folder: str | Path, config: DecoderConfig, optimizer: optax.GradientTransformation | None = None
+    folder: str | Path, config: DecoderConfig | None = None, optimizer: optax.GradientTransformation | None = None
 ) -> tuple[Decoder, optax.OptState | None]:
-    """(decoder, the state of `optimizer` or None) of a checkpoint.
+    """Read a checkpoint.
 
-    `optimizer`: the transformation whose state was saved (its numbers may differ, its structure not).
-    Raises FileNotFoundError for a folder that is no checkpoint; ValueError for a config other than the saved one and
-    for an optimizer's state that was not saved.
+    Args:
+        folder: where it is.
+        config: what its decoder must be; None takes what it says.
+        optimizer: the transformation whose state was saved (its numbers may differ, its structure not).
+
+    Returns:
+        (decoder, the state of `optimizer` or None).
+
+    Raises:
+        UserError: no checkpoint, or a damaged one; a config other than the saved one; an optimizer's state that was not
+            saved.
     """
     folder = Path(folder).absolute()
-    if not (folder / "about").is_dir():
-        raise FileNotFoundError(f"{folder}: not a checkpoint of jaxref")
-    if optimizer is not None and not (folder / "optimizer").is_dir():
-        raise UserError(f"optimizer: {folder} holds no optimizer state; it was saved without one")
+    if not is_checkpoint(folder):
+        raise UserError(f"{quoted(folder)}: not a checkpoint of jaxref")
+    if optimizer is not None and not holds_optimizer(folder):
+        raise UserError(f"optimizer: {quoted(folder)} holds no optimizer state; it was saved without one")
+    _check_files(folder)
     with _checkpointer() as checkpointer:
-        about = checkpointer.restore(folder, ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        _refuse_other_config(_plain(config), about["config"])
-        params = {
-            name: jax.ShapeDtypeStruct(shape, jnp.dtype(about["dtypes"][name]))
-            for name, shape in parameter_shapes(config).items()
-        }
-        items = {"params": ocp.args.StandardRestore(params)}
-        if optimizer is not None:
-            items["optimizer"] = ocp.args.StandardRestore(jax.eval_shape(optimizer.init, params))
-        restored = checkpointer.restore(folder, ocp.args.Composite(**items))
-    return from_arrays(config, restored["params"]), restored.get("optimizer")
+        with _report_damage(folder):
+            found = checkpointer.restore(folder, ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+            about = _About.model_validate_json(json.dumps(found))
+            DecoderConfig.from_hf(about.config.to_hf())  # refuses sizes that no decoder has
+            shapes = parameter_shapes(about.config)
+        if config is not None:
+            _check_config(config, about.config)
+        with _report_damage(folder):
+            _check_stored(checkpointer.metadata(folder).item_metadata["params"].tree, shapes, about.dtypes)
+            params = {name: jax.ShapeDtypeStruct(shape, about.dtypes[name]) for name, shape in shapes.items()}
+            items: dict[str, Any] = {"params": ocp.args.StandardRestore(params)}
+            if optimizer is not None:
+                items["optimizer"] = ocp.args.StandardRestore(jax.eval_shape(optimizer.init, params))
+            restored = checkpointer.restore(folder, ocp.args.Composite(**items))
+    return from_arrays(about.config, restored["params"]), restored.get("optimizer")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder looks like a checkpoint: it holds the items that every one has."""
+    return (folder / "about").is_dir() and (folder / "params").is_dir()
+
+
+def holds_optimizer(folder: Path) -> bool:
+    """Return whether a checkpoint holds an optimizer's state."""
+    return (folder / "optimizer").is_dir()
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    handlers = {
+        "about": ocp.JsonCheckpointHandler(),
+        "params": ocp.StandardCheckpointHandler(),
+        "optimizer": ocp.StandardCheckpointHandler(),
+    }
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers))
 
 
-def _plain(config: DecoderConfig) -> dict[str, Any]:
-    """The config as JSON gives it back."""
-    return json.loads(json.dumps(asdict(config)))
+def _check_files(folder: Path) -> None:
+    """Refuse a checkpoint in which a file is missing or changed. Checkpoints of earlier versions do not list theirs."""
+    if not (folder / FILES).exists():
+        return
+    try:
+        files = _Files.model_validate(read_json(folder / FILES)).root
+    except ValidationError as error:
+        raise UserError(f"{quoted(folder / FILES)}: {quoted_reason(error)}") from None
+    for name, entry in files.items():
+        if (how := differs(folder / name, entry)) is not None:
+            raise UserError(f"{quoted(folder / name)} {how}; the checkpoint is damaged, take another")
 
 
-def _refuse_other_config(given: dict[str, Any], saved: dict[str, Any]) -> None:
-    for field in sorted(given.keys() | saved.keys()):
-        if given.get(field) != saved.get(field):
-            raise UserError(f"{field}: {given.get(field)!r} is not the checkpoint's {saved.get(field)!r}")
+@contextmanager
+def _report_damage(folder: Path) -> Iterator[None]:
+    """Make one line of whatever Orbax, TensorStore or JSON say of a damaged folder."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UserError(f"{quoted(folder)}: damaged, or not a checkpoint of jaxref ({quoted_reason(error)})") from None
+
+
+def _check_stored(stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
+    """Refuse arrays that are not the config's: Orbax casts without a word what has another dtype."""
+    found = {name: (tuple(array.shape), str(jnp.dtype(array.dtype))) for name, array in stored.items()}
+    wanted = {name: (shape, dtypes.get(name)) for name, shape in shapes.items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise ValueError(f"{name}: stored as {found.get(name)}, described as {wanted.get(name)}")
+
+
+def _check_config(given: DecoderConfig, saved: DecoderConfig) -> None:
+    wanted, found = asdict(given), asdict(saved)
+    for field in sorted(wanted):
+        if wanted[field] != found[field]:
+            raise UserError(f"{field}: {wanted[field]!r} is not the checkpoint's {found[field]!r}")

@@ -1,4 +1,4 @@
-"""The command line: print or draw what the oracle holds. How it ends is `anchorline.command`'s.
+"""The command line: print or draw what the oracle holds, convert models. How it ends is `anchorline.command`'s.
 
 The command `jaxref` is `ropestudy.cli`, which adds the study to these.
 """
@@ -49,8 +49,8 @@ def mask(
     """Draw who sees whom in one packed row.
 
     A line is a query, a column a key: it is seen if it stands before the query, in the same document or in the anchor.
-    A is the anchor (document 0, a prefix that every document sees), - is padding, which neither sees nor is seen. Variants
-    differ in document ids and positions alone: both are printed.
+    A is the anchor (document 0, a prefix that every document sees), - is padding, which neither sees nor is seen.
+    Variants differ in document ids and positions alone: both are printed.
 
     Example: jaxref mask --documents 3,5,2 --variant anchor --padding 2 --png masks.png
     """
@@ -112,12 +112,12 @@ def rope(
 ) -> None:
     """Print RoPE's frequencies, and what each rounding does to them at a position.
 
-    One line for each rotated pair: its inverse frequency in radians a token, its wavelength in tokens, its exact angle and cos
-    at the position, and how far cos is from that under each preset of roundings. Presets that agree share a column. An error
-    near 1 means that the pair no longer tells positions apart.
+    One line for each rotated pair: its inverse frequency in radians a token, its wavelength in tokens, its exact angle
+    and cos at the position, and how far cos is from that under each preset of roundings. Presets that agree share a
+    column. An error near 1 means that the pair no longer tells positions apart.
 
-    The last column is what model.to(bfloat16) does to a transformers model: it rounds the inverse frequencies themselves.
-    Llama 3's low and high frequency factors are 1 and 4, as published.
+    The last column is what model.to(bfloat16) does to a transformers model: it rounds the inverse frequencies
+    themselves. Llama 3's low and high frequency factors are 1 and 4, as published.
 
     Example: jaxref rope --theta paper-128k --position 131071
     """
@@ -180,11 +180,34 @@ def rope(
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(help="a Hugging Face folder (config.json, safetensors), or a checkpoint of Orbax made here"),
+    ],
+    target: Annotated[Path, typer.Argument(help="the folder that is made; it must not exist")],
+) -> None:
+    """Convert a Hugging Face folder to an Orbax checkpoint, or back, without changing a bit of a parameter.
+
+    What SOURCE is tells the direction. Parameters are carried, and what of config.json computes with them; tokenizers,
+    other files and an optimizer's state are not.
+
+    \b
+    Examples:
+      jaxref convert models/mine checkpoints/mine
+      jaxref convert checkpoints/mine models/again
+    """
+    from jaxref.convert import convert as run
+
+    print(run(source, target))
+
+
 def whole_numbers(option: str, given: str) -> list[int]:
     """Return the numbers that an option gives between commas.
 
     Raises:
-        UserError: they are none.
+        UserError: they are not whole numbers.
     """
     try:
         return [int(number) for number in given.split(",")]

@@ -1,7 +1,8 @@
-"""What a decoder is: the numbers of a Hugging Face `config.json` that this reference implements, and a refusal of the rest.
+"""What a decoder is: the numbers of a Hugging Face `config.json` that this reference implements, and a refusal of the
+rest.
 
-Llama 2/3, Mistral, Qwen 1.5/2 (`qwen2`: biases on q, k, v) and Qwen 3 (RMSNorm on every head of q and k) are one decoder
-with three switches. Absent fields take the defaults that transformers' configuration classes give them.
+Llama 2/3, Mistral, Qwen 1.5/2 (`qwen2`: biases on q, k, v) and Qwen 3 (RMSNorm on every head of q and k) are one
+decoder with three switches. Absent fields take the defaults that transformers' configuration classes give them.
 """
 
 from collections.abc import Mapping
@@ -68,13 +69,14 @@ class DecoderConfig:
 
         heads = _size(config, "num_attention_heads")
         hidden = _size(config, "hidden_size")
-        # An absent field is 8 or 32 in transformers for Mistral and Qwen, whatever the heads: there it has to be written.
+        # An absent field is 8 or 32 in transformers for Mistral and Qwen, whatever the heads: there it has to be
+        # written.
         same_as_heads = model_type == "llama" or "num_key_value_heads" in config
         kv_heads = _size(config, "num_key_value_heads", heads if same_as_heads else None)
         if heads % kv_heads:
             raise UserError(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
         if config.get("head_dim") is None and hidden % heads and model_type != "qwen3":
-            raise UserError(f"hidden_size: {hidden} is no multiple of num_attention_heads {heads}; give head_dim")
+            raise UserError(f"hidden_size: {hidden} is not a multiple of num_attention_heads {heads}; give head_dim")
         head_dim = _size(config, "head_dim", 128 if model_type == "qwen3" else hidden // heads)
         if head_dim % 2:
             raise UserError(f"head_dim: {head_dim} is odd, and RoPE rotates pairs")
@@ -101,7 +103,7 @@ class DecoderConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """A `config.json` that transformers 4 and 5 and `from_hf` read back as this decoder."""
+        """Return a `config.json` that transformers 4 and 5 and `from_hf` read back as this decoder."""
         fields = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "hidden_act": "silu",
@@ -114,7 +116,9 @@ class DecoderConfig:
 
 
 def _rope_fields(rope: RopeSpec, longest: int) -> dict[str, Any]:
-    """RoPE as transformers 5 reads it and, beside it, as 4 does, which takes a theta of 10,000 where it finds no other."""
+    """Return RoPE as transformers 5 reads it and, beside it, as 4 does, which takes a theta of 10,000 where it finds no
+    other.
+    """
     parameters = rope.to_hf()
     beside = {"rope_theta": parameters["rope_theta"], "rope_scaling": None}
     if parameters["rope_type"] == "longrope":

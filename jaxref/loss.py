@@ -24,7 +24,8 @@ IGNORED = -100  # the label of a token that predicts nothing; torch's `ignore_in
 
 
 def token_nll(logits: jax.Array, shift_labels: Any) -> jax.Array:
-    """-log softmax(logits)[label]: [..., V] and int [...] -> [...] in the logits' dtype; exactly 0 where the label is -100.
+    """Return -log softmax(logits)[label]: [..., V] and int [...] -> [...] in the logits' dtype; exactly 0 where the
+    label is -100.
 
     The maximum is subtracted before anything else, so large logits neither overflow nor cancel (torch does the same). A
     label is the token that follows: already shifted.
@@ -42,7 +43,8 @@ def batch_nll(
     block: int | None = None,
     chunk: int = 1024,
 ) -> jax.Array:
-    """The loss of every token of a batch: [B, T] in the carrier, 0 where ignored. `chunk`: tokens whose logits exist at a time.
+    """Return the loss of every token of a batch: [B, T] in the carrier, 0 where ignored. `chunk`: tokens whose logits
+    exist at a time.
 
     Raises ValueError as `Decoder.hidden` does, and for a label that is neither -100 nor in the vocabulary.
     """
@@ -66,14 +68,17 @@ def batch_nll(
 
 
 def totals(nll_BT: jax.Array, shift_labels_BT: Any) -> tuple[jax.Array, int]:
-    """(sum of the losses, number of counted tokens). Their quotient is the mean."""
+    """Return (sum of the losses, number of counted tokens). Their quotient is the mean."""
     return nll_BT.sum(), int((np.asarray(shift_labels_BT) != IGNORED).sum())
 
 
 def domain_totals(
     nll_BT: jax.Array, shift_labels_BT: Any, domain_ids_BT: Any, domains: int
 ) -> tuple[jax.Array, np.ndarray]:
-    """(sums [S], counted tokens [S]) of the domains 0..S-1. Raises ValueError for a counted token without a domain."""
+    """Return (sums [S], counted tokens [S]) of the domains 0..S-1.
+
+    Raises ValueError for a counted token without a domain.
+    """
     counted_BT, domain_ids_BT = np.asarray(shift_labels_BT) != IGNORED, np.asarray(domain_ids_BT)
     homeless_BT = counted_BT & ((domain_ids_BT < 0) | (domain_ids_BT >= domains))
     if homeless_BT.any():
@@ -92,7 +97,8 @@ def mean_and_gradients(
     chunk: int = 1024,
     count: int | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(sum of the losses / `count`, its gradient by parameter name, each in the dtype its parameter is stored in).
+    """Return (sum of the losses / `count`, its gradient by parameter name, each in the dtype its parameter is stored
+    in).
 
     `count`: the counted tokens of the global batch, where this batch is one share of it (None: this batch is all). The
     sum is divided before it is differentiated, as a trainer does it.

@@ -3,8 +3,8 @@
     visible(q, k) = k <= q and document[q] != -1 and document[k] != -1
                     and (document[k] == document[q] or document[k] == 0)
 
-q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees nor is
-seen. There is no other mask: a variant is a choice of `document_ids` and `position_ids`.
+q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees
+nor is seen. There is no other mask: a variant is a choice of `document_ids` and `position_ids`.
 
 Legend: B batch · T tokens of a row · Q queries and J keys of a slice.
 """
@@ -44,7 +44,7 @@ def visible(document_ids_BT: Any, q_slice: slice | None = None, k_slice: slice |
 
 
 def live_pairs(document_ids_BT: np.ndarray) -> int:
-    """Visible pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n, row by row."""
+    """Count visible pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n, row by row."""
     pairs = 0
     for row in np.asarray(document_ids_BT):
         anchors = int((row == ANCHOR).sum())
@@ -59,8 +59,9 @@ def live_pairs(document_ids_BT: np.ndarray) -> int:
 class Layout:
     """One packed row under a variant: two arrays of the contract, and where each stored token comes from.
 
-    `source[i]` is the place token i would have with documents stored whole and in order; only full + interleave moves any.
-    `turns` is the order of the merge, a document's index from 0 for each piece; without interleaving, document by document.
+    `source[i]` is the place token i would have with documents stored whole and in order; only full + interleave moves
+    any. `turns` is the order of the merge, a document's index from 0 for each piece; without interleaving, document by
+    document.
     """
 
     document_ids: np.ndarray  # int64 [T]
@@ -79,15 +80,16 @@ def layout(
     seed: int = 0,
     turns: Sequence[int] | None = None,
 ) -> Layout:
-    """Lay out one row: `anchor` prefix tokens, documents of these lengths opened by `tag` tokens each, `padding` tokens.
+    """Lay out one row: `anchor` prefix tokens, documents of these lengths opened by `tag` tokens each, `padding`
+    tokens.
 
     The prefix stands in every variant: it is document 0 under `anchor` and part of document 1 in the others.
 
-    Under `+interleave` each document is cut into `chunks` pieces of near equal length (the longer ones first, one token each
-    if it has fewer), the tag in front of the first, and the pieces are merged in a random order that keeps each document's
-    own, every such merge as likely as any other; tokens take the positions of the merged row. `full+interleave` stores the
-    merged row; the others store documents whole. `intra_reset+interleave` is `intra_reset`: its positions count within each
-    document.
+    Under `+interleave` each document is cut into `chunks` pieces of near equal length (the longer ones first, one token
+    each if it has fewer), the tag in front of the first, and the pieces are merged in a random order that keeps each
+    document's own, every such merge as likely as any other; tokens take the positions of the merged row.
+    `full+interleave` stores the merged row; the others store documents whole. `intra_reset+interleave` is
+    `intra_reset`: its positions count within each document.
 
     Args:
         lengths: tokens of each document without its tag, all positive.
@@ -106,8 +108,8 @@ def layout(
         raise UserError(f"variant {variant!r}; choose {', '.join(VARIANTS)}, each with +interleave or without")
     if min(lengths, default=0) < 1 or min(anchor, padding, tag) < 0 or chunks < 1:
         raise UserError(
-            f"lengths {list(lengths)}, anchor {anchor}, padding {padding}, tag {tag}, chunks {chunks}: lengths and chunks "
-            "are positive, the others not negative"
+            f"lengths {list(lengths)}, anchor {anchor}, padding {padding}, tag {tag}, chunks {chunks}: lengths and "
+            "chunks are positive, the others not negative"
         )
 
     documents = np.repeat(np.arange(1, len(lengths) + 1), [tag + n for n in lengths])
@@ -152,7 +154,7 @@ def _order(names: np.ndarray, seed: int, turns: Sequence[int] | None) -> np.ndar
     if turns is None:
         return np.random.default_rng(seed).permutation(names)
     if sorted(turns) != names.tolist():
-        raise UserError(f"turns: {list(turns)} is no order of the pieces {names.tolist()}")
+        raise UserError(f"turns: {list(turns)} does not order the pieces {names.tolist()}")
     return np.asarray(turns)
 
 

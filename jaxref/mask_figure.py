@@ -24,7 +24,8 @@ DOCUMENT_COLOURS = ("#3f6fb5", "#2f9e8f", "#d1495b", "#8a5fbf", "#e07b39", "#5a8
 def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> None:
     """Draw one square of T x T cells for each variant; written as the suffix of `path` says (.png, .svg, .pdf).
 
-    rows: by base variant, a row's layout and the document each stored token came from, int [T], whatever the variant calls it.
+    rows: by base variant, a row's layout and the document each stored token came from, int [T], whatever the variant
+        calls it.
 
     A cell is coloured by the document of its key where the query sees the key. The ticks are the tokens' positions.
     """

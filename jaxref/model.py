@@ -8,9 +8,9 @@ where its bfloat16 model writes a bfloat16 tensor, a site of `Rounding` stands h
 names, so a parameter's path is its name in a checkpoint.
 
 Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used: no preset rounds them,
-so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree: `jax.grad` of a
-function of a decoder returns a decoder of gradients. One block is compiled once and called for every layer from Python,
-so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
+so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree: `jax.grad` of
+a function of a decoder returns a decoder of gradients. One block is compiled once and called for every layer from
+Python, so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
 """
 
 from functools import partial
@@ -42,11 +42,14 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: jax.Array, rounding: Rounding) -> jax.Array:
         """Rows of the table: [B, T] -> [B, T, M]."""
-        return rounding.round("embed", _carried(self.weight[ids], rounding))
+        return rounding.round("embed", _carry(self.weight[ids], rounding))
 
 
 class Linear(nnx.Module):
-    """y = x W^T (+ b), W stored [O, N] as torch stores it. The bias joins the sum before its one rounding, as in torch's addmm."""
+    """y = x W^T (+ b), W stored [O, N] as torch stores it.
+
+    The bias joins the sum before its one rounding, as in torch's addmm.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, rngs: nnx.Rngs | None):
         self.weight = _normal(rngs, (outputs, inputs))
@@ -54,14 +57,17 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, rounding: Rounding, site: str) -> jax.Array:
         """[..., N] -> [..., O], rounded at `site`."""
-        y = _matmul(x, _carried(self.weight[...], rounding))
+        y = _matmul(x, _carry(self.weight[...], rounding))
         if self.bias is not None:
-            y = y + _carried(self.bias[...], rounding)
+            y = y + _carry(self.bias[...], rounding)
         return rounding.round(site, y)
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis. The quotient is rounded before the weight and again after."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis.
+
+    The quotient is rounded before the weight and again after.
+    """
 
     def __init__(self, width: int, eps: float):
         self.weight = nnx.Param(jnp.ones(width, jnp.float32))
@@ -71,7 +77,7 @@ class RMSNorm(nnx.Module):
         """[..., width] -> the same shape. Statistics stay in the carrier (float32 in transformers)."""
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
         normalised = rounding.round("norm", x * jax.lax.rsqrt(mean_square + self.eps))
-        return rounding.round("norm", _carried(self.weight[...], rounding) * normalised)
+        return rounding.round("norm", _carry(self.weight[...], rounding) * normalised)
 
 
 class Attention(nnx.Module):
@@ -118,7 +124,7 @@ class Attention(nnx.Module):
         return q_BTHD, k_BTKD, v_BTKD, taps
 
     def output(self, attn_BTHD: jax.Array, rounding: Rounding) -> jax.Array:
-        """The output projection of the heads' results: [B, T, H, D] -> [B, T, M]."""
+        """Compute the output projection of the heads' results: [B, T, H, D] -> [B, T, M]."""
         return self.o_proj(attn_BTHD.reshape(*attn_BTHD.shape[:2], -1), rounding, "proj")
 
 
@@ -166,7 +172,9 @@ class Block(nnx.Module):
         return x_BTM, taps | attention_taps | later_taps
 
     def after_attention(self, x_BTM: jax.Array, attn_out_BTM: jax.Array, rounding: Rounding) -> tuple[jax.Array, Taps]:
-        """Both sums and the MLP: the layer's input and its attention's output [B, T, M] -> ([B, T, M], taps)."""
+        """Compute both sums and the MLP: the layer's input and its attention's output [B, T, M] -> ([B, T, M],
+        taps).
+        """
         taps = {}
         x_BTM = taps["attn_residual"] = rounding.round("residual", x_BTM + attn_out_BTM)
         normed_BTM = taps["post_norm"] = self.post_attention_layernorm(x_BTM, rounding)
@@ -176,8 +184,8 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A whole model. A fresh one has transformers' initialisation in float32: N(0, 0.02), norms 1, biases 0; without `rngs`, for
-    who sets them all, the random ones are 0.
+    """A whole model. A fresh one has transformers' initialisation in float32: N(0, 0.02), norms 1, biases 0; without
+    `rngs`, for who sets them all, the random ones are 0.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
@@ -199,7 +207,8 @@ class Decoder(nnx.Module):
     ) -> Any:
         """Logits [B, T, V] in the carrier; with `taps`, (logits, dict of every intermediate by name).
 
-        Arguments and errors: see `hidden`. At long T the logits are what fills memory: `jaxref.loss` takes them in chunks.
+        Arguments and errors: see `hidden`. At long T the logits are what fills memory: `jaxref.loss` takes them in
+        chunks.
         """
         arguments = (input_ids_BT, position_ids_BT, document_ids_BT, rounding, block)
         if not taps:
@@ -217,16 +226,18 @@ class Decoder(nnx.Module):
         block: int | None = None,
         taps: bool = False,
     ) -> Any:
-        """The output of the final norm [B, T, M] in the carrier; with `taps`, (hidden, dict of intermediates by name).
+        """Return the output of the final norm [B, T, M] in the carrier; with `taps`, (hidden, dict of intermediates by
+        name).
 
         The three arguments are integer arrays [B, T]. `block`: query rows of attention at a time (None: dense).
         Taps: `embed`, `layers.{i}.` + `input_norm q k v [q_norm k_norm] q_rope k_rope attn lse attn_out attn_residual
-        post_norm mlp residual`, `final_norm`. By head [B, T, H or K, D]: q to attn; `lse` is [B, H, T]; the rest [B, T, M].
+        post_norm mlp residual`, `final_norm`. By head [B, T, H or K, D]: q to attn; `lse` is [B, H, T]; the rest [B, T,
+        M].
 
         Raises ValueError for shapes that differ, tokens outside the vocabulary (JAX would clamp them silently) and
         parameters that the carrier cannot hold exactly.
         """
-        ids, positions, documents = _checked(self.config, input_ids_BT, position_ids_BT, document_ids_BT)
+        ids, positions, documents = _check_ids(self.config, input_ids_BT, position_ids_BT, document_ids_BT)
         inv_freq, attention_scaling = inverse_frequencies(self.config.rope, int(positions.max()) + 1)
         cos_BTC, sin_BTC = cos_sin(positions, inv_freq, attention_scaling, rounding)
 
@@ -269,16 +280,18 @@ def _run_block(
 
 @partial(jax.jit, static_argnames="rounding")
 def head_logits(head: nnx.Param, hidden: jax.Array, rounding: Rounding) -> jax.Array:
-    """Logits of final hidden states: a matrix [V, M] and [..., M] -> [..., V] in the carrier, rounded at `logits`."""
-    return rounding.round("logits", _matmul(hidden, _carried(head[...], rounding)))
+    """Return logits of final hidden states: a matrix [V, M] and [..., M] -> [..., V] in the carrier, rounded at
+    `logits`.
+    """
+    return rounding.round("logits", _matmul(hidden, _carry(head[...], rounding)))
 
 
 def _matmul(x: jax.Array, weight_ON: jax.Array) -> jax.Array:
     return jnp.einsum("...n,on->...o", x, weight_ON, precision=Precision.HIGHEST)
 
 
-def _carried(parameter: jax.Array, rounding: Rounding) -> jax.Array:
-    """The parameter in the carrier, exactly: a cast that rounds would be one without a name."""
+def _carry(parameter: jax.Array, rounding: Rounding) -> jax.Array:
+    """Return the parameter in the carrier, exactly: a cast that rounds would be one without a name."""
     if jnp.finfo(parameter.dtype).nmant > jnp.finfo(rounding.dtype).nmant:
         raise ValueError(
             f"carrier: {rounding.carrier} cannot hold {parameter.dtype} parameters exactly; "
@@ -293,8 +306,8 @@ def _normal(rngs: nnx.Rngs | None, shape: tuple[int, ...]) -> nnx.Param:
     return nnx.Param(INITIALIZER_RANGE * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
-def _checked(config: DecoderConfig, *arrays: Any) -> list[jax.Array]:
-    """The three arguments as integer arrays of one shape [B, T]."""
+def _check_ids(config: DecoderConfig, *arrays: Any) -> list[jax.Array]:
+    """Return the three arguments as integer arrays of one shape [B, T]."""
     names = ("input_ids", "position_ids", "document_ids")
     checked = [np.asarray(array) for array in arrays]
     for name, array in zip(names, checked, strict=True):

@@ -3,11 +3,13 @@
 optax against torch, checked in torch 2.13 and optax 0.2.8:
 - AdamW (torch.optim.AdamW, arXiv 1711.05101): the same update. torch first scales the parameter by 1 - lr * decay and
   then subtracts lr * m^ / (sqrt(v^) + eps); optax subtracts lr * (m^ / (sqrt(v^) + eps) + decay * parameter). Equal in
-  exact arithmetic, not in the last bit. Both add eps outside the root, after the bias correction, and both multiply the decay by lr.
-- Clipping: torch (clip_grad_norm_) multiplies by min(1, limit / (norm + 1e-6)); optax.clip_by_global_norm divides by the
-  norm alone and leaves gradients at or below the limit untouched, where torch still scales them just below it.
+  exact arithmetic, not in the last bit. Both add eps outside the root, after the bias correction, and both multiply the
+  decay by lr.
+- Clipping: torch (clip_grad_norm_) multiplies by min(1, limit / (norm + 1e-6)); optax.clip_by_global_norm divides by
+  the norm alone and leaves gradients at or below the limit untouched, where torch still scales them just below it.
   So the clipping here is not optax's.
-- Which parameters decay: torch decays what its parameter groups say (all, if they say nothing); here a predicate of the name.
+- Which parameters decay: torch decays what its parameter groups say (all, if they say nothing); here a predicate of the
+  name.
 
 Updates run eagerly: under jit, XLA would contract products and sums into FMAs.
 """
@@ -32,10 +34,10 @@ def adamw(
     weight_decay: float = 1e-2,
     max_grad_norm: float | None = None,
 ) -> optax.GradientTransformation:
-    """AdamW with torch's defaults, after an optional clipping of the global norm.
+    """Make an AdamW with torch's defaults, after an optional clipping of the global norm.
 
-    `learning_rate`: a number, or a function of the number of steps taken (0 at the first). `decays`: whether a parameter of this
-    name decays.
+    `learning_rate`: a number, or a function of the number of steps taken (0 at the first). `decays`: whether a
+    parameter of this name decays.
     Raises ValueError for a value outside its range.
     """
     for field, value, valid in (
@@ -59,11 +61,12 @@ def adamw(
 def learning_rates(
     peak: float, steps: int, schedule: str = "constant", warmup: int = 0, floor_share: float = 0.0
 ) -> np.ndarray:
-    """The learning rate of each step, float64 [steps], from optax's schedules.
+    """Return the learning rate of each step, float64 [steps], from optax's schedules.
 
-    `warmup`: that many steps rise in equal parts, the last of them to the peak. `schedule`: `constant`, or `linear` or `cosine`
-    from the peak, at the first step after the warmup, towards `floor_share` of it, which a step after the last would have.
-    Raises ValueError for a schedule that is none of these.
+    `warmup`: that many steps rise in equal parts, the last of them to the peak. `schedule`: `constant`, or `linear` or
+    `cosine` from the peak, at the first step after the warmup, towards `floor_share` of it, which a step after the last
+    would have.
+    Raises ValueError for another schedule.
     """
     falling = max(steps - warmup, 1)
     falls = {
@@ -91,7 +94,8 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 def step(
     optimizer: optax.GradientTransformation, params: Arrays, state: optax.OptState, gradients: Arrays
 ) -> tuple[Arrays, optax.OptState, jax.Array]:
-    """(new parameters, new state, global norm of the gradients before clipping). `state` starts as `optimizer.init(params)`.
+    """Return (new parameters, new state, global norm of the gradients before clipping). `state` starts as
+    `optimizer.init(params)`.
 
     Raises ValueError for 16-bit parameters: a step would vanish in their rounding; train a float32 or float64 copy.
     """

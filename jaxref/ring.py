@@ -1,16 +1,16 @@
 """Ring attention emulated: how far a row's logits move when its keys go round a ring of ranks.
 
-Every rank holds a part of the row. Keys and values pass from rank to rank; at each step a rank attends to those it holds, and
-merges that output into what it has through the log-sum-exps. So a row's roundings are others than those of one process: each
-step's output is stored in the kernel's format before it is merged, and its probabilities are rounded relative to the step's own
-maximum. Ulysses has none of that: there every head sees the whole row. Merging is in the carrier (float32 in
-ring-flash-attention), and the result is rounded once more.
+Every rank holds a part of the row. Keys and values pass from rank to rank; at each step a rank attends to those it
+holds, and merges that output into what it has through the log-sum-exps. So a row's roundings are others than those of
+one process: each step's output is stored in the kernel's format before it is merged, and its probabilities are rounded
+relative to the step's own maximum. Ulysses has none of that: there every head sees the whole row. Merging is in the
+carrier (float32 in ring-flash-attention), and the result is rounded once more.
 
-The paper's table (appendix, arXiv 2411.13476) has 0.75 for zigzag ring attention and 0 for Ulysses: largest difference of
-logits from one process.
+The paper's table (appendix, arXiv 2411.13476) has 0.75 for zigzag ring attention and 0 for Ulysses: largest difference
+of logits from one process.
 
-Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim · M model
-width · V vocabulary · R ranks.
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim
+· M model width · V vocabulary · R ranks.
 """
 
 from collections.abc import Iterator
@@ -31,9 +31,11 @@ from jaxref.rounding import Rounding, preset
 
 
 def zigzag(tokens: int, ranks: int) -> np.ndarray:
-    """The rank of each token, int64 [T]: the row is cut into 2 R chunks, and rank r holds the r-th and the r-th from the end.
+    """Return the rank of each token, int64 [T]: the row is cut into 2 R chunks, and rank r holds the r-th and the r-th
+    from the end.
 
-    So each has as many pairs of a causal mask as any other (`zigzag_ring_flash_attn`, github.com/zhuzilin/ring-flash-attention).
+    So each has as many pairs of a causal mask as any other (`zigzag_ring_flash_attn`,
+    github.com/zhuzilin/ring-flash-attention).
     Raises UserError unless 2 R divides T.
     """
     if ranks < 1 or tokens % (2 * ranks):
@@ -47,11 +49,12 @@ def zigzag(tokens: int, ranks: int) -> np.ndarray:
 def ring_attention(
     q_BTHD: Any, k_BTKD: Any, v_BTKD: Any, document_ids_BT: Any, rounding: Rounding, owner_T: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxref.attention.attention` by a ring of ranks.
+    """Compute `jaxref.attention.attention` by a ring of ranks.
 
     Args:
         q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding: as there.
-        owner_T: rank of each token (`zigzag`); a rank attends to its own keys first, then to those of the rank before it, and so on.
+        owner_T: rank of each token (`zigzag`); a rank attends to its own keys first, then to those of the rank before
+            it, and so on.
 
     Returns:
         out [B, T, H, D] and log-sum-exp [B, H, T], both in the carrier. On one rank they are `attention`'s own.
@@ -72,13 +75,13 @@ def ring_attention(
 
     out, lse = attend(0)
     for step in range(1, ranks):
-        out, lse = _merged(out, lse, *attend(step))
+        out, lse = _merge(out, lse, *attend(step))
     out = rounding.round("attn_out", out)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D), lse.reshape(B, H, T)
 
 
-def _merged(out: jax.Array, lse: jax.Array, part: jax.Array, part_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two outputs over different keys as one over all of them: out [B, K, G, T, D], lse [B, K, G, T]."""
+def _merge(out: jax.Array, lse: jax.Array, part: jax.Array, part_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return two outputs over different keys as one over all of them: out [B, K, G, T, D], lse [B, K, G, T]."""
     both = jnp.logaddexp(lse, part_lse)
     finite = jnp.where(jnp.isfinite(both), both, 0.0)  # a query that has seen nothing yet keeps 0 and -inf
     share, part_share = jnp.exp(lse - finite), jnp.exp(part_lse - finite)
@@ -88,7 +91,7 @@ def _merged(out: jax.Array, lse: jax.Array, part: jax.Array, part_lse: jax.Array
 def ring_logits(
     decoder: Decoder, ids_BT: Any, positions_BT: Any, documents_BT: Any, rounding: Rounding, owner_T: np.ndarray
 ) -> jax.Array:
-    """The decoder's logits [B, T, V] with `ring_attention` in every layer; arguments as `Decoder.__call__`."""
+    """Return the decoder's logits [B, T, V] with `ring_attention` in every layer; arguments as `Decoder.__call__`."""
     positions = np.asarray(positions_BT)
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)
     table = cos_sin(positions, inv_freq, scaling, rounding)
@@ -117,7 +120,10 @@ def _layer(
 
 @dataclass(frozen=True)
 class Moved:
-    """How a row's logits differ from those of one process, and how far they are from float64. Differences are of single logits."""
+    """How a row's logits differ from those of one process, and how far they are from float64.
+
+    Differences are of single logits.
+    """
 
     ranks: int
     largest: float
@@ -126,7 +132,7 @@ class Moved:
     error: float  # root mean square of the distance from float64
 
 
-def moved(decoder: Decoder, ids_T: np.ndarray, ranks: list[int], rounding: Rounding) -> Iterator[Moved]:
+def compare_ring(decoder: Decoder, ids_T: np.ndarray, ranks: list[int], rounding: Rounding) -> Iterator[Moved]:
     """Yield, for each number of ranks, what a zigzag ring does to the logits of one document [T], positions from 0.
 
     Raises UserError: see `zigzag`, before anything is computed.

@@ -10,8 +10,8 @@
 | `llama3`   | short waves f, long waves f / factor, a blend between                    | Llama 3.1         |
 | `longrope` | f over a searched factor for each pair                                   | arXiv 2402.13753  |
 
-Where transformers has the type, its `modeling_rope_utils.py` is what people run: the formulas and names are those, with one
-difference. There `dynamic` depends on the calls before; here it is a function of its arguments.
+Where transformers has the type, its `modeling_rope_utils.py` is what people run: the formulas and names are those, with
+one difference. There `dynamic` depends on the calls before; here it is a function of its arguments.
 
 Frequencies are computed in 50 decimal digits and rounded once, so they are the float64 numbers nearest to the formulas.
 
@@ -57,7 +57,7 @@ _TWO_PI = Decimal("6.2831853071795864769252867665590057683943387987502")
 
 
 def paper_theta(length: int) -> float:
-    """The base the paper trains a context length with. Raises UserError for a length that it has none for."""
+    """Return the base the paper trains a context length with. Raises UserError for a length that it has none for."""
     if length not in PAPER_ROPE_THETA:
         raise UserError(
             f"theta: the paper has no base for {length}; it has for {', '.join(map(str, PAPER_ROPE_THETA))}"
@@ -102,7 +102,8 @@ class RopeSpec:
         smallest = 4 if self.rope_type in ("ntk", "dynamic") else 2  # D / (D - 2) is their exponent
         if not isinstance(self.head_dim, int) or not smallest <= self.head_dim <= MOST_DIM or self.head_dim % 2:
             raise UserError(
-                f"head_dim: {quoted(self.head_dim)}; RoPE rotates pairs, give an even number from {smallest} to {MOST_DIM}"
+                f"head_dim: {quoted(self.head_dim)}; RoPE rotates pairs, give an even number from {smallest} to "
+                f"{MOST_DIM}"
             )
         if not _is_number(self.theta) or not 1 < self.theta <= MOST_THETA:
             raise UserError(f"theta: {quoted(self.theta)}; give a number above 1, and up to {MOST_THETA:g}")
@@ -177,7 +178,9 @@ class RopeSpec:
         return cls(head_dim=head_dim, theta=theta, rope_type=rope_type, **rest)
 
     def to_hf(self) -> dict[str, Any]:
-        """`rope_parameters` as transformers 5 writes them; `ntk` becomes the default type with its larger base."""
+        """Return `rope_parameters` as transformers 5 writes them; `ntk` becomes the default type with its larger
+        base.
+        """
         if self.rope_type == "ntk":
             with localcontext(prec=_DIGITS):
                 return {"rope_type": "default", "rope_theta": float(_ntk_base(self, None))}
@@ -188,13 +191,13 @@ class RopeSpec:
         return {"rope_type": self.rope_type, "rope_theta": self.theta, **lists}
 
     def _parameters(self) -> dict[str, Any]:
-        """Those that are not as they would be if nobody gave them."""
+        """Return those that are not as they would be if nobody gave them."""
         own = [field for field in fields(self) if field.name not in ("head_dim", "theta", "rope_type")]
         return {field.name: getattr(self, field.name) for field in own if getattr(self, field.name) != field.default}
 
 
 def inverse_frequencies(spec: RopeSpec, seq_len: int | None = None) -> tuple[np.ndarray, float]:
-    """Inverse frequencies, float64 [C] in radians a token, and the attention scaling, a factor on cos and sin.
+    """Return inverse frequencies, float64 [C] in radians a token, and the attention scaling, a factor on cos and sin.
 
     seq_len: the largest position + 1, at which `dynamic` and `longrope` look; None is the original length or less.
     """
@@ -210,7 +213,7 @@ def inverse_frequencies(spec: RopeSpec, seq_len: int | None = None) -> tuple[np.
 def cos_sin(
     position_ids_BT: Any, inv_freq_C: Any, attention_scaling: float, rounding: Rounding
 ) -> tuple[jax.Array, jax.Array]:
-    """Tables cos, sin [B, T, C] in the carrier, rounded at `inv_freq`, `angle` and `table`.
+    """Return tables cos, sin [B, T, C] in the carrier, rounded at `inv_freq`, `angle` and `table`.
 
     position_ids_BT: integers [B, T], below 2^24 in a float32 carrier, which holds no others exactly.
     inv_freq_C: float64 [C] from `inverse_frequencies`; the carrier takes it with one rounding.

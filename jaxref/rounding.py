@@ -1,7 +1,8 @@
 """Which numbers are rounded, where, and to what.
 
-All arithmetic runs in one carrier, float64 or float32. Right after a value is computed it is rounded at its named site, or
-left as the carrier has it. So a cast that some implementation makes is one word here, and can be switched on and off alone.
+All arithmetic runs in one carrier, float64 or float32. Right after a value is computed it is rounded at its named site,
+or left as the carrier has it. So a cast that some implementation makes is one word here, and can be switched on and off
+alone.
 
 | site           | rounds                                                     | where                |
 | -------------- | ---------------------------------------------------------- | -------------------- |
@@ -26,13 +27,15 @@ left as the carrier has it. So a cast that some implementation makes is one word
 | `logits`       | the last projection                                        | `model`              |
 
 Formats are `bf16`, `fp16` and `fp32`, to nearest, ties to even, overflow to infinity, subnormals kept. Matrix products
-accumulate in the carrier, whose sum order is XLA's. In a float32 carrier `fp32` adds nothing, and compiled code may contract
-a product and a sum into one FMA; in a float64 carrier it is IEEE float32 exactly, for + - x / and square roots.
+accumulate in the carrier, whose sum order is XLA's. In a float32 carrier `fp32` adds nothing, and compiled code may
+contract a product and a sum into one FMA; in a float64 carrier it is IEEE float32 exactly, for + - x / and square
+roots.
 
 Gradients: a site rounds the cotangent that arrives at it to the same format, as autograd stores the gradient of a bf16
-tensor in bf16. Where a value is used more than once the cotangents meet in the carrier and are rounded once; torch rounds
-each and then their sum. Keys and values shared by a group of query heads have a site for it, `kv_heads`, because every
-engine rounds there. With `after_pv` the backward pass of attention is FlashAttention-2's own, which is not its forward
+tensor in bf16. Where a value is used more than once the cotangents meet in the carrier and are rounded once; torch
+rounds each and then their sum. Keys and values shared by a group of query heads have a site for it, `kv_heads`, because
+every engine rounds there. With `after_pv` the backward pass of attention is FlashAttention-2's own, which is not its
+forward
 transposed: it rounds P and dS where the transpose would round dP.
 """
 
@@ -56,9 +59,9 @@ Format = Literal["bf16", "fp16", "fp32"] | None
 class Rounding:
     """The carrier, and the format of each site (None: not rounded). Hashable, so it can be a static argument of `jit`.
 
-    normalise: `before_pv` divides by the softmax sum and then multiplies by V, as eager code does. `after_pv` multiplies V by
-        exp(logit - max), rounded at `probs`, and divides the result, as FlashAttention-2 does (arXiv 2307.08691, section 3.1);
-        the backward pass is FlashAttention-2's too.
+    normalise: `before_pv` divides by the softmax sum and then multiplies by V, as eager code does. `after_pv`
+        multiplies V by exp(logit - max), rounded at `probs`, and divides the result, as FlashAttention-2 does (arXiv
+        2307.08691, section 3.1); the backward pass is FlashAttention-2's too.
 
     Raises UserError for a carrier, format or order that does not exist.
     """
@@ -98,23 +101,23 @@ class Rounding:
         return jnp.dtype(self.carrier)
 
     def round(self, site: str, x: jax.Array) -> jax.Array:
-        """`x`, of the carrier's dtype, rounded as `site` says."""
+        """Return `x`, of the carrier's dtype, rounded as `site` says."""
         assert x.dtype == self.dtype, f"{site}: {x.dtype} in a {self.carrier} carrier"
         fmt = getattr(self, site)
         return x if fmt is None else round_to(x, fmt)
 
     def replace(self, **changes: Any) -> "Rounding":
-        """A copy with other values: `preset("hf_eager_bf16").replace(carrier="float64", table="fp32")`."""
+        """Return a copy with other values: `preset("hf_eager_bf16").replace(carrier="float64", table="fp32")`."""
         _check_names(changes)
         return replace(self, **changes)
 
     def only(self, *sites: str) -> "Rounding":
-        """A copy that rounds at these sites and nowhere else."""
+        """Return a copy that rounds at these sites and nowhere else."""
         _check_names(sites)
         return replace(self, **dict.fromkeys(set(SITES) - set(sites)))
 
     def without(self, *sites: str) -> "Rounding":
-        """A copy that does not round at these sites."""
+        """Return a copy that does not round at these sites."""
         _check_names(sites)
         return replace(self, **dict.fromkeys(sites))
 
@@ -130,7 +133,8 @@ def _check_names(names: Any) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, fmt: str) -> jax.Array:
-    """Float32 or float64 `x`, any shape, rounded to a format of `FORMATS`; dtype unchanged. Its gradient is rounded alike.
+    """Return float32 or float64 `x`, any shape, rounded to a format of `FORMATS`; dtype unchanged. Its gradient is
+    rounded alike.
 
     `lax.reduce_precision` and not a pair of casts: compilers drop those, and from float64 `astype` rounds twice.
     """
@@ -139,8 +143,8 @@ def round_to(x: jax.Array, fmt: str) -> jax.Array:
     carrier = jnp.finfo(x.dtype)
     if exponent_bits >= carrier.nexp:
         return rounded  # the carrier's own subnormals, which XLA keeps or flushes as the device does
-    # reduce_precision flushes subnormals to zero, hardware casts keep them: they are the multiples of one quantum. In fp16
-    # that is every probability below 6.1e-5.
+    # reduce_precision flushes subnormals to zero, hardware casts keep them: they are the multiples of one quantum. In
+    # fp16 that is every probability below 6.1e-5.
     smallest_normal_exponent = 2 - 2 ** (exponent_bits - 1)
     quantum = 2.0 ** (smallest_normal_exponent - mantissa_bits)
     subnormal = jax.lax.round(x / quantum, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * quantum
@@ -158,10 +162,6 @@ def _backward(fmt: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
 round_to.defvjp(_forward, _backward)
 
 
-def _everywhere(fmt: Format) -> dict[str, Any]:
-    return dict.fromkeys(SITES, fmt)
-
-
 def _half_precision(fmt: Format) -> dict[str, Rounding]:
     everywhere = Rounding("float32").replace(**dict.fromkeys(SITES, fmt))
     hf_eager = everywhere.replace(inv_freq="fp32", angle="fp32")
@@ -174,10 +174,11 @@ def _half_precision(fmt: Format) -> dict[str, Rounding]:
 # fp32           a float32 carrier, nothing rounded further.
 # flash_fp32     the same with FlashAttention-2's order of operations, forward and backward.
 # fp32_sites     float64 arithmetic, every site rounded to float32: storage in float32 without float32's sums.
-# hf_eager_bf16  cast by cast what transformers' eager attention and RoPE do in bf16: inverse frequencies, angles, cos and
-#                sin in float32, the table rounded, then every product and sum; softmax in float32, its result rounded.
-# flash_bf16     the same up to q and k, then FlashAttention-2: logits, softmax and accumulator in float32, the unnormalised
-#                probabilities rounded for P V, the output rounded.
+# hf_eager_bf16  cast by cast what transformers' eager attention and RoPE do in bf16: inverse frequencies, angles, cos
+#                and sin in float32, the table rounded, then every product and sum; softmax in float32, its result
+#                rounded.
+# flash_bf16     the same up to q and k, then FlashAttention-2: logits, softmax and accumulator in float32, the
+#                unnormalised probabilities rounded for P V, the output rounded.
 # paper_bf16     rotation in float32, q and k rounded once, then as flash_bf16 (what arXiv 2411.13476 describes).
 # `fp32` at a site says in words what a float32 carrier does anyway, and keeps it said under replace(carrier="float64").
 PRESETS: dict[str, Rounding] = {
@@ -191,7 +192,7 @@ PRESETS: dict[str, Rounding] = {
 
 
 def preset(name: str) -> Rounding:
-    """A rounding of `PRESETS`. Raises UserError for a name that is not there."""
+    """Return a rounding of `PRESETS`. Raises UserError for a name that is not there."""
     if name not in PRESETS:
-        raise UserError(f"rounding: {name!r} is no preset; choose from {', '.join(PRESETS)}")
+        raise UserError(f"rounding: {name!r} is not a preset; choose from {', '.join(PRESETS)}")
     return PRESETS[name]

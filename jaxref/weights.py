@@ -1,4 +1,5 @@
-"""Parameters by their Hugging Face names: a folder of safetensors, a dict of arrays, a decoder, and the roads between them.
+"""Parameters by their Hugging Face names: a folder of safetensors, a dict of arrays, a decoder, and the roads between
+them.
 
 A decoder's attributes carry the names of transformers' modules, so the path of a parameter is its name:
 `layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`; `lm_head.weight` stays as it is.
@@ -6,7 +7,6 @@ Nothing here changes a bit of a parameter, except `cast`, which is asked to.
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from anchorline.errors import UserError, quoted, quoted_reason
-from anchorline.files import read_json
+from anchorline.files import read_json, write_file
 from jaxref.decoder_config import DecoderConfig
+from jaxref.folders import write_folder
 from jaxref.model import Decoder
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -29,17 +30,21 @@ SHOWN = 5  # names an error lists before it counts the rest
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every parameter; a tied `lm_head.weight` is none. Matrices are [outputs, inputs]."""
-    return {name: leaf.shape for name, leaf in _named(nnx.split(_abstract(config))[1])}
+    """Return the name and shape of every parameter; a tied `lm_head.weight` has none of its own.
+
+    Matrices are [outputs, inputs].
+    """
+    return {name: leaf.shape for name, leaf in _name_leaves(nnx.split(_abstract(config))[1])}
 
 
 def to_arrays(decoder: Decoder) -> dict[str, jax.Array]:
-    """Every parameter by its name, as stored. Works on a decoder of gradients just as well."""
-    return dict(_named(nnx.split(decoder)[1]))
+    """Return every parameter by its name, as stored. Works on a decoder of gradients just as well."""
+    return dict(_name_leaves(nnx.split(decoder)[1]))
 
 
 def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
-    """A decoder that holds these arrays (numpy or JAX; float64, float32, bfloat16 or float16), each in its own dtype.
+    """Make a decoder that holds these arrays (numpy or JAX; float64, float32, bfloat16 or float16), each in its own
+    dtype.
 
     Raises UserError, one line, for missing or unexpected names, wrong shapes and dtypes, and an `lm_head.weight` that
     differs from the embedding it is tied to.
@@ -54,33 +59,35 @@ def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
         if head.dtype != table.dtype or head.tobytes() != table.tobytes():
             raise UserError("tie_word_embeddings: true, but lm_head.weight differs from model.embed_tokens.weight")
     graph, state = nnx.split(_abstract(config))
-    leaves = [jnp.asarray(arrays[name]) for name, _ in _named(state)]
+    leaves = [jnp.asarray(arrays[name]) for name, _ in _name_leaves(state)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
 
 def cast(decoder: Decoder, dtype: str) -> Decoder:
-    """The same decoder with every parameter rounded once, to nearest even, to `dtype` (see DTYPES)."""
+    """Return the same decoder with every parameter rounded once, to nearest even, to `dtype` (see DTYPES)."""
     if dtype not in DTYPES:
         raise UserError(f"dtype: {dtype!r}; known are {', '.join(DTYPES)}")
 
-    def rounded(array: jax.Array) -> jax.Array:
+    def round_once(array: jax.Array) -> jax.Array:
         if array.dtype == jnp.float64 and dtype == "bfloat16":
             # This cast goes through float32 and would round twice; after this line it has nothing left to round.
             array = jax.lax.reduce_precision(array, exponent_bits=11, mantissa_bits=7)
         return array.astype(dtype)
 
-    return jax.tree.map(rounded, decoder)
+    return jax.tree.map(round_once, decoder)
 
 
 def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
     """Read `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, tensor by tensor.
 
-    Names, shapes and dtypes are checked before any tensor is read. Raises FileNotFoundError for missing weights and
-    UserError for a config that is not implemented or weights that do not fit it.
+    Names, shapes and dtypes are checked before any tensor is read.
+
+    Raises:
+        UserError: a config that is not implemented; weights that are missing, damaged or do not fit it.
     """
     folder = Path(folder)
     config = DecoderConfig.from_hf(read_json(folder / "config.json", "config"))
-    files = {name: _opened(path) for name, path in _locations(folder).items()}
+    files = {name: _open(path) for name, path in _locations(folder).items()}
     # Old Llama checkpoints also store this constant, which follows from the config.
     files = {name: file for name, file in files.items() if not name.endswith("rotary_emb.inv_freq")}
     try:
@@ -97,27 +104,23 @@ def load_hf(folder: str | Path) -> tuple[DecoderConfig, Decoder]:
 def save_hf(folder: str | Path, decoder: Decoder) -> None:
     """Write `config.json` and `model.safetensors`, readable by transformers; the folder appears complete or not at all.
 
-    Raises UserError if `folder` exists.
+    Raises:
+        UserError: `folder` exists, or would stand in one that does not.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise UserError(f"folder: {folder} exists; give a new one")
     arrays = {name: np.asarray(array) for name, array in to_arrays(decoder).items()}
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(decoder.config.to_hf(), indent=2) + "\n")
-    partial.rename(folder)
+    with write_folder(Path(folder).absolute()) as made:
+        made.mkdir()
+        save_file(arrays, made / "model.safetensors", metadata={"format": "pt"})
+        write_file(made / "config.json", (json.dumps(decoder.config.to_hf(), indent=2) + "\n").encode())
 
 
 def _abstract(config: DecoderConfig) -> Decoder:
-    """A decoder of shapes, which costs nothing."""
+    """Make a decoder of shapes, which costs nothing."""
     return nnx.eval_shape(lambda: Decoder(config, None))
 
 
-def _named(state: nnx.State) -> Iterator[tuple[str, Any]]:
-    """(name, array or shape) of every parameter, in the order of the state's leaves."""
+def _name_leaves(state: nnx.State) -> Iterator[tuple[str, Any]]:
+    """Yield (name, array or shape) of every parameter, in the order of the state's leaves."""
     for path, leaf in jax.tree.leaves_with_path(state):
         parts = [str(getattr(key, "key", key)) for key in path if not isinstance(key, jax.tree_util.GetAttrKey)]
         yield ".".join(parts if parts[0] == "lm_head" else ["model", *parts]), leaf
@@ -140,12 +143,12 @@ def _check(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> None
 
 
 def _locations(folder: Path) -> dict[str, Path]:
-    """The file of every tensor."""
+    """Return the file of every tensor."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
         if not single.is_file():
-            raise FileNotFoundError(f"{single}: not found, nor {index.name} beside it")
-        with _opened(single) as file:
+            raise UserError(f"weights: {quoted(single)} does not exist, nor {index.name} beside it")
+        with _open(single) as file:
             return dict.fromkeys(file.keys(), single)
     named = read_json(index, "weights").get("weight_map")
     if not isinstance(named, dict) or not all(
@@ -155,12 +158,12 @@ def _locations(folder: Path) -> dict[str, Path]:
     locations = {name: folder / file for name, file in named.items()}
     for path in sorted(set(locations.values())):
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: not found, but {index.name} names it")
+            raise UserError(f"weights: {quoted(path)} does not exist, but {index.name} names it")
     return locations
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{quoted(path)}: not safetensors, or damaged ({quoted_reason(error)})") from None

@@ -1,48 +1,93 @@
-"""A cell: the smallest piece of a study that is computed, kept and taken up again. One row, some conditions, many pairs."""
+"""A cell: the smallest piece of a study that is computed, kept and taken up again. One row, some conditions, many
+pairs.
+
+Everything in a cell has a name: its streams, its pairs and its divergences. An experiment gives the names and finds its
+results under them; places among arrays are between `Bench.run` and the engine.
+"""
 
 import hashlib
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import jaxref
+import ropestudy
+from anchorline.files import replace_file
 from jaxref.model import Decoder
 from ropestudy import text
 from ropestudy.conditions import Condition
-from ropestudy.engine import Pair, Row, Stream, column_logits, compare
-from ropestudy.measures import DivergenceSample, Sample, sample
+from ropestudy.engine import Pair, Row, Run, Stream, column_logits, compare
+from ropestudy.measures import DivergenceSample, Sample, Sums, difference, divergence, sample
 from ropestudy.models import Pretrained, variant
+from ropestudy.schema import AnyRecord, Difference, Divergence, Mode
 from ropestudy.spec import StudyConfig
 
 # What shows numbers, or tests them, does not change them.
 SHOWS_ONLY = {"tests", "report", "cli.py", "mask_figure.py"}
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tokenizers", "gguf", "pydantic")
 
+# Names that experiments share: of float64's stream; of a condition at one shift against itself at another, and against
+# float64.
+TRUTH, SHIFT, ERROR = "truth", "shift", "error"
+
 
 @dataclass(frozen=True)
 class RunsOf:
-    """A stream of `engine.compare`: a condition, whose positions are the row's under `mask` plus each shift."""
+    """A stream of `engine.compare` under a name: a condition, whose positions are the row's under `mask` plus each
+    shift.
 
+    The run at the first shift gives the inputs of the mode `local`.
+    """
+
+    name: str
     condition: Condition
     shifts: tuple[int, ...]
     mask: str | None = None  # None: the cell's own
+
+
+class RunAt(NamedTuple):
+    """A run of a cell: a stream's name, and one of its shifts."""
+
+    stream: str
+    shift: int
+
+
+@dataclass(frozen=True)
+class NamedPair:
+    """Two runs whose attentions are compared, as `engine.Pair`, and the name of their sample."""
+
+    name: str
+    a: RunAt
+    b: RunAt
+    mode: Mode
+    keep_columns: bool = False
+
+
+@dataclass(frozen=True)
+class NamedDivergence:
+    """Two runs, the outputs of `p` and those of `q` from which they diverge, and the name of their sample."""
+
+    name: str
+    p: RunAt
+    q: RunAt
 
 
 @dataclass(frozen=True)
 class Cell:
     """What is computed on one row.
 
-    bos: where it stands; packed rows (`documents` of them) always open with it. sink: the conditions' method has one, whose
-    logits are column 0's mean under `exact` on the same row with the BOS first. keep: pairs whose columns are kept.
+    bos: where it stands; packed rows (`documents` of them) always open with it. sink: the conditions' method has one,
+    whose logits are column 0's mean under `exact` on the same row with the BOS first.
     """
 
     experiment: str
@@ -50,37 +95,76 @@ class Cell:
     number: int  # of the sequence
     tokens: int
     streams: tuple[RunsOf, ...]
-    pairs: tuple[Pair, ...]
-    divergences: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
+    pairs: tuple[NamedPair, ...]
+    divergences: tuple[NamedDivergence, ...] = ()
     bos: text.Bos = "first"
     mask: str = "full"
     documents: int | None = None
     sink: bool = False
-    keep: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for named in (self.streams, self.pairs, self.divergences):
+            assert len({one.name for one in named}) == len(named), "two of a cell have the same name"
+
+    def find(self, run: RunAt) -> Run:
+        """Return where a run stands among the streams."""
+        place = [stream.name for stream in self.streams].index(run.stream)
+        return Run(place, self.streams[place].shifts.index(run.shift))
 
 
 class CellResult(BaseModel):
-    """One sample for each pair and each divergence, in their order."""
+    """A sample of each pair and of each divergence, by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    samples: list[Sample]
-    divergences: list[DivergenceSample]
+    samples: dict[str, Sample]
+    divergences: dict[str, DivergenceSample]
     lengths: tuple[int, ...]  # of the row's documents
     seconds: float
 
 
-@dataclass(frozen=True)
-class Job:
-    """Cells, and the records that their results, in the same order, become once all are there."""
+Question = TypeVar("Question")
 
-    cells: list[Cell]
-    records: Callable[[list[CellResult]], list[Any]]
+
+class Experiment(ABC, Generic[Question]):
+    """A section of a study: questions, the cells that answer each, and the records that become of the answers."""
+
+    name: ClassVar[str]  # of its section
+
+    def cells(self) -> list[Cell]:
+        """Return what is computed, in this order."""
+        return [cell for question in self._questions() for cell in self._cells(question)]
+
+    def records(self, results: Mapping[Cell, CellResult]) -> list[AnyRecord]:
+        """Return what was found. results: of all `cells`."""
+        return [record for question in self._questions() for record in self._records(question, results)]
+
+    @abstractmethod
+    def _questions(self) -> Iterable[Question]:
+        """Each becomes records of its own."""
+
+    @abstractmethod
+    def _cells(self, question: Question) -> list[Cell]:
+        """Return what answers one."""
+
+    @abstractmethod
+    def _records(self, question: Question, results: Mapping[Cell, CellResult]) -> Sequence[AnyRecord]:
+        """What is answered."""
 
 
 def per_sequence(cell: Cell, sequences: int) -> list[Cell]:
-    """The cell for each sequence."""
+    """Return the cell for each sequence."""
     return [replace(cell, number=number) for number in range(sequences)]
+
+
+def difference_of(results: Iterable[CellResult], pair: str) -> Difference:
+    """Return one pair over all sequences."""
+    return difference([result.samples[pair] for result in results])
+
+
+def divergence_of(results: Iterable[CellResult], name: str) -> Divergence:
+    """Return one divergence over all sequences."""
+    return divergence([result.divergences[name] for result in results])
 
 
 class _Kept(BaseModel):
@@ -112,18 +196,21 @@ class Bench:
             assert np.array_equal(base.documents, made.documents), "runs of other documents are not the same function"
             streams.append(Stream(runs.condition, base.positions + np.array(runs.shifts)[:, None]))
         row = Row(made.ids, made.documents, sinks_LH)
-        sums, divergences = compare(decoder, row, streams, cell.pairs, cell.divergences, self.config.block)
-        samples = [sample(one, made.documents) for one in sums]
-        samples = [one if i in cell.keep else one.model_copy(update={"columns": {}}) for i, one in enumerate(samples)]
+        pairs = [Pair(cell.find(one.a), cell.find(one.b), one.mode) for one in cell.pairs]
+        ends = [(cell.find(one.p), cell.find(one.q)) for one in cell.divergences]
+        sums, divergences = compare(decoder, row, streams, pairs, ends, self.config.block)
         return CellResult(
-            samples=samples,
-            divergences=divergences,
+            samples={
+                one.name: _sample(found, made.documents, one.keep_columns)
+                for one, found in zip(cell.pairs, sums, strict=True)
+            },
+            divergences={one.name: found for one, found in zip(cell.divergences, divergences, strict=True)},
             lengths=made.lengths,
             seconds=time.perf_counter() - started,
         )
 
     def key(self, cell: Cell) -> str:
-        """A hash of everything that the cell's numbers depend on."""
+        """Return a hash of everything that the cell's numbers depend on."""
         digest = hashlib.sha256(f"{cell!r} {self.config.block} {self.config.seed}".encode())
         digest.update(
             f"{self.pretrained.sha256} {self.config.model.weights} {self.pretrained.bos} {fingerprint()}".encode()
@@ -133,7 +220,7 @@ class Bench:
         return digest.hexdigest()
 
     def kept_or_run(self, cell: Cell, folder: Path) -> CellResult:
-        """The cell from its file, or computed and written there, beside and renamed."""
+        """Return the cell from its file, or compute it and write that."""
         key = self.key(cell)
         path = folder / f"{cell.experiment}-{key[:24]}.json"
         try:
@@ -143,9 +230,7 @@ class Bench:
         if kept is None or kept.key != key:
             kept = _Kept(key=key, result=self.run(cell))
             folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.partial")
-            partial.write_text(kept.model_dump_json(), encoding="utf-8")
-            partial.replace(path)
+            replace_file(path, kept.model_dump_json().encode())
         return kept.result
 
     def _decoder(self, name: str) -> Decoder:
@@ -165,19 +250,29 @@ class Bench:
         return text.packed_row(self.pool, cell.number, cell.tokens, bos_id, cell.documents, mask)
 
 
+def _sample(sums: Sums, documents_T: np.ndarray, keep_columns: bool) -> Sample:
+    found = sample(sums, documents_T)
+    return found if keep_columns else found.model_copy(update={"columns": {}})
+
+
 @cache
 def fingerprint() -> str:
-    """Of the oracle's sources, the libraries and the device: a cell is computed anew when one of them changes."""
+    """Return a hash of the sources, the libraries and the device: a cell is computed anew when one of them changes."""
     digest = hashlib.sha256(f"{platform.python_version()} {versions()} {jax.devices()[0].device_kind}".encode())
-    root = Path(jaxref.__file__).parent
-    for file in sorted(root.rglob("*.py")):
-        if not SHOWS_ONLY & set(file.relative_to(root).parts):
-            digest.update(file.read_bytes())
+    for file in sources():
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
+def sources() -> list[Path]:
+    """Return the files that a cell's numbers come out of: the oracle's and the study's, but for what shows or tests."""
+    roots = [Path(package.__path__[0]) for package in (jaxref, ropestudy)]
+    files = [(root, file) for root in roots for file in sorted(root.rglob("*.py"))]
+    return [file for root, file in files if not SHOWS_ONLY & set(file.relative_to(root).parts)]
+
+
 def versions() -> dict[str, str]:
-    """Of the libraries the numbers come through, and of this package."""
+    """Return the versions of the libraries the numbers come through, and of this package."""
     found = {}
     for name in (*LIBRARIES, "anchorline"):
         try:

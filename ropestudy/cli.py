@@ -69,12 +69,13 @@ def ring(
 ) -> None:
     """Show how far zigzag ring attention moves a model's logits from those of one process, in emulation.
 
-    Each rank's output over each part of the keys is rounded before it is merged with the others', and its probabilities relative to that
-    part's own maximum. Ulysses does neither: its logits are one process's own. Memory and time are those of attention T x T.
+    Each rank's output over each part of the keys is rounded before it is merged with the others', and its probabilities
+    relative to that part's own maximum. Ulysses does neither: its logits are one process's own. Memory and time are
+    those of attention T x T.
 
     Example: jaxref ring --tokens 1024 --ranks 1,2,4,8
     """
-    from jaxref.ring import moved, zigzag
+    from jaxref.ring import compare_ring, zigzag
     from jaxref.rounding import preset
     from ropestudy.models import load_pretrained
     from ropestudy.spec import ModelConfig, TextConfig
@@ -95,7 +96,7 @@ def ring(
         "error against\nfloat64 (RMS)",
     ):
         table.add_column(title, justify="right")
-    for line in moved(pretrained.decoder, ids_T, sizes, chosen):
+    for line in compare_ring(pretrained.decoder, ids_T, sizes, chosen):
         numbers = (f"{line.largest:.4g}", f"{line.mean:.4g}", f"{line.argmax_differs:.2%}", f"{line.error:.4g}")
         table.add_row(str(line.ranks), *numbers)
     Console().print(table)

@@ -19,8 +19,8 @@ class Condition:
     site: str | None = None  # the site that it switches
 
 
-# Sites that round the same number again: a sum, the rotated vector that it is, its copies; and so on. (`scaled` is `qk` times
-# a power of two where head_dim is a power of four, and rounds nothing new then.)
+# Sites that round the same number again: a sum, the rotated vector that it is, its copies; and so on. (`scaled` is `qk`
+# times a power of two where head_dim is a power of four, and rounds nothing new then.)
 IN_A_ROW = (
     ("rope_sum", "q_rotated", "k_rotated", "kv_heads"),
     ("table", "rope_product", "rope_sum", "q_rotated", "k_rotated", "kv_heads"),  # all that follows the angle
@@ -50,19 +50,19 @@ CONDITIONS = _named()
 
 
 def condition(name: str) -> Condition:
-    """A condition of `CONDITIONS`. Raises UserError for a name that is not there."""
+    """Return a condition of `CONDITIONS`. Raises UserError for a name that is not there."""
     check_condition("condition", name)
     return CONDITIONS[name]
 
 
 def check_condition(field: str, name: str) -> None:
-    """Raise UserError, one line naming the field, if there is no such condition."""
+    """Raise UserError, one line naming the field, if no condition has the name."""
     if name not in CONDITIONS:
-        raise UserError(f"{field}: {name!r} is no condition; choose from {', '.join(CONDITIONS)}")
+        raise UserError(f"{field}: {name!r} is not a condition; choose from {', '.join(CONDITIONS)}")
 
 
 def on_alone(fmt: str) -> list[Condition]:
-    """Every site of `Rounding` rounded to `fmt` and nothing else, in a float64 carrier.
+    """Return every site of `Rounding` rounded to `fmt` and nothing else, in a float64 carrier.
 
     Sites that transformers keeps in float32 are also there with that format.
     """
@@ -77,7 +77,7 @@ def on_alone(fmt: str) -> list[Condition]:
 
 
 def off_alone(base: str) -> list[Condition]:
-    """A preset with one of its sites not rounded, for every site that it rounds.
+    """Return a preset with one of its sites not rounded, for every site that it rounds.
 
     Where the preset rounds to fp32, a float32 carrier would round all the same: there the carrier is float64.
     """
@@ -96,7 +96,7 @@ def off_alone(base: str) -> list[Condition]:
 
 
 def off_together(base: str) -> list[Condition]:
-    """A preset without sites that round the same number in a row: left out one at a time, the others undo it."""
+    """Return a preset without sites that round the same number in a row: left out one at a time, the others undo it."""
     rounding = preset(base)
     found = []
     for sites in IN_A_ROW:
@@ -109,7 +109,7 @@ def off_together(base: str) -> list[Condition]:
 
 
 def remedies(base: str) -> list[Condition]:
-    """The preset, and what people do about it."""
+    """Return the preset, and what people do about it."""
     rounding = preset(base)
     half = rounding.q_rotated
     rotation = rounding.replace(table="fp32", rope_product="fp32", rope_sum="fp32")
@@ -140,12 +140,12 @@ def remedies(base: str) -> list[Condition]:
         ),
         change("bf16 inverse frequencies", rounding.replace(inv_freq="bf16"), "what .to(bfloat16) does: no remedy"),
     ]
-    # FlashAttention keeps its logits in float32: what a preset does anyway is no remedy of it.
+    # FlashAttention keeps its logits in float32: what a preset does anyway does not remedy it.
     return [one for one in changes if (one.rounding, one.method) != (rounding, AS_THE_ORACLE)]
 
 
 def before_and_after(base: str) -> list[Condition]:
-    """Rounding q and k before the rotation against after it, alone and in a preset."""
+    """Return conditions that round q and k before the rotation, and after it, alone and in a preset."""
     half = preset(base).q_rotated
     exact = EXACT.rounding
     return [

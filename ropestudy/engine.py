@@ -1,18 +1,18 @@
 """Run a decoder under several conditions at once, layer by layer, and sum how far their attentions are apart.
 
-Nothing of size T x T outlives a block of queries: per layer and block, the probabilities of every run are computed side by
-side, compared pair by pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles nothing.
-Projections, rotation, softmax and the rest of a layer are the oracle's own (`jaxref.model`, `jaxref.attention`), so a
-rounding acts here where it acts there.
+Nothing of size T x T outlives a block of queries: per layer and block, the probabilities of every run are computed side
+by side, compared pair by pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles
+nothing. Projections, rotation, softmax and the rest of a layer are the oracle's own (`jaxref.model`,
+`jaxref.attention`), so a rounding acts here where it acts there.
 
-Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · H heads · D head_dim · M model width · L
-layers.
+Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · H heads · D head_dim · M model width
+· L layers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,16 @@ from jaxref.rounding import Rounding
 from ropestudy.conditions import EXACT, Condition
 from ropestudy.measures import DivergenceSample, Sums
 from ropestudy.methods import tables
-from ropestudy.pieces import acting, compared, finished, kl, log_probabilities, turned
+from ropestudy.pieces import (
+    LayerSums,
+    Side,
+    compare_layer,
+    finish_layer,
+    kl,
+    log_probabilities,
+    project_and_rotate,
+    restrict,
+)
 from ropestudy.schema import Mode
 
 HEAD_NUMBERS = 10_000_000  # logits over the vocabulary that are held at a time, of each run
@@ -48,12 +57,19 @@ class Stream:
     positions_ST: np.ndarray  # int64
 
 
+class Run(NamedTuple):
+    """A run of a comparison: the place of its stream, and its own among the runs of that."""
+
+    stream: int
+    number: int
+
+
 @dataclass(frozen=True)
 class Pair:
-    """Two runs, each (stream, run), whose attentions are compared. In `local` both get the inputs of a's run 0."""
+    """Two runs whose attentions are compared. In `local` both get the inputs of run 0 of a's stream."""
 
-    a: tuple[int, int]
-    b: tuple[int, int]
+    a: Run
+    b: Run
     mode: Mode
 
 
@@ -62,13 +78,13 @@ def compare(
     row: Row,
     streams: Sequence[Stream],
     pairs: Sequence[Pair],
-    divergences: Sequence[tuple[tuple[int, int], tuple[int, int]]] = (),
+    divergences: Sequence[tuple[Run, Run]] = (),
     block: int = 64,
 ) -> tuple[list[Sums], list[DivergenceSample]]:
     """Compare the attention of pairs of runs over all layers, and the output distributions of `divergences`' pairs.
 
-    RoPE's frequencies are those of the row's own length, whatever is added to the positions: types that look at the largest
-    position (`dynamic`, `longrope`) would otherwise not be the same function at two shifts.
+    RoPE's frequencies are those of the row's own length, whatever is added to the positions: types that look at the
+    largest position (`dynamic`, `longrope`) would otherwise not be the same function at two shifts.
 
     Args:
         decoder: parameters that every carrier holds exactly.
@@ -82,9 +98,9 @@ def compare(
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, T)
     ready = [tables(s.positions_ST, inv_freq, scaling, s.condition.rounding, s.condition.method) for s in streams]
     groups = _groups(pairs)
-    advanced = _advanced(len(streams), pairs, divergences)
+    advanced = _list_runs(len(streams), pairs, divergences)
     documents_T = jnp.asarray(row.documents_T)
-    sums = {pair: [] for pair in range(len(pairs))}
+    layers: list[list[LayerSums]] = [[] for _ in groups]
     # What no layer changes is taken once: outside of compiled code every indexing costs more than what it takes.
     own_tables = {i: ready[i].take(runs) for i, runs in advanced.items()}
     group_tables = [{i: ready[i].take(runs) for i, runs in group.runs.items()} for group in groups]
@@ -105,35 +121,39 @@ def compare(
         sink_H = None if row.sinks_LH is None else row.sinks_LH[number]
         own = {}
         for i in advanced:
-            own[i] = turned(layer, x[i], own_tables[i], streams[i].condition)
-        for group, table, places in zip(groups, group_tables, group_places, strict=True):
+            own[i] = project_and_rotate(layer, x[i], own_tables[i], streams[i].condition)
+        for group, table, places, sums in zip(groups, group_tables, group_places, layers, strict=True):
             sides = []
             for i in group.runs:
                 condition = streams[i].condition
                 if group.source is None:
-                    q, k, _ = own[i]
-                    sides.append((condition, _at(q, places[i]), _at(k, places[i])))
+                    sides.append(Side(condition, _at(own[i].q, places[i]), _at(own[i].k, places[i])))
                 else:
-                    q, k, _ = turned(layer, _first(x[group.source], condition.rounding.dtype), table[i], condition)
-                    sides.append((condition, q, k))
-            found = compared(sides, documents_T, sink_H, group.index_P2, scale, block)
-            for place, pair in enumerate(group.pairs):
-                sums[pair].append([part[place] for part in found])
+                    fed = project_and_rotate(
+                        layer, _first(x[group.source], condition.rounding.dtype), table[i], condition
+                    )
+                    sides.append(Side(condition, fed.q, fed.k))
+            sums.append(compare_layer(sides, documents_T, sink_H, group.index_P2, scale, block))
         for i in advanced:
-            x[i] = finished(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, block)
+            x[i] = finish_layer(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, block)
 
     hidden = {i: decoder.norm(x[i], streams[i].condition.rounding) for i in advanced} if divergences else {}
     ends = {
-        (i, run): (hidden[i][place], acting(streams[i].condition, ("logits",)))
+        Run(i, run): (hidden[i][place], restrict(streams[i].condition, ("logits",)))
         for i in hidden
         for place, run in enumerate(advanced[i])
     }
     outputs = _divergences(decoder, ends, divergences, row.documents_T)
-    return [_summed(sums[pair]) for pair in range(len(pairs))], outputs
+    found = {
+        pair: _over_layers(sums, place)
+        for group, sums in zip(groups, layers, strict=True)
+        for place, pair in enumerate(group.pairs)
+    }
+    return [found[pair] for pair in range(len(pairs))], outputs
 
 
 def column_logits(decoder: Decoder, row: Row, positions_T: np.ndarray, column: int, block: int = 64) -> np.ndarray:
-    """The mean over the queries that see it of one column's logit in `exact`, float64 [L, H]."""
+    """Return the mean over the queries that see it of one column's logit in `exact`, float64 [L, H]."""
     rounding, method = EXACT.rounding, EXACT.method
     scale = decoder.config.head_dim**-0.5
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, len(row.ids_T))
@@ -143,10 +163,10 @@ def column_logits(decoder: Decoder, row: Row, positions_T: np.ndarray, column: i
     sees_T = np.asarray(rule(row.documents_T, row.documents_T[column], index_T, column))
     x, found = decoder.embed_tokens(jnp.asarray(row.ids_T)[None], rounding), []
     for layer in decoder.layers:
-        own = q, k, _ = turned(layer, x, table, EXACT)
-        key_HD = np.repeat(np.asarray(k[0, column]), q.shape[2] // k.shape[2], axis=0)
-        found.append(np.einsum("thd,hd->th", np.asarray(q[0]), key_HD)[sees_T].mean(0) * scale)
-        x = finished(layer, x, own, documents_T, None, EXACT, scale, block)
+        own = project_and_rotate(layer, x, table, EXACT)
+        key_HD = np.repeat(np.asarray(own.k[0, column]), own.q.shape[2] // own.k.shape[2], axis=0)
+        found.append(np.einsum("thd,hd->th", np.asarray(own.q[0]), key_HD)[sees_T].mean(0) * scale)
+        x = finish_layer(layer, x, own, documents_T, None, EXACT, scale, block)
     return np.array(found)
 
 
@@ -157,7 +177,7 @@ def _at(x: jax.Array, places: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames="dtype")
 def _first(x: jax.Array, dtype: Any) -> jax.Array:
-    """The inputs of run 0, [1, T, M], in a carrier that holds them."""
+    """Return the inputs of run 0, [1, T, M], in a carrier that holds them."""
     assert jnp.promote_types(x.dtype, dtype) == dtype, "the inputs would be rounded"
     return x[:1].astype(dtype)
 
@@ -186,8 +206,8 @@ def _groups(pairs: Sequence[Pair]) -> list[_Group]:
     return found
 
 
-def _advanced(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) -> dict[int, list[int]]:
-    """The runs of each stream that need a forward pass, run 0 first where it feeds others."""
+def _list_runs(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) -> dict[int, list[int]]:
+    """Return the runs of each stream that need a forward pass, run 0 first where it feeds others."""
     needed: dict[int, set[int]] = {i: set() for i in range(streams)}
     for pair in pairs:
         if pair.mode == "local":
@@ -201,21 +221,28 @@ def _advanced(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) -
     return {i: sorted(runs) for i, runs in needed.items() if runs}
 
 
-def _summed(layers: list[list[np.ndarray]]) -> Sums:
-    """All layers of one pair together."""
-    column, logit, row, mass, head, square = (np.array(part) for part in zip(*layers, strict=True))
-    return Sums(column.sum(0), logit.sum(0), row.sum(0), mass.sum(0), head, float(square.sum()))
+def _over_layers(layers: Sequence[LayerSums], place: int) -> Sums:
+    """Add all layers of one pair together."""
+    return Sums(
+        column_T=np.array([layer.column_PT[place] for layer in layers]).sum(0),
+        logit_T=np.array([layer.logit_PT[place] for layer in layers]).sum(0),
+        row_T=np.array([layer.row_PT[place] for layer in layers]).sum(0),
+        mass_T=np.array([layer.mass_PT[place] for layer in layers]).sum(0),
+        head_LH=np.array([layer.head_PH[place] for layer in layers]),
+        square=float(np.array([layer.square_P[place] for layer in layers]).sum()),
+    )
 
 
 def _divergences(
     decoder: Decoder,
-    ends: dict[tuple[int, int], tuple[jax.Array, Rounding]],
-    pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+    ends: dict[Run, tuple[jax.Array, Rounding]],
+    pairs: Sequence[tuple[Run, Run]],
     documents_T: np.ndarray,
 ) -> list[DivergenceSample]:
-    """KL(p || q) in nats and how often the argmax differs, means over the positions that are no padding.
+    """Return KL(p || q) in nats and how often the argmax differs, means over the positions that are not padding.
 
-    ends: the final hidden states [T, M] of each run and its rounding. A run's logits are computed once, some rows at a time.
+    ends: the final hidden states [T, M] of each run and its rounding. A run's logits are computed once, some rows at a
+        time.
     """
     totals = np.zeros((len(pairs), 2))
     used = {end for pair in pairs for end in pair}

@@ -56,7 +56,7 @@ class DivergenceSample(BaseModel):
 
 
 def queries_of_columns(document_ids_T: np.ndarray) -> np.ndarray:
-    """How many queries see each column, int64 [T]: 0 for padding. Under `full` T, T - 1, ..., 1."""
+    """Count the queries that see each column, int64 [T]: 0 for padding. Under `full` T, T - 1, ..., 1."""
     document_ids_T = np.asarray(document_ids_T)
     T = len(document_ids_T)
     real = document_ids_T != PADDING
@@ -70,13 +70,16 @@ def queries_of_columns(document_ids_T: np.ndarray) -> np.ndarray:
 
 
 def weights(document_ids_T: np.ndarray) -> np.ndarray:
-    """The paper's n: one over the queries that see each column, [1/T, ..., 1] under `full`; 0 for padding. Float64 [T]."""
+    """Return the paper's n: one over the queries that see each column, [1/T, ..., 1] under `full`; 0 for padding.
+
+    Float64 [T].
+    """
     count_T = queries_of_columns(document_ids_T)
     return np.where(count_T > 0, 1 / np.maximum(count_T, 1), 0.0)
 
 
 def sample(sums: Sums, document_ids_T: np.ndarray) -> Sample:
-    """Every measure of one sequence. A quotient whose denominator is 0 (nothing differs) is 0."""
+    """Return every measure of one sequence. A quotient whose denominator is 0 (nothing differs) is 0."""
     n_T, count_T = weights(document_ids_T), queries_of_columns(document_ids_T)
     weighted_T, weighted_mass_T, weighted_logit_T = (n_T * x for x in (sums.column_T, sums.mass_T, sums.logit_T))
     heads = sums.head_LH.size
@@ -105,14 +108,14 @@ def sample(sums: Sums, document_ids_T: np.ndarray) -> Sample:
 
 
 def stat(values: Sequence[float]) -> Stat:
-    """Mean and sample standard deviation."""
+    """Return the mean and the sample standard deviation."""
     array = np.asarray(values, np.float64)
     spread = float(array.std(ddof=1)) if len(array) > 1 else 0.0
     return Stat(mean=float(array.mean()), std=spread, values=array.tolist())
 
 
 def difference(samples: Sequence[Sample]) -> Difference:
-    """The sequences together."""
+    """Return the sequences together."""
     scalars = [name for name, field in Sample.model_fields.items() if field.annotation is float]
     by_head = np.mean([one.by_head for one in samples], axis=0)
     return Difference(
@@ -123,14 +126,14 @@ def difference(samples: Sequence[Sample]) -> Difference:
 
 
 def columns(samples: Sequence[Sample]) -> Columns:
-    """The sequences together, token by token."""
+    """Return the sequences together, token by token."""
     together = {name: np.array([one.columns[name] for one in samples]) for name in samples[0].columns}
     spread = together["d"].std(axis=0, ddof=1) if len(samples) > 1 else np.zeros(together["d"].shape[1])
     return Columns(**{name: x.mean(0).tolist() for name, x in together.items()}, d_std=spread.tolist())
 
 
 def divergence(samples: Sequence[DivergenceSample]) -> Divergence:
-    """The sequences together."""
+    """Return the sequences together."""
     return Divergence(
         kl=stat([one.kl for one in samples]), argmax_differs=stat([one.argmax_differs for one in samples])
     )

@@ -1,7 +1,7 @@
 """What is done to q, k and the tables that no `Rounding` can say: controls and remedies, one small function each.
 
-Legend: S runs of one row (each with its own positions) · T tokens of a row · H query heads · K key/value heads · D head_dim ·
-C = D / 2 rotated pairs.
+Legend: S runs of one row (each with its own positions) · T tokens of a row · H query heads · K key/value heads · D
+head_dim · C = D / 2 rotated pairs.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,13 @@ class Method:
     """How q and k are rotated and normalised, beside the roundings. Hashable. The default is the oracle's own way.
 
     angles: `float64` computes angles, cos and sin in float64 in any carrier; `inv_freq` and `angle` then round nothing.
-    phases: seed of one constant random phase per rotary pair, added to every angle of q and k alike: it cancels in each dot
-        product as a shift does. With float64 angles only.
+    phases: seed of one constant random phase per rotary pair, added to every angle of q and k alike: it cancels in each
+        dot product as a shift does. With float64 angles only.
     before: q and k are rounded to this format before they are rotated. What is not rounded after, the rounding says.
-    split: rotated q and k are kept as hi + lo, each of this format: the operands of a product in several terms. The four
-        products hi hi + hi lo + lo hi + lo lo are one product of the sums here.
-    pairs: only the rotary pairs first..last are rounded at RoPE's sites; every other is rotated as the carrier computes.
+    split: rotated q and k are kept as hi + lo, each of this format: the operands of a product in several terms. The
+        four products hi hi + hi lo + lo hi + lo lo are one product of the sums here.
+    pairs: only the rotary pairs first..last are rounded at RoPE's sites; every other is rotated as the carrier
+        computes.
     sink: a logit per head that takes part in every softmax and has no position and no value, in place of a first token.
     """
 
@@ -48,26 +49,28 @@ AS_THE_ORACLE = Method()
 
 
 class Tables(NamedTuple):
-    """cos and sin [S, T, C] in the carrier, as rounded, and as the carrier computes them (None where it is not needed)."""
+    """cos and sin [S, T, C] in the carrier, as rounded, and as the carrier computes them (None where it is not
+    needed).
+    """
 
     cos: jax.Array
     sin: jax.Array
     plain: tuple[jax.Array, jax.Array] | None
 
     def take(self, runs: list[int]) -> "Tables":
-        """Of these runs alone."""
+        """Return the tables of these runs alone."""
         index = np.asarray(runs)
         plain = None if self.plain is None else (self.plain[0][index], self.plain[1][index])
         return Tables(self.cos[index], self.sin[index], plain)
 
 
 def tables(positions_ST: Any, inv_freq_C: Any, attention_scaling: float, rounding: Rounding, method: Method) -> Tables:
-    """The tables of every run.
+    """Return the tables of every run.
 
     positions_ST: integers [S, T]; inv_freq_C: float64 [C]; attention_scaling: as `jaxref.rope.cos_sin` takes them.
     """
 
-    def computed(rounding: Rounding) -> tuple[jax.Array, jax.Array]:
+    def compute(rounding: Rounding) -> tuple[jax.Array, jax.Array]:
         if method.angles == "carrier":
             return cos_sin(positions_ST, inv_freq_C, attention_scaling, rounding)
         # In numpy: float64 whatever the carrier is, and one cast to it, which a float32 carrier's own table has too.
@@ -77,19 +80,21 @@ def tables(positions_ST: Any, inv_freq_C: Any, attention_scaling: float, roundin
         cos, sin = (jnp.asarray(f(angle_STC) * attention_scaling, rounding.dtype) for f in (np.cos, np.sin))
         return rounding.round("table", cos), rounding.round("table", sin)
 
-    cos, sin = computed(rounding)
-    return Tables(cos, sin, None if method.pairs is None else computed(rounding.without(*ROPE_SITES)))
+    cos, sin = compute(rounding)
+    return Tables(cos, sin, None if method.pairs is None else compute(rounding.without(*ROPE_SITES)))
 
 
 def phases_C(method: Method, pairs: int) -> np.ndarray:
-    """The constant phase of each rotary pair in radians, float64 [C]; zeros without."""
+    """Return the constant phase of each rotary pair in radians, float64 [C]; zeros without."""
     if method.phases is None:
         return np.zeros(pairs)
     return np.random.default_rng((method.phases, 7)).uniform(0, 2 * np.pi, pairs)
 
 
-def rotated(x_STHD: jax.Array, tables: Tables, rounding: Rounding, method: Method, site: str) -> jax.Array:
-    """`jaxref.rope.rotate`, changed as the method says; the same shape, in the carrier. site: `q_rotated` or `k_rotated`."""
+def rotate_heads(x_STHD: jax.Array, tables: Tables, rounding: Rounding, method: Method, site: str) -> jax.Array:
+    """`jaxref.rope.rotate`, changed as the method says; the same shape, in the carrier. site: `q_rotated` or
+    `k_rotated`.
+    """
     if method.before is not None:
         x_STHD = round_to(x_STHD, method.before)
     if method.split is not None:
@@ -106,26 +111,40 @@ def rotated(x_STHD: jax.Array, tables: Tables, rounding: Rounding, method: Metho
 
 
 def two_terms(x: jax.Array, fmt: str) -> jax.Array:
-    """hi + lo with hi = x and lo = x - hi, both rounded to `fmt`: exact in the carrier, where a bf16 split needs 17 bits."""
+    """Return hi + lo with hi = x and lo = x - hi, both rounded to `fmt`: exact in the carrier, where a bf16 split needs
+    17 bits.
+    """
     high: jax.Array = round_to(x, fmt)  # type: ignore[assignment]
     low: jax.Array = round_to(x - high, fmt)  # type: ignore[assignment]
     return high + low
 
 
-def with_sink(
+class WithSink(NamedTuple):
+    """What attention takes, one token longer and one dimension wider."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    document_ids: jax.Array
+
+
+def add_sink(
     q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, document_ids_T: Any, sink_H: Any, scale: float
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The same attention with one key more in front: its logit for head h is `sink_H[h]`, its value 0, and everyone sees it.
+) -> WithSink:
+    """Return the same attention with one key more in front: its logit for head h is `sink_H[h]`, its value 0, and
+    everyone sees it.
 
     It is an anchor (document 0) on a head dimension of its own, so the oracle's attention needs to know nothing of it.
     Returns q, k, v [S, T + 1, ., D + 1] and document ids [T + 1]; row 0 of the result and column 0 belong to the sink.
     """
 
     def wider(x: jax.Array, first: Any, others: Any) -> jax.Array:
-        """One token in front and one dimension behind, which holds `first` in that token and `others` in the rest."""
+        """Add one token in front and one dimension behind, which holds `first` in that token and `others` in the
+        rest.
+        """
         x = jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 1)))
         return x.at[:, 0, :, -1].set(first).at[:, 1:, :, -1].set(others)
 
     document_ids = jnp.concatenate([jnp.full(1, ANCHOR), jnp.asarray(document_ids_T)])
     q = wider(q_STHD, 0.0, jnp.asarray(sink_H, q_STHD.dtype) / scale)
-    return q, wider(k_STKD, 1.0, 0.0), wider(v_STKD, 0.0, 0.0), document_ids
+    return WithSink(q, wider(k_STKD, 1.0, 0.0), wider(v_STKD, 0.0, 0.0), document_ids)

@@ -1,6 +1,7 @@
 """The models of a study: pretrained weights from wherever they are, the same shuffled, and random ones.
 
-Parameters are made in float32 and rounded once to the study's dtype. Norms' weights are 1 and biases 0 in random models.
+Parameters are made in float32 and rounded once to the study's dtype. Norms' weights are 1 and biases 0 in random
+models.
 """
 
 import hashlib
@@ -23,7 +24,9 @@ from ropestudy.spec import ModelConfig
 
 # Matrices are [outputs, inputs]: fan_in is the last axis. The embedding's is its width, as torch computes it.
 INITIALISATIONS = {
-    "kaiming": "kaiming_uniform_ with its default a = 0: U(+-sqrt(6 / fan_in)); embeddings N(0, 1) as nn.Embedding has them",
+    "kaiming": (
+        "kaiming_uniform_ with its default a = 0: U(+-sqrt(6 / fan_in)); embeddings N(0, 1) as nn.Embedding has them"
+    ),
     "kaiming_sqrt5": "U(+-1 / sqrt(fan_in)), nn.Linear's own kaiming_uniform_ with a = sqrt(5); embeddings N(0, 1)",
     "kaiming_small_embedding": "kaiming_uniform_ with a = 0; embeddings N(0, 0.02), as transformers has them",
     "kaiming_all": "kaiming_uniform_ with a = 0 for every matrix, embeddings too: U(+-sqrt(6 / hidden_size))",
@@ -67,7 +70,7 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
         config_json = read_json(folder / "config.json", "model.source")
         _, decoder = load_hf(folder)
     except (UserError, OSError) as error:
-        raise UserError(f"model.source: {quoted(model.source)} is no model the oracle can load: {error}") from None
+        raise UserError(f"model.source: {quoted(model.source)} is not a model the oracle can load: {error}") from None
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"model.source: {quoted(folder)} has no tokenizer.json, which the text is read with; add it")
@@ -76,7 +79,7 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
     except BaseException as error:  # tokenizers raises nothing more particular, or panics in Rust
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
-        raise UserError(f"model.source: {quoted(file)} is no tokenizer: {quoted_reason(error)}") from None
+        raise UserError(f"model.source: {quoted(file)} is not a tokenizer: {quoted_reason(error)}") from None
     return _pretrained(model, config_json, decoder, tokenizer, _bos(folder, config_json, tokenizer))
 
 
@@ -97,7 +100,10 @@ def _folder(source: str) -> Path:
 
 
 def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int | None:
-    """The tokenizer's BOS, or the config's. Raises UserError, one line: a tokenizer_config.json that says nothing of use."""
+    """Return the tokenizer's BOS, or the config's.
+
+    Raises UserError, one line: a tokenizer_config.json that says nothing of use.
+    """
     file, given = folder / "tokenizer_config.json", {}
     if file.is_file():
         given = read_json(file, "model.source")
@@ -116,30 +122,32 @@ def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int
     vocabulary = config_json["vocab_size"]
     if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < vocabulary):
         raise UserError(
-            f"bos_token_id: {quoted(found)} in {quoted(folder / 'config.json')} is no token of {vocabulary}"
+            f"bos_token_id: {quoted(found)} in {quoted(folder / 'config.json')} is not one of its {vocabulary} tokens"
         )
     return found
 
 
 def variant(pretrained: Pretrained, name: str, seed: int) -> Decoder:
-    """The decoder of a `spec.ModelName`, its parameters in the dtype of the pretrained ones."""
+    """Return the decoder of a `spec.ModelName`, its parameters in the dtype of the pretrained ones."""
     if name == "pretrained":
         return pretrained.decoder
     if name == "shuffled":
-        return from_arrays(pretrained.config, shuffled(to_arrays(pretrained.decoder), seed))
+        return from_arrays(pretrained.config, shuffle(to_arrays(pretrained.decoder), seed))
     decoder = from_arrays(pretrained.config, random_arrays(pretrained.config, name, seed))
     dtype = str(pretrained.decoder.embed_tokens.weight[...].dtype)
     return cast(decoder, dtype)
 
 
-def shuffled(arrays: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Every parameter with its own entries in a random order: all that is left of training are their distributions."""
+def shuffle(arrays: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Return every parameter with its own entries in a random order: all that is left of training are their
+    distributions.
+    """
     random = np.random.default_rng((seed, 1))
     return {name: random.permuted(np.asarray(array).reshape(-1)).reshape(array.shape) for name, array in arrays.items()}
 
 
 def random_arrays(config: DecoderConfig, name: str, seed: int) -> dict[str, np.ndarray]:
-    """Float32 parameters of one of `INITIALISATIONS`."""
+    """Draw float32 parameters of one of `INITIALISATIONS`."""
     random = np.random.default_rng((seed, 2))
     draw = _DRAWS[name]
     arrays = {}

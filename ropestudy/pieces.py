@@ -2,12 +2,12 @@
 
 Conditions that round alike at the sites of a piece share what is compiled for it; positions are arguments.
 
-Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · Q queries of a block · n blocks · H query
-heads · K key/value heads · G = H / K · D head_dim · M model width.
+Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · Q queries of a block · n blocks · H
+query heads · K key/value heads · G = H / K · D head_dim · M model width.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxref.model import Block
 from jaxref.rounding import Rounding
 from ropestudy.conditions import Condition
 from ropestudy.measures import weights
-from ropestudy.methods import Method, Tables, rotated, with_sink
+from ropestudy.methods import Method, Tables, add_sink, rotate_heads
 
 # The sites that act in each piece.
 PROJECTION = ("norm", "proj")
@@ -28,49 +28,86 @@ ROTATION = ("rope_product", "rope_sum", "q_rotated", "k_rotated")
 SOFTMAX = ("kv_heads", "qk", "scaled", "probs")
 REST = (*SOFTMAX, "pv", "attn_out", "proj", "residual", "norm", "mlp")
 
-Turned = tuple[jax.Array, jax.Array, jax.Array]
+
+class QKV(NamedTuple):
+    """What attention takes, [S, T, heads, D] each."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
 
 
-def acting(condition: Condition, sites: tuple[str, ...]) -> Rounding:
-    """The condition's rounding as far as it acts at these sites."""
+class Side(NamedTuple):
+    """The runs of a condition in a comparison: q [S, T, H, D] and k [S, T, K, D], rotated."""
+
+    condition: Condition
+    q: jax.Array
+    k: jax.Array
+
+
+class LayerSums(NamedTuple):
+    """`measures.Sums` of one layer, pair by pair. All float64."""
+
+    column_PT: np.ndarray
+    logit_PT: np.ndarray
+    row_PT: np.ndarray
+    mass_PT: np.ndarray
+    head_PH: np.ndarray
+    square_P: np.ndarray
+
+
+class _BlockSums(NamedTuple):
+    """The sums that blocks of queries add to."""
+
+    column_PT: jax.Array
+    logit_PT: jax.Array
+    mass_RT: jax.Array
+    head_PH: jax.Array
+    square_P: jax.Array
+
+
+def restrict(condition: Condition, sites: tuple[str, ...]) -> Rounding:
+    """Return the condition's rounding as far as it acts at these sites."""
     order = condition.rounding.normalise if "probs" in sites else "before_pv"
     return condition.rounding.only(*sites).replace(normalise=order)
 
 
-def turned(layer: Block, x_STM: jax.Array, table: Tables, condition: Condition) -> Turned:
-    """q [S, T, H, D] and k [S, T, K, D] rotated, v; one input row serves all runs of the tables."""
-    projected = _project(layer, x_STM, acting(condition, PROJECTION))
-    return _rotate(*projected, table, acting(condition, ROTATION), condition.method)
+def project_and_rotate(layer: Block, x_STM: jax.Array, table: Tables, condition: Condition) -> QKV:
+    """Return q [S, T, H, D] and k [S, T, K, D] rotated, v; one input row serves all runs of the tables."""
+    projected = _project(layer, x_STM, restrict(condition, PROJECTION))
+    return _rotate(*projected, table, restrict(condition, ROTATION), condition.method)
 
 
 @partial(jax.jit, static_argnames="rounding")
-def _project(layer: Block, x_STM: jax.Array, rounding: Rounding) -> Turned:
+def _project(layer: Block, x_STM: jax.Array, rounding: Rounding) -> QKV:
     q, k, v, _ = layer.self_attn.project(layer.input_layernorm(x_STM, rounding), rounding)
-    return q, k, v
+    return QKV(q, k, v)
 
 
 @partial(jax.jit, static_argnames=("rounding", "method"))
 def _rotate(
     q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, table: Tables, rounding: Rounding, method: Method
-) -> Turned:
-    q_STHD = rotated(q_STHD, table, rounding, method, "q_rotated")
-    return q_STHD, rotated(k_STKD, table, rounding, method, "k_rotated"), v_STKD
+) -> QKV:
+    q_STHD = rotate_heads(q_STHD, table, rounding, method, "q_rotated")
+    return QKV(q_STHD, rotate_heads(k_STKD, table, rounding, method, "k_rotated"), v_STKD)
 
 
-def finished(
+def finish_layer(
     layer: Block,
     x_STM: jax.Array,
-    turned: Turned,
+    qkv: QKV,
     documents_T: jax.Array,
     sink_H: Any,
     condition: Condition,
     scale: float,
     block: int,
 ) -> jax.Array:
-    """The layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose method has one."""
+    """Return the layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose
+    method has one.
+    """
     used = sink_H if condition.method.sink else None
     at_once = None if block >= x_STM.shape[1] else block
-    return _finish(layer, x_STM, *turned, documents_T, used, acting(condition, REST), scale, at_once)
+    return _finish(layer, x_STM, *qkv, documents_T, used, restrict(condition, REST), scale, at_once)
 
 
 @partial(jax.jit, static_argnames=("rounding", "scale", "block"))
@@ -86,10 +123,10 @@ def _finish(
     scale: float,
     block: int | None,
 ) -> jax.Array:
-    """The layer's output, from q, k, v: `jaxref.model.Block` behind the rotation."""
+    """Return the layer's output, from q, k, v: `jaxref.model.Block` behind the rotation."""
     D = q_STHD.shape[-1]
     if sink_H is not None:
-        q_STHD, k_STKD, v_STKD, documents_T = with_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
+        q_STHD, k_STKD, v_STKD, documents_T = add_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
     documents_ST = jnp.broadcast_to(documents_T, (len(q_STHD), len(documents_T)))
     attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, block)
     if sink_H is not None:
@@ -97,38 +134,46 @@ def _finish(
     return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD, rounding), rounding)[0]
 
 
-def compared(
-    sides: list[tuple[Condition, jax.Array, jax.Array]],
+def compare_layer(
+    sides: list[Side],
     documents_T: jax.Array,
     sink_H: Any,
     index_P2: np.ndarray,
     scale: float,
     block: int,
-) -> list[np.ndarray]:
-    """The sums of each pair in one layer, from each side's condition and its q, k: column, logit, row [P, T], mass of a [P, T], heads [P, H], squares [P]."""
+) -> LayerSums:
+    """Return the sums of each pair in one layer. index_P2: the places of a and b among all runs of the sides."""
     n_T = jnp.asarray(weights(np.asarray(documents_T)))
-    sinks = {condition.method.sink for condition, _, _ in sides}
+    sinks = {side.condition.method.sink for side in sides}
     assert len(sinks) == 1, "a run with a sink and one without are not the same function"
-    queries, keys = [q for _, q, _ in sides], [k for _, _, k in sides]
-    if sinks == {True}:
-        widened = [with_sink(q, k, k, documents_T, sink_H, scale) for q, k in zip(queries, keys, strict=True)]
-        queries, keys, documents_T = [w[0] for w in widened], [w[1] for w in widened], widened[0][3]
+    sink = sinks == {True}
+    if sink:
+        widened = [add_sink(side.q, side.k, side.k, documents_T, sink_H, scale) for side in sides]
+        sides = [Side(side.condition, wide.q, wide.k) for side, wide in zip(sides, widened, strict=True)]
+        documents_T = widened[0].document_ids
         n_T = jnp.concatenate([jnp.zeros(1), n_T])
-    roundings = tuple(acting(condition, SOFTMAX) for condition, _, _ in sides)
-    found = _sums(tuple(queries), tuple(keys), documents_T, n_T, index_P2, roundings, scale, block)
-    column, logit, row, mass, head, square = (np.asarray(part) for part in found)
-    if sinks == {True}:
-        column, logit, row, mass = (part[:, 1:] for part in (column, logit, row, mass))
-    return [column, logit, row, mass[index_P2[:, 0]], head, square]
+    queries, keys = tuple(side.q for side in sides), tuple(side.k for side in sides)
+    roundings = tuple(restrict(side.condition, SOFTMAX) for side in sides)
+    sums, row_PT = _sums(queries, keys, documents_T, n_T, index_P2, roundings, scale, block)
+    first = 1 if sink else 0  # behind the sink, which the row does not hold
+    return LayerSums(
+        column_PT=np.asarray(sums.column_PT)[:, first:],
+        logit_PT=np.asarray(sums.logit_PT)[:, first:],
+        row_PT=np.asarray(row_PT)[:, first:],
+        mass_PT=np.asarray(sums.mass_RT)[index_P2[:, 0], first:],
+        head_PH=np.asarray(sums.head_PH),
+        square_P=np.asarray(sums.square_P),
+    )
 
 
 def probabilities(
     q_SQKGD: jax.Array, k_STKGD: jax.Array, mask: jax.Array, rounding: Rounding, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """What multiplies V and the scaled logits, both [S, K, G, Q, T]; the logits are -inf where the mask is false.
+    """Return what multiplies V and the scaled logits, both [S, K, G, Q, T]; the logits are -inf where the mask is
+    false.
 
-    With `after_pv` the unnormalised weights are rounded, as FlashAttention-2 does, and divided by their sum: what its output
-    amounts to.
+    With `after_pv` the unnormalised weights are rounded, as FlashAttention-2 does, and divided by their sum: what its
+    output amounts to.
     """
     logits = masked_logits(q_SQKGD, k_STKGD, mask, rounding, scale)
     exponentials, total, _ = softmax_parts(logits, mask)
@@ -147,7 +192,8 @@ def _sums(
     roundings: tuple[Rounding, ...],
     scale: float,
     block: int,
-) -> tuple[jax.Array, ...]:
+) -> tuple[_BlockSums, jax.Array]:
+    """Return all but the sums of rows, and these, [P, T]."""
     T, block = len(documents_T), min(block, len(documents_T))
     blocks = -(-T // block)
     widest = jnp.result_type(*(rounding.dtype for rounding in roundings))
@@ -164,7 +210,7 @@ def _sums(
 
     copies = [per_head(*side) for side in zip(queries, keys, roundings, strict=True)]
 
-    def one_block(carry: Any, given: Any) -> Any:
+    def one_block(carry: _BlockSums, given: Any) -> tuple[_BlockSums, jax.Array]:
         index_Q, q_blocks = given
         document_Q = jnp.where(index_Q < T, documents_T[jnp.minimum(index_Q, T - 1)], PADDING)
         mask_QT = rule(document_Q[:, None], documents_T[None], index_Q[:, None], jnp.arange(T)[None])
@@ -185,28 +231,30 @@ def _sums(
 
         column, logit, row, head, square = lax.map(one_pair, index_P2)
         mass = probs_RHQT.sum((1, 2))
-        parts = [part.astype(jnp.float64) for part in (column, logit, mass, head, square)]
-        return [before + now for before, now in zip(carry, parts, strict=True)], row.astype(jnp.float64)
+        sums = _BlockSums(column, logit, mass, head, square)
+        added = jax.tree.map(lambda before, now: before + now.astype(jnp.float64), carry, sums)
+        return added, row.astype(jnp.float64)
 
     P, R, H = len(index_P2), sum(len(q) for q in queries), queries[0].shape[2]
-    nothing = [jnp.zeros(shape) for shape in ((P, T), (P, T), (R, T), (P, H), (P,))]
+    nothing = _BlockSums(*(jnp.zeros(shape) for shape in ((P, T), (P, T), (R, T), (P, H), (P,))))
     index_nQ = jnp.arange(blocks * block).reshape(blocks, block)
     q_blocks = tuple(split(q, k.shape[2]) for q, k in zip(queries, keys, strict=True))
-    (column, logit, mass, head, square), row_nPQ = lax.scan(one_block, nothing, (index_nQ, q_blocks))
-    return column, logit, row_nPQ.swapaxes(0, 1).reshape(P, -1)[:, :T], mass, head, square
+    sums, row_nPQ = lax.scan(one_block, nothing, (index_nQ, q_blocks))
+    return sums, row_nPQ.swapaxes(0, 1).reshape(P, -1)[:, :T]
 
 
 @jax.jit
 def log_probabilities(logits_TV: jax.Array) -> jax.Array:
-    """In float64 from any carrier: KL takes the difference of two that are almost the same."""
+    """Return them in float64 from any carrier: KL takes the difference of two that are almost the same."""
     return jax.nn.log_softmax(logits_TV.astype(jnp.float64))
 
 
 @jax.jit
 def kl(log_p_TV: jax.Array, log_q_TV: jax.Array, real_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(sum over positions of KL(p || q) in nats, how many differ in their argmax), of log-probabilities [T, V].
+    """Return (sum over positions of KL(p || q) in nats, how many differ in their argmax), of log-probabilities [T, V].
 
-    Summed as p log(p / q) - p + q, whose every term is at least 0: the plain terms cancel, and leave float64's noise of either sign.
+    Summed as p log(p / q) - p + q, whose every term is at least 0: the plain terms cancel, and leave float64's noise of
+    either sign.
     """
     p_TV, q_TV, log_ratio_TV = jnp.exp(log_p_TV), jnp.exp(log_q_TV), log_p_TV - log_q_TV
     near_TV = log_ratio_TV > -1  # elsewhere q - p loses nothing, and exp(-log_ratio) could overflow

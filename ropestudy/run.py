@@ -7,17 +7,17 @@ import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 import jaxref
 from anchorline.errors import UserError
+from anchorline.files import MOST_JSON, read_file, replace_file
 from jaxref.rope import inverse_frequencies
 from jaxref.weights import to_arrays
 from ropestudy.cells import Bench, versions
-from ropestudy.experiments import jobs
+from ropestudy.experiments import make_experiments
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
 from ropestudy.schema import Environment, ModelDescription, Results, TextDescription, write_results
 from ropestudy.spec import StudyConfig, longest
@@ -31,8 +31,8 @@ Progress = Callable[[str, int, int], None]  # what was done, cells done, cells i
 def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, command: str = "") -> Results:
     """Run a study, or what is left of it, and write `results.json` into `out`.
 
-    Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on after
-    the last of them, and one with other sources, another model or another device computes anew.
+    Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on
+    after the last of them, and one with other sources, another model or another device computes anew.
 
     Raises UserError, one line, before anything is computed: see `claim`, `models.load_pretrained` and `text.read_pool`.
     """
@@ -47,19 +47,19 @@ def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, 
 
     bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]
     wavelengths = (2 * np.pi / inv_freq).tolist()
-    planned = jobs(config, wavelengths)
-    total, done, seconds, records = sum(len(job.cells) for job in planned), 0, 0.0, []
+    planned = [(experiment, experiment.cells()) for experiment in make_experiments(config, wavelengths)]
+    total, done, seconds, records = sum(len(cells) for _, cells in planned), 0, 0.0, []
     write_config(config, out)  # last: a mistake found on the way must not mark the folder
-    for job in planned:
-        results = []
-        for cell in job.cells:
-            results.append(bench.kept_or_run(cell, out / CELLS))
-            done, seconds = done + 1, seconds + results[-1].seconds
+    for experiment, cells in planned:
+        results = {}
+        for cell in cells:
+            results[cell] = bench.kept_or_run(cell, out / CELLS)
+            done, seconds = done + 1, seconds + results[cell].seconds
             if progress:
                 names = ", ".join(dict.fromkeys(runs.condition.name for runs in cell.streams))
                 what = f"{cell.experiment} {cell.model}, {cell.tokens} tokens, sequence {cell.number}: {names}"
-                progress(f"{what} ({results[-1].seconds:.1f} s)", done, total)
-        records += job.records(results)
+                progress(f"{what} ({results[cell].seconds:.1f} s)", done, total)
+        records += experiment.records(results)
     found = Results(
         title=config.title,
         created=created.isoformat(timespec="seconds"),
@@ -83,19 +83,19 @@ def claim(config: StudyConfig, out: Path) -> None:
         return
     file = out / CONFIG
     if not file.is_file():
-        raise UserError(f"--out: {out} is not empty and no study's folder; give another")
-    if file.read_text(encoding="utf-8") != _dumped(config):
+        raise UserError(f"--out: {out} is not empty, and not a study's folder; give another")
+    if read_file(file, MOST_JSON) != _dump(config):
         raise UserError(f"--out: {out} holds another study (its {CONFIG} differs); give another folder, or remove it")
 
 
 def write_config(config: StudyConfig, out: Path) -> None:
     """Mark the folder as this study's."""
     out.mkdir(parents=True, exist_ok=True)
-    _write(out / CONFIG, _dumped(config))
+    replace_file(out / CONFIG, _dump(config))
 
 
 def environment() -> Environment:
-    """Where this process runs."""
+    """Return where this process runs."""
     commit = _git("rev-parse", "HEAD")
     status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
     return Environment(
@@ -108,7 +108,7 @@ def environment() -> Environment:
 
 
 def describe(config: StudyConfig, pretrained: Pretrained, wavelengths: list[float], used: set[str]) -> ModelDescription:
-    """The model in words and numbers. used: names of the models that records are of."""
+    """Return the model in words and numbers. used: names of the models that records are of."""
     return ModelDescription(
         source=config.model.source,
         config=pretrained.config_json,
@@ -137,8 +137,8 @@ def _check_vocabulary(pretrained: Pretrained, largest: int) -> None:
         )
 
 
-def _dumped(config: StudyConfig) -> str:
-    return json.dumps(config.model_dump(mode="json"), indent=1) + "\n"
+def _dump(config: StudyConfig) -> bytes:
+    return (json.dumps(config.model_dump(mode="json"), indent=1) + "\n").encode()
 
 
 def _hardware() -> str:
@@ -155,9 +155,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _write(path: Path, text: str) -> None:
-    partial: Any = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -1,19 +1,19 @@
 """`results.json`, version 1: what one study found. The report reads only this.
 
-A study is a flat list of records. Each says which experiment it belongs to, which model and condition it is of, over how many
-sequences of how many tokens, and holds its numbers as `Stat`: the mean over sequences, their spread, and each one's own
-value (a single sample of the paper is `values[i]`).
+A study is a flat list of records. Each says which experiment it belongs to, which model and condition it is of, over
+how many sequences of how many tokens, and holds its numbers as `Stat`: the mean over sequences, their spread, and each
+one's own value (a single sample of the paper is `values[i]`).
 
-What is compared is always the attention of two runs that are the same function in exact arithmetic. A run is a condition
-(roundings, and what `Rounding` cannot say) and the position ids; a shift d is added to all of these. `Difference` holds every
-measure of one pair of runs. Its two modes:
+What is compared is always the attention of two runs that are the same function in exact arithmetic. A run is a
+condition (roundings, and what `Rounding` cannot say) and the position ids; a shift d is added to all of these.
+`Difference` holds every measure of one pair of runs. Its two modes:
 
     local       both runs are given the same input at every layer: the first condition's own, from its run at shift 0
     propagated  each run is a forward pass of its own, as a model has it
 
-Two warnings that belong beside every share shown. The rows of attention sum to one, so what one column loses others gain: a
-column's *unweighted* share of sum |dATTN| cannot exceed a half. And n (`measures.weights`) divides a column by the queries
-that see it, so the last columns weigh most in D: both forms are recorded.
+Two warnings that belong beside every share shown. The rows of attention sum to one, so what one column loses others
+gain: a column's *unweighted* share of sum |dATTN| cannot exceed a half. And n (`measures.weights`) divides a column by
+the queries that see it, so the last columns weigh most in D: both forms are recorded.
 
 Legend: T tokens of a row · L layers · H heads · j column (key) · i row (query).
 """
@@ -24,9 +24,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError
+from anchorline.files import replace_file
 
 VERSION = 1
 Mode = Literal["local", "propagated"]
+Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
 
 
 class _Part(BaseModel):
@@ -94,9 +96,9 @@ class PairDifference(_Part):
 class ShiftPairs(Record):
     """The paper's figure 1, left, and the appendix: D of many pairs of shifts.
 
-    `d2 == 16` are the paper's points; `d1 == 0` the same with d2 varied; all together the grid over d1 and d2. Every pair is
-    there once with d1 < d2: D is symmetric, and a reader takes it from either side. Pairs of equal shifts are left out, theirs
-    is 0.
+    `d2 == 16` are the paper's points; `d1 == 0` the same with d2 varied; all together the grid over d1 and d2. Every
+    pair is there once with d1 < d2: D is symmetric, and a reader takes it from either side. Pairs of equal shifts are
+    left out, theirs is 0.
     """
 
     kind: Literal["shift_pairs"] = "shift_pairs"
@@ -139,26 +141,29 @@ class ByLength(Record):
 
 
 class Divergence(_Part):
-    """Of two output distributions p, q: mean over positions of sum p log(p / q), in nats, and how often the argmax differs."""
+    """Of two output distributions p, q: mean over positions of sum p log(p / q), in nats, and how often the argmax
+    differs.
+    """
 
     kl: Stat
     argmax_differs: Stat = Field(description="fraction of positions")
 
 
 class Score(Record):
-    """One condition on every scale: a row of the factorial, of the remedies, the controls, the first token's or the masks'.
+    """One condition on every scale: a row of the factorial, of the remedies, the controls, the first token's or the
+    masks'.
 
-    `shift`: the condition at d1 against itself at d2. `error`: the condition at shift d1 against `exact` at d1, same mask and
-    text. Keys of both are modes. KL is always propagated. The control of random phases has d2 == d1: its `shift` compares the
-    condition without the phases (a) and with them (b).
+    `shift`: the condition at d1 against itself at d2. `error`: the condition at shift d1 against `exact` at d1, same
+    mask and text. Keys of both are modes. KL is always propagated. The control of random phases has d2 == d1: its
+    `shift` compares the condition without the phases (a) and with them (b).
     """
 
     kind: Literal["score"] = "score"
-    group: Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
+    group: Group
     base: str | None = Field(description="preset the condition starts from; None of those that stand for themselves")
     site: str | None = Field(
-        description="of on_alone and off_alone: the site of `Rounding`; `qk, scaled` are sites left out together, because "
-        "each alone rounds what the other has rounded"
+        description="of on_alone and off_alone: the site of `Rounding`; `qk, scaled` are sites left out together, "
+        "because each alone rounds what the other has rounded"
     )
     text: str = Field(description="where the BOS is: first, none, middle")
     mask: str = Field(description="full, intra, intra_reset, anchor, anchor_reset")
@@ -182,8 +187,8 @@ class OwnErrorPoint(_Part):
 class OwnError(Record):
     """Is shift 0 privileged, and does the error grow with the position? Each shift's own distance from float64.
 
-    The same record for the small shifts of the paper and for offsets that put the last token at up to 131,071. The truth is
-    float64 at shift 0, which every shift is in exact arithmetic.
+    The same record for the small shifts of the paper and for offsets that put the last token at up to 131,071. The
+    truth is float64 at shift 0, which every shift is in exact arithmetic.
     """
 
     kind: Literal["own_error"] = "own_error"
@@ -214,9 +219,9 @@ class ByFrequency(Record):
 class MaskPair(Record):
     """Packed documents: the same tokens under two choices of position ids, or two masks.
 
-    `a` and `b` are names of masks; at shift 0. In `exact`, intra against intra_reset is zero to float64's own noise; anchor
-    against anchor_reset (documents restart at 1, behind the anchor at 0) is not, because their distances to the anchor differ:
-    that is what the anchor changes mathematically.
+    `a` and `b` are names of masks; at shift 0. In `exact`, intra against intra_reset is zero to float64's own noise;
+    anchor against anchor_reset (documents restart at 1, behind the anchor at 0) is not, because their distances to the
+    anchor differ: that is what the anchor changes mathematically.
     """
 
     kind: Literal["mask_pair"] = "mask_pair"
@@ -231,7 +236,8 @@ class MaskPair(Record):
 class EmulationCheck(Record):
     """The oracle's attention beside a torch model's, both judged against float64 by the repository's one rule.
 
-    error and allowance are root mean squares of the attention probabilities of all layers, or of one; `ratio` up to 1 passes.
+    error and allowance are root mean squares of the attention probabilities of all layers, or of one; `ratio` up to 1
+    passes.
     """
 
     kind: Literal["emulation_check"] = "emulation_check"
@@ -243,8 +249,8 @@ class EmulationCheck(Record):
     between: list[float] = Field(description="root mean square between the two, by layer")
     identical: list[float] = Field(description="fraction of visible probabilities that are the same number, by layer")
     shift_ratio: float = Field(
-        description="error over allowance of the difference between d1 and d2, all layers together; its truth is the same "
-        "roundings in a float64 carrier"
+        description="error over allowance of the difference between d1 and d2, all layers together; its truth is the "
+        "same roundings in a float64 carrier"
     )
     shift_ratio_first: float = Field(description="the same of the first layer, where nothing has had time to part")
     d_ratio: float = Field(
@@ -308,10 +314,8 @@ class Results(_Part):
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Write `results.json`, beside and renamed."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(results.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Write `results.json`, whole or not at all."""
+    replace_file(path, (results.model_dump_json(indent=1) + "\n").encode())
 
 
 def read_results(path: Path) -> Results:

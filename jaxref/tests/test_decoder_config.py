@@ -41,7 +41,9 @@ SCALED = [
 
 @pytest.mark.parametrize("rope", SCALED, ids=lambda rope: f"{rope['rope_type']} {rope['factor']:g}")
 def test_to_hf_says_rope_to_transformers_4_too(rope):
-    """Which knows `rope_theta` and `rope_scaling` alone, and for longrope derives the factor from two lengths beside it."""
+    """Which knows `rope_theta` and `rope_scaling` alone, and for longrope derives the factor from two lengths beside
+    it.
+    """
     fields = hf_config("llama", head_dim=4, max_position_embeddings=64)
     config = DecoderConfig.from_hf(fields | {"rope_parameters": {"rope_theta": 5e4, **rope}})
     written = config.to_hf()
@@ -112,7 +114,7 @@ def test_a_sliding_window_is_refused_where_it_would_matter():
         ({"intermediate_size": None}, "intermediate_size: missing"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: 0 is not a number between 0 and 1"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is not true or false"),
-        ({"head_dim": None, "hidden_size": 13}, "hidden_size: 13 is no multiple of num_attention_heads 4"),
+        ({"head_dim": None, "hidden_size": 13}, "hidden_size: 13 is not a multiple of num_attention_heads 4"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(changes, message):

@@ -27,7 +27,8 @@ def test_a_token_loses_the_negative_log_of_its_probability():
     for b, t in np.argwhere(labels != -100):
         with mpmath.workdps(50):
             exact = mpmath.log(sum(map(mpmath.exp, logits[b, t]))) - logits[b, t, labels[b, t]]
-        # 7 exponentials, their sum (relative 14 roundings), a logarithm and two differences of numbers below twice the largest.
+        # 7 exponentials, their sum (relative 14 roundings), a logarithm and two differences of numbers below twice the
+        # largest.
         assert abs(nll[b, t] - float(exact)) <= 20 * 2.0**-53 * 2 * np.abs(logits[b, t]).max()
 
 
@@ -42,8 +43,8 @@ def test_chunks_are_the_loss_of_all_logits():
     decoder, rows = tiny("llama", tie_word_embeddings=True), batch("anchor")
     arguments = (rows["input_ids"], rows["position_ids"], rows["document_ids"], EXACT)
     whole = token_nll(decoder(*arguments), rows["shift_labels"])
-    # A product of another height may sum its 12 terms in another order; a loss moves by at most twice what a logit moves,
-    # and takes some 29 roundings of its own.
+    # A product of another height may sum its 12 terms in another order; a loss moves by at most twice what a logit
+    # moves, and takes some 29 roundings of its own.
     size = (abs(decoder.hidden(*arguments)) @ abs(decoder.head[...].astype(jnp.float64)).T).max()
     for chunk in (1024, 5):
         chunked = batch_nll(decoder, rows, EXACT, chunk=chunk)

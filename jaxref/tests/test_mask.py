@@ -186,7 +186,10 @@ def test_slices_are_parts_of_the_whole():
         (dict(lengths=[], variant="full"), r"lengths \[\], anchor 1"),
         (dict(lengths=[2], variant="full", padding=-1), "padding -1"),
         (dict(lengths=[2], variant="full", chunks=0), "chunks 0"),
-        (dict(lengths=[2, 1], variant="anchor+interleave", turns=[0, 0, 0]), r"turns: \[0, 0, 0\] is no order of"),
+        (
+            dict(lengths=[2, 1], variant="anchor+interleave", turns=[0, 0, 0]),
+            r"turns: \[0, 0, 0\] does not order the pieces",
+        ),
     ],
 )
 def test_impossible_rows_are_refused(arguments, message):

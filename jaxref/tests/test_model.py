@@ -166,7 +166,9 @@ def test_no_gradient_from_what_is_invisible(family, variant):
 
 
 def test_the_compiler_drops_no_rounding():
-    """Op by op or compiled, every rounded tap is the same: float64 leaves no chance of two results astride a bfloat16 tie."""
+    """Op by op or compiled, every rounded tap is the same: float64 leaves no chance of two results astride a bfloat16
+    tie.
+    """
     decoder, rounding = tiny("llama", num_hidden_layers=1), replace(HF_BF16, carrier="float64")
     _, compiled = decoder(*row("anchor"), rounding, taps=True)
     with jax.disable_jit():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxref.attention import attention
-from jaxref.ring import moved, ring_attention, ring_logits, zigzag
+from jaxref.ring import compare_ring, ring_attention, ring_logits, zigzag
 from jaxref.rounding import preset
 from jaxref.tests.decoders import batch, tiny
 
@@ -59,7 +59,9 @@ def test_one_rank_is_attention_bitwise(qkv, name):
 
 
 def test_rounding_each_steps_output_moves_it(qkv):
-    """In one arm nothing of the softmax is rounded; in the other the outputs alone are: once by one process, and by each step."""
+    """In one arm nothing of the softmax is rounded; in the other the outputs alone are: once by one process, and by
+    each step.
+    """
     nothing = preset("flash_bf16").replace(carrier="float64", probs=None, attn_out=None)
     outputs, steps = nothing.replace(attn_out="bf16"), 4
     apart = []
@@ -69,7 +71,8 @@ def test_rounding_each_steps_output_moves_it(qkv):
         apart.append(np.abs(np.asarray(alone) - np.asarray(ring)).max())
     largest = np.abs(np.asarray(alone)).max()
     assert apart[0] <= noise(largest) < apart[1]
-    # Outputs are means of values. A mean of the steps' roundings, the rounding of the whole and that of one process: 2^-8 each.
+    # Outputs are means of values. A mean of the steps' roundings, the rounding of the whole and that of one process:
+    # 2^-8 each.
     assert apart[1] <= 3 * 2.0**-8 * np.abs(qkv[2]).max()
 
 
@@ -85,11 +88,11 @@ def test_a_decoder_with_one_rank_is_the_decoder_bitwise():
 def test_what_a_ring_does_to_logits():
     decoder = tiny("llama")
     ids_T = np.random.default_rng(0).integers(0, decoder.config.vocab_size, 64)
-    one, two, eight = moved(decoder, ids_T, [1, 2, 8], preset("flash_bf16"))
+    one, two, eight = compare_ring(decoder, ids_T, [1, 2, 8], preset("flash_bf16"))
     assert (one.largest, one.mean, one.argmax_differs) == (0, 0, 0)
     assert two.largest > two.mean > 0
     assert eight.largest > 0
     assert one.error > 0
-    exact = next(moved(decoder, ids_T, [8], preset("exact")))
+    exact = next(compare_ring(decoder, ids_T, [8], preset("exact")))
     logits = decoder(ids_T[None], np.arange(64)[None], np.ones((1, 64), np.int64), preset("exact"))
     assert exact.largest <= noise(logits)

@@ -135,8 +135,8 @@ def test_longrope_takes_the_long_factors_beyond_the_original_length():
 
 @pytest.mark.parametrize("theta", [1e4, 5e7])
 def test_exact_tables_up_to_a_million_positions(theta):
-    """A frequency and an angle carry one rounding each, relative; a faithful cos errs by less than a unit in the last place,
-    which below 1 is at most u.
+    """A frequency and an angle carry one rounding each, relative; a faithful cos errs by less than a unit in the last
+    place, which below 1 is at most u.
     """
     positions = np.array([0, 1, 4095, 32767, 131071, 524288, 999_999, 1_048_575, 1_048_576])
     frequencies, scaling = inverse_frequencies(RopeSpec(64, theta))
@@ -151,8 +151,8 @@ def test_exact_tables_up_to_a_million_positions(theta):
 
 @pytest.mark.parametrize("parameters", EVERY_TYPE, ids=lambda p: p.get("rope_type", "default"))
 def test_exact_tables_of_every_type_at_a_million_positions(parameters):
-    """From the frequencies as they are: the angle rounds once and a faithful cos errs by u, both times the attention scaling,
-    which rounds the product.
+    """From the frequencies as they are: the angle rounds once and a faithful cos errs by u, both times the attention
+    scaling, which rounds the product.
     """
     position = 1_048_575
     frequencies, scaling = inverse_frequencies(RopeSpec(64, 5e5, **parameters), position + 1)
@@ -168,8 +168,9 @@ def test_exact_tables_of_every_type_at_a_million_positions(parameters):
 def test_only_distances_count(shift):
     """rotate(q, p + s) . rotate(k, t + s) is the same for every s.
 
-    A pair of q turned by the angle a errs by (a + 5) u |pair|: the angle (a u), faithful cos and sin (2 u together), two products
-    and a sum (3 u). So does k's, and the D products and sums of the dot product err by D u. Both sides of the equation do.
+    A pair of q turned by the angle a errs by (a + 5) u |pair|: the angle (a u), faithful cos and sin (2 u together),
+    two products and a sum (3 u). So does k's, and the D products and sums of the dot product err by D u. Both sides of
+    the equation do.
     """
     head_dim = 16
     frequencies, _ = inverse_frequencies(RopeSpec(head_dim, 1e4))

@@ -122,7 +122,7 @@ def test_a_float32_site_survives_a_float64_carrier():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: preset("bf16"), "rounding: 'bf16' is no preset; choose from exact, fp32"),
+        (lambda: preset("bf16"), "rounding: 'bf16' is not a preset; choose from exact, fp32"),
         (lambda: Rounding("bfloat16"), "carrier: 'bfloat16' is unknown; choose from float64, float32"),
         (lambda: Rounding("float64", qk="int8"), "qk: 'int8' is unknown; choose from None, bf16, fp16, fp32"),
         (lambda: Rounding("float64", normalise="never"), "normalise: 'never' is unknown"),

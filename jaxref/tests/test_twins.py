@@ -36,9 +36,10 @@ def _attend(qkv_3THD: jax.Array, document_ids: jax.Array, position_ids: jax.Arra
 def sums_in_another_order(qkv_3THD: np.ndarray) -> float:
     """How far two evaluations of one row of attention may be apart when only the order of sums differs.
 
-    With m the largest |q| |k| / sqrt(D): a rotation errs by 5 units of |x| (faithful cos and sin, two products, a sum), a logit
-    by d = (D + 11) m, so p = exp(logit - max) / sum by 2 d (logit and max) + 4 (a difference, exp, a quotient) + T (the sum),
-    relative, and the sum of p v by T more. The log-sum-exp errs by d + T + 4 and a rounding of its own size. Both evaluations may.
+    With m the largest |q| |k| / sqrt(D): a rotation errs by 5 units of |x| (faithful cos and sin, two products, a sum),
+    a logit by d = (D + 11) m, so p = exp(logit - max) / sum by 2 d (logit and max) + 4 (a difference, exp, a quotient)
+    + T (the sum), relative, and the sum of p v by T more. The log-sum-exp errs by d + T + 4 and a rounding of its own
+    size. Both evaluations may.
     """
     q, k, v = qkv_3THD
     T = len(q)

@@ -87,7 +87,7 @@ def test_shards_and_old_rotary_buffers_are_read(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert_bitwise(to_arrays(load_hf(tmp_path)[1]), arrays)
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"b.safetensors: not found, but model.safetensors.index.json names it"):
+    with pytest.raises(UserError, match=r"b.safetensors does not exist, but model.safetensors.index.json names it"):
         load_hf(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"config.json: no such file or directory$"):
         load_hf(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama")))
-    with pytest.raises(FileNotFoundError, match=r"model.safetensors: not found, nor model.safetensors.index.json"):
+    with pytest.raises(UserError, match=r"model.safetensors does not exist, nor model.safetensors.index.json"):
         load_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not JSON"):
@@ -141,7 +141,9 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
 
 
 def test_cast_rounds_once():
-    """1 + 2^-8 + 2^-30 lies above the middle of two bfloat16s; through float32 it would lie on it and go to the even one."""
+    """1 + 2^-8 + 2^-30 lies above the middle of two bfloat16s; through float32 it would lie on it and go to the even
+    one.
+    """
     config = DecoderConfig.from_hf(hf_config("llama"))
     arrays = random_arrays(config, np.float64) | {"model.norm.weight": np.full(12, 1 + 2.0**-8 + 2.0**-30)}
     coarse = to_arrays(cast(from_arrays(config, arrays), "bfloat16"))

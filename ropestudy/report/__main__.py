@@ -40,10 +40,10 @@ def render(
 
 
 def together(results: Results, other: Results) -> Results:
-    """The first study with the records of the second.
+    """Return the first study with the records of the second.
 
-    Raises UserError: they are not of the same weights in the same dtype, or do not read the same text: its first documents,
-    BOS and seed.
+    Raises UserError: they are not of the same weights in the same dtype, or do not read the same text: its first
+    documents, BOS and seed.
     """
     count = min(len(results.text.documents), len(other.text.documents))
     for what, mine, theirs in (

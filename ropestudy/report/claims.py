@@ -1,7 +1,7 @@
 """A claim, the comparisons that it rests on, and the verdict that follows from them. No verdict is written by hand.
 
-A claim is tried on every case the study holds: a model under an arithmetic, in a mode, at a shift. A case says yes if its
-criterion is met in every sequence, no if in none, and nothing if the sequences disagree.
+A claim is tried on every case the study holds: a model under an arithmetic, in a mode, at a shift. A case says yes if
+its criterion is met in every sequence, no if in none, and nothing if the sequences disagree.
 
     holds           every case says yes
     does not hold   every case says no
@@ -71,25 +71,25 @@ class Claim:
         return f"{self.number_is[:1].upper()}{self.number_is[1:]}: {', '.join(parts)}"
 
 
-def agreed(answers: Iterable[bool]) -> bool | None:
-    """Yes if all do, no if none does, None if they disagree."""
+def agree(answers: Iterable[bool]) -> bool | None:
+    """Return yes if all do, no if none does, None if they disagree."""
     found = set(answers)
     assert found, "a case has at least one sequence"
     return found.pop() if len(found) == 1 else None
 
 
-def paired(a: Stat, b: Stat, test: Callable[[float, float], bool]) -> bool | None:
-    """A test of two numbers of the same sequences, sequence by sequence."""
-    return agreed(test(x, y) for x, y in zip(a.values, b.values, strict=True))
+def compare_each(a: Stat, b: Stat, test: Callable[[float, float], bool]) -> bool | None:
+    """Test two numbers of the same sequences, sequence by sequence."""
+    return agree(test(x, y) for x, y in zip(a.values, b.values, strict=True))
 
 
 def above(a: Stat, bound: float) -> bool | None:
-    """Whether the sequences are above a bound."""
-    return agreed(value > bound for value in a.values)
+    """Return whether the sequences are above a bound."""
+    return agree(value > bound for value in a.values)
 
 
 def moved(difference: Difference) -> Stat:
-    """What is judged wherever a claim names no other measure: the probability that moves per query."""
+    """Return what is judged wherever a claim names no other measure: the probability that moves per query."""
     return difference.row
 
 
@@ -98,7 +98,9 @@ ANSWERS = {True: "yes for", False: "no for", None: "the sequences disagree for"}
 
 
 def _depends(cases: Sequence[Case]) -> str:
-    """The one factor that tells yes from no; else the two that do together; else how the best single one mixes them."""
+    """Return the one factor that tells yes from no; else the two that do together; else how the best single one mixes
+    them.
+    """
     factors = _factors(cases)
     if not factors:
         return "the sequence"

@@ -3,7 +3,7 @@
 Legend: KL of the output distributions, in nats.
 """
 
-from ropestudy.report.claims import Case, Claim, agreed, moved, paired
+from ropestudy.report.claims import Case, Claim, agree, compare_each, moved
 from ropestudy.report.claims_paper import FP32_ROUNDOFF, where
 from ropestudy.report.figures_sites import AGAIN
 from ropestudy.report.select import baseline, is_half, number, of_kind, scores, times
@@ -37,7 +37,7 @@ def rounds_after(results: Results) -> Claim:
     before = next((r for r in rows if r.condition == "q, k rounded before RoPE"), None)
     if after and before:
         for mode in after.shift:
-            yes = agreed(
+            yes = agree(
                 a > b and b <= FP32_ROUNDOFF and _within_twice(x, y)
                 for a, b, x, y in zip(
                     *(r.shift[mode].row.values for r in (after, before)),
@@ -48,10 +48,14 @@ def rounds_after(results: Results) -> Claim:
             cases.append(Case({"mode": mode}, yes, times(before.error[mode].row.mean, after.error[mode].row.mean)))
     return Claim(
         "after",
-        "Rounding q and k after the rotation breaks it; the same rounding before it leaves RoPE relative, and errs as much",
+        (
+            "Rounding q and k after the rotation breaks it; the same rounding before it leaves RoPE relative, and "
+            "errs as much"
+        ),
         "control",
-        "q and k rounded before the rotation: two shifts agree to 2^-24 per query; rounded after: they do not; and their distances from "
-        "float64 are within a factor of two of each other, in every sequence. The number says that agreement of shifts is not accuracy.",
+        "q and k rounded before the rotation: two shifts agree to 2^-24 per query; rounded after: they do not; and "
+        "their distances from float64 are within a factor of two of each other, in every sequence. The number says "
+        "that agreement of shifts is not accuracy.",
         "error against float64, before over after",
         "controls",
         cases,
@@ -65,7 +69,10 @@ def one_cast(results: Results) -> Claim:
         "one-cast",
         "One cast is to blame: without it, less than half of the shift error is left",
         "own finding",
-        "A preset with one site not rounded moves less than half of what the whole preset moves between the shifts, in every sequence.",
+        (
+            "A preset with one site not rounded moves less than half of what the whole preset moves between the "
+            "shifts, in every sequence."
+        ),
         "fraction left of the whole preset's shift error",
         "off-alone",
         cases,
@@ -77,10 +84,13 @@ def all_of_rope(results: Results) -> Claim:
     """Leaving out the sites that round the same numbers in a row, up to all of RoPE's."""
     return Claim(
         "all-of-rope",
-        "Casts that round one number after the other are to blame together: without them, less than half of the shift error is left",
+        (
+            "Casts that round one number after the other are to blame together: without them, less than half of the "
+            "shift error is left"
+        ),
         "own finding",
-        "A preset with all of the named sites not rounded moves less than half of what the whole preset moves between the shifts, in "
-        "every sequence.",
+        "A preset with all of the named sites not rounded moves less than half of what the whole preset moves between "
+        "the shifts, in every sequence.",
         "fraction left of the whole preset's shift error",
         "off-alone",
         _left_out(results, [r for r in scores(results, "off_alone") if TOGETHER in (r.site or "")]),
@@ -93,7 +103,8 @@ def _left_out(results: Results, rows: list[Score]) -> list[Case]:
         whole = baseline(results, r)
         if whole:
             cases += [
-                Case({"preset": r.base or "", "mode": mode, "site": r.site or ""}, _less_than_half(r.shift[mode], whole.shift[mode]),
+                Case({"preset": r.base or "", "mode": mode, "site": r.site or ""},
+                     _less_than_half(r.shift[mode], whole.shift[mode]),
                      times(r.shift[mode].row.mean, whole.shift[mode].row.mean))
                 for mode in r.shift
             ]  # fmt: skip
@@ -101,7 +112,7 @@ def _left_out(results: Results, rows: list[Score]) -> list[Case]:
 
 
 def _less_than_half(a: Difference, b: Difference) -> bool | None:
-    return paired(moved(a), moved(b), lambda x, y: x < HALF_LEFT * y)
+    return compare_each(moved(a), moved(b), lambda x, y: x < HALF_LEFT * y)
 
 
 def _ranking(results: Results) -> str:
@@ -131,7 +142,7 @@ def as_neutral(results: Results) -> Claim:
         whole = baseline(results, r)
         if whole:
             cases += [
-                Case(where(r, mode=mode), paired(moved(r.shift[mode]), moved(whole.shift[mode]), _within_twice),
+                Case(where(r, mode=mode), compare_each(moved(r.shift[mode]), moved(whole.shift[mode]), _within_twice),
                      times(r.shift[mode].row.mean, whole.shift[mode].row.mean))
                 for mode in r.shift
             ]  # fmt: skip
@@ -139,8 +150,8 @@ def as_neutral(results: Results) -> Claim:
         "phases",
         "A shift is nothing special: constant random phases per rotary pair, as neutral as it is, move as much",
         "control",
-        "Random phases move between half and twice what the shift moves, in every sequence. (Phases turn every pair; a shift of a few "
-        "tokens hardly turns the slow ones.)",
+        "Random phases move between half and twice what the shift moves, in every sequence. (Phases turn every pair; "
+        "a shift of a few tokens hardly turns the slow ones.)",
         "moved by the phases over moved by the shift",
         "controls",
         cases,
@@ -159,7 +170,7 @@ def few_frequencies(results: Results) -> Claim:
             continue
         most = max(r.groups, key=lambda g: g.shift.row.mean)
         sums = [sum(row) for row in zip(*(g.shift.row.values for g in r.groups), strict=True)]
-        yes = agreed(row > HALF_LEFT * total for row, total in zip(most.shift.row.values, sums, strict=True))
+        yes = agree(row > HALF_LEFT * total for row, total in zip(most.shift.row.values, sums, strict=True))
         cases.append(Case(where(r, mode=r.mode), yes, times(most.shift.row.mean, sum(sums) / len(sums))))
         ends = " to ".join(number(wavelength) for wavelength in most.wavelengths)
         note = (
@@ -169,8 +180,8 @@ def few_frequencies(results: Results) -> Claim:
         "frequency",
         "One group of rotary pairs carries it",
         "own finding",
-        "Of all groups of pairs, each rounded alone, the largest moves more than half of their sum between the shifts, in every "
-        "sequence.",
+        "Of all groups of pairs, each rounded alone, the largest moves more than half of their sum between the "
+        "shifts, in every sequence.",
         "the largest group's part of the sum",
         "frequency",
         cases,
@@ -182,13 +193,16 @@ def cost(results: Results) -> Claim:
     """What the outputs make of it."""
     cases = []
     for r in {s.condition: s for s in scores(results, "baseline") if s.base is not None}.values():
-        yes = paired(r.kl_shift.kl, r.kl_error.kl, lambda x, y: x <= 2 * y)
+        yes = compare_each(r.kl_shift.kl, r.kl_error.kl, lambda x, y: x <= 2 * y)
         cases.append(Case(where(r), yes, times(r.kl_shift.kl.mean, r.kl_error.kl.mean)))
     return Claim(
         "cost",
         "What a shift does to the outputs is no more than what rounding does to them anyway",
         "own finding",
-        "KL between the outputs at two shifts is at most twice that of one shift from float64: two independent errors would give twice.",
+        (
+            "KL between the outputs at two shifts is at most twice that of one shift from float64: two independent "
+            "errors would give twice."
+        ),
         "KL between shifts over KL from float64",
         "off-alone",
         cases,
@@ -266,8 +280,9 @@ def same_numbers(results: Results) -> Claim:
         "same-numbers",
         "The study's numbers come out the same from torch's own attention as from the oracle's",
         "own check",
-        "What moves between the two shifts in torch is, by the repository's one rule, what the same roundings move in a float64 carrier: "
-        "error over allowance is at most 1, and the allowance is what the oracle's own float32 carrier moves of it.",
+        "What moves between the two shifts in torch is, by the repository's one rule, what the same roundings move in "
+        "a float64 carrier: error over allowance is at most 1, and the allowance is what the oracle's own float32 "
+        "carrier moves of it.",
         "error over allowance",
         "emulation",
         cases,

@@ -5,7 +5,7 @@ Legend: D eq. 5.
 
 from collections.abc import Iterator
 
-from ropestudy.report.claims import Case, Claim, agreed, moved, paired
+from ropestudy.report.claims import Case, Claim, agree, compare_each, moved
 from ropestudy.report.claims_paper import where
 from ropestudy.report.select import is_half, of_kind, scores, share, times
 from ropestudy.schema import ByLength, Difference, OwnError, Results, ShiftPairs
@@ -39,14 +39,14 @@ def distance_only(results: Results) -> Claim:
                 low, high = (f(pairs, key=lambda pair: pair.difference.row.mean) for f in (min, max))
                 a, b = moved(high.difference), moved(low.difference)
                 starts = ", ".join(f"{pair.d1:,}" for pair in pairs)
-                yes = paired(a, b, lambda x, y: x < ONE_TENTH_MORE * y)
+                yes = compare_each(a, b, lambda x, y: x < ONE_TENTH_MORE * y)
                 cases.append(Case(where(r, distance=f"{distance:,} from {starts}"), yes, times(a.mean, b.mean)))
     return Claim(
         "distance",
         "The deviation is a function of |d1 - d2| alone",
         "own finding",
-        "Of all pairs of shifts at one distance, the one that moves most and the one that moves least differ by less than a tenth, in "
-        "every sequence.",
+        "Of all pairs of shifts at one distance, the one that moves most and the one that moves least differ by less "
+        "than a tenth, in every sequence.",
         "most over least moved at one distance",
         "grid",
         cases,
@@ -65,7 +65,8 @@ def zero_is_privileged(results: Results) -> Claim:
     for r in _own_errors(results):
         zero = next(p for p in r.points if p.shift == 0)
         cases += [
-            Case(where(r, mode=r.mode, shift=f"{p.shift:,}"), paired(moved(zero.error), moved(p.error), lambda x, y: x < y),
+            Case(where(r, mode=r.mode, shift=f"{p.shift:,}"),
+                 compare_each(moved(zero.error), moved(p.error), lambda x, y: x < y),
                  times(p.error.row.mean, zero.error.row.mean))
             for p in r.points
             if p.shift > 0 and is_half(r.condition)
@@ -87,15 +88,15 @@ def grows_with_position(results: Results) -> Claim:
     for r in _own_errors(results):
         zero = next(p for p in r.points if p.shift == 0)
         most = max(r.points, key=lambda p: p.error.row.mean)
-        yes = paired(moved(zero.error), moved(most.error), lambda x, y: y > 2 * x)
+        yes = compare_each(moved(zero.error), moved(most.error), lambda x, y: y > 2 * x)
         cases.append(Case(where(r, mode=r.mode), yes, times(most.error.row.mean, zero.error.row.mean)))
     last = max((p.shift for r in _own_errors(results) for p in r.points), default=0)
     return Claim(
         "position",
         "The error more than doubles with the position",
         "own finding",
-        f"Of all shifts{f' up to {last:,}' if last else ''} the one farthest from float64 is more than twice as far as shift 0, in every "
-        "sequence.",
+        f"Of all shifts{f' up to {last:,}' if last else ''} the one farthest from float64 is more than twice as far "
+        "as shift 0, in every sequence.",
         "largest distance from float64 over that at shift 0",
         "position",
         cases,
@@ -115,13 +116,16 @@ def grows_with_length(results: Results) -> Claim:
             ):
                 assert a is not None
                 assert b is not None
-                yes = agreed(y > 2 * x for x, y in zip(a.row.values, b.row.values, strict=True))
+                yes = agree(y > 2 * x for x, y in zip(a.row.values, b.row.values, strict=True))
                 cases.append(Case(where(r, mode=r.mode, measure=what), yes, times(b.row.mean, a.row.mean)))
     return Claim(
         "by-length",
         "The error of a query more than doubles with the length",
         "own finding",
-        "At the longest length the probability moved per query is more than twice that at the shortest, in every sequence.",
+        (
+            "At the longest length the probability moved per query is more than twice that at the shortest, in every "
+            "sequence."
+        ),
         "longest over shortest",
         "length",
         cases,
@@ -138,7 +142,10 @@ def more_than_its_mass(results: Results) -> Claim:
         "mass",
         "The first token's part is more than the attention it receives explains",
         "own finding",
-        "The difference per unit of attention received is larger for the first column than for all others together, in every sequence.",
+        (
+            "The difference per unit of attention received is larger for the first column than for all others "
+            "together, in every sequence."
+        ),
         "difference per mass, first column over all others",
         "first-token",
         cases,
@@ -147,7 +154,7 @@ def more_than_its_mass(results: Results) -> Claim:
 
 
 def _per_mass(factors: dict[str, str], f: Difference) -> Case:
-    yes = paired(f.first_per_mass, f.rest_per_mass, lambda x, y: x > y)
+    yes = compare_each(f.first_per_mass, f.rest_per_mass, lambda x, y: x > y)
     return Case(factors, yes, times(f.first_per_mass.mean, f.rest_per_mass.mean))
 
 
@@ -165,11 +172,11 @@ def sink_removed(results: Results) -> Claim:
             )
             mass, before = (s.shift["local"].first_mass_unweighted for s in (r, base))
             masses.append(f"{r.base}, {text}: {share(mass.mean)} (BOS first: {share(before.mean)})")
-            if not paired(mass, before, lambda x, y: x < y):
+            if not compare_each(mass, before, lambda x, y: x < y):
                 continue  # another token is the sink now
             cases += [
                 Case({"arithmetic": r.base or "", "mode": mode, "sink": text},
-                     paired(moved(r.shift[mode]), moved(base.shift[mode]), lambda x, y: x < y),
+                     compare_each(moved(r.shift[mode]), moved(base.shift[mode]), lambda x, y: x < y),
                      times(r.shift[mode].row.mean, base.shift[mode].row.mean))
                 for mode in r.shift
             ]  # fmt: skip
@@ -177,8 +184,9 @@ def sink_removed(results: Results) -> Claim:
         "sink",
         "Without the first token as a sink the deviation is smaller",
         "own finding",
-        "Where the first column receives less attention than with the BOS first, a query moves less between the shifts than there; both in "
-        "every sequence. Taking the BOS away does not take the sink away where another token becomes it: such texts are not judged.",
+        "Where the first column receives less attention than with the BOS first, a query moves less between the "
+        "shifts than there; both in every sequence. Taking the BOS away does not take the sink away where another "
+        "token becomes it: such texts are not judged.",
         "shift error over that with the BOS first",
         "first-token",
         cases,

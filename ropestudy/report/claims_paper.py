@@ -1,16 +1,18 @@
-"""What the paper claims (arXiv 2411.13476, abstract, section 2 and appendix), claim by claim, tried on a study's records."""
+"""What the paper claims (arXiv 2411.13476, abstract, section 2 and appendix), claim by claim, tried on a study's
+records.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
 from math import log
 
-from ropestudy.report.claims import Case, Claim, above, agreed, moved, paired
+from ropestudy.report.claims import Case, Claim, above, agree, compare_each, moved
 from ropestudy.report.select import at_other_end, is_half, of_kind, one_rounding, paper_shift, scores, times
 from ropestudy.schema import ByLength, Difference, MaskPair, PerToken, Record, Results, Score, ShiftPairs
 
 ONE_ROUNDING = (
-    "one rounding of every probability to the half precision moves in the mean (of bf16 2^-8 / (4 ln 2) = 0.00141 per query, as a "
-    "row of attention sums to one)"
+    "one rounding of every probability to the half precision moves in the mean (of bf16 2^-8 / (4 ln 2) = 0.00141 per "
+    "query, as a row of attention sums to one)"
 )
 FP32 = ("fp32", "flash_fp32", "fp32_sites", "fp32_angles64")
 FP32_ROUNDOFF = 2.0**-24
@@ -72,7 +74,7 @@ def fp32_relative(results: Results) -> Claim:
     cases = [
         Case(
             where(r, mode=r.mode, shift=f"d1 = {d}"),
-            agreed(v <= one_rounding("bf16") for v in f.row.values),
+            agree(v <= one_rounding("bf16") for v in f.row.values),
             f.row.mean,
         )
         for r, d, f in _points(results)
@@ -83,12 +85,13 @@ def fp32_relative(results: Results) -> Claim:
         "fp32-relative",
         "In float32 it does not",
         "the paper's figure 1, left",
-        "At every shift the attention moves no more than one rounding of every probability to bf16 moves (0.00141 per query): less "
-        "than a bf16 model could show.",
+        "At every shift the attention moves no more than one rounding of every probability to bf16 moves (0.00141 per "
+        "query): less than a bf16 model could show.",
         "probability moved per query",
         "shift",
         cases,
-        note=f"Tried for shifts up to {largest:,}; float32's own angles err with the position, see the figure on position."
+        note=f"Tried for shifts up to {largest:,}; float32's own angles err with the position, see the figure on "
+        "position."
         if cases
         else "",
     )
@@ -103,7 +106,9 @@ def samples_agree(results: Results) -> Claim:
         low = lows.get((r.mode, d))
         if r.model == "pretrained" and is_half(r.condition) and low and len(low.d.values) == len(f.d.values):
             ratio = min(times(a, b) for a, b in zip(f.d.values, low.d.values, strict=True))
-            cases.append(Case(where(r, mode=r.mode, shift=f"d1 = {d}"), paired(f.d, low.d, lambda a, b: a > b), ratio))
+            cases.append(
+                Case(where(r, mode=r.mode, shift=f"d1 = {d}"), compare_each(f.d, low.d, lambda a, b: a > b), ratio)
+            )
     return Claim(
         "samples",
         "Single samples show the same as their mean: bf16 above float32 at every shift",
@@ -134,8 +139,8 @@ def amplified(results: Results) -> Claim:
         "amplified",
         "Pretraining amplifies the deviation: a randomly initialised model shows less",
         "the paper's section 2 and figure 1, left",
-        "The pretrained model moves more than the other weights in every sequence, at the same shift, length and arithmetic: by D, and "
-        "per query.",
+        "The pretrained model moves more than the other weights in every sequence, at the same shift, length and "
+        "arithmetic: by D, and per query.",
         "pretrained over the other",
         "models" if any(r.model != "pretrained" for r in controls) else "shift",
         cases,
@@ -153,7 +158,7 @@ def _more(record: Record, trained: Difference, other: Difference, mode: str) -> 
     made = []
     for name, a, b in (("D", trained.d, other.d), ("moved per query", moved(trained), moved(other))):
         n = min(len(a.values), len(b.values))
-        yes = agreed(x > y for x, y in zip(a.values[:n], b.values[:n], strict=True))
+        yes = agree(x > y for x, y in zip(a.values[:n], b.values[:n], strict=True))
         made.append(Case(where(record, mode=mode, measure=name), yes, times(a.mean, b.mean)))
     return made
 
@@ -190,7 +195,7 @@ def _grows(points: list[tuple[int, list[float]]]) -> bool | None:
     """Whether the longest exceeds the shortest in every sequence, and the mean rises at most steps."""
     means = [sum(values) / len(values) for _, values in points]
     rises = sum(b > a for a, b in pairwise(means))
-    ends = agreed(b > a for a, b in zip(points[0][1], points[-1][1], strict=True))
+    ends = agree(b > a for a, b in zip(points[0][1], points[-1][1], strict=True))
     return ends and 2 * rises > len(points) - 1 if ends is not None else None
 
 
@@ -210,8 +215,8 @@ def grows(results: Results) -> Claim:
         "grows",
         "The deviation of the first token grows with the length",
         "the paper's abstract and figure 1, right",
-        "D_logit of the first column at the longest length exceeds that at the shortest in every sequence, and its mean rises at "
-        "more than half of the steps.",
+        "D_logit of the first column at the longest length exceeds that at the shortest in every sequence, and its "
+        "mean rises at more than half of the steps.",
         "exponent of the length between shortest and longest (0: no growth, 1: in proportion)",
         "length",
         cases,
@@ -232,8 +237,8 @@ def only_the_first_grows(results: Results) -> Claim:
         "only-first",
         "It is the first token whose deviation grows: it grows faster than that of any other column",
         "the paper's abstract (the first token contributes significantly as context grows)",
-        "The exponent of D_logit with the length is larger for the first column than for the other (of means over sequences: columns "
-        "are recorded without a spread).",
+        "The exponent of D_logit with the length is larger for the first column than for the other (of means over "
+        "sequences: columns are recorded without a spread).",
         "the other column's exponent minus the first one's",
         "length",
         cases,
@@ -250,12 +255,15 @@ def reset_matters(results: Results) -> Claim:
         if is_half(r.condition):
             cases.append(Case(where(r, mode=r.mode), above(row, one_rounding(r.condition)), row.mean))
         elif r.condition == "exact":
-            cases.append(Case(where(r, mode=r.mode), agreed(v <= FP32_ROUNDOFF for v in row.values), row.mean))
+            cases.append(Case(where(r, mode=r.mode), agree(v <= FP32_ROUNDOFF for v in row.values), row.mean))
     return Claim(
         "reset-matters",
         "Resetting positions in every document changes nothing in exact arithmetic, and something in bf16",
         "the paper's section 3",
-        f"Intra against intra_reset: in float64 it moves less than 2^-24 per query, in half precision more than {ONE_ROUNDING}.",
+        (
+            "Intra against intra_reset: in float64 it moves less than 2^-24 per query, in half precision more than "
+            f"{ONE_ROUNDING}."
+        ),
         "probability moved per query",
         "masks",
         cases,
@@ -307,7 +315,7 @@ def _closer(results: Results, key: str, says: str, mask: str, than: str, section
                 cases += [
                     Case(
                         where(r, mode=mode, measure=what),
-                        paired(moved(a[mode]), moved(b[mode]), lambda x, y: x < y),
+                        compare_each(moved(a[mode]), moved(b[mode]), lambda x, y: x < y),
                         times(a[mode].row.mean, b[mode].row.mean),
                     )
                     for mode in a
@@ -316,8 +324,8 @@ def _closer(results: Results, key: str, says: str, mask: str, than: str, section
         key,
         says,
         f"the paper's {section}",
-        f"Under {mask} a query moves less than under {than}, in every sequence: from float64 under the same mask, and between two "
-        "shifts of the whole row.",
+        f"Under {mask} a query moves less than under {than}, in every sequence: from float64 under the same mask, and "
+        "between two shifts of the whole row.",
         f"{mask} over {than}",
         "masks",
         cases,

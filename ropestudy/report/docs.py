@@ -15,7 +15,7 @@ from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
 from ropestudy.report.figure import write_png
 from ropestudy.report.figures_context import TEXTS
-from ropestudy.report.figures_sites import ranked
+from ropestudy.report.figures_sites import rank
 from ropestudy.report.html import figures_of
 from ropestudy.report.select import (
     baseline,
@@ -57,7 +57,7 @@ def refresh(results: Results, document: Path) -> None:
 
 
 def numbers(results: Results) -> str:
-    """Every table, with where and how it was measured."""
+    """Return every table, with where and how it was measured."""
     parts = [
         _where(results),
         _verdicts("The paper's claims", paper_claims(results)),
@@ -91,8 +91,9 @@ def _where(results: Results) -> str:
     sequences = between(sorted({float(r.sequences) for r in results.records})) if results.records else "0"
     return (
         f"Measured with `{results.command}` ({results.title}) on {results.created[:10]}: {results.model.source}, "
-        f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text {results.text.source}; {sequences} "
-        f"sequences of {', '.join(seen)} tokens; {environment.hardware}, JAX on {environment.device}, computing {results.seconds:,.0f} s; {commit}."
+        f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text "
+        f"{results.text.source}; {sequences} sequences of {', '.join(seen)} tokens; {environment.hardware}, JAX on "
+        f"{environment.device}, computing {results.seconds:,.0f} s; {commit}."
     )
 
 
@@ -130,7 +131,7 @@ def _presets(results: Results) -> str:
 
 
 def _sites(results: Results) -> str:
-    rows = [(score.condition.removeprefix("on "), score) for score in ranked(scores(results, "on_alone"))]
+    rows = [(score.condition.removeprefix("on "), score) for score in rank(scores(results, "on_alone"))]
     return _absolute("Every rounding alone: probability moved per query (0 to 2)", "site", rows)
 
 

@@ -1,4 +1,7 @@
-"""The three ways in which this study draws numbers: lines, rows of dots, and a heat map. Each returns a `Panel.draw`."""
+"""The three ways in which this study draws numbers: lines, rows of dots, and a heat map.
+
+Each returns a `Panel.draw`.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +33,7 @@ class Line:
 
 
 def of_stats(name: str, x: Sequence[float], stats: Sequence[Stat], colour: int | None = None) -> Line:
-    """A line of means with their spreads."""
+    """Make a line of means with their spreads."""
     return Line(name, x, [stat.mean for stat in stats], [stat.std for stat in stats], colour)
 
 
@@ -41,7 +44,7 @@ def lines(
     log_x: bool = False,
     named: bool = False,
 ) -> Draw:
-    """Lines over x; y is logarithmic where the values reach over more than `APART`, and starts at 0 otherwise.
+    """Draw lines over x; y is logarithmic where the values reach over more than `APART`, and starts at 0 otherwise.
 
     named: x values are shown as equally spaced names, as the paper does with its shifts.
     """
@@ -86,7 +89,7 @@ def _plain(text: str) -> str:
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """As many of the rising values as stand apart on a logarithmic axis, the first and the last among them."""
+    """Return as many of the rising values as stand apart on a logarithmic axis, the first and the last among them."""
     room = math.log(values[-1] / values[0]) / 8 if len(values) > 1 else 0.0
     kept = list(values[:1])
     for value in values[1:-1]:
@@ -127,10 +130,10 @@ def dots(
     mark: float | None = None,
     most: float = math.inf,
 ) -> Draw:
-    """Named rows from top to bottom, a dot for each series. mark: a vertical line to compare with.
+    """Draw named rows from top to bottom, a dot for each series. mark: a vertical line to compare with.
 
-    most: what is larger is drawn at the edge and told in figures. On a logarithmic scale what is below `LEAST` is drawn open,
-    at the left edge.
+    most: what is larger is drawn at the edge and told in figures. On a logarithmic scale what is below `LEAST` is drawn
+    open, at the left edge.
     """
 
     def draw(axes: Any) -> None:
@@ -167,7 +170,9 @@ def dots(
 
 
 def heat(names: Sequence[str], cells: Sequence[Sequence[float | None]], x: str, y: str) -> Draw:
-    """A square of numbers, shaded in steps by their place between the least and the largest, each written in its cell."""
+    """Draw a square of numbers, shaded in steps by their place between the least and the largest, each written in its
+    cell.
+    """
 
     def draw(axes: Any) -> None:
         known = [v for row in cells for v in row if v is not None]

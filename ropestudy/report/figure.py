@@ -1,6 +1,7 @@
 """A figure is a caption and a few panels; a panel is drawn once, and shown as SVG on the page and as PNG in a folder.
 
-Every colour is one of the floor's palette: in a PNG it is what stands there, on the page it follows the reader's scheme.
+Every colour is one of the floor's palette: in a PNG it is what stands there, on the page it follows the reader's
+scheme.
 """
 
 import io
@@ -46,7 +47,7 @@ class Table:
     rows: Sequence[Sequence[str | float]]
 
     def is_numeric(self, column: int) -> bool:
-        """Whether a column holds only numbers."""
+        """Return whether a column holds only numbers."""
         return all(isinstance(row[column], (int, float)) for row in self.rows)
 
 
@@ -63,7 +64,9 @@ class Figure:
 
 
 def svg(panel: Panel, name: str, title: str) -> Markup:
-    """One panel as an `<svg>` element of the page. name: no other panel of the page has it; title: of its figure."""
+    """Return one panel as an `<svg>` element of the page. name: no other panel of the page has it; title: of its
+    figure.
+    """
     drawn = io.StringIO()
     with _style(name):
         canvas = Canvas(figsize=(WIDTH * (1.75 if panel.wide else 1), panel.height), layout="constrained")

@@ -53,9 +53,10 @@ def first_token(results: Results) -> Figure | None:
         ),
     ]
     caption = (
-        "The first column with the sink where it usually is, without a BOS, with the BOS in the middle of the text, and with a "
-        "logit per head that takes the sink's part in the softmax. The lower panel divides each column's difference by the "
-        f"attention it receives. Shift {rows[0].d1} against {rows[0].d2}, means over {_size(rows[0])}."
+        "The first column with the sink where it usually is, without a BOS, with the BOS in the middle of the text, "
+        "and with a logit per head that takes the sink's part in the softmax. The lower panel divides each column's "
+        f"difference by the attention it receives. Shift {rows[0].d1} against {rows[0].d2}, means over "
+        f"{_size(rows[0])}."
     )
     return Figure(
         "first-token",
@@ -107,8 +108,8 @@ def masks(results: Results) -> Figure | None:
             "documents",
         )
         cells = [
-            [p.condition, p.mode, p.a, p.b, p.difference.row.mean, p.difference.d.mean, p.kl.kl.mean, p.kl.argmax_differs.mean,
-             ", ".join(map(str, p.documents))]
+            [p.condition, p.mode, p.a, p.b, p.difference.row.mean, p.difference.d.mean, p.kl.kl.mean,
+             p.kl.argmax_differs.mean, ", ".join(map(str, p.documents))]
             for p in pairs
         ]  # fmt: skip
         tables.append(Table("mask-pairs", "Two choices of positions", heads, cells))
@@ -116,10 +117,10 @@ def masks(results: Results) -> Figure | None:
         return None
     some = [*rows, *pairs][0]
     caption = (
-        "Packed documents. By preset: the shift error of the whole row and the distance from float64 under the same mask. Then "
-        "two choices of position ids for the same tokens and mask: intra against intra_reset is one function in exact "
-        "arithmetic; anchor against anchor_reset is not, because the distance of each document to the anchor changes, and exact "
-        f"shows by how much. Means over {_size(some)}."
+        "Packed documents. By preset: the shift error of the whole row and the distance from float64 under the same "
+        "mask. Then two choices of position ids for the same tokens and mask: intra against intra_reset is one "
+        "function in exact arithmetic; anchor against anchor_reset is not, because the distance of each document to "
+        f"the anchor changes, and exact shows by how much. Means over {_size(some)}."
     )
     return Figure("masks", "Masks and resets on packed documents", caption, panels, tables)
 
@@ -158,9 +159,9 @@ def position(results: Results) -> Figure | None:
     if not panels:
         return None
     caption = (
-        "Is shift 0 privileged, and does the error grow with the position? Left: each shift beside float64. Right: the same shift "
-        "beside the condition's own shift 0, which is what D compares. The largest shifts put the last token at the offsets of "
-        f"the configuration. Means over {_size(records[0])}, bars one standard deviation."
+        "Is shift 0 privileged, and does the error grow with the position? Left: each shift beside float64. Right: "
+        "the same shift beside the condition's own shift 0, which is what D compares. The largest shifts put the last "
+        f"token at the offsets of the configuration. Means over {_size(records[0])}, bars one standard deviation."
     )
     heads = ("run", "mode", "shift", "distance from float64", "std", "distance from its shift 0")
     return Figure("position", "Position", caption, panels, [Table("position", "By position", heads, rows)])
@@ -214,9 +215,9 @@ def emulation(results: Results) -> Figure | None:
             [name, max(r.ratio), min(r.identical), r.d_oracle.mean, r.d_oracle.std, r.d_torch.mean, r.d_torch.std]
         )
     caption = (
-        "The oracle's emulated roundings beside a torch model that really computes in the dtype, layer by layer, and D between "
-        f"shifts {records[0].d1} and {records[0].d2} from both. The ratio is error over allowance by the repository's one rule: "
-        f"up to 1 passes. {_size(records[0])}."
+        "The oracle's emulated roundings beside a torch model that really computes in the dtype, layer by layer, and "
+        f"D between shifts {records[0].d1} and {records[0].d2} from both. The ratio is error over allowance by the "
+        f"repository's one rule: up to 1 passes. {_size(records[0])}."
     )
     heads = ("run", "largest error over allowance", "least fraction identical", "D, oracle", "std", "D, torch", "std")
     return Figure(

@@ -40,7 +40,8 @@ def _against(results: Results, end: int, name: str, title: str, caption: str, x:
         for record in own:
             points = at_other_end(record, end)
             drawn.append(of_stats(name_of(record), [d for d, _ in points], [found.d for _, found in points]))
-            rows += [[name_of(record), record.mode, record.sequences, d, f.d.mean, f.d.std, f.row.mean, f.first_share.mean]
+            rows += [[name_of(record), record.mode, record.sequences, d, f.d.mean, f.d.std, f.row.mean,
+                      f.first_share.mean]
                      for d, f in points]  # fmt: skip
         if drawn:
             panels.append(Panel(f"D, {words}", lines(drawn, x, "D (eq. 5)", named=True)))
@@ -67,9 +68,9 @@ def shift(results: Results) -> Figure | None:
         end,
         "shift",
         f"D between shift d1 and shift {end}",
-        f"The paper's figure 1, left. D sums |difference of attention| between positions shifted by d1 and by {end} over layers, "
-        "heads, columns and queries, each column divided by the queries that see it. Exact arithmetic gives 0. Means over "
-        "sequences, bars one standard deviation.",
+        f"The paper's figure 1, left. D sums |difference of attention| between positions shifted by d1 and by {end} "
+        "over layers, heads, columns and queries, each column divided by the queries that see it. Exact arithmetic "
+        "gives 0. Means over sequences, bars one standard deviation.",
         f"d1 (d2 = {end})",
     )
 
@@ -132,16 +133,16 @@ def grid(results: Results) -> Figure | None:
         panels.append(
             Panel(
                 f"The same against |d1 - d2|, {name}",
-                lines(_sorted(near), "|d1 - d2|", "D (eq. 5)", log_x=True),
+                lines(_sort(near), "|d1 - d2|", "D (eq. 5)", log_x=True),
                 height=3.7,
             )
         )
     if not panels:
         return None
     caption = (
-        "Local mode. Left: every pair of shifts of the configured grid; the stronger the shade, the more. Were D a function of |d1 - d2| alone, "
-        "every diagonal would have one shade, and on the right all lines would be one. Means over sequences, bars one standard "
-        f"deviation. {_of(records)}."
+        "Local mode. Left: every pair of shifts of the configured grid; the stronger the shade, the more. Were D a "
+        "function of |d1 - d2| alone, every diagonal would have one shade, and on the right all lines would be one. "
+        f"Means over sequences, bars one standard deviation. {_of(records)}."
     )
     return Figure("grid", "D as a function of both shifts", caption, panels)
 
@@ -153,7 +154,7 @@ def _cell(by_pair: dict[tuple[int, int], Difference], a: int, b: int) -> float |
     return None if found is None else found.d.mean
 
 
-def _sorted(series: Sequence[Line]) -> list[Line]:
+def _sort(series: Sequence[Line]) -> list[Line]:
     made = []
     for line in series:
         order = sorted(range(len(line.x)), key=lambda i: line.x[i])
@@ -192,16 +193,17 @@ def tokens(results: Results) -> Figure | None:
             )
         )
         rows += [
-            [name_of(r), r.mode, f.first_share.mean, f.first_share.std, f.first_share_unweighted.mean, f.first_mass_unweighted.mean,
-             f.first_per_mass.mean, f.rest_per_mass.mean]
+            [name_of(r), r.mode, f.first_share.mean, f.first_share.std, f.first_share_unweighted.mean,
+             f.first_mass_unweighted.mean, f.first_per_mass.mean, f.rest_per_mass.mean]
             for r in own
             for f in [r.difference]
         ]  # fmt: skip
     if not panels:
         return None
     caption = (
-        "The paper's figure 1, middle: each column's part of D (means over sequences, logarithmic across), and what the first "
-        f"column's part is of the whole, beside the attention it receives. The broken line stands at a half. {_of(records)}."
+        "The paper's figure 1, middle: each column's part of D (means over sequences, logarithmic across), and what "
+        "the first column's part is of the whole, beside the attention it receives. The broken line stands at a "
+        f"half. {_of(records)}."
     )
     heads = (
         "run",
@@ -260,7 +262,8 @@ def length(results: Results) -> Figure | None:
             )
         rows += [
             [name_of(r), r.mode, p.tokens, p.sequences, p.shift.d_logit_first.mean, p.shift.d_logit_first.std,
-             p.shift.d_logit_rest.mean, p.shift.first_share.mean, p.shift.row.mean, p.error.row.mean if p.error else math.nan]
+             p.shift.d_logit_rest.mean, p.shift.first_share.mean, p.shift.row.mean,
+             p.error.row.mean if p.error else math.nan]
             for r in own
             for p in r.points
         ]  # fmt: skip
@@ -268,13 +271,13 @@ def length(results: Results) -> Figure | None:
         return None
     ends = f"shift {records[0].d1} against shift {records[0].d2}"
     caption = (
-        f"The paper's figure 1, right, {ends}, and every other column beside the first: a column's mean |difference of logits| "
-        "over the queries that see it, summed over layers and heads. Below: what one query sees move, which does not grow by "
-        "counting. Means over sequences, bars one standard deviation. "
+        f"The paper's figure 1, right, {ends}, and every other column beside the first: a column's mean |difference "
+        "of logits| over the queries that see it, summed over layers and heads. Below: what one query sees move, "
+        "which does not grow by counting. Means over sequences, bars one standard deviation. "
         f"{count(records[0].sequences, 'sequence')} at each length."
     )
-    heads = ("run", "mode", "tokens", "sequences", "D_logit, first", "std", "D_logit, mean of others", "first column's share of D",
-             "moved per query", "distance from float64 per query")  # fmt: skip
+    heads = ("run", "mode", "tokens", "sequences", "D_logit, first", "std", "D_logit, mean of others",
+             "first column's share of D", "moved per query", "distance from float64 per query")  # fmt: skip
     return Figure(
         "length",
         "What grows with the length",
@@ -286,7 +289,9 @@ def length(results: Results) -> Figure | None:
 
 
 def _columns(record: ByLength) -> list[Line]:
-    """One line for each column that is there at two lengths or more; the middle and the last one move with the length."""
+    """One line for each column that is there at two lengths or more; the middle and the last one move with the
+    length.
+    """
     fixed = sorted({j for p in record.points for j in p.columns if sum(j in q.columns for q in record.points) > 1})
     fixed = [
         j for j in fixed if j not in {p.tokens // 2 for p in record.points} | {p.tokens - 1 for p in record.points}

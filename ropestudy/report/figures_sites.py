@@ -1,7 +1,8 @@
 """Which cast is to blame: the factorial, the remedies and the controls as rows of dots, and as tables.
 
-Every row is judged by `row`: the probability that moves per query, mean of sum_j |dATTN_ij| over queries, layers and heads. It
-runs from 0 to 2 and does not grow with the length, so numbers of different experiments can be held side by side.
+Every row is judged by `row`: the probability that moves per query, mean of sum_j |dATTN_ij| over queries, layers and
+heads. It runs from 0 to 2 and does not grow with the length, so numbers of different experiments can be held side by
+side.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ HEADS = (
 MOVED = "probability moved per query (0 to 2)"
 LEFT = "left of the whole preset's (1 = no change)"
 AGAIN = (
-    "rope_sum, q_rotated or k_rotated, and kv_heads round the same numbers one after the other: one of them alone can be left out "
-    "without any effect, and so can every rounding of what is already rounded."
+    "rope_sum, q_rotated or k_rotated, and kv_heads round the same numbers one after the other: one of them alone can "
+    "be left out without any effect, and so can every rounding of what is already rounded."
 )
 WITHIN_PRESET = 1.6  # remaining fractions beyond are drawn at the edge and told in figures
 
@@ -84,14 +85,14 @@ def _remaining(rows: Sequence[Score], base: Score, names: Sequence[str], title: 
     return Panel(title, dots(names, series, LEFT, mark=1.0, most=WITHIN_PRESET), wide=True, height=_height(rows) + 0.4)
 
 
-def ranked(rows: Sequence[Score]) -> list[Score]:
-    """By the local shift error, largest first: there nothing but this layer's own roundings is in play."""
+def rank(rows: Sequence[Score]) -> list[Score]:
+    """Sort by the local shift error, largest first: there nothing but this layer's own roundings is in play."""
     return sorted(rows, key=lambda r: r.shift["local"].row.mean, reverse=True)
 
 
 def on_alone(results: Results) -> Figure | None:
     """Every rounding site alone."""
-    rows = ranked(scores(results, "on_alone"))
+    rows = rank(scores(results, "on_alone"))
     if not rows:
         return None
     whole = [b for b in scores(results, "baseline") if b.base is not None and b.tokens == rows[0].tokens]
@@ -99,9 +100,9 @@ def on_alone(results: Results) -> Figure | None:
     names = [f"all of {r.condition}" if r in whole else r.condition.removeprefix("on ") for r in shown]
     panel = _absolute(shown, names)
     caption = (
-        "Each site of the computation rounded by itself, everything else in float64; whole presets on top. Sorted by the local "
-        "shift error. A mark that is open, at the left edge, is below 1e-8, float64's own noise: such a site keeps RoPE relative however much "
-        f"it errs (see its distance from float64). {_of(rows)}"
+        "Each site of the computation rounded by itself, everything else in float64; whole presets on top. Sorted by "
+        "the local shift error. A mark that is open, at the left edge, is below 1e-8, float64's own noise: such a "
+        f"site keeps RoPE relative however much it errs (see its distance from float64). {_of(rows)}"
     )
     tables = [table("on-alone", "Every site alone", shown)]
     return Figure("on-alone", "Which cast does it: every rounding alone", caption, [panel], tables, in_shares=True)
@@ -121,8 +122,8 @@ def off_alone(results: Results) -> Figure | None:
     if not panels:
         return None
     caption = (
-        "One rounding taken out of a preset, the rest as it is: what is left of the preset's differences. Left of the broken "
-        f"line it helps. {AGAIN} {_of(rows)}"
+        "One rounding taken out of a preset, the rest as it is: what is left of the preset's differences. Left of the "
+        f"broken line it helps. {AGAIN} {_of(rows)}"
     )
     tables = [table("off-alone", "Every site left out", rows)]
     return Figure(
@@ -148,9 +149,9 @@ def remedies(results: Results) -> Figure | None:
     if not panels:
         return None
     caption = (
-        "What is left of a preset's differences under each remedy (and under one cautionary tale). A remedy that only makes "
-        "the shifts agree moves the first two marks; one that makes the model compute more exactly moves the others. Resetting "
-        f"positions and anchoring stand under the masks. {_of(rows)}"
+        "What is left of a preset's differences under each remedy (and under one cautionary tale). A remedy that only "
+        "makes the shifts agree moves the first two marks; one that makes the model compute more exactly moves the "
+        f"others. Resetting positions and anchoring stand under the masks. {_of(rows)}"
     )
     return Figure("remedies", "Remedies", caption, panels, [table("remedies", "Remedies", rows)], in_shares=True)
 
@@ -163,9 +164,9 @@ def controls(results: Results) -> Figure | None:
     bases = [b for b in scores(results, "baseline") if b.tokens == rows[0].tokens and b.base in {r.base for r in rows}]
     shown = [*{r.condition: r for r in (*bases, *rows)}.values()]
     caption = (
-        "Rounding q and k before the rotation instead of after it; a constant random phase for every rotary pair, as neutral in "
-        "exact arithmetic as a shift (its shift error compares with and without the phases); float32 with angles of either "
-        f"precision. Open marks at the left edge are below 1e-8. {_of(rows)}"
+        "Rounding q and k before the rotation instead of after it; a constant random phase for every rotary pair, as "
+        "neutral in exact arithmetic as a shift (its shift error compares with and without the phases); float32 with "
+        f"angles of either precision. Open marks at the left edge are below 1e-8. {_of(rows)}"
     )
     return Figure(
         "controls", "Controls", caption, [_absolute(shown)], [table("controls", "Controls", shown)], in_shares=True
@@ -184,8 +185,8 @@ def models(results: Results) -> Figure | None:
     names = [r.model if len(conditions) == 1 else f"{r.model}, {r.condition}" for r in shown]
     words = "; ".join(f"{name}: {what}" for name, what in results.model.initialisations.items())
     caption = (
-        f"The same measures of other weights, under {', '.join(sorted(conditions))}. shuffled: the pretrained parameters, the "
-        f"entries of each in a random order. {words}. {_of(rows)}"
+        f"The same measures of other weights, under {', '.join(sorted(conditions))}. shuffled: the pretrained "
+        f"parameters, the entries of each in a random order. {words}. {_of(rows)}"
     )
     return Figure(
         "models",

@@ -20,24 +20,28 @@ from ropestudy.schema import Results
 
 SIGNS = {"holds": "✓", "does not hold": "✗", "depends": "~", "not measured": "–"}
 SHARES = (
-    "Shares: the rows of attention sum to one, so what one column loses others gain, and a column's part of the unweighted "
-    "difference cannot exceed a half. n of eq. 5 divides a column by the queries that see it, so the last columns weigh most in D."
+    "Shares: the rows of attention sum to one, so what one column loses others gain, and a column's part of the "
+    "unweighted difference cannot exceed a half. n of eq. 5 divides a column by the queries that see it, so the last "
+    "columns weigh most in D."
 )
 READ = (
-    "D is the paper's eq. 5 and grows with the sequence, the layers and the heads. Where nothing else is said, a number is the "
-    "probability that moves per query: the sum of |difference of attention| of a row, from 0 (nothing) to 2 (everything), in the "
-    "mean over queries, layers and heads. Local: both runs are given the same input at every layer. Propagated: each run is a "
-    "forward pass of its own."
+    "D is the paper's eq. 5 and grows with the sequence, the layers and the heads. Where nothing else is said, a "
+    "number is the probability that moves per query: the sum of |difference of attention| of a row, from 0 (nothing) "
+    "to 2 (everything), in the mean over queries, layers and heads. Local: both runs are given the same input at "
+    "every layer. Propagated: each run is a forward pass of its own."
 )
 
 
 def figures_of(results: Results) -> list[Figure]:
-    """Every figure that the study has records for, in the order of the page."""
+    """Return every figure that the study has records for, in the order of the page."""
     return [*paper_figures(results), *sites_figures(results), *context_figures(results)]
 
 
 def render(results: Results) -> str:
-    """The page, as HTML text to be written in UTF-8. Everything in the results is taken for text, never for markup."""
+    """Return the page, as HTML text to be written in UTF-8.
+
+    Everything in the results is taken for text, never for markup.
+    """
     figures, paper = figures_of(results), paper_claims(results)
     return render_page(
         "ropestudy.report",
@@ -63,7 +67,7 @@ def render(results: Results) -> str:
 
 
 def cases_of(claim: Claim) -> Table:
-    """Every case of a claim, a row each: its factors, its number and its answer."""
+    """Return every case of a claim, a row each: its factors, its number and its answer."""
     factors = list(dict.fromkeys(factor for case in claim.cases for factor in case.where))
     said = {True: "yes", False: "no", None: "sequences disagree"}
     rows = [[*(case.where.get(factor, "") for factor in factors), case.number, said[case.yes]] for case in claim.cases]
@@ -86,7 +90,7 @@ def _lede(results: Results, paper: Sequence[Claim]) -> str:
 
 
 def _sortable(value: float) -> str:
-    """A number with its digits, as JavaScript reads it."""
+    """Return a number with its digits, as JavaScript reads it."""
     return f"{value:.9g}".replace("inf", "Infinity")
 
 

@@ -12,32 +12,32 @@ HALF = ("bf16", "fp16")
 
 
 def of_kind(results: Results, kind: type[R]) -> list[R]:
-    """Every record of one kind, in the order of the file."""
+    """Return every record of one kind, in the order of the file."""
     return [record for record in results.records if isinstance(record, kind)]
 
 
 def scores(results: Results, *groups: str) -> list[Score]:
-    """Every score of these groups."""
+    """Return every score of these groups."""
     return [score for score in of_kind(results, Score) if score.group in groups]
 
 
 def is_half(condition: str) -> bool:
-    """Whether a condition's name says that it computes in half precision: `hf_eager_bf16`, `flash_fp16`, ..."""
+    """Return whether a condition's name says that it computes in half precision: `hf_eager_bf16`, `flash_fp16`, ..."""
     return any(form in condition for form in HALF)
 
 
 def one_rounding(condition: str) -> float:
-    """What one rounding of every probability to the condition's half precision moves per query: 0.00141 of bf16.
+    """Return what one rounding of every probability to the condition's half precision moves per query: 0.00141 of bf16.
 
-    To nearest, a number m 2^e with 1 <= m < 2 errs by a quarter of its unit in the last place, u 2^e with the roundoff u = 2^-8
-    of bf16, 2^-11 of fp16, in the mean: u / 2. Relative to the number that is u / (2 m), and the mean of 1 / m over mantissas
-    that are uniform in their logarithm is 1 / (2 ln 2). A row of attention sums to one.
+    To nearest, a number m 2^e with 1 <= m < 2 errs by a quarter of its unit in the last place, u 2^e with the roundoff
+    u = 2^-8 of bf16, 2^-11 of fp16, in the mean: u / 2. Relative to the number that is u / (2 m), and the mean of 1 / m
+    over mantissas that are uniform in their logarithm is 1 / (2 ln 2). A row of attention sums to one.
     """
     return (2.0**-11 if "fp16" in condition else 2.0**-8) / (4 * math.log(2))
 
 
 def at_other_end(record: ShiftPairs, end: int) -> list[tuple[int, Difference]]:
-    """(d, difference) of every pair that has `end` as one of its shifts, by rising d. D is symmetric."""
+    """Return (d, difference) of every pair that has `end` as one of its shifts, by rising d. D is symmetric."""
     found = [
         (pair.d1 if pair.d2 == end else pair.d2, pair.difference) for pair in record.pairs if end in (pair.d1, pair.d2)
     ]
@@ -45,13 +45,15 @@ def at_other_end(record: ShiftPairs, end: int) -> list[tuple[int, Difference]]:
 
 
 def paper_shift(results: Results) -> int:
-    """The shift every other is compared with: 16 in the paper, or what the configuration says."""
+    """Return the shift every other is compared with: 16 in the paper, or what the configuration says."""
     section = results.config.get("shift_pairs") or {}
     return int(section.get("d2", 16))
 
 
 def baseline(results: Results, score: Score) -> Score | None:
-    """The whole preset that a score changes, on the same text, under the same mask; None if the study has none."""
+    """Return the whole preset that a score changes, on the same text, under the same mask; None if the study has
+    none.
+    """
     for other in scores(results, "baseline"):
         same = (other.tokens, other.sequences, other.model, other.text, other.mask, other.d1, other.d2) == (
             *(score.tokens, score.sequences, score.model, score.text, score.mask, score.d1),
@@ -72,7 +74,7 @@ def name_of(record: Record) -> str:
 
 
 def unique(values: Sequence[R] | Sequence[str]) -> list:
-    """The distinct ones, in their order."""
+    """Return the distinct values, in their order."""
     return list(dict.fromkeys(values))
 
 
@@ -99,7 +101,7 @@ def between(values: Sequence[float]) -> str:
 
 
 def times(x: float, y: float) -> float:
-    """x / y; infinite where only y is 0, 1 where both are."""
+    """Return x / y; infinite where only y is 0, 1 where both are."""
     if y == 0:
         return 1.0 if x == 0 else math.inf
     return x / y

@@ -157,7 +157,8 @@ def test_divergences():
     for t in np.flatnonzero(real):
         kl += float((np.exp(logs[0][t]) * (logs[0][t] - logs[1][t])).sum())
         differs += logits[0][t].argmax() != logits[1][t].argmax()
-    # A log-probability is made by two subtractions, each rounded once: four on both sides, in a mean of weights that sum to one.
+    # A log-probability is made by two subtractions, each rounded once: four on both sides, in a mean of weights that
+    # sum to one.
     largest = float(max(np.abs(x).max() for x in logs))
     assert abs(got.kl - kl / real.sum()) <= 4 * 2.0**-53 * largest
     assert got.argmax_differs == differs / real.sum()

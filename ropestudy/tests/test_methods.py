@@ -17,7 +17,7 @@ from ropestudy import conditions, pieces
 from ropestudy.conditions import EXACT, Condition, before_and_after, off_alone, off_together, on_alone, remedies
 from ropestudy.engine import Pair, Row, Stream, column_logits, compare
 from ropestudy.measures import sample
-from ropestudy.methods import AS_THE_ORACLE, Method, phases_C, rotated, tables, two_terms, with_sink
+from ropestudy.methods import AS_THE_ORACLE, Method, add_sink, phases_C, rotate_heads, tables, two_terms
 from ropestudy.tests.test_measures import FULL, IDS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -34,7 +34,7 @@ def test_the_default_method_is_the_oracles_rotation():
         table = tables(POSITIONS, FREQUENCIES, 1.0, rounding, AS_THE_ORACLE)
         cos, sin = cos_sin(POSITIONS, FREQUENCIES, 1.0, rounding)
         x = jnp.asarray(X, rounding.dtype)
-        ours = rotated(x, table, rounding, AS_THE_ORACLE, "q_rotated")
+        ours = rotate_heads(x, table, rounding, AS_THE_ORACLE, "q_rotated")
         assert np.array_equal(ours, rotate(x, cos, sin, rounding, "q_rotated"))
 
 
@@ -48,7 +48,7 @@ def test_float64_angles_and_phases_turn_as_complex_numbers(phases):
     for name in ("exact", "fp32"):
         rounding = preset(name)
         table = tables(POSITIONS, FREQUENCIES, 1.0, rounding, method)
-        results.append(rotated(jnp.asarray(X, rounding.dtype), table, rounding, method, "q_rotated"))
+        results.append(rotate_heads(jnp.asarray(X, rounding.dtype), table, rounding, method, "q_rotated"))
     # numpy's float64 angle is rounded once too, which float32's own roundings hide: at 1,000 radians, 2^-53 of it.
     assert np.abs(np.asarray(results[0]) - truth).max() <= 4 * 2.0**-53 * np.abs(angle).max() * np.abs(pairs).max()
     assert (np.ptp(phases_C(method, 4)) > 0) == (phases is not None)
@@ -98,7 +98,7 @@ def test_pairs_that_are_not_chosen_are_rotated_without_a_rounding():
 
     def with_pairs(method):
         return np.asarray(
-            rotated(x, tables(POSITIONS, FREQUENCIES, 1.0, rounding, method), rounding, method, "k_rotated")
+            rotate_heads(x, tables(POSITIONS, FREQUENCIES, 1.0, rounding, method), rounding, method, "k_rotated")
         )
 
     whole, plain = with_pairs(AS_THE_ORACLE), with_pairs(Method(pairs=(4, 4)))
@@ -124,7 +124,7 @@ def test_a_sink_is_one_more_term_of_the_softmax():
     for name in ("exact", "fp32"):
         rounding = preset(name)
         arrays = (jnp.asarray(x, rounding.dtype) for x in (q, k, v))
-        *wider, documents = with_sink(*arrays, np.ones(T, np.int64), sink, scale)
+        *wider, documents = add_sink(*arrays, np.ones(T, np.int64), sink, scale)
         out, _ = attention(*wider, documents[None], rounding, scale)
         results.append(np.asarray(out)[0, 1:, :, :D])
     assert_float64_of(*results, truth)
@@ -182,7 +182,9 @@ def test_without_all_of_ropes_roundings_two_shifts_agree(base):
 
 
 def test_what_claims_not_to_round_after_the_rotation_does_not():
-    """Copies of k for each query head are rounded too (`kv_heads`): left in, they would undo the remedy behind its back."""
+    """Copies of k for each query head are rounded too (`kv_heads`): left in, they would undo the remedy behind its
+    back.
+    """
     decoder, shifted = tiny("llama"), np.arange(TOKENS) + np.array([[0], [16]])
     for base in ("hf_eager_bf16", "flash_bf16"):
         *_, before = before_and_after(base)

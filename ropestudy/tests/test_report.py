@@ -1,4 +1,6 @@
-"""The study's page: verdicts follow from the numbers, nothing in the results can break it, and what a browser makes of it."""
+"""The study's page: verdicts follow from the numbers, nothing in the results can break it, and what a browser makes of
+it.
+"""
 
 import csv
 import re
@@ -49,7 +51,7 @@ BF16, FLASH = "hf_eager_bf16", "flash_bf16"
 TOKENS = 32
 
 
-# -- results made by hand ----------------------------------------------------------------------------------------------------
+# -- results made by hand ----------------------------------------------------------------------------------------------
 
 
 def stat(value: float, spread: float = 0.05) -> Stat:
@@ -100,8 +102,8 @@ def lengths(first: float, rest: float, condition: str = BF16) -> ByLength:
     """D_logit at three lengths with a power of the length each."""
     points = [
         LengthPoint(
-            tokens=T, sequences=2, shift=diff(0.01 * T**0.1, d_logit_first=T**first, d_logit_rest=T**rest), error=diff(0.01),
-            columns={j: T**rest for j in (0, 1, T // 2, T - 1)}, columns_d={0: 1.0},
+            tokens=T, sequences=2, shift=diff(0.01 * T**0.1, d_logit_first=T**first, d_logit_rest=T**rest),
+            error=diff(0.01), columns={j: T**rest for j in (0, 1, T // 2, T - 1)}, columns_d={0: 1.0},
         )
         for T in (8, 16, 32)
     ]  # fmt: skip
@@ -151,8 +153,8 @@ def frequency(slow: float, fast: float) -> ByFrequency:
 
 def emulation(ratio: float) -> EmulationCheck:
     return EmulationCheck(
-        **about(attention_from="torch eager"), dtype="bfloat16", layers=[0, 1], error=[1e-4, 1e-4], reference=[1e-4, 1e-4],
-        ratio=[0.5, ratio], between=[1e-5, 0.0], identical=[0.9, 1.0],
+        **about(attention_from="torch eager"), dtype="bfloat16", layers=[0, 1], error=[1e-4, 1e-4],
+        reference=[1e-4, 1e-4], ratio=[0.5, ratio], between=[1e-5, 0.0], identical=[0.9, 1.0],
         shift_ratio=ratio, shift_ratio_first=ratio, d_ratio=ratio, d_oracle=stat(1.0), d_torch=stat(1.0), d1=0, d2=16,
     )  # fmt: skip
 
@@ -221,7 +223,7 @@ def claims(results: Results) -> dict[str, Claim]:
     return {claim.key: claim for claim in (*paper_claims(results), *cause_claims(results), *context_claims(results))}
 
 
-# -- verdicts ----------------------------------------------------------------------------------------------------------------
+# -- verdicts ----------------------------------------------------------------------------------------------------------
 
 AT, BASE = one_rounding(BF16), score("baseline", 0.01, base=BF16)
 BOS_FIRST = score("first_token", 0.01, base=BF16)
@@ -271,10 +273,19 @@ TRIED = {
     "first-most": ([tokens(1.5)], [tokens(0.5)]),
     "grows": ([lengths(0.5, 0.1)], [lengths(-0.2, 0.1)]),
     "only-first": ([lengths(0.5, 0.1)], [lengths(0.5, 0.9)]),
-    "reset-matters": ([mask_pair(0.01, BF16), mask_pair(1e-15, "exact")], [mask_pair(1e-9, BF16), mask_pair(1e-3, "exact")]),
-    "reset-helps": ([packed("intra", 0.02), packed("intra_reset", 0.01)], [packed("intra", 0.01), packed("intra_reset", 0.02)]),
+    "reset-matters": (
+        [mask_pair(0.01, BF16), mask_pair(1e-15, "exact")],
+        [mask_pair(1e-9, BF16), mask_pair(1e-3, "exact")],
+    ),
+    "reset-helps": (
+        [packed("intra", 0.02), packed("intra_reset", 0.01)],
+        [packed("intra", 0.01), packed("intra_reset", 0.02)],
+    ),
     "anchor-helps": ([packed("full", 0.02), packed("anchor", 0.01)], [packed("full", 0.01), packed("anchor", 0.02)]),
-    "anchor-over-intra": ([packed("intra", 0.02), packed("anchor", 0.01)], [packed("intra", 0.01), packed("anchor", 0.02)]),
+    "anchor-over-intra": (
+        [packed("intra", 0.02), packed("anchor", 0.01)],
+        [packed("intra", 0.01), packed("anchor", 0.02)],
+    ),
     "after": ([AFTER, before(0.0)], [AFTER, before(0.02)]),
     "one-cast": ([BASE, off(0.003)], [BASE, off(0.009)]),
     "all-of-rope": ([BASE, off(0.003, "table, rope_sum")], [BASE, off(0.009, "table, rope_sum")]),
@@ -302,7 +313,8 @@ TRIED["by-length"] = (
         LengthPoint(tokens=T, sequences=2, shift=diff(row), error=diff(row), columns={}, columns_d={})
         for T, row in ((8, 0.001), (32, 0.01))])],
     [ByLength(**about(), mode="local", d1=0, d2=16, points=[
-        LengthPoint(tokens=T, sequences=2, shift=diff(0.01), error=diff(0.01), columns={}, columns_d={}) for T in (8, 32)])],
+        LengthPoint(tokens=T, sequences=2, shift=diff(0.01), error=diff(0.01), columns={}, columns_d={})
+        for T in (8, 32)])],
 )  # fmt: skip
 
 
@@ -407,7 +419,7 @@ def test_numbers_are_short(value, shown):
     assert number(value) == shown
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------------
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -499,7 +511,7 @@ def test_studies_of_the_same_model_and_text_are_shown_together(tmp_path):
         assert f"is of another {name}; give a study of the same" in refused.stderr
 
 
-# -- docs/precision.md -------------------------------------------------------------------------------------------------------
+# -- docs/precision.md -------------------------------------------------------------------------------------------------
 
 
 def test_the_document_s_numbers_are_replaced(tmp_path):
@@ -521,7 +533,7 @@ def test_a_document_without_its_marks_is_refused(tmp_path):
     assert file.read_text("utf-8") == "nothing"
 
 
-# -- in a browser ------------------------------------------------------------------------------------------------------------
+# -- in a browser ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

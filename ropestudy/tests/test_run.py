@@ -14,11 +14,11 @@ from jaxref.rounding import SITES
 from jaxref.tests.decoders import hf_config, tiny
 from jaxref.weights import save_hf, to_arrays
 from ropestudy import scores
-from ropestudy.cells import Bench
+from ropestudy.cells import Bench, sources
 from ropestudy.cli import main
 from ropestudy.conditions import EXACT, before_and_after, on_alone, remedies
 from ropestudy.engine import Row, Stream, compare
-from ropestudy.models import INITIALISATIONS, RANDOM_EMBEDDING, load_pretrained, random_arrays, shuffled, variant
+from ropestudy.models import INITIALISATIONS, RANDOM_EMBEDDING, load_pretrained, random_arrays, shuffle, variant
 from ropestudy.run import run_study
 from ropestudy.schema import read_results
 from ropestudy.spec import INT32, MOST_POSITION, ModelConfig, TextConfig, load_study
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("quickly_compiled")
 TINY = Path(__file__).parents[2] / "configs" / "study" / "tiny.yaml"
 BOS = 1
 HALF = "{condition: hf_eager_bf16}"
-# Most of a study this small is compiling. So: few conditions, and shapes that experiments share (two shifts, twelve tokens).
+# Most of a study this small is compiling. So: few conditions, and shapes that experiments share (two shifts, twelve
+# tokens).
 FEWER = [
     "factorial.off_from=[]",
     f"shift_pairs.contestants=[{HALF}, {{model: kaiming, condition: hf_eager_bf16}}]",
@@ -91,12 +92,14 @@ def test_every_record_is_there_and_reads_back(finished):
     propagated = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="propagated")[0]
     assert [(one.d1, one.d2) for one in propagated.pairs] == [(0, 16)]
     assert results.model.initialisations.keys() == {"kaiming", "kaiming_sqrt5"}
-    assert not (out / "cells").with_suffix(".partial").exists()
+    assert not list(out.rglob("*.partial"))
     assert not list(out.rglob(".*"))
 
 
 def test_every_site_alone_does_something(finished):
-    """What the engine compiles piece by piece must not lose a site on the way: each moves the outputs from float64's."""
+    """What the engine compiles piece by piece must not lose a site on the way: each moves the outputs from
+    float64's.
+    """
     alone = [
         one for one in on_alone("bf16")
         if one.name not in ("on inv_freq fp32", "on angle fp32")  # at these small positions nothing is left of it
@@ -179,24 +182,30 @@ def test_a_cell_that_is_broken_or_of_other_sources_is_computed_anew(given, tmp_p
     assert len(computed) == len(list((tmp_path / "cells").iterdir())) / 2
 
 
+def test_a_cell_depends_on_the_sources_of_the_oracle_and_of_the_study():
+    names = {"/".join(file.parts[-2:]) for file in sources()}
+    assert {"jaxref/rounding.py", "jaxref/attention.py", "ropestudy/pieces.py", "ropestudy/engine.py"} <= names
+    assert not {"ropestudy/cli.py", "report/html.py", "tests/test_run.py", "tests/decoders.py"} & names
+
+
 def test_another_studys_folder_is_refused(given, finished, tmp_path):
     _, out = finished
     with pytest.raises(ValueError, match=r"--out: .* holds another study"):
         run_study(load_study(TINY, [*given, *FEWER, "seed=1"]), out)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"--out: .* no study's folder"):
+    with pytest.raises(ValueError, match=r"--out: .* not a study's folder"):
         run_study(load_study(TINY, given), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["shift_pairs.d2=3000000000"], "shift_pairs.d2: the shift 3000000000 is no int32"),
-        ([f"shift_pairs.d2={-INT32 - 1}"], "is no int32"),
+        (["shift_pairs.d2=3000000000"], "shift_pairs.d2: the shift 3000000000 is not an int32"),
+        ([f"shift_pairs.d2={-INT32 - 1}"], "is not an int32"),
         ([f"lengths.d2={MOST_POSITION}"], "lengths.d2: the shift 16777216 puts 12 tokens outside"),
         (["own_error.shifts=[-1]"], "own_error.shifts: the shift -1 puts 12 tokens outside"),
         (["shift_pairs.toknes=3"], "shift_pairs.toknes: unknown key; did you mean shift_pairs.tokens?"),
-        (["factorial.off_from=[bf17]"], "factorial.off_from: 'bf17' is no condition; choose from exact"),
+        (["factorial.off_from=[bf17]"], "factorial.off_from: 'bf17' is not a condition; choose from exact"),
         (["shift_pairs.contestants=[]"], "shift_pairs.contestants"),
         (["tokens"], "override 'tokens': write section.key=value"),
         (["block=0"], "block: 0: Input should be greater than or equal to 1"),
@@ -204,10 +213,13 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
         (["lengths.lengths=[0]"], "lengths.lengths.0: 0: Input should be greater than or equal to 4"),
         (["lengths.lengths=[-5, 6]"], "lengths.lengths.0: -5: Input should be greater than or equal to 4"),
         (["lengths.columns=[-1]"], "lengths.columns.0: -1: Input should be greater than or equal to 0"),
-        (["remedies.bases=[fp32]"], "remedies.bases: 'fp32' is no preset of half precision"),
+        (["remedies.bases=[fp32]"], "remedies.bases: 'fp32' is not a preset of half precision"),
         (["remedies.bases=[fp32_angles64]"], "choose from hf_eager_bf16, flash_bf16, paper_bf16"),
-        (["factorial.off_from=[hf_eager_bf16_inv_freq]"], "factorial.off_from: 'hf_eager_bf16_inv_freq' is no preset"),
-        (["controls.base=exact"], "controls.base: 'exact' is no preset of half precision"),
+        (
+            ["factorial.off_from=[hf_eager_bf16_inv_freq]"],
+            "factorial.off_from: 'hf_eager_bf16_inv_freq' is not a preset",
+        ),
+        (["controls.base=exact"], "controls.base: 'exact' is not a preset of half precision"),
         (
             ["masks.documents=5"],
             "masks.documents: 5 documents of unequal lengths need 16 tokens, and masks.tokens is 12",
@@ -254,14 +266,14 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
 
 def test_an_unknown_architecture_is_refused(given, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama") | {"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match=r"model\.source: .* is no model the oracle can load: model_type: 'gpt2'"):
+    with pytest.raises(ValueError, match=r"model\.source: .* is not a model the oracle can load: model_type: 'gpt2'"):
         load_pretrained(ModelConfig(source=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("file", "content", "line"),
     [
-        ("tokenizer.json", "{}", "tokenizer.json is no tokenizer: "),
+        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer: "),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds no values by name, but a list"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON ("),
         (
@@ -292,7 +304,7 @@ def test_the_smallest_row_of_packed_documents():
 
 
 def test_a_mistake_that_is_found_on_the_way_marks_no_folder(given, tmp_path, monkeypatch):
-    monkeypatch.setattr("ropestudy.run.jobs", lambda *_: (_ for _ in ()).throw(ValueError("late")))
+    monkeypatch.setattr("ropestudy.run.make_experiments", lambda *_: (_ for _ in ()).throw(ValueError("late")))
     with pytest.raises(ValueError, match="late"):
         run_study(load_study(TINY, given), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -316,7 +328,7 @@ def test_random_models_have_the_bounds_they_say(given):
     for name, array in to_arrays(pretrained.decoder).items():
         assert np.array_equal(np.sort(np.ravel(array)), np.sort(np.ravel(mixed[name])))
     assert not np.array_equal(mixed["lm_head.weight"], to_arrays(pretrained.decoder)["lm_head.weight"])
-    assert np.array_equal(shuffled(to_arrays(pretrained.decoder), 0)["lm_head.weight"], mixed["lm_head.weight"])
+    assert np.array_equal(shuffle(to_arrays(pretrained.decoder), 0)["lm_head.weight"], mixed["lm_head.weight"])
 
 
 def test_rows():
