@@ -20,6 +20,7 @@ import torch.distributed as dist
 from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
 from torchtrain.config import Config
 from torchtrain.distributed.heartbeat import heartbeat
+from torchtrain.distributed.meeting import obey_signals
 from torchtrain.errors import OtherRankFailed, RankLost
 
 _Value = TypeVar("_Value")
@@ -169,10 +170,11 @@ def join(config: Config) -> Iterator[World]:
         return
     backend = "nccl" if cuda else "gloo"
     if size > 1:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         try:
-            dist.init_process_group(backend, device_id=device if cuda else None)
+            with obey_signals(rank, place):
+                dist.init_process_group(backend, device_id=device if cuda else None)
         except dist.DistError as error:
-            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             reason = quoted_reason(str(error).partition("\n")[0])
             raise UserError(
                 f"MASTER_ADDR and MASTER_PORT, {quoted(place)[1:-1]}: the processes cannot meet there: {reason}; "

@@ -205,9 +205,7 @@ def _trace(trace: dict[str, Any], children: list[int], go: int, started: float) 
         killed = math.inf
         while left:
             time.sleep(0.005)
-            if (
-                time.monotonic() - killed > _GRACE
-            ):  # as torchrun does; before the processes have met, nothing else would end it
+            if time.monotonic() - killed > _GRACE:  # as torchrun does; before they have met, nothing else would end it
                 for other in left.values():
                     os.kill(other, signal.SIGTERM)
                 killed = math.inf

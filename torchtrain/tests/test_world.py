@@ -1,6 +1,7 @@
 """What torchrun sets, set wrongly: one line that names the variable, on the spot."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -63,3 +64,37 @@ def test_a_port_that_is_taken_is_one_line(tree, write_config):
         f"torchtrain: MASTER_ADDR and MASTER_PORT, 127.0.0.1:{port}: the processes cannot meet there: "
     )
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "how"), [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_signal_ends_who_waits_for_the_others(tree, write_config, number, code, how):
+    """The call in which it waits would return after half an hour."""
+    program = (
+        "import sys\n"
+        "from torchtrain.config import load_config\n"
+        "from torchtrain.distributed.world import join\n"
+        "from torchtrain.run.termination import Termination\n"
+        "with Termination(), join(load_config(sys.argv[1])): pass\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "2",
+        }
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", program, write_config(tree)],
+            env=os.environ | place,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        first.accept()
+        waiting.send_signal(number)
+        _, said = waiting.communicate(timeout=60)
+    assert waiting.returncode == code
+    assert f"torchtrain: rank 1: {how} while it waited for the other processes at 127.0.0.1:{port}\n" in said
