@@ -2,11 +2,6 @@
 
 import difflib
 import hashlib
-import importlib.metadata
-import importlib.util
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,6 +11,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ValidationError
 
+from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
 from parity_tests.gate.case import run_case
 from parity_tests.gate.material import TINY, source
@@ -96,14 +92,13 @@ def write(report: Report, out: Path) -> None:
 
 def environment() -> Environment:
     """Where this process runs."""
-    commit = _git("rev-parse", "HEAD")
-    status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
+    commit, dirty = git_state(ROOT)
     return Environment(
-        versions={"python": platform.python_version()} | _versions(),
+        versions=versions(LIBRARIES),
         hardware=_hardware(),
         threads=torch.get_num_threads(),
         git_commit=commit,
-        git_dirty=None if status is None else bool(status),
+        git_dirty=dirty,
     )
 
 
@@ -138,32 +133,15 @@ def _fingerprint_of_model(model: str) -> str:
 @cache
 def _fingerprint() -> str:
     """Of everything but the case that its numbers depend on: the sources that compute it, libraries, machine, threads."""
-    digest = hashlib.sha256(f"{platform.python_version()} {_versions()} {_hardware()}".encode())
+    digest = hashlib.sha256(f"{versions(LIBRARIES)} {_hardware()}".encode())
     digest.update(f"{torch.get_num_threads()} {digest_of(root=ROOT)}".encode())
     return digest.hexdigest()
 
 
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in LIBRARIES if importlib.util.find_spec(name)} | (
-        {"anchorline": importlib.metadata.version("anchorline")}
-    )
-
-
 @cache
 def _hardware() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cpu = f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    cpu = processor()
     return f"{torch.cuda.get_device_name()}; {cpu}" if torch.cuda.is_available() else cpu
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _make_folder(out: Path) -> None:
