@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
+from anchorline.files import replace_file
 from parity_tests.gate.case import run_case
 from parity_tests.gate.material import TINY, source
 from parity_tests.gate.sources import ROOT, digest_of
@@ -86,8 +87,8 @@ def write(report: Report, out: Path) -> None:
     """Leave the report in its three forms."""
     _make_folder(out)
     write_report(report, out / "report.json")
-    _write(out / "report.html", render(report))
-    _write(out / "junit.xml", to_junit(report))
+    replace_file(out / "report.html", render(report).encode())
+    replace_file(out / "junit.xml", to_junit(report).encode())
 
 
 def environment() -> Environment:
@@ -116,7 +117,7 @@ def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:
         kept = _Kept(key=key, case=run_case(spec))
         # What could not be judged may be, the next time: memory was short, a GPU was busy.
         if kept.case.problem is None and kept.case.skipped is None:
-            _write(path, kept.model_dump_json())
+            replace_file(path, kept.model_dump_json().encode())
     return kept.case
 
 
@@ -158,9 +159,3 @@ def _no_such_case(only: str, specs: list[CaseSpec]) -> list[CaseSpec]:
     ids = [spec.id for spec in specs]
     nearest = difflib.get_close_matches(only, ids, n=1, cutoff=0.0)[0]
     raise UserError(f"case {only!r}: none of the {len(ids)} of this configuration; the nearest is {nearest}")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

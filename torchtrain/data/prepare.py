@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from anchorline import corpora
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import PARTIAL, expanded, sync
+from anchorline.files import PARTIAL, commit, expanded
 from torchtrain.config import DataConfig, Source
 from torchtrain.data.corpus import BadRecord, Record, read, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder, special_tokens_of
@@ -218,8 +218,7 @@ def _commits(final: Path, data: DataConfig) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that died
         partial.mkdir()
         yield partial
-        partial.rename(final)
-        sync(final.parent)
+        commit(partial, final)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _unwritable(data, error) from None
