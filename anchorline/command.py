@@ -10,7 +10,6 @@ A command adds its own (143 of a run that SIGTERM stopped) by raising `Leave`.
 """
 
 import errno
-import importlib.metadata
 import math
 import os
 import platform
@@ -22,6 +21,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from anchorline.environment import version
 from anchorline.errors import UserError, disk_fault, one_line, quoted
 
 MISTAKE, BUG, INTERRUPTED = 2, 70, 130
@@ -134,20 +134,13 @@ def _check_arguments(args: Sequence[str]) -> None:
 
 def _bug(name: str) -> NoReturn:
     traceback.print_exc()
-    known = ", ".join(f"{package} {version}" for package in _REPORTED if (version := _version(package)))
+    known = ", ".join(f"{package} {number}" for package in _REPORTED if (number := version(package)))
     _leave(
         name,
         "this is a bug of Anchorline, not a mistake of yours; please open an issue with all that stands above, the command "
         f"and its configuration ({known}, Python {platform.python_version()})",
         BUG,
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _leave(name: str, message: str, code: int) -> NoReturn:

@@ -201,6 +201,23 @@ def replace_file(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+def save(path: Path, content: bytes) -> None:
+    """Give a file that a user names a new content, as `replace_file`; a link stays one, and what is no file is written into.
+
+    Raises:
+        OSError: what the system says; of a file, the old content is still there.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists() and not target.is_file():  # a device or a pipe
+            with target.open("wb") as stream:
+                stream.write(content)
+        else:
+            replace_file(target, content)
+    except OSError as error:  # it may name the file beside
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def entry_of(path: Path, length: int | None = None) -> FileEntry:
     """Return what a file is, or its first `length` bytes are (fewer where it is shorter).
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from anchorline.errors import UserError
+from anchorline.files import save
 from torchtrain.attention import ENGINES, attend, make_plan, resolve_engine
 from torchtrain.attention.plan import AttentionPlan
 
@@ -45,7 +46,7 @@ def main(
     ]
     report = {"environment": _environment(device), "document_tokens": document, "results": results}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    save(out, (json.dumps(report, indent=1) + "\n").encode())
     _print(results)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from anchorline.files import save  # noqa: E402
 from torchtrain.modeling.save import reader_notes  # noqa: E402
 from torchtrain.tests.readers import CASES, LENGTH, environment, export_case, read_with  # noqa: E402
 
@@ -109,7 +110,7 @@ def main() -> None:
     if arguments.write:
         old = arguments.write.read_text(encoding="utf-8")
         head, tail = old.split(BEGIN)[0], old.split(END)[1]
-        arguments.write.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
+        save(arguments.write, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}".encode())
 
 
 def _table(title: str, version: str, rows: list[tuple[tuple[str, str], tuple[str, ...]]]) -> str:

@@ -3,12 +3,14 @@
 Legend: T tokens of a row.
 """
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 
+from anchorline.files import save
 from jaxref.mask import ANCHOR, PADDING, Layout, visible
 
 TITLES = {
@@ -63,8 +65,10 @@ def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> No
     key = [Patch(color=_colour(document), label=names.get(document, f"document {document}")) for document in shown]
     key.append(Patch(facecolor=MASKED_COLOUR, edgecolor="#d4d7dd", label="masked"))
     figure.legend(handles=key, loc="outside lower center", ncols=len(key), frameon=False, fontsize=10, handlelength=1.2)
-    figure.savefig(path, dpi=200)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=200, format=path.suffix.removeprefix(".") or "png")
     plt.close(figure)
+    save(path, drawn.getvalue())
 
 
 def _colour(document: int) -> str:

@@ -169,6 +169,7 @@ def zoo(
 
     with _interruptible():
         from anchorline.errors import UserError
+        from anchorline.files import save
         from parity_tests.gate.case import why_not_here
         from parity_tests.gate.spec import GateConfig, expand, load_gate
         from parity_tests.zoo.run import run_zoo, show, to_markdown
@@ -185,7 +186,7 @@ def zoo(
                 lambda what, done, steps: bar(f"{what}", done, steps),
             )
         if table is not None:
-            table.write_text(to_markdown(report), encoding="utf-8")
+            save(table, to_markdown(report).encode())
     Console().print(show(report))
     if not report.passed:
         raise typer.Exit(1)

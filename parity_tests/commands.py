@@ -14,6 +14,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 import anchorline.command
+from anchorline.files import save
 
 HEAD = """# The command lines
 
@@ -97,7 +98,7 @@ def main() -> None:
     if arguments.write is None:
         print(describe(), end="")
     else:
-        arguments.write.write_text(describe(), encoding="utf-8")
+        save(arguments.write, describe().encode())
 
 
 if __name__ == "__main__":

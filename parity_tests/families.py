@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import torchtrain
 from anchorline.errors import UserError
+from anchorline.files import save
 from parity_tests.tolerance import judge
 from torchtrain.attention import visible_BTT
 
@@ -115,7 +116,7 @@ def main() -> int:
         rows.append(examine(family))
         print(f"{rows[-1].family}: {rows[-1].verdict} {rows[-1].why} | {rows[-1].alone}", flush=True)
     if arguments.out:
-        arguments.out.write_text(page(rows), encoding="utf-8")
+        save(arguments.out, page(rows).encode())
     return int(any(row.verdict == WRONG for row in rows))
 
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 import torchtrain
+from anchorline import files
 from anchorline.settings import explain
 from parity_tests import cli
 from parity_tests.gate import candidate, run
@@ -376,6 +377,12 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
     assert read_report(tmp_path / "report.json") == report
     assert "<html" in (tmp_path / "report.html").read_text()
     assert not list(tmp_path.rglob("*.partial"))
+    left = {name: (tmp_path / name).read_bytes() for name in ("report.json", "report.html", "junit.xml")}
+    for number, name in enumerate(left):  # each is flushed, and its folder
+        ends = patch.object(files.os, "fsync", side_effect=[None] * (2 * number) + [KeyboardInterrupt])
+        with ends, pytest.raises(KeyboardInterrupt):
+            run.write(report.model_copy(update={"title": "Another"}), tmp_path)
+        assert (tmp_path / name).read_bytes() == left[name]
 
 
 @pytest.fixture(scope="module")

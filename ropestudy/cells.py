@@ -6,8 +6,6 @@ results under them; places among arrays are between `Bench.run` and the engine.
 """
 
 import hashlib
-import importlib.metadata
-import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import jaxref
 import ropestudy
+from anchorline.environment import versions
 from anchorline.files import replace_file
 from jaxref.model import Decoder
 from ropestudy import text
@@ -34,7 +33,7 @@ from ropestudy.spec import StudyConfig
 
 # What shows numbers, or tests them, does not change them.
 SHOWS_ONLY = {"tests", "report", "cli.py", "mask_figure.py"}
-LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tokenizers", "gguf", "pydantic")
+LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tokenizers", "gguf", "pydantic", "anchorline")
 
 # Names that experiments share: of float64's stream; of a condition at one shift against itself at another, and against
 # float64.
@@ -258,7 +257,7 @@ def _sample(sums: Sums, documents_T: np.ndarray, keep_columns: bool) -> Sample:
 @cache
 def fingerprint() -> str:
     """Return a hash of the sources, the libraries and the device: a cell is computed anew when one of them changes."""
-    digest = hashlib.sha256(f"{platform.python_version()} {versions()} {jax.devices()[0].device_kind}".encode())
+    digest = hashlib.sha256(f"{versions(LIBRARIES)} {jax.devices()[0].device_kind}".encode())
     for file in sources():
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -269,14 +268,3 @@ def sources() -> list[Path]:
     roots = [Path(package.__path__[0]) for package in (jaxref, ropestudy)]
     files = [(root, file) for root in roots for file in sorted(root.rglob("*.py"))]
     return [file for root, file in files if not SHOWS_ONLY & set(file.relative_to(root).parts)]
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries the numbers come through, and of this package."""
-    found = {}
-    for name in (*LIBRARIES, "anchorline"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

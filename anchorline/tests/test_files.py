@@ -10,7 +10,7 @@ import pytest
 
 from anchorline import files
 from anchorline.errors import UserError
-from anchorline.files import commit, read_file, read_json, remove, replace_file, set_aside, write_file
+from anchorline.files import commit, read_file, read_json, remove, replace_file, save, set_aside, write_file
 
 
 def test_a_file_is_read_whole(tmp_path, monkeypatch):
@@ -82,6 +82,39 @@ def test_json(tmp_path):
     assert read_json(tmp_path / "a.json", "what") == {"a": [1, "é"]}
     with pytest.raises(UserError, match=r"what: .*none: no such file or directory"):
         read_json(tmp_path / "none", "what")
+
+
+@pytest.mark.parametrize("write", [replace_file, save])
+def test_an_interruption_leaves_the_old_file(tmp_path, monkeypatch, write):
+    file = tmp_path / "report.html"
+    file.write_bytes(b"old")
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "fsync", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write(file, b"new, and not yet on the disk")
+        assert file.read_bytes() == b"old"
+    write(file, b"new")
+    assert file.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_saving_to_a_link_a_pipe_and_nowhere(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    for content in (b"made", b"made anew"):
+        save(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "file").read_bytes() == content
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    save(tmp_path / "pipe", b"written into")
+    assert os.read(reader, 100) == b"written into"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    for path in (tmp_path, tmp_path / "none" / "file"):
+        with pytest.raises(OSError) as error:  # noqa: PT011 - what the system says of each
+            save(path, b"")
+        assert error.value.filename == str(path)
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "file", "pipe"}
 
 
 def test_writing_and_committing(tmp_path):

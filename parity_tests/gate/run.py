@@ -2,11 +2,6 @@
 
 import difflib
 import hashlib
-import importlib.metadata
-import importlib.util
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,7 +11,9 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ValidationError
 
+from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
+from anchorline.files import replace_file
 from parity_tests.gate.case import run_case
 from parity_tests.gate.material import TINY, source
 from parity_tests.gate.sources import ROOT, digest_of
@@ -90,20 +87,19 @@ def write(report: Report, out: Path) -> None:
     """Leave the report in its three forms."""
     _make_folder(out)
     write_report(report, out / "report.json")
-    _write(out / "report.html", render(report))
-    _write(out / "junit.xml", to_junit(report))
+    replace_file(out / "report.html", render(report).encode())
+    replace_file(out / "junit.xml", to_junit(report).encode())
 
 
 def environment() -> Environment:
     """Where this process runs."""
-    commit = _git("rev-parse", "HEAD")
-    status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
+    commit, dirty = git_state(ROOT)
     return Environment(
-        versions={"python": platform.python_version()} | _versions(),
+        versions=versions(LIBRARIES),
         hardware=_hardware(),
         threads=torch.get_num_threads(),
         git_commit=commit,
-        git_dirty=None if status is None else bool(status),
+        git_dirty=dirty,
     )
 
 
@@ -121,7 +117,7 @@ def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:
         kept = _Kept(key=key, case=run_case(spec))
         # What could not be judged may be, the next time: memory was short, a GPU was busy.
         if kept.case.problem is None and kept.case.skipped is None:
-            _write(path, kept.model_dump_json())
+            replace_file(path, kept.model_dump_json().encode())
     return kept.case
 
 
@@ -138,32 +134,15 @@ def _fingerprint_of_model(model: str) -> str:
 @cache
 def _fingerprint() -> str:
     """Of everything but the case that its numbers depend on: the sources that compute it, libraries, machine, threads."""
-    digest = hashlib.sha256(f"{platform.python_version()} {_versions()} {_hardware()}".encode())
+    digest = hashlib.sha256(f"{versions(LIBRARIES)} {_hardware()}".encode())
     digest.update(f"{torch.get_num_threads()} {digest_of(root=ROOT)}".encode())
     return digest.hexdigest()
 
 
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in LIBRARIES if importlib.util.find_spec(name)} | (
-        {"anchorline": importlib.metadata.version("anchorline")}
-    )
-
-
 @cache
 def _hardware() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cpu = f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    cpu = processor()
     return f"{torch.cuda.get_device_name()}; {cpu}" if torch.cuda.is_available() else cpu
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _make_folder(out: Path) -> None:
@@ -180,9 +159,3 @@ def _no_such_case(only: str, specs: list[CaseSpec]) -> list[CaseSpec]:
     ids = [spec.id for spec in specs]
     nearest = difflib.get_close_matches(only, ids, n=1, cutoff=0.0)[0]
     raise UserError(f"case {only!r}: none of the {len(ids)} of this configuration; the nearest is {nearest}")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from anchorline.files import replace_file
+
 
 class OfRow(BaseModel):
     """What is kept of one sequence."""
@@ -24,7 +26,5 @@ def kept_or_made(path: Path, kind: type[Kept], make: Callable[[], Kept]) -> Kept
     except (FileNotFoundError, ValidationError, UnicodeDecodeError):
         found = make()
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(found.model_dump_json(), encoding="utf-8")
-    beside.replace(path)
+    replace_file(path, found.model_dump_json().encode())
     return found

@@ -1,7 +1,6 @@
 """`shift_pairs` of a study on a torch model, from its configuration to `results.json`."""
 
 import hashlib
-import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from anchorline.environment import version
 from anchorline.errors import UserError
 from jaxref.rope import inverse_frequencies
 from parity_tests.oracle import oracle_of, preset_name
@@ -188,6 +188,6 @@ def _fingerprint() -> str:
     digest = hashlib.sha256(fingerprint().encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
-    digest.update(" ".join(importlib.metadata.version(name) for name in ("torch", "transformers")).encode())
+    digest.update(f"{version('torch')} {version('transformers')}".encode())
     digest.update((torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu").encode())
     return digest.hexdigest()

@@ -1,15 +1,13 @@
 """What a checkpoint says of itself. `manifest.json` is written last: a folder with one is whole."""
 
 import hashlib
-import importlib.metadata
 import json
-import platform
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from anchorline import environment
 from anchorline.errors import UserError, quoted
 from anchorline.files import FileEntry, parse_json, read_file
 from torchtrain import __version__
@@ -102,11 +100,9 @@ class Manifest(_Part):
 
 def versions() -> dict[str, str]:
     """Return the versions that the last bits of a result depend on."""
-    found = {"torchtrain": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "numpy", "safetensors", "deepspeed"):
-        with suppress(importlib.metadata.PackageNotFoundError):  # not every run needs each
-            found[name] = importlib.metadata.version(name)
-    return found
+    # Not every run needs each.
+    packages = ("torch", "transformers", "numpy", "safetensors", "deepspeed")
+    return {"torchtrain": __version__} | environment.versions(packages)
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anchorline import corpora
 from torchtrain.config import Source
-from torchtrain.data import demo
 from torchtrain.data.files import BadItemError, find_files, items
 from torchtrain.data.hub import dataset_items
 
@@ -80,7 +80,7 @@ def source_name(source: Source) -> str:
 def _read_all(source: Source) -> Iterator[Record | BadRecord]:
     name = source_name(source)
     if source.demo is not None:
-        for where, text in demo.documents(source.demo):
+        for where, text in corpora.documents(source.demo, f"data.sources: demo {source.demo!r}"):
             yield _record(source, name, where, {"text": text}, text_field="text")
         return
     if source.dataset is not None:

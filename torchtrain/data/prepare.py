@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock
 
+from anchorline import corpora
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import PARTIAL, expanded, sync
+from anchorline.files import PARTIAL, commit, expanded
 from torchtrain.config import DataConfig, Source
-from torchtrain.data import demo
 from torchtrain.data.corpus import BadRecord, Record, read, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder, special_tokens_of
 from torchtrain.data.files import find_files
@@ -151,7 +151,7 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
 def _source_identity(source: Source) -> dict[str, Any]:
     identity = source.model_dump(exclude={"streaming"})
     if source.demo is not None:
-        identity["version"] = demo.identity(source.demo)
+        identity["version"] = corpora.identity(source.demo, f"data.sources: demo {source.demo!r}")
     identity["contents"] = [(path.name, path.stat().st_size) for path in _files(source)]
     return identity
 
@@ -218,8 +218,7 @@ def _commits(final: Path, data: DataConfig) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that died
         partial.mkdir()
         yield partial
-        partial.rename(final)
-        sync(final.parent)
+        commit(partial, final)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _unwritable(data, error) from None

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from anchorline.files import replace_file
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -108,7 +110,7 @@ def _rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     if file.is_file():  # a model that does not generate has no generation_config.json
         written = json.loads(file.read_text(encoding="utf-8"))
         change(written)
-        file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        replace_file(file, (json.dumps(written, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _add_older_names(written: dict[str, Any]) -> None:

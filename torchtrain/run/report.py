@@ -1,10 +1,10 @@
 """What a person sees of a run: the opening lines, the progress bar, the final table, `loss.png`."""
 
+import io
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
@@ -144,12 +144,11 @@ def _add(table: Table, name: str, before: Mean, after: Mean) -> None:
         table.add_row(escape(name), *numbers)  # a domain may be called [x], which is markup
 
 
-def plot(events: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the training loss (all and per domain) over tokens seen, and the held-out losses before and after.
+def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return as a PNG the training loss (all and per domain) over tokens seen, and the held-out losses before and after.
 
     Args:
         events: those of `metrics.jsonl`.
-        path: the PNG to write, whatever its name ends in.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -178,4 +177,6 @@ def plot(events: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center")
-    figure.savefig(path, dpi=120, format="png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format="png")
+    return drawn.getvalue()

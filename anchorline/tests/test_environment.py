@@ -1,0 +1,63 @@
+"""Where a process runs: what records say of the commit, the machine and the packages."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from anchorline import environment
+from anchorline.environment import git_state, packaged_file, processor, version, versions
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", folder, *identity, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_checkout_has_a_commit_and_is_clean_or_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    assert git_state(folder) == (None, None)
+    assert git_state(tmp_path / "none") == (None, None)
+    git(folder, "init", "-q")
+    assert git_state(folder) == (None, None)  # there is no commit yet
+    (folder / "a").write_text("a")
+    git(folder, "add", "a")
+    git(folder, "commit", "-qm", "one")
+    commit = git(folder, "rev-parse", "HEAD")
+    assert len(commit) == 40
+    (folder / "untracked").touch()
+    assert git_state(folder) == (commit, False)
+    (folder / "a").write_text("b")
+    assert git_state(folder) == (commit, True)
+    monkeypatch.setenv("PATH", "")
+    assert git_state(folder) == (None, None)
+
+
+def test_the_processor_is_named_with_its_cores():
+    name, _, cores = processor().rpartition(", ")
+    assert name
+    assert cores == f"{os.cpu_count()} cores"
+
+
+def test_versions_are_of_what_is_installed():
+    assert version("none-of-this-name") is None
+    found = versions(["pydantic", "none-of-this-name"])
+    assert found == {"python": platform.python_version(), "pydantic": importlib.metadata.version("pydantic")}
+    assert list(found) == ["python", "pydantic"]
+
+
+def test_a_file_of_a_package_is_found_without_importing_it(monkeypatch, tmp_path):
+    found = packaged_file("pydantic", "main.py")
+    assert found is not None
+    assert found.name == "main.py"
+    assert packaged_file("pydantic", ".gguf") is None
+    assert packaged_file("none-of-this-name", ".py") is None
+    gone = importlib.metadata.PathDistribution(tmp_path)
+    path = importlib.metadata.PackagePath("gone.py")
+    path.dist = gone
+    monkeypatch.setattr(environment.importlib.metadata, "files", lambda name: [path])
+    assert packaged_file("pydantic", ".py") is None  # it is listed, and removed
