@@ -85,7 +85,7 @@ def make_app(name: str, about: str) -> typer.Typer:
 def finite(value: float | None) -> float | None:
     """Refuse nan and infinity: the callback of an option."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no finite number.")
+        raise typer.BadParameter(f"{value} is not a finite number.")
     return value
 
 
