@@ -16,7 +16,7 @@ from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Shaped, jaxtyped
 
@@ -37,20 +37,26 @@ def check_shapes(function: str, names: Sequence[str], values: Mapping[str, Any])
 
     Raises TypeError: the name, its shape and those of the names before it.
     """
-    with jaxtyped("context"):
-        seen = []
-        for name in names:
-            value = values.get(name)
-            if not hasattr(value, "shape"):
-                continue  # not yet set on this way out, or None, or a list of arrays
-            seen.append(f"{name} {list(value.shape)}")
-            if not isinstance(value, _shape_of(name)):
-                raise TypeError(f"{function}: {name} has shape {list(value.shape)}; {', '.join(seen)}")
+    # What is not yet set on this way out, or None, or a list of arrays, has no shape.
+    _check_once(
+        function, tuple((name, tuple(values[name].shape)) for name in names if hasattr(values.get(name), "shape"))
+    )
+
+
+class _Array(NamedTuple):
+    """What jaxtyping asks of an array; without the array, each set of shapes is judged once."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
 
 
 @cache
-def _shape_of(name: str) -> Any:
-    return Shaped[Any, axes(name)]
+def _check_once(function: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+    with jaxtyped("context"):
+        for i, (name, shape) in enumerate(shapes):
+            if not isinstance(_Array(shape), Shaped[Any, axes(name)]):  # type: ignore[arg-type]
+                seen = ", ".join(f"{name} {list(shape)}" for name, shape in shapes[: i + 1])
+                raise TypeError(f"{function}: {name} has shape {list(shape)}; {seen}")
 
 
 def install(modules: Sequence[str]) -> None:
