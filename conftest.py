@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from anchorline.tests import shapes
+
+shapes.install(["jaxref", "torchtrain.attention", "torchtrain.data.rows"])  # before anything imports them
+
 # A fresh clone gets the same examples everywhere; `--hypothesis-profile=explore` draws new ones. No example is timed.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)

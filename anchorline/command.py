@@ -45,10 +45,10 @@ class _Ends:
     name: str | None
     main: Callable[..., Any]
 
-    def invoke(self, context: Any) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command. An interruption is told apart here: the caller would tell of it in its own way."""
         try:
-            return super().invoke(context)  # type: ignore[misc]
+            return super().invoke(ctx)  # type: ignore[misc]
         except KeyboardInterrupt:
             raise Leave("interrupted", INTERRUPTED) from None
 
@@ -85,7 +85,7 @@ def make_app(name: str, about: str) -> typer.Typer:
 def finite(value: float | None) -> float | None:
     """Refuse nan and infinity: the callback of an option."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no finite number.")
+        raise typer.BadParameter(f"{value} is not a finite number.")
     return value
 
 

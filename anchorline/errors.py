@@ -18,7 +18,7 @@ def disk_fault(error: OSError) -> str:
 
 def quoted(value: object, most: int = _MOST_QUOTED) -> str:
     """Return a value as a message may quote it: on one line, printable, at most `most` characters; the cut is shown."""
-    text = one_line(value if isinstance(value, Path | os.PathLike) else repr(value))
+    text = one_line(value if hasattr(value, "__fspath__") else repr(value))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -55,7 +55,9 @@ def find_model(
         raise UserError(f"{field} {quoted(source)}: {one_line(error.strerror).lower()}; give a folder") from None
     looked = f"{field} {quoted(source)}: no folder with a config.json{_nearest(folder)}"
     if there:
-        raise UserError(f"{field} {quoted(source)}: is there, but is no folder with a config.json, and no hub id then")
+        raise UserError(
+            f"{field} {quoted(source)}: is there, but is not a folder with a config.json, and thus not a hub id"
+        )
     if not _ID.fullmatch(source) or len(source) > _MOST_ID:
         raise UserError(f"{looked}, and no hub id such as name/model; give one of them, or {special}")
     return _from_hub(source, looked, patterns, say)

@@ -193,7 +193,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
         place = f"line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode) or key.tag != _STRING:
             shown = key.value if isinstance(key, yaml.ScalarNode) else f"(a {key.id})"
-            raise UserError(f"{place}: key {one_line(shown[:200])[:40]} is no name; quote it")
+            raise UserError(f"{place}: key {one_line(shown[:200])[:40]} is not a name; quote it")
         if key.value in seen:
             raise UserError(f"{place}: key {quoted(key.value)} stands twice; remove one")
         seen.add(key.value)
@@ -230,7 +230,7 @@ def _override(tree: Tree, override: str, example: str) -> None:
 
 def _index(items: list, name: str, dotted: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
-        raise UserError(f"override {quoted(dotted)[1:-1]}: {quoted(name)} is no index of a list of {len(items)}")
+        raise UserError(f"override {quoted(dotted)[1:-1]}: {quoted(name)} is not an index of a list of {len(items)}")
     return int(name)
 
 

@@ -36,7 +36,8 @@ def visible(document_ids_BT: Any, q_slice: slice | None = None, k_slice: slice |
 
     Returns bool [B, Q, J].
     """
-    index_T = np.arange(document_ids_BT.shape[1])
+    tokens: int = document_ids_BT.shape[1]
+    index_T = np.arange(tokens)
     q, k = q_slice or slice(None), k_slice or slice(None)
     return rule(
         document_ids_BT[:, q, None], document_ids_BT[:, None, k], index_T[q][None, :, None], index_T[k][None, None, :]
@@ -116,7 +117,7 @@ def layout(
     ids = np.concatenate([np.full(anchor, ANCHOR), documents, np.full(padding, PADDING)]).astype(np.int64)
     T = len(ids)
     # Pieces by document, each the indices of its tokens.
-    starts = anchor + np.cumsum([0, *(tag + n for n in lengths)])
+    starts: list[int] = (anchor + np.cumsum([0, *(tag + n for n in lengths)])).tolist()
     pieces = [
         _pieces(np.arange(start, stop), tag, min(chunks, n))
         for start, stop, n in zip(starts[:-1], starts[1:], lengths, strict=True)
@@ -159,5 +160,5 @@ def _order(names: np.ndarray, seed: int, turns: Sequence[int] | None) -> np.ndar
 
 
 def _pieces(tokens: np.ndarray, tag: int, count: int) -> list[np.ndarray]:
-    first, *others = np.array_split(tokens[tag:], count)
-    return [np.concatenate([tokens[:tag], first]), *others]
+    parts: list[np.ndarray] = np.array_split(tokens[tag:], count)
+    return [np.concatenate([tokens[:tag], parts[0]]), *parts[1:]]

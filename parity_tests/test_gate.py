@@ -104,7 +104,7 @@ def test_ci_covers_what_it_promises():
         ("title: [", [], "config"),
         ("- a", [], "expected sections such as `title:`"),
         ("title: t\ntitle: u", [], "stands twice"),
-        ("title: t\nmatrix: [{}]", ["matrix.1.tokens=40"], "'1' is no index"),
+        ("title: t\nmatrix: [{}]", ["matrix.1.tokens=40"], "'1' is not an index"),
         (
             "title: t\nmatrix: [{}]",
             ["matrix.0.tokens=4"],

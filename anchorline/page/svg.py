@@ -44,7 +44,7 @@ def _attributes(element: ElementTree.Element, referred: set[str]) -> dict[str, s
     for declaration in filter(str.strip, element.get("style", "").split(";")):
         name, value = (part.strip() for part in declaration.split(":", 1))
         if name != "font-family":
-            assert not value.startswith("#") or value in DRAWN, f"{value} is no colour of the palette"
+            assert not value.startswith("#") or value in DRAWN, f"{value} is not a colour of the palette"
             keep[name] = f"var(--{DRAWN[value]})" if value in DRAWN else value
     return {_local(name): " ".join(value.split()) for name, value in keep.items()}
 

@@ -89,8 +89,8 @@ def test_a_bug_of_ours_says_so_and_how_to_report_it(call, error):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sail", "--speed", "inf"], "inf is no finite number"),
-        (["sail", "--speed", "nan"], "nan is no finite number"),
+        (["sail", "--speed", "inf"], "inf is not a finite number"),
+        (["sail", "--speed", "nan"], "nan is not a finite number"),
         (["sail", "--speed", "x"], "Invalid value for '--speed'"),
         (["sail", "--knots", "9" * 25], "Invalid value for '--knots'"),
         (["sail", "--knots", "9" * 5000], "Invalid value for '--knots'"),

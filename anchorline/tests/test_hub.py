@@ -135,7 +135,7 @@ def test_a_mistyped_folder_names_the_nearest_one(endpoint, silent, tmp_path):
     (tmp_path / "tiny-llama" / "config.json").touch()
     assert "no folder with a config.json here (did you mean tiny-llama?)" in refused("tiny")
     assert f"(did you mean {tmp_path}/tiny-llama?)" in refused(f"{tmp_path}/tiny_llama")
-    assert "is there, but is no folder with a config.json" in refused("other")
+    assert "is there, but is not a folder with a config.json" in refused("other")
 
 
 @pytest.mark.parametrize(

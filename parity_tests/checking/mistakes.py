@@ -165,7 +165,7 @@ def explain(case: Case, arrays: Mapping[str, np.ndarray], broken: tuple[str, ...
 
 
 def explain_precision(case: Case, arrays: Mapping[str, np.ndarray], like: str) -> str | None:
-    """Whether other roundings would allow what breaks: then it is no mask that is wrong, but a cast."""
+    """Whether other roundings would allow what breaks: then a cast is wrong, not a mask."""
     for other in (name for name in LIKE if name != like):
         if _allowed(case, arrays, other, case.dtype):
             return f"a matter of rounding: it rounds like {other!r} attention (declare like={other!r} if that is meant)"

@@ -138,7 +138,7 @@ def _pairs(
         names = [name for name in oracle.truth if group_of(name) == stage]
         for name in sorted(names, key=_backward_order) if stage == "gradients" else names:
             if not name.endswith(".lse"):  # transformers' attention gives none
-                # A learning rate is no matter of the model's dtype.
+                # A learning rate does not depend on the model's dtype.
                 dtype = "float32" if name == "trajectory.rates" else spec.dtype
                 yield name, oracle.truth[name], oracle.reference[name], dtype
         if stage == "step":

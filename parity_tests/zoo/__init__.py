@@ -50,6 +50,6 @@ def discover() -> Mapping[str, Bug]:
     found = {}
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
         bug = importlib.import_module(f"{package.__name__}.{module.name}").BUG
-        assert isinstance(bug, Bug), f"{module.name}.BUG is no Bug"
+        assert isinstance(bug, Bug), f"{module.name}.BUG is not a Bug"
         found[module.name] = replace(bug, name=module.name)
     return MappingProxyType(found)

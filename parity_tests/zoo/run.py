@@ -76,7 +76,7 @@ def run_zoo(config: GateConfig, names: Sequence[str] | None = None, progress: Pr
         progress: called with a line on what was done, how many steps are done and how many there are.
 
     Raises:
-        UserError: a name that is no bug's.
+        UserError: a name that no bug has.
     """
     started = time.perf_counter()
     chosen = choose(names)
@@ -110,7 +110,7 @@ def _word(case: Case) -> str:
 
 
 def choose(names: Sequence[str] | None) -> list[Bug]:
-    """The bugs of these names, in the order given; None is all. Raises UserError for a name that is no bug's."""
+    """The bugs of these names, in the order given; None is all. Raises UserError for a name that no bug has."""
     known = discover()
     for name in names or ():
         if name not in known:

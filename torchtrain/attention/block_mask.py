@@ -3,7 +3,7 @@
 `create_block_mask` evaluates the rule on every pair (32 s and 10 GiB at T = 32K); here a block of keys is classified by
 the documents at its borders: nothing visible, all visible ("full": no mask is evaluated inside) or some.
 
-Legend: B batch · T tokens of a row · Q, J blocks of queries, of keys.
+Legend: B batch · T tokens of a row · P the same, rounded up to whole blocks · Q, J blocks of queries, of keys.
 """
 
 import torch
@@ -23,9 +23,9 @@ def make_block_mask(document_ids_BT: Tensor) -> BlockMask:
     decrease along the row (padding aside), which is how rows are packed; ids in any other order keep a superset of the
     blocks and stay correct, because the rule itself is evaluated inside every block that is not full.
     """
-    ids_BT = F.pad(document_ids_BT, (0, -document_ids_BT.shape[1] % BLOCK), value=PADDING)
-    B, T = ids_BT.shape
-    blocks = ids_BT.view(B, T // BLOCK, BLOCK)
+    ids_BP = F.pad(document_ids_BT, (0, -document_ids_BT.shape[1] % BLOCK), value=PADDING)
+    B, P = ids_BP.shape
+    blocks = ids_BP.view(B, P // BLOCK, BLOCK)
 
     # The documents of a block lie between its first and last id. Padding takes no part: first > last where all is
     # padding.
@@ -36,7 +36,7 @@ def make_block_mask(document_ids_BT: Tensor) -> BlockMask:
     has_anchor_BQ = first_BQ == ANCHOR
     one_document_BQ = all_real_BQ & (_min_where(blocks > ANCHOR, blocks) >= last_BQ)  # with or without anchor tokens
 
-    block_Q = torch.arange(T // BLOCK, device=ids_BT.device)
+    block_Q = torch.arange(P // BLOCK, device=ids_BP.device)
     before_QJ = block_Q[None, :] < block_Q[:, None]
     on_diagonal_QJ = block_Q[None, :] == block_Q[:, None]
 
@@ -44,13 +44,13 @@ def make_block_mask(document_ids_BT: Tensor) -> BlockMask:
     reach_BQJ = (overlap_BQJ | has_anchor_BQ[:, None, :]) & some_real_BQ[:, :, None] & some_real_BQ[:, None, :]
     some_BQJ = reach_BQJ & (before_QJ | on_diagonal_QJ)
 
-    to_anchor_BQJ = (all_real_BQ & (last_BQ == ANCHOR))[:, None, :]
+    to_anchor_B1J = (all_real_BQ & (last_BQ == ANCHOR))[:, None, :]
     single_BQ = one_document_BQ & ~has_anchor_BQ  # queries of one document, which may also see its anchor's keys
     to_own_BQJ = single_BQ[:, :, None] & one_document_BQ[:, None, :] & (last_BQ[:, :, None] == last_BQ[:, None, :])
-    full_BQJ = before_QJ & all_real_BQ[:, :, None] & (to_anchor_BQJ | to_own_BQJ)
+    full_BQJ = before_QJ & all_real_BQ[:, :, None] & (to_anchor_B1J | to_own_BQJ)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return visible(ids_BT[b, q], ids_BT[b, k], q, k)
+        return visible(ids_BP[b, q], ids_BP[b, k], q, k)
 
     return BlockMask.from_kv_blocks(
         *_as_indices(some_BQJ & ~full_BQJ), *_as_indices(full_BQJ), BLOCK_SIZE=BLOCK, mask_mod=mask_mod

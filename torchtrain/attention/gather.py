@@ -52,10 +52,10 @@ def gather_queries(x_BTHD: Tensor, plan: AttentionPlan) -> Tensor:
     return x if plan.queries_in_order else x.index_select(0, plan.q_index_N)
 
 
-def scatter_queries(x_N: Tensor, plan: AttentionPlan, fill: float = 0.0) -> Tensor:
+def scatter_queries(x: Tensor, plan: AttentionPlan, fill: float = 0.0) -> Tensor:
     """Inverse of `gather_queries` for [N, ...]: back to [B, T, ...], with `fill` at padding."""
     B, T = plan.document_ids_BT.shape
     if plan.queries_in_order:
-        return x_N.reshape(B, T, *x_N.shape[1:])
-    full = x_N.new_full((B * T, *x_N.shape[1:]), fill)
-    return full.index_copy(0, plan.q_index_N, x_N).view(B, T, *x_N.shape[1:])
+        return x.reshape(B, T, *x.shape[1:])
+    full = x.new_full((B * T, *x.shape[1:]), fill)
+    return full.index_copy(0, plan.q_index_N, x).view(B, T, *x.shape[1:])

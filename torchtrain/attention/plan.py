@@ -144,7 +144,7 @@ def _group_copies(token: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         return token, slot.reshape(0, 0)
     token, order = token.sort(stable=True)
     anchor_R, copies_R = token.unique_consecutive(return_counts=True)
-    copy_C = torch.arange(len(token)) - _cumulative(copies_R)[:-1].repeat_interleave(copies_R)
+    column = torch.arange(len(token)) - _cumulative(copies_R)[:-1].repeat_interleave(copies_R)
     slot_RC = slot.new_full((len(anchor_R), int(copies_R.max())), -1)
-    slot_RC[torch.arange(len(anchor_R)).repeat_interleave(copies_R), copy_C] = slot[order]
+    slot_RC[torch.arange(len(anchor_R)).repeat_interleave(copies_R), column] = slot[order]
     return anchor_R, slot_RC

@@ -1,4 +1,4 @@
-"""cu_seqlens without its last entry: the last document is no segment and gets no output."""
+"""cu_seqlens without its last entry: the last document has no segment and gets no output."""
 
 import torch
 from torch import Tensor
