@@ -15,7 +15,7 @@ one difference. There `dynamic` depends on the calls before; here it is a functi
 
 Frequencies are computed in 50 decimal digits and rounded once, so they are the float64 numbers nearest to the formulas.
 
-Legend: B batch · T tokens of a row · H heads · D head_dim · C = D / 2 rotated pairs.
+Legend: B batch · A batch, or 1 · T tokens of a row · H heads · D head_dim · C = D / 2 rotated pairs.
 """
 
 import math
@@ -227,13 +227,13 @@ def cos_sin(
     return cos_BTC, sin_BTC
 
 
-def rotate(x_BTHD: Any, cos_BTC: jax.Array, sin_BTC: jax.Array, rounding: Rounding, site: str) -> jax.Array:
+def rotate(x_ATHD: Any, cos_BTC: jax.Array, sin_BTC: jax.Array, rounding: Rounding, site: str) -> jax.Array:
     """Rotate the pairs (i, i + D/2), transformers' half-split convention: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    x_BTHD: queries or keys [B, T, H, D], in the carrier as the tables are.
+    x_ATHD: queries or keys [B, T, H, D], in the carrier as the tables are; or [1, T, H, D], rotated by every table.
     site: `q_rotated` or `k_rotated`, rounded after `rope_product` and `rope_sum`.
     """
-    a, b = jnp.split(jnp.asarray(x_BTHD), 2, axis=-1)
+    a, b = jnp.split(jnp.asarray(x_ATHD), 2, axis=-1)
     cos, sin = cos_BTC[:, :, None], sin_BTC[:, :, None]
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
