@@ -130,6 +130,15 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama")))
     with pytest.raises(UserError, match=r"model.safetensors does not exist, nor model.safetensors.index.json"):
         load_hf(tmp_path)
+    index = {
+        "weight_map": {"model.norm.weight": "half \ud800"}
+    }  # no file can have this name, and no terminal can show it
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        UserError, match=r"half .ud800'? does not exist, but model.safetensors.index.json names it"
+    ) as error:
+        load_hf(tmp_path)
+    assert str(error.value).isprintable()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not JSON"):
         load_hf(tmp_path)
