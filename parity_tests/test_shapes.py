@@ -41,7 +41,7 @@ def test_the_oracle_is_held_to_its_names():
     rounding = preset("exact")
     cos_BTC, sin_BTC = cos_sin(np.arange(3)[None], np.ones(2), 1.0, rounding)
     assert rotate(np.ones((1, 3, 1, 4)), cos_BTC, sin_BTC, rounding, "q_rotated").shape == (1, 3, 1, 4)
-    with pytest.raises(TypeError, match=r"rotate: cos_BTC has shape \[1, 1, 2\]; x_BTHD \[1, 3, 1, 4\]"):
+    with pytest.raises(TypeError, match=r"rotate: cos_BTC has shape \[1, 1, 2\]; x_ATHD \[1, 3, 1, 4\]"):
         rotate(np.ones((1, 3, 1, 4)), cos_BTC[:, :1], sin_BTC[:, :1], rounding, "q_rotated")  # broadcasts in silence
 
 
