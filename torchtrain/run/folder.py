@@ -451,8 +451,9 @@ class RunFolder:
         """Remove an export. It loses its name first, so that a crash never leaves a part of it under that name."""
         outputs, name = Outputs.read(self.outputs), self._name(folder)
         files = outputs.models.get(name)
-        outputs.write(self.outputs, removing=self._name(name_aside(folder)))
-        aside = set_aside(folder)
+        aside = name_aside(folder)
+        outputs.write(self.outputs, removing=self._name(aside))
+        set_aside(folder, aside)
         self._remove(aside, files, by_name=not _is_listed(_read(self.record)))
         models = {of: held for of, held in outputs.models.items() if of != name}
         outputs.write(self.outputs, models=models, removing=None)

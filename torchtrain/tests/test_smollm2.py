@@ -123,7 +123,7 @@ def test_a_folder_that_another_process_made_meanwhile_is_used(package, tmp_path,
     target = smollm2_folder(tmp_path / "elsewhere").name
 
     def slow(source, folder):
-        other = folder.parent / target
+        other = tmp_path / "cache" / "models" / target
         other.mkdir()
         (other / "theirs").touch()
 
