@@ -4,11 +4,14 @@ import json
 import os
 import shutil
 import sys
+import time
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from anchorline.errors import UserError
 from jaxref import convert as module
 from jaxref.checkpoint import FILES, restore, save
 from jaxref.cli import app
@@ -206,6 +209,23 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(convert, folders, tmp_path
     assert (code, printed, err.count("\n")) == (2, "", 1), err
     assert line in err
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_reads_that_end_after_the_first_that_fails_say_nothing(tmp_path, monkeypatch):
+    """TensorStore's threads printed a traceback for each, in about one conversion of three."""
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    save(tmp_path / "checkpoint", tiny("llama", num_hidden_layers=4))
+    (tmp_path / "checkpoint" / FILES).unlink()
+    manifest = tmp_path / "checkpoint" / "params" / "manifest.ocdbt"
+    manifest.write_bytes(manifest.read_bytes()[:8])
+    for _ in range(8):
+        with pytest.raises(UserError, match="damaged, or not a checkpoint"):
+            restore(tmp_path / "checkpoint")
+    other = SimpleNamespace(exc_value=RuntimeError("another"))
+    sys.unraisablehook(other)
+    time.sleep(0.2)  # for the last of them
+    assert said == [other]
 
 
 def test_a_target_that_cannot_be_made_is_refused_first(convert, folders, tmp_path, monkeypatch):
