@@ -1,4 +1,5 @@
-"""Files that survive a crash: written once, flushed to the disk, committed by a rename. Nothing is removed that is not listed."""
+"""Files that survive a crash: written once, flushed to the disk, committed by a rename. Only what is listed is
+removed."""
 
 import errno
 import hashlib
@@ -25,7 +26,7 @@ MOST_JSON = 1 << 26  # bytes: more than the settings of any model, and its token
 # What stands below a folder that a user names has paths this much longer, in bytes, at most.
 _ROOM_BELOW = 200
 _MOST_DEPTH = 64
-# A folder that cannot be removed and may stay: one that holds something, is a disk's root, or stands where we may not write.
+# A folder that may stay: one that holds something, is a disk's root, or stands where we may not write.
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -86,7 +87,7 @@ def open_file(path: Path) -> FileIO:
     """Open a file to read: a regular one (a pipe would make us wait).
 
     Raises:
-        OSError: what the system says; or it is no regular file, or no file can have its name.
+        OSError: what the system says; or it is not a regular file, or a file cannot have its name.
     """
     try:
         file = FileIO(str(path), "rb", opener=_without_waiting)
@@ -125,7 +126,7 @@ def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, An
         most: bytes that are read.
 
     Raises:
-        UserError: it cannot be read, or is no JSON object, nested `_MOST_DEPTH` deep at most: one line that names it.
+        UserError: it cannot be read, or is not a JSON object nested at most `_MOST_DEPTH` deep: one line that names it.
     """
     said = f"{what}: {quoted(path)}" if what else quoted(path)
     try:
@@ -204,7 +205,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def save(path: Path, content: bytes) -> None:
-    """Give a file that a user names a new content, as `replace_file`; a link stays one, and what is no file is written into.
+    """Give a file that a user names a new content, as `replace_file`; a link stays, a device is written into.
 
     Raises:
         OSError: what the system says; of a file, the old content is still there.
@@ -293,7 +294,7 @@ def commit(partial: Path, final: Path) -> None:
 
 @contextmanager
 def build_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path, of nothing yet, at which a folder is to be made; it takes its name when the block ends, whole or not at all.
+    """Yield a path at which to make a folder; it takes its name when the block ends, whole or not at all.
 
     Its mode and its files' are what this process makes, whatever libraries chose.
 
@@ -328,12 +329,12 @@ def set_aside(folder: Path, aside: Path | None = None) -> Path:
 
 
 def remove(folder: Path, names: Iterable[str]) -> bool:
-    """Remove files of a folder, then the folders that are empty without them, as far as the system lets them go; nothing else, and
-    nothing behind a link.
+    """Remove files of a folder, then the folders that are empty without them, as far as the system lets them go;
+    nothing else, and nothing behind a link.
 
     Args:
         folder: where they are.
-        names: their paths from there, and those of folders that are to go if they are empty. One that is not there does not matter.
+        names: their paths from there, and those of folders that go if they are empty. One may be missing.
 
     Returns:
         Whether the folder is gone.

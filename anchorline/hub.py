@@ -1,7 +1,7 @@
-"""Where a model is: a folder of this disk, which is looked for first, or an id of the Hugging Face hub, which has to answer in time.
+"""Where a model is: a folder of this disk, looked for first, or an id of a hub that has to answer in time.
 
-huggingface_hub tries each file of a model five times and more, for 10 s each, in silence: minutes for an id that was mistyped.
-Here the hub is asked once what it holds, and a download goes on for as long as something arrives.
+huggingface_hub tries each file of a model five times and more, for 10 s each, in silence: minutes for an id that was
+mistyped. Here the hub is asked once what it holds, and a download goes on for as long as something arrives.
 """
 
 import difflib
@@ -43,8 +43,8 @@ def find_model(
         special: a name that the caller takes besides, for the message.
 
     Raises:
-        UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; it does not answer
-            within `ANSWER_SECONDS`, or a download stalls for `STALL_SECONDS`, and its cache does not hold the model.
+        UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; without the model
+        in the cache, no answer within `ANSWER_SECONDS` or a download that stalls for `STALL_SECONDS`.
     """
     folder = _expanded(source)
     try:
@@ -101,7 +101,7 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
 
 
 def _in_cache(source: str, patterns: Sequence[str], wanted: Sequence[str]) -> Path | None:
-    """Return the folder of a model in the cache if it is all there, as far as is known: what the hub listed, if it did."""
+    """Return the folder of a model in the cache if it is all there: what the hub listed, if it did."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -2,9 +2,9 @@
 
     python benchmarks/attention.py --out results/attention.json
 
-Both masks run on the same tensors, in turn (anchor, full, anchor, full, ...), forward and backward; the figure to read is
-the median of the ratios pair by pair, beside the ratio of live pairs, which is what the work alone would give. Engines that
-cannot run here are listed with the reason.
+Both masks run on the same tensors, in turn (anchor, full, anchor, full, ...), forward and backward; the figure to read
+is the median of the ratios pair by pair, beside the ratio of live pairs, which is what the work alone would give.
+Engines that cannot run here are listed with the reason.
 """
 
 import datetime

@@ -3,8 +3,9 @@
     from parity_tests.check import check_attention
     check_attention(my_function).raise_if_different()
 
-Truth is the oracle in float64, the allowance what the oracle errs under the function's roundings (`parity_tests/tolerance.py`).
-Beyond numbers: nothing invisible may have any effect, exactly. docs/checking-your-kernel.md says how a function is called.
+Truth is the oracle in float64, the allowance what the oracle errs under the function's roundings
+(`parity_tests/tolerance.py`). Beyond numbers: nothing invisible may have any effect, exactly.
+docs/checking-your-kernel.md says how a function is called.
 """
 
 import sys
@@ -65,8 +66,8 @@ def check_attention(
         seed: of q, k, v and the cotangent.
         progress: called after each case with its result, the number of the case and of all cases.
 
-    Raises UserError, one line: an option that does not exist, a function whose signature leaves something open. Whatever the
-    function itself does wrong is in the result.
+    Raises UserError, one line: an option that does not exist, a function whose signature leaves something open.
+    Whatever the function itself does wrong is in the result.
     """
     how = resolve(fn, merge(declare(like=like), adapter))
     cases = make_cases(how, layouts=layouts, dtypes=dtypes, heads=heads, head_dim=head_dim, seed=seed)
@@ -145,10 +146,10 @@ def check_command(
     like: str | None = None,
     lacks: Sequence[str] = (),
 ) -> int:
-    """`parity check`: print a table and the verdict in words. Returns 0 same, 1 different, 2 a mistake (one line on stderr).
+    """`parity check`: print a table and the verdict in words. Returns 0 same, 1 different, 2 a mistake.
 
-    target: `module:function` or `file.py:function`. heads: `4/2` is 4 query heads on 2 key/value heads. library, layout,
-    documents, like and lacks declare what the function takes, over what it declares itself. The others: `check_attention`.
+    target: `module:function` or `file.py:function`. heads: `4/2` is 4 query heads on 2 key/value heads. library,
+    layout, documents, like and lacks override what the function declares. The others: `check_attention`.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn

@@ -3,13 +3,14 @@
     python -m parity_tests.families --out docs/families.md   # every family, some minutes
     python -m parity_tests.families llama lfm2               # these, to the terminal
 
-A family is judged on a tiny random model in float64, on two packed rows. Truth is the family's own eager attention, given the
-mask rule as a 4D float mask; the reference is its sdpa, given the same mask. So what is allowed (`tolerance`) is what two
-implementations of transformers differ by. Isolation is exact: no gradient of a token reaches one that it may not see.
+A family is judged on a tiny random model in float64, on two packed rows. Truth is the family's own eager attention,
+given the mask rule as a 4D float mask; the reference is its sdpa, given the same mask. So what is allowed (`tolerance`)
+is what two implementations of transformers differ by. Isolation is exact: no gradient reaches a token that may not be
+seen.
 
-Gradients are judged module by module, a layer's weight and bias as one array, which is what they are of [x, 1]. A key's bias
-without RoPE alone cannot be judged: it moves every score of a query alike, its gradient is zero, and what is left of it in
-transformers' two implementations is rounding, of which one may have a quarter more than twice the other's.
+Gradients are judged module by module, a layer's weight and bias as one array, which is what they are of [x, 1]. A key's
+bias without RoPE alone cannot be judged: it moves every score of a query alike, its gradient is zero, and what is left
+of it in transformers' two implementations is rounding, of which one may have a quarter more than twice the other's.
 
 Legend: B batch · T tokens of a row · V vocabulary.
 """
@@ -38,7 +39,7 @@ from torchtrain.attention import visible_BTT
 
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
 _VOCABULARY = 61
-_LARGEST = 20_000_000  # parameters: one more is no tiny model, its config has a size that `_SIZES` does not know
+_LARGEST = 20_000_000  # parameters: more are not a tiny model: its config has a size that `_SIZES` does not know
 
 # Sizes that a family ties to one another in a way of its own, or that its config leaves open.
 _LATENT = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4")
@@ -262,29 +263,33 @@ def _alone(model: Any) -> str:
         model.set_attn_implementation("eager")
 
 
+HEAD = """# Families under `anchor`
+
+Made by `make families` with transformers {version}: every model type that `AutoModelForCausalLM` knows, as a tiny
+random model in float64. {right} are right, {refused} refused, {not_built} not built, {wrong} wrong.
+
+- **right**: `torchtrain.attach` takes it; logits and the gradients of every module are those of its own eager
+  attention, given the same rule as a 4D float mask, by the error rule (weight and bias of a module as one array: a
+  key's bias alone moves every score of a query alike where there is no RoPE, so its gradient is zero but for rounding);
+  and no gradient of any token reaches one that it may not see: exactly zero.
+- **refused**: by `torchtrain.attach`, with this line. A family whose refusal names a setting runs where that setting
+  allows it.
+- **not built**: no tiny model of it could be made from its config's defaults here. `attach` judges the model that you
+  have.
+
+The last column is `model.set_attn_implementation("anchor")` without `attach`: refused at the first call, separate,
+ignored (so that `document_ids` do nothing), or a leak in silence.
+
+| family | verdict | why | without `attach` |
+| --- | --- | --- | --- |"""
+
+
 def page(rows: list[Row]) -> str:
     """The table as Markdown."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (RIGHT, REFUSED, NOT_BUILT, WRONG)}
-    lines = [
-        "# Families under `anchor`",
-        "",
-        f"Made by `make families` with transformers {transformers.__version__}: every model type that `AutoModelForCausalLM` knows, as a tiny",
-        f"random model in float64. {count[RIGHT]} are right, {count[REFUSED]} refused, {count[NOT_BUILT]} not built, {count[WRONG]} wrong.",
-        "",
-        "- **right**: `torchtrain.attach` takes it; logits and the gradients of every module are those of its own eager attention, given the",
-        "  same rule as a 4D float mask, by the error rule (weight and bias of a module as one array: a key's bias alone moves every score of a",
-        "  query alike where there is no RoPE, so its gradient is zero but for rounding); and no gradient of any token reaches one that it may",
-        "  not see: exactly zero.",
-        "- **refused**: by `torchtrain.attach`, with this line. A family whose refusal names a setting runs where that setting allows it.",
-        "- **not built**: no tiny model of it could be made from its config's defaults here. `attach` judges the model that you have.",
-        "",
-        'The last column is `model.set_attn_implementation("anchor")` without `attach`: refused at the first call, separate, ignored (so that',
-        "`document_ids` do nothing), or a leak in silence.",
-        "",
-        "| family | verdict | why | without `attach` |",
-        "| --- | --- | --- | --- |",
-    ]
-    return "\n".join([*lines, *(_table_row(row) for row in rows), ""])
+    numbers = {verdict.lower().replace(" ", "_"): number for verdict, number in count.items()}
+    head = HEAD.format(version=transformers.__version__, **numbers)
+    return "\n".join([head, *(_table_row(row) for row in rows), ""])
 
 
 def _table_row(row: Row) -> str:

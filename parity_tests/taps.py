@@ -1,7 +1,7 @@
 """Named intermediates ("taps") of a transformers decoder, under the oracle's names, from hooks that change nothing.
 
-The names are those of `jaxref.model`: `embed`, `layers.3.k_rope`, `final_norm`, `logits`, ... so that the two sides compare
-key by key. Hooks only read; the model computes what it computes without them.
+The names are those of `jaxref.model`: `embed`, `layers.3.k_rope`, `final_norm`, `logits`, ... so that the two sides
+compare key by key. Hooks only read; the model computes what it computes without them.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · M model width.
 """
@@ -33,7 +33,7 @@ _PROBE = "parity_probe"
 
 @torch.no_grad()
 def capture_taps(model: nn.Module, **inputs: Any) -> Taps:
-    """Run `model(**inputs)` once and return every tap, in float32 at least, with heads apart: [B, T, H, D] and [B, T, M].
+    """Run `model(**inputs)` once; return every tap, in float32 at least, heads apart: [B, T, H, D] and [B, T, M].
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 for causal language modelling, on any device, in any dtype.

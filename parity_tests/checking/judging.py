@@ -100,7 +100,7 @@ def _verdicts(case: Case, arrays: Arrays, like: str) -> dict[str, Verdict]:
 
 
 def real_queries(case: Case) -> np.ndarray:
-    """Bool [B, H, T]. The log-sum-exp of a token that sees nothing is not judged: kernels give -inf, +inf or a large number."""
+    """Bool [B, H, T]. Of a token that sees nothing the lse is not judged: kernels give -inf, +inf or a large number."""
     return np.repeat((case.document_ids_BT != PADDING)[:, None], case.heads, axis=1)
 
 
@@ -136,8 +136,8 @@ def place(case: Case, row: int, token: int) -> str:
 def _probes(case: Case) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]]:
     """Row, queries [T], keys [B, T] that none of them may see, and words: the first half of each document in turn.
 
-    The first half sees neither the second nor another document nor another row, so one probe tests causality, documents,
-    padding and the batch at once.
+    The first half sees neither the second nor another document nor another row, so one probe tests causality,
+    documents, padding and the batch at once.
     """
     visible_BTT = visible(case.document_ids_BT)
     for row, ids_T in enumerate(case.document_ids_BT):
@@ -166,7 +166,8 @@ def _influence(candidate: Candidate) -> str | None:
         if moved.any():
             token = int(np.flatnonzero(queries_T)[np.argwhere(moved)[0][0]])
             seen = _first_seen(candidate, base, row, queries_T, hidden_BT)
-            return f"not isolated: the output of {words} changes (first at token {token}) when {seen} is changed, which it cannot see"
+            at = f"the output of {words} changes (first at token {token})"
+            return f"not isolated: {at} when {seen} is changed, which it cannot see"
     return None
 
 

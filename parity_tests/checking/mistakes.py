@@ -1,8 +1,8 @@
 """Which mistake explains what a function gives: each is computed on purpose and held against the candidate.
 
-Each mistake is attention in float64 with one thing wrong (`parity_tests.wrong_attention` has those of the forward pass). A candidate whose arrays are, by the one rule, what the mistake
-gives, is said to make it. Forward mistakes are tried where `out` or `lse` breaks the rule, backward ones where only
-gradients do.
+Each mistake is attention in float64 with one thing wrong (`parity_tests.wrong_attention` has those of the forward
+pass). A candidate whose arrays are, by the one rule, what the mistake gives, is said to make it. Forward mistakes are
+tried where `out` or `lse` breaks the rule, backward ones where only gradients do.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
 """
@@ -48,11 +48,11 @@ def _without_maximum(case: Case) -> np.ndarray:
     return np.where(top > 0, -np.log(np.where(top > 0, top, 1.0)), -np.inf)  # the largest probability is 1 / sum
 
 
-# -- backward ---------------------------------------------------------------------------------------------------------------
+# -- backward ----------------------------------------------------------------------------------------------------------
 
 
 def _gradients(case: Case, queries_BT: np.ndarray | None = None, delta: bool = True) -> Arrays:
-    """dq [B, T, H, D], and dk, dv still apart for each query head [B, T, K, G, D]; from these queries' cotangents only."""
+    """dq [B, T, H, D], and dk, dv for each query head apart [B, T, K, G, D]; of these queries' cotangents only."""
     right = _attention(case)
     weight = case.draw()[3].astype(np.float64)
     if queries_BT is not None:
@@ -129,7 +129,7 @@ def _anchor_from(case: Case, right: Arrays, queries_BT: np.ndarray) -> Arrays:
     return {"dq": right["dq"]} | {n: np.where(anchor, some[n], right[n]) for n in ("dk", "dv")}
 
 
-# -- the comparison ---------------------------------------------------------------------------------------------------------
+# -- the comparison ----------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
@@ -139,7 +139,7 @@ def _computed(case: Case, kind: str) -> tuple[tuple[str, Mapping[str, np.ndarray
 
 
 def explain(case: Case, arrays: Mapping[str, np.ndarray], broken: tuple[str, ...], like: str) -> dict[str, float]:
-    """The mistakes that explain what breaks: words, and error over allowance if that were the right result (up to 1 here).
+    """The mistakes that explain what breaks: words, and error over allowance (up to 1) if that were right.
 
     Args:
         case: the case that failed.

@@ -117,7 +117,7 @@ class _TokenLosses:
 def _on_ranks(
     spec: CaseSpec, packed: _Rows, run: Callable[[CaseSpec, _Rows, Any, World], tuple[Arrays, dict[str, _TokenLosses]]]
 ) -> Arrays:
-    """What the first rank computed; the losses of the tokens, which every rank has of its own rows; the weights of all ranks."""
+    """What the first rank computed; each rank's losses of its own tokens; the weights of all ranks."""
     models = [_build(spec) for _ in range(spec.ranks)]
     ranks = run_ranks(spec.ranks, device(), lambda world: run(spec, packed, models[world.rank], world))
     arrays = ranks[0][0]

@@ -1,4 +1,4 @@
-"""What would explain a divergence: mistakes made on purpose, in float64, from the candidate's own arrays just before it.
+"""What explains a divergence: mistakes made on purpose, in float64, from the candidate's arrays just before it.
 
 A mistake explains a divergence if what it gives differs from the candidate by no more than the allowance.
 
@@ -93,7 +93,7 @@ def _labels(array: np.ndarray, truth: np.ndarray) -> str | None:
     return " and ".join(parts) or None
 
 
-# -- rotation ----------------------------------------------------------------------------------------------------------------
+# -- rotation ----------------------------------------------------------------------------------------------------------
 
 
 def _rotation(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
@@ -205,7 +205,7 @@ def _wrong_pairs(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str 
     return f"of {C} rotated pairs only {', '.join(map(str, wrong_C.nonzero()[0]))} are wrong: other frequencies"
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def _attention(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:

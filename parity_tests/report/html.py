@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page, the verdict first.
 
-What stands where is `page.html.j2`; here is what it says: verdicts in words, heat maps, and the few letters of a number. Its
-cells and rows are left unclosed, as HTML allows: a run has tens of thousands of measures.
+What stands where is `page.html.j2`; here is what it says: verdicts in words, heat maps, and the few letters of a
+number. Its cells and rows are left unclosed, as HTML allows: a run has tens of thousands of measures.
 """
 
 import math
@@ -82,7 +82,7 @@ def headline(report: Report) -> tuple[str, str]:
     return "Different", f"Of {count(run, 'case')}, {' and '.join(parts)}.{skipped}"
 
 
-# -- what the page shows of a measure and of a case --------------------------------------------------------------------------
+# -- what the page shows of a measure and of a case --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Heat:
-    """Error over allowance: a row a layer (or one row, of None), a column a tap, both in the order of the computation."""
+    """Error over allowance: a row a layer (or one, of None), a column a tap, in the order of the computation."""
 
     label: str
     caption: str
@@ -193,7 +193,8 @@ def cell(measure: Measure) -> Cell:
 
 
 def place(measure: Measure) -> str:
-    """Its place on the scale. The verdict is the measure's own: a ratio of 0 breaks the rule where the allowance is infinite."""
+    """Its place on the scale. The measure has the verdict: a ratio of 0 breaks the rule if the allowance is
+    infinite."""
     if measure.passed:
         return f"p{next(i for i, bound in enumerate(KEPT) if measure.ratio <= bound)}"
     return f"b{next((i for i, bound in enumerate(BROKEN) if 1 < measure.ratio <= bound), len(BROKEN) - 1)}"
@@ -276,7 +277,7 @@ def _bound(bound: float) -> str:
     return f"1/{round(1 / bound)}" if bound < 1 else f"{bound:g}"
 
 
-# -- where and how -----------------------------------------------------------------------------------------------------------
+# -- where and how -----------------------------------------------------------------------------------------------------
 
 
 def _facts(report: Report) -> dict[str, str]:

@@ -72,8 +72,8 @@ def shift_records(rows: Sequence[Shifts], section: ShiftPairsConfig, attention_f
 def load_torch(config: StudyConfig, pretrained: Pretrained, implementation: str, dtype: str) -> tuple[Any, bool]:
     """The torch model, tried on a few tokens, and whether its implementation returns attention.
 
-    Its parameters are those that the oracle has under `model.weights`. Raises UserError, one line: they are not of this dtype,
-    or the implementation does not exist or does not run here.
+    Its parameters are those that the oracle has under `model.weights`. Raises UserError, one line: they are not of this
+    dtype, or the implementation does not exist or does not run here.
     """
     from transformers import AutoModelForCausalLM
 

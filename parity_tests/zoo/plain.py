@@ -1,4 +1,4 @@
-"""Attention and AdamW written out plainly, correct as they stand: the ground on which bugs inside a fused kernel are made.
+"""Attention and AdamW written out plainly and correctly: the ground for bugs inside a fused kernel.
 
 `test_zoo.py` holds that both pass the gate, so that what is caught is the bug and not the ground.
 

@@ -1,6 +1,6 @@
 """Ask a gate which bugs it catches: first the correct code on every case, then each bug on the likeliest cases first.
 
-The oracle's side of a case is computed once; a bug costs only the candidate's, on as many cases as it takes to catch it.
+The oracle's side of a case is computed once; a bug costs only the candidate's, on cases until one catches it.
 """
 
 import hashlib

@@ -145,7 +145,7 @@ def _add(table: Table, name: str, before: Mean, after: Mean) -> None:
 
 
 def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return as a PNG the training loss (all and per domain) over tokens seen, and the held-out losses before and after.
+    """Return a PNG: training loss (all and per domain) over tokens seen, held-out losses before and after.
 
     Args:
         events: those of `metrics.jsonl`.

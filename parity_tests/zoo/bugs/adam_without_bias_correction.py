@@ -14,7 +14,9 @@ class _AdamW(plain.AdamW):
 
 BUG = Bug(
     what="Adam's bias correction missing",
-    where='BERT\'s own optimiser (issue 153: "mostly an oversight"; arXiv 2006.05987 on what it cost), MLX before PR 1640',
+    where=(
+        'BERT\'s own optimiser (issue 153: "mostly an oversight"; arXiv 2006.05987 on what it cost), MLX before PR 1640'
+    ),
     stage="step",
     apply=lambda: patch.object(torch.optim, "AdamW", _AdamW),
 )

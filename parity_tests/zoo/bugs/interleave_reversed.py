@@ -19,7 +19,10 @@ def _reversed(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
 
 BUG = Bug(
     what="interleaved chunks at the wrong positions",
-    where="AnchorContext's splitter of interleaved chunks slices the whole sequence, not the document: chunks land in wrong places",
+    where=(
+        "AnchorContext's splitter of interleaved chunks slices the whole sequence, not the "
+        "document: chunks land in wrong places"
+    ),
     stage="forward",
     apply=lambda: positions(_reversed),
     likely={"variant": ("anchor+interleave", "intra+interleave")},

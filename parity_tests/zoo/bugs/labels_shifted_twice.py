@@ -14,7 +14,10 @@ def _shifted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 BUG = Bug(
     what="labels shifted twice",
-    where="transformers itself: GIT from 4.49 on (issue 47394), Florence-2 (PR 46898), Moonshine (PR 46784); users: issue 32944",
+    where=(
+        "transformers itself: GIT from 4.49 on (issue 47394), Florence-2 (PR 46898), Moonshine (PR "
+        "46784); users: issue 32944"
+    ),
     stage="loss",
     apply=lambda: batches(_shifted),
 )

@@ -20,7 +20,10 @@ def _swapped(rotary, inv_freq_C: Tensor) -> Tensor:
 
 BUG = Bug(
     what="llama3 boundaries swapped",
-    where="seen in reviews of ports: wavelength bounds are original length over each factor, so the high factor bounds the short waves",
+    where=(
+        "seen in reviews of ports: wavelength bounds are original length over each factor, so the "
+        "high factor bounds the short waves"
+    ),
     stage="forward",
     apply=lambda: frequencies(_swapped),
     likely={"rope": "llama3"},

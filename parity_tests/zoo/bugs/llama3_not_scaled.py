@@ -16,7 +16,10 @@ def _unscaled(rotary, inv_freq_C: Tensor) -> Tensor:
 
 BUG = Bug(
     what="llama3 scaling ignored",
-    where="mlxcel issue 1355, felafax issue 59, tiny-vllm PR 1, mlir-air PR 1948: short prompts look right, long ones fall apart",
+    where=(
+        "mlxcel issue 1355, felafax issue 59, tiny-vllm PR 1, mlir-air PR 1948: short prompts look "
+        "right, long ones fall apart"
+    ),
     stage="forward",
     apply=lambda: frequencies(_unscaled),
     likely={"rope": "llama3"},

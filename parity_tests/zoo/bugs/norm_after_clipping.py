@@ -15,7 +15,10 @@ def _clipped(self, learning_rate):
 
 BUG = Bug(
     what="gradient norm reported after clipping",
-    where="a norm that never exceeds the limit says nothing: verl issue 2282 and miles PR 2132 on which of the two is meant",
+    where=(
+        "a norm that never exceeds the limit says nothing: verl issue 2282 and miles PR 2132 on "
+        "which of the two is meant"
+    ),
     stage="trajectory",
     apply=lambda: patch.object(Optimizer, "step", _clipped),
 )

@@ -1,4 +1,4 @@
-"""Each boundary between documents shifts the positions after it by one, as a separator that was counted and then removed."""
+"""Each boundary shifts the positions after it by one, as a separator that was counted and then removed."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Neighbouring pairs are rotated together (GPT-J, Meta's Llama) where the weights are laid out for halves (GPT-NeoX)."""
+"""Neighbouring pairs rotate together (GPT-J, Meta's Llama) though the weights are for halves (GPT-NeoX)."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ def _interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 
 BUG = Bug(
     what="interleaved pairs instead of halves",
-    where="every port between Meta's and transformers' Llama: transformers issue 25199, flash-attention issue 288, shainet PR 111",
+    where=(
+        "every port between Meta's and transformers' Llama: transformers issue 25199, "
+        "flash-attention issue 288, shainet PR 111"
+    ),
     stage="forward",
     apply=lambda: rotation(_interleaved),
 )

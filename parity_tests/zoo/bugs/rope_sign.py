@@ -19,7 +19,10 @@ def _backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: in
 
 BUG = Bug(
     what="rotation in the other direction",
-    where="seen in reviews of hand-written kernels: rotate_half as (x2, -x1); a model trained with it cannot tell, a ported one can",
+    where=(
+        "seen in reviews of hand-written kernels: rotate_half as (x2, -x1); a model trained with it "
+        "cannot tell, a ported one can"
+    ),
     stage="forward",
     apply=lambda: rotation(_backwards),
 )
