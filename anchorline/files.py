@@ -39,7 +39,7 @@ class FileEntry(BaseModel):
     sha256: str
 
 
-def expanded(path: str | Path) -> Path:
+def expand(path: str | Path) -> Path:
     """Return a user's path with ~ and ~NAME replaced.
 
     Raises:
@@ -65,7 +65,7 @@ def resolve(field: str, path: str | Path) -> Path:
     """
     said = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
     try:
-        written = expanded(path).absolute()
+        written = expand(path).absolute()
         for place in (written, *written.parents):
             if place.is_symlink() and not place.exists():
                 raise UserError(
@@ -90,7 +90,7 @@ def open_file(path: Path) -> FileIO:
         OSError: what the system says; or it is not a regular file, or a file cannot have its name.
     """
     try:
-        file = FileIO(str(path), "rb", opener=_without_waiting)
+        file = FileIO(str(path), "rb", opener=_open_without_waiting)
     except ValueError:  # NUL, or half a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -165,7 +165,7 @@ def _check_depth(content: Any) -> None:
             ahead.extend((inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 

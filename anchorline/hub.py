@@ -46,7 +46,7 @@ def find_model(
         UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; without the model
         in the cache, no answer within `ANSWER_SECONDS` or a download that stalls for `STALL_SECONDS`.
     """
-    folder = _expanded(source)
+    folder = _expand(source)
     try:
         if folder is not None and (folder / "config.json").is_file():
             return folder
@@ -63,7 +63,7 @@ def find_model(
     return _from_hub(source, looked, patterns, say)
 
 
-def _expanded(source: str) -> Path | None:
+def _expand(source: str) -> Path | None:
     try:
         return Path(source).expanduser()
     except RuntimeError:  # ~ of somebody who does not exist
@@ -157,9 +157,7 @@ class _Download(threading.Thread):
                 return
             paths = {}
             for name in sorted(self.wanted):
-                paths[name] = hf_hub_download(
-                    self.source, name, etag_timeout=ANSWER_SECONDS, tqdm_class=self._watched()
-                )
+                paths[name] = hf_hub_download(self.source, name, etag_timeout=ANSWER_SECONDS, tqdm_class=self._watch())
                 self._move()
             if len({Path(path).parent for path in paths.values()}) > 1:  # a folder for each commit
                 self.reason = "the hub's model changed while it was fetched; try again"
@@ -181,7 +179,7 @@ class _Download(threading.Thread):
     def _move(self) -> None:
         self._moved = time.monotonic()
 
-    def _watched(self) -> Any:
+    def _watch(self) -> Any:
         """Return a progress bar that notes each arrival."""
         from huggingface_hub.utils import tqdm
 

@@ -124,6 +124,9 @@ def _checkpointer() -> ocp.Checkpointer:
 
 def _check_files(folder: Path) -> None:
     """Refuse a checkpoint in which a file is missing or changed. Checkpoints of earlier versions do not list theirs."""
+    for path in sorted(folder.rglob("*")):
+        if not (path.is_file() or path.is_dir()):
+            raise UserError(f"{quoted(path)} is not a regular file; the checkpoint is damaged, take another")
     if not (folder / FILES).exists():
         return
     try:

@@ -57,7 +57,7 @@ def live_pairs(document_ids_BT: np.ndarray) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """One packed row under a variant: two arrays of the contract, and where each stored token comes from.
 
     `source[i]` is the place token i would have with documents stored whole and in order; only full + interleave moves
@@ -80,7 +80,7 @@ def layout(
     chunks: int = 4,
     seed: int = 0,
     turns: Sequence[int] | None = None,
-) -> Layout:
+) -> RowLayout:
     """Lay out one row: `anchor` prefix tokens, documents of these lengths opened by `tag` tokens each, `padding`
     tokens.
 
@@ -100,7 +100,7 @@ def layout(
         tag: tokens that open each document; part of it like any other.
         chunks: pieces a document is cut into.
         seed: of the merge order.
-        turns: the merge order itself, as `Layout.turns`, instead of one drawn from `seed`.
+        turns: the merge order itself, as `RowLayout.turns`, instead of one drawn from `seed`.
 
     Raises UserError: an unknown variant, a length or a number of chunks that is not positive, turns of other pieces.
     """
@@ -133,11 +133,11 @@ def layout(
         ids[ids == ANCHOR] = 1
     if base == "full":
         ids[ids > ANCHOR] = 1
-        return Layout(ids[merged], np.arange(T), merged, order)
+        return RowLayout(ids[merged], np.arange(T), merged, order)
     if base == "intra_reset":
         for document in np.unique(ids):
             positions[ids == document] = np.arange((ids == document).sum())
-    return Layout(ids, positions, np.arange(T), order)
+    return RowLayout(ids, positions, np.arange(T), order)
 
 
 def draw(document_ids: np.ndarray, seen: str = "■", unseen: str = "·") -> str:

@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 
 from anchorline.files import save
-from jaxref.mask import ANCHOR, PADDING, Layout, visible
+from jaxref.mask import ANCHOR, PADDING, RowLayout, visible
 
 TITLES = {
     "full": ("full", "sees everything before"),
@@ -23,7 +23,7 @@ ANCHOR_COLOUR, PADDING_COLOUR, MASKED_COLOUR = "#f2b01e", "#b9bec6", "#f1f2f5"
 DOCUMENT_COLOURS = ("#3f6fb5", "#2f9e8f", "#d1495b", "#8a5fbf", "#e07b39", "#5a8f3c", "#b0508f", "#4aa3c7")
 
 
-def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> None:
+def save_figure(rows: Mapping[str, tuple[RowLayout, np.ndarray]], path: Path) -> None:
     """Draw one square of T x T cells for each variant; written as the suffix of `path` says (.png, .svg, .pdf).
 
     rows: by base variant, a row's layout and the document each stored token came from, int [T], whatever the variant

@@ -108,7 +108,7 @@ class RopeSpec:
         if not _is_number(self.theta) or not 1 < self.theta <= MOST_THETA:
             raise UserError(f"theta: {quoted(self.theta)}; give a number above 1, and up to {MOST_THETA:g}")
         for name, value in self._parameters().items():
-            if name not in _used(self.rope_type):
+            if name not in _used_keys(self.rope_type):
                 raise UserError(f"{name}: rope_type {self.rope_type!r} does not use it; leave it out")
             least = {"factor": 1, "original_max_position_embeddings": 2}.get(name, LEAST_STRETCH)
             listed = name in ("short_factor", "long_factor")
@@ -173,7 +173,7 @@ class RopeSpec:
         rest: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in given.items()
-            if name in _used(rope_type) and value is not None
+            if name in _used_keys(rope_type) and value is not None
         }
         return cls(head_dim=head_dim, theta=theta, rope_type=rope_type, **rest)
 
@@ -205,7 +205,7 @@ def inverse_frequencies(spec: RopeSpec, seq_len: int | None = None) -> tuple[np.
     with localcontext(prec=_DIGITS):
         base = _ntk_base(spec, seq_len) if spec.rope_type in ("ntk", "dynamic") else Decimal(spec.theta)
         plain = [base ** (-Decimal(2 * i) / D) for i in range(D // 2)]
-        scale: Callable[..., Decimal] = _SCALED.get(spec.rope_type, _unscaled)
+        scale: Callable[..., Decimal] = _SCALED.get(spec.rope_type, _keep)
         scaled = [scale(frequency, pair, spec, seq_len) for pair, frequency in enumerate(plain)]
         return np.array([float(frequency) for frequency in scaled]), float(_attention_scaling(spec))
 
@@ -244,11 +244,11 @@ def rotate(x_ATHD: Any, cos_BTC: jax.Array, sin_BTC: jax.Array, rounding: Roundi
     return rounding.round(site, jnp.concatenate([first, second], axis=-1))
 
 
-def _used(rope_type: str) -> tuple[str, ...]:
+def _used_keys(rope_type: str) -> tuple[str, ...]:
     return (*_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
 
 
-def _unscaled(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
+def _keep(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
     return frequency
 
 

@@ -16,15 +16,15 @@ import torch
 
 from anchorline.errors import UserError, one_line
 from parity_tests.checking.adapter import Adapter, Resolved, attention, declare, merge, name_of, resolve
-from parity_tests.checking.cases import DTYPES, LAYOUTS, Case
-from parity_tests.checking.judging import CaseResult, judge_case
+from parity_tests.checking.cases import DTYPES, LAYOUTS, CheckCase
+from parity_tests.checking.judging import CaseResult, check_case
 from parity_tests.checking.result import CheckResult, NotTheSame, diagnose
 from parity_tests.checking.target import load_target
 
 __all__ = [
     "Adapter",
-    "Case",
     "CaseResult",
+    "CheckCase",
     "CheckResult",
     "NotTheSame",
     "attention",
@@ -74,13 +74,13 @@ def check_attention(
     device = choose_device(how, device)
     results = []
     for number, case in enumerate(cases, start=1):
-        results.append(judge_case(fn, how, case, backward=backward, device=device))
+        results.append(check_case(fn, how, case, backward=backward, device=device))
         if progress is not None:
             progress(results[-1], number, len(cases))
 
-    def right_in_layout(layout: str, case: Case) -> bool:
+    def right_in_layout(layout: str, case: CheckCase) -> bool:
         other = resolve(fn, merge(declare(layout=layout), merge(adapter, how.adapter)))  # type: ignore[arg-type]
-        return judge_case(fn, other, case, backward=False, device=device).passed
+        return check_case(fn, other, case, backward=False, device=device).passed
 
     return CheckResult(name_of(fn), how.adapter, tuple(results), diagnose(how.adapter, results, right_in_layout))
 
@@ -93,7 +93,7 @@ def make_cases(
     heads: Iterable[tuple[int, int]] | None = None,
     head_dim: int = 16,
     seed: int = 0,
-) -> list[Case]:
+) -> list[CheckCase]:
     """Multiply the options out. Raises UserError naming an option that does not exist."""
     layouts = list(LAYOUTS if layouts is None else layouts)
     dtypes = list(how.adapter.dtypes or ("float32", "bfloat16") if dtypes is None else dtypes)
@@ -108,7 +108,9 @@ def make_cases(
         raise UserError(f"heads: {heads}; give (query heads, key/value heads) with the first a multiple of the second")
     if head_dim < 1:
         raise UserError(f"head_dim: {head_dim}; give a positive number")
-    return [Case(LAYOUTS[name], h, k, head_dim, dtype, seed) for name in layouts for dtype in dtypes for h, k in heads]
+    return [
+        CheckCase(LAYOUTS[name], h, k, head_dim, dtype, seed) for name in layouts for dtype in dtypes for h, k in heads
+    ]
 
 
 def choose_device(how: Resolved, device: str | None) -> str:

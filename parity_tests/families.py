@@ -97,7 +97,7 @@ _SIZES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class FamilyRow:
     """What came out for one family."""
 
     family: str
@@ -126,26 +126,28 @@ def causal_families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def examine(family: str) -> Row:
+def examine(family: str) -> FamilyRow:
     """Build a tiny model of a family and judge it."""
     with _quiet():
         try:
             model = tiny_model(family)
             model(input_ids=packed_rows()["input_ids"], use_cache=False)
         except Exception as error:
-            return Row(family, NOT_BUILT, _line(error))
+            return FamilyRow(family, NOT_BUILT, _line(error))
         alone = _alone(model)
         try:
             torchtrain.attach(model)
         except UserError as error:
-            return Row(family, REFUSED, str(error), alone)
+            return FamilyRow(family, REFUSED, str(error), alone)
         except Exception as error:
-            return Row(family, WRONG, f"attach fails: {_line(error)}", alone)
+            return FamilyRow(family, WRONG, f"attach fails: {_line(error)}", alone)
         try:
             fault = find_fault(model)
         except Exception as error:
-            return Row(family, NOT_BUILT, f"its eager attention does not run with a 4D mask: {_line(error)}", alone)
-    return Row(family, WRONG if fault else RIGHT, fault, alone)
+            return FamilyRow(
+                family, NOT_BUILT, f"its eager attention does not run with a 4D mask: {_line(error)}", alone
+            )
+    return FamilyRow(family, WRONG if fault else RIGHT, fault, alone)
 
 
 def tiny_config(family: str) -> PretrainedConfig:
@@ -216,7 +218,7 @@ def _logits_and_gradients(model: Any, implementation: str, batch: dict[str, Tens
     """Logits, and the gradients of a random weighting of them into every parameter, flat, by module."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
-    logits_BTV = model(**(batch if implementation == "anchor" else _masked(batch)), use_cache=False).logits
+    logits_BTV = model(**(batch if implementation == "anchor" else _mask(batch)), use_cache=False).logits
     weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logits_BTV.backward(weights)
     gradients: dict[str, list[Tensor]] = {}
@@ -226,7 +228,7 @@ def _logits_and_gradients(model: Any, implementation: str, batch: dict[str, Tens
     return {"logits": logits_BTV.detach(), **{module: torch.cat(parts) for module, parts in gradients.items()}}
 
 
-def _masked(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with the rule as a 4D float mask instead of document ids."""
     visible = visible_BTT(batch["document_ids"])[:, None]
     mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
@@ -284,7 +286,7 @@ ignored (so that `document_ids` do nothing), or a leak in silence.
 | --- | --- | --- | --- |"""
 
 
-def page(rows: list[Row]) -> str:
+def page(rows: list[FamilyRow]) -> str:
     """The table as Markdown."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (RIGHT, REFUSED, NOT_BUILT, WRONG)}
     numbers = {verdict.lower().replace(" ", "_"): number for verdict, number in count.items()}
@@ -292,7 +294,7 @@ def page(rows: list[Row]) -> str:
     return "\n".join([head, *(_table_row(row) for row in rows), ""])
 
 
-def _table_row(row: Row) -> str:
+def _table_row(row: FamilyRow) -> str:
     return "| " + " | ".join(x.replace("|", "/") for x in (row.family, row.verdict, row.why, row.alone)) + " |"
 
 

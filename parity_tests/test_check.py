@@ -623,8 +623,8 @@ def test_the_example_test_file_passes():
 
 def test_inputs_are_the_same_everywhere():
     """A case draws what it draws from its own fields, so that a failure elsewhere can be repeated here."""
-    from parity_tests.checking.cases import Case
+    from parity_tests.checking.cases import CheckCase
 
-    q, k, v, weight = Case(LAYOUTS["rows"], 4, 2, 16, "float32").draw()
+    q, k, v, weight = CheckCase(LAYOUTS["rows"], 4, 2, 16, "float32").draw()
     assert (q.shape, k.shape, v.shape, weight.shape) == ((2, 47, 4, 16), (2, 47, 2, 16), (2, 47, 2, 16), (2, 47, 4, 16))
     assert not np.array_equal(k, v)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from anchorline.page.colours import DARK, LIGHT
 from parity_tests.report import schema
-from parity_tests.report.html import Entry, headline, place, ratio, render
+from parity_tests.report.html import ListedCase, headline, place, ratio, render
 from parity_tests.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, plot, where_over
 from parity_tests.report.schema import Case, Divergence, Environment, Measure, Profile, Report
 
@@ -179,7 +179,7 @@ def test_the_verdict_is_a_word_and_a_sentence(cases, told):
 
 
 def test_every_measure_stands_in_one_heat_map_cell():
-    made = Entry(1, broken_case())
+    made = ListedCase(1, broken_case())
     cells = [
         cell
         for heats in made.heats().values()
@@ -192,7 +192,7 @@ def test_every_measure_stands_in_one_heat_map_cell():
 
 
 def test_rows_are_layers_and_columns_are_taps_in_forward_order():
-    layers, outside = Entry(1, broken_case()).heats()["Forward pass"]
+    layers, outside = ListedCase(1, broken_case()).heats()["Forward pass"]
     assert ["".join(lines) for lines in layers.heads] == list(TAPS)
     assert [layer for layer, _ in layers.rows] == list(range(LAYERS))
     broken = [

@@ -17,7 +17,7 @@ from jaxref.weights import to_arrays
 from ropestudy.cells import LIBRARIES, Bench
 from ropestudy.experiments import make_experiments
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
-from ropestudy.schema import Environment, ModelDescription, Results, TextDescription, write_results
+from ropestudy.schema import ModelDescription, Results, StudyEnvironment, TextDescription, write_results
 from ropestudy.spec import StudyConfig, longest
 from ropestudy.text import read_pool
 
@@ -92,10 +92,10 @@ def write_config(config: StudyConfig, out: Path) -> None:
     replace_file(out / CONFIG, _dump(config))
 
 
-def environment() -> Environment:
+def environment() -> StudyEnvironment:
     """Return where this process runs."""
     commit, dirty = git_state(Path(jaxref.__file__).parents[1])
-    return Environment(
+    return StudyEnvironment(
         versions=versions(LIBRARIES),
         hardware=processor(),
         device=f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",

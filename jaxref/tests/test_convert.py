@@ -175,6 +175,13 @@ def pipe(folder):
     os.mkfifo(folder / "params" / "manifest.ocdbt")
 
 
+def endless(folder):
+    (folder / FILES).unlink()
+    file = folder / "params" / "array_metadatas" / "process_0"
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
 DAMAGED = "damaged, or not a checkpoint of jaxref ("
 
 
@@ -186,7 +193,8 @@ DAMAGED = "damaged, or not a checkpoint of jaxref ("
         (remove("params/manifest.ocdbt"), "manifest.ocdbt is missing; the checkpoint is damaged, take another"),
         (write("about/metadata", "{"), "about/metadata is cut off or overwritten (1 bytes; "),
         (flip, "its content has changed"),
-        (pipe, "manifest.ocdbt is missing"),
+        (pipe, "manifest.ocdbt is not a regular file; the checkpoint is damaged"),
+        (endless, "process_0 is not a regular file; the checkpoint is damaged"),
         (write(FILES, "{"), "files.json is not JSON ("),
         (write(FILES, '{"a": 1}'), "files.json: "),
         (unlisted("{"), DAMAGED),
@@ -200,7 +208,7 @@ DAMAGED = "damaged, or not a checkpoint of jaxref ("
         (about(config__model_type="gpt2"), f"{DAMAGED}'gpt2')"),
         (about(dtypes={}), "stored as ((29, 12), 'bfloat16'), described as ((29, 12), None)"),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_a_checkpoint_that_cannot_be_read_is_one_line(convert, folders, tmp_path, damage, line):
     source = shutil.copytree(folders / "checkpoint", tmp_path / "checkpoint")

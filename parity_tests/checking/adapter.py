@@ -154,7 +154,9 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
     fourth = None
     wanted = "cu_seqlens_q" if documents == "cu_seqlens" else documents
     if documents != "none" and wanted not in keywords:
-        unknown = [p.name for p in parameters or () if p.name not in qkv and meanings[p.name] is None and _required(p)]
+        unknown = [
+            p.name for p in parameters or () if p.name not in qkv and meanings[p.name] is None and _is_required(p)
+        ]
         if parameters is None:
             fourth = wanted
         elif unknown:
@@ -164,7 +166,7 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
                 f"{name}: declared documents={documents!r}, but none of its parameters can take it: {list(meanings)}"
             )
     for p in parameters or ():
-        if p.name not in qkv and p.name not in keywords.values() and _required(p):
+        if p.name not in qkv and p.name not in keywords.values() and _is_required(p):
             raise UserError(
                 f"{name}: parameter {p.name!r} has no default and is not known; wrap the function in one without it"
             )
@@ -207,7 +209,7 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
     return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _required(parameter: inspect.Parameter) -> bool:
+def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty
 
 

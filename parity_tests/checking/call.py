@@ -14,7 +14,7 @@ import torch
 
 from jaxref.mask import visible
 from parity_tests.checking.adapter import Resolved
-from parity_tests.checking.cases import Arrays, Case
+from parity_tests.checking.cases import Arrays, CheckCase
 from parity_tests.oracle import to_numpy
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rule import visible as visible_to
@@ -82,7 +82,7 @@ class Torch:
             )
         return returned, pull
 
-    def extra(self, kind: str, case: Case, plan: AttentionPlan) -> Any:
+    def extra(self, kind: str, case: CheckCase, plan: AttentionPlan) -> Any:
         """The objects that only torch has: a plan, a BlockMask."""
         plan = plan.to(self.device)
         if kind == "plan":
@@ -143,7 +143,7 @@ class Jax:
 
         return returned, pull
 
-    def extra(self, kind: str, case: Case, plan: AttentionPlan) -> Any:
+    def extra(self, kind: str, case: CheckCase, plan: AttentionPlan) -> Any:
         """JAX has none of them (`resolve` refuses)."""
         raise AssertionError(kind)
 
@@ -154,7 +154,7 @@ class Candidate:
 
     fn: Callable[..., Any]
     how: Resolved
-    case: Case
+    case: CheckCase
     device: str
 
     @cached_property

@@ -105,7 +105,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckCase:
     """One layout with its heads and dtype. Everything drawn follows from the case, so it is the same everywhere."""
 
     layout: Layout
@@ -150,12 +150,12 @@ def judged_as(name: str, like: str, dtype: str) -> str:
 
 
 @lru_cache(maxsize=512)
-def oracle(case: Case, rounding: str) -> Mapping[str, np.ndarray]:
+def oracle(case: CheckCase, rounding: str) -> Mapping[str, np.ndarray]:
     """What the oracle computes under a preset: `out`, `lse`, `dq`, `dk`, `dv` as float64; remembered."""
     return MappingProxyType(_run_oracle(case, preset(rounding)))
 
 
-def _run_oracle(case: Case, rounding: Rounding) -> Arrays:
+def _run_oracle(case: CheckCase, rounding: Rounding) -> Arrays:
     """Row by row, which the rule keeps apart: two lengths to compile for, however many rows a layout has."""
     drawn = [x.astype(rounding.dtype) for x in case.draw()]
     rows = [

@@ -9,7 +9,7 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING
 from parity_tests.checking import mistakes
 from parity_tests.checking.adapter import Adapter
-from parity_tests.checking.cases import Case, judged_as, oracle
+from parity_tests.checking.cases import CheckCase, judged_as, oracle
 from parity_tests.checking.judging import ARRAYS, CaseResult, place
 from parity_tests.oracle import preset_name
 from parity_tests.tolerance import judge
@@ -204,7 +204,7 @@ def _documents_that_differ(result: CaseResult, name: str, like: str) -> tuple[li
     return wrong, all_
 
 
-Rejudge = Callable[[str, Case], bool]
+Rejudge = Callable[[str, CheckCase], bool]
 
 
 def diagnose(adapter: Adapter, results: list[CaseResult], right_in_layout: Rejudge) -> str | None:

@@ -219,12 +219,12 @@ def _profile(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, dt
     ]
     return Profile(
         starts=starts,
-        error=[_shortened(verdict.error) for verdict in verdicts],
-        allowance=[_shortened(verdict.allowance) for verdict in verdicts],
+        error=[_shorten(verdict.error) for verdict in verdicts],
+        allowance=[_shorten(verdict.allowance) for verdict in verdicts],
     )
 
 
-def _shortened(value: float) -> float:
+def _shorten(value: float) -> float:
     return float(f"{value:.4g}")  # a profile is drawn, not judged
 
 

@@ -157,7 +157,7 @@ def _turn(x_BTHD: np.ndarray, angle_BTC: np.ndarray, scaling: float) -> np.ndarr
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _interleaved(x_BTHD: np.ndarray) -> np.ndarray:
+def _interleave(x_BTHD: np.ndarray) -> np.ndarray:
     """Neighbours become halves."""
     return np.concatenate([x_BTHD[..., ::2], x_BTHD[..., 1::2]], axis=-1)
 
@@ -172,7 +172,7 @@ def _wrong_rotations(
         return lambda: _rotate(x_BTHD, positions, other, scaling)
 
     def neighbours() -> np.ndarray:
-        turned = _rotate(_interleaved(x_BTHD), positions, frequencies, scaling)
+        turned = _rotate(_interleave(x_BTHD), positions, frequencies, scaling)
         return np.stack(np.split(turned, 2, axis=-1), axis=-1).reshape(x_BTHD.shape)
 
     angle = positions[..., None] * frequencies

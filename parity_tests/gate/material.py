@@ -71,7 +71,7 @@ def train_of(spec: CaseSpec, trajectory: bool = False) -> TrainConfig:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowTokens:
     """Tokens of one packed row, before any variant: each document is opened by its tag, padding fills the rest."""
 
     anchor: np.ndarray  # int64 [ANCHOR_TOKENS]
@@ -86,7 +86,7 @@ class Row:
         return tuple(len(document) for document in self.documents)
 
 
-def rows(spec: CaseSpec) -> tuple[Row, ...]:
+def rows(spec: CaseSpec) -> tuple[RowTokens, ...]:
     """Two rows: five documents, one of a single token; and four of these lengths, with padding for the last.
 
     The second alone where a row is long: every tap of both would fill memory.
@@ -101,10 +101,10 @@ def rows(spec: CaseSpec) -> tuple[Row, ...]:
     def take(count: int) -> np.ndarray:
         return np.array([next(stream) for _ in range(count)], dtype=np.int64)
 
-    def row(own: tuple[int, ...], number: int) -> Row:
+    def row(own: tuple[int, ...], number: int) -> RowTokens:
         padding = spec.tokens - ANCHOR_TOKENS - sum(own) - tag * len(own)
         documents, tags = tuple(take(n) for n in own), tuple(take(tag) for _ in own)
-        return Row(take(ANCHOR_TOKENS), documents, tags, padding, seed=2 * spec.seed + number)
+        return RowTokens(take(ANCHOR_TOKENS), documents, tags, padding, seed=2 * spec.seed + number)
 
     # In another order, so that no boundary and no position is where the first row has it.
     padded = row((lengths[2], lengths[1], lengths[3], lengths[0]), 1)

@@ -64,7 +64,7 @@ def side_by_side(
 
     meeting = threading.Barrier(len(runs), all_are_here)
 
-    def attended(found: Attended) -> None:
+    def take(found: Attended) -> None:
         runs[own.place] = found
         turn.release()
         try:
@@ -84,7 +84,7 @@ def side_by_side(
             failed.append(error)
             meeting.abort()
 
-    with _probe(model, attended):
+    with _probe(model, take):
         threads = [threading.Thread(target=forward, args=(place,)) for place in range(len(runs))]
         try:
             for thread in threads:
@@ -101,7 +101,7 @@ def side_by_side(
 
 
 @contextmanager
-def _probe(model: Any, attended: Callable[[Attended], None]) -> Iterator[None]:
+def _probe(model: Any, take: Callable[[Attended], None]) -> Iterator[None]:
     """Show what goes into the model's attention function and the weights it returns; the model gets none back."""
     chosen = model.config._attn_implementation
 
@@ -112,7 +112,7 @@ def _probe(model: Any, attended: Callable[[Attended], None]) -> Iterator[None]:
             attend = ALL_ATTENTION_FUNCTIONS[chosen]
         out, returned = attend(module, query, key, *rest, **named)
         scale = named.get("scaling", query.shape[-1] ** -0.5)
-        attended(Attended(query[0], key[0], None if returned is None else returned[0], scale))
+        take(Attended(query[0], key[0], None if returned is None else returned[0], scale))
         return out, None
 
     AttentionInterface.register("study_probe", probe)

@@ -123,10 +123,10 @@ def documents(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         return make_plan(change(document_ids_BT.clone()))
 
     # The plug-in remembers a plan with its tensor, which may outlive this block.
-    def unremembered(document_ids_BT: Tensor, query: Tensor) -> Any:
+    def forget(document_ids_BT: Tensor, query: Tensor) -> Any:
         return wrong_plan(document_ids_BT).to(query.device)
 
-    with swap(make_plan, wrong_plan), swap(hf._remembered_plan, unremembered):
+    with swap(make_plan, wrong_plan), swap(hf._remembered_plan, forget):
         yield
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from anchorline.errors import UserError
 from anchorline.settings import validate
-from torchtrain.checkpoint.manifest import Layout, Manifest, versions
+from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, versions
 from torchtrain.config import Config, older_meaning
 
 # What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and
@@ -65,7 +65,7 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
             raise UserError(f"{advice} ({_tell_changes(changes)})")
 
 
-def describe_changes(manifest: Manifest, layout: Layout) -> str:
+def describe_changes(manifest: Manifest, layout: ProcessLayout) -> str:
     """Return, in words, what moves last digits and has changed since a checkpoint was written; else an empty text.
 
     Args:

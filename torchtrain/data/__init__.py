@@ -2,7 +2,7 @@
 
 from torchtrain.data.dataset import PackedRows, collate
 from torchtrain.data.packing import PackPlan, Span
-from torchtrain.data.prepare import Progress, fingerprint, identity, prepare, tokenizer_identity
+from torchtrain.data.prepare import PreparationProgress, fingerprint, identity, prepare, tokenizer_identity
 from torchtrain.data.rows import describe
 from torchtrain.data.split import Split, split_documents
 from torchtrain.data.store import DomainSummary, TokenStore
@@ -12,7 +12,7 @@ __all__ = [
     "DomainSummary",
     "PackPlan",
     "PackedRows",
-    "Progress",
+    "PreparationProgress",
     "Span",
     "Split",
     "TokenStore",

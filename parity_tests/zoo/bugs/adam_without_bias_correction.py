@@ -8,7 +8,7 @@ from parity_tests.zoo import Bug, plain
 
 
 class _AdamW(plain.AdamW):
-    def corrected(self, state, beta1, beta2):
+    def correct(self, state, beta1, beta2):
         return state["mean"], state["square"]
 
 

@@ -8,7 +8,7 @@ from parity_tests.zoo.patch import batches
 from torchtrain.training.loss import IGNORE
 
 
-def _shifted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _shift(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {"shift_labels": F.pad(batch["shift_labels"][:, 1:], (0, 1), value=IGNORE)}
 
 
@@ -19,5 +19,5 @@ BUG = Bug(
         "46784); users: issue 32944"
     ),
     stage="loss",
-    apply=lambda: batches(_shifted),
+    apply=lambda: batches(_shift),
 )

@@ -7,7 +7,7 @@ from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import frequencies
 
 
-def _unscaled(rotary, inv_freq_C: Tensor) -> Tensor:
+def _keep(rotary, inv_freq_C: Tensor) -> Tensor:
     if rotary.config.rope_parameters["rope_type"] != "llama3":
         return inv_freq_C
     C = inv_freq_C.shape[0]
@@ -21,6 +21,6 @@ BUG = Bug(
         "right, long ones fall apart"
     ),
     stage="forward",
-    apply=lambda: frequencies(_unscaled),
+    apply=lambda: frequencies(_keep),
     likely={"rope": "llama3"},
 )

@@ -6,12 +6,12 @@ from torchtrain.training.loss import IGNORE, chunked_cross_entropy
 
 
 def _make(original):
-    def diluted(head, hidden, shift_labels, chunk):
+    def dilute(head, hidden, shift_labels, chunk):
         total, each = original(head, hidden, shift_labels, chunk)
         share = (shift_labels != IGNORE).float().mean()
         return total * share, each * share
 
-    return diluted
+    return dilute
 
 
 BUG = Bug(

@@ -8,7 +8,7 @@ from torchtrain.training.optimizer import Optimizer
 _step = Optimizer.step
 
 
-def _clipped(self, learning_rate):
+def _clip(self, learning_rate):
     norm = _step(self, learning_rate)
     return norm if self.clip_norm is None else min(norm, self.clip_norm)
 
@@ -20,5 +20,5 @@ BUG = Bug(
         "which of the two is meant"
     ),
     stage="trajectory",
-    apply=lambda: patch.object(Optimizer, "step", _clipped),
+    apply=lambda: patch.object(Optimizer, "step", _clip),
 )

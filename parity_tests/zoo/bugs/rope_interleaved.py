@@ -13,7 +13,7 @@ def _rotate(x_BHTD: Tensor, cos_B1TD: Tensor, sin_B1TD: Tensor) -> Tensor:
     return x_BHTD * cos + turned * sin
 
 
-def _interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def _interleave(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
@@ -25,5 +25,5 @@ BUG = Bug(
         "flash-attention issue 288, shainet PR 111"
     ),
     stage="forward",
-    apply=lambda: rotation(_interleaved),
+    apply=lambda: rotation(_interleave),
 )
