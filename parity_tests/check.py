@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 HEADS = ((4, 2), (4, 4), (4, 1))  # groups of 2, of 1, and multi-query
-Progress = Callable[[CaseResult, int, int], None]
+TellResult = Callable[[CaseResult, int, int], None]
 
 
 def check_attention(
@@ -49,7 +49,7 @@ def check_attention(
     device: str | None = None,
     adapter: Adapter | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: TellResult | None = None,
 ) -> CheckResult:
     """Judge an attention function on every layout.
 

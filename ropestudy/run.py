@@ -23,10 +23,10 @@ from ropestudy.text import read_pool
 
 CONFIG, CELLS, RESULTS = "config.json", "cells", "results.json"
 
-Progress = Callable[[str, int, int], None]  # what was done, cells done, cells in all
+TellCell = Callable[[str, int, int], None]  # what was done, cells done, cells in all
 
 
-def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, command: str = "") -> Results:
+def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, command: str = "") -> Results:
     """Run a study, or what is left of it, and write `results.json` into `out`.
 
     Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on

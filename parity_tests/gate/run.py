@@ -25,7 +25,7 @@ from parity_tests.report.schema import Case, Environment, Report, write_report
 
 LIBRARIES = ("torch", "transformers", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "pydantic", "anchorline")
 
-Progress = Callable[[Case, int, int], None]  # the case, its number, how many there are
+TellCase = Callable[[Case, int, int], None]  # the case, its number, how many there are
 
 
 class _Kept(BaseModel):
@@ -39,7 +39,7 @@ def run_gate(
     config: GateConfig,
     out: Path | None = None,
     only: str | None = None,
-    progress: Progress | None = None,
+    progress: TellCase | None = None,
     command: str = "parity run",
 ) -> Report:
     """Judge every case of a gate.

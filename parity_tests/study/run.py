@@ -22,7 +22,7 @@ from ropestudy import schema
 from ropestudy.cells import fingerprint
 from ropestudy.measures import Sample, columns, difference, sample
 from ropestudy.models import Pretrained, load_pretrained
-from ropestudy.run import CELLS, RESULTS, Progress, claim, describe, environment, write_config
+from ropestudy.run import CELLS, RESULTS, TellCell, claim, describe, environment, write_config
 from ropestudy.spec import SHORTEST, ShiftPairsConfig, StudyConfig
 from ropestudy.text import RowArrays, read_pool, row
 
@@ -114,7 +114,7 @@ def run_torch_study(
     out: Path,
     implementation: str = "eager",
     dtype: str = "bfloat16",
-    progress: Progress | None = None,
+    progress: TellCell | None = None,
     command: str = "",
 ) -> schema.Results:
     """Run `shift_pairs` of a study on a transformers model and write `results.json`, of the oracle's own schema.

@@ -17,7 +17,7 @@ from torchtrain.attention.dense import check_tokens
 from torchtrain.config import Config
 from torchtrain.data import (
     PackedRows,
-    Progress,
+    PreparationProgress,
     Split,
     TokenStore,
     anchor_ids,
@@ -63,7 +63,7 @@ class Setup:
 def set_up(
     config: Config,
     say: Callable[[str], None],
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[PreparationProgress], None] | None = None,
     world: World = ALONE,
     check: Callable[[dict[str, Any]], None] = lambda identity: None,
 ) -> Setup:
