@@ -11,7 +11,8 @@ import matplotlib
 import numpy as np
 
 from anchorline.files import save
-from jaxref.mask import ANCHOR, PADDING, Layout, visible
+from jaxref.layout import RowLayout
+from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 
 TITLES = {
     "full": ("full", "sees everything before"),
@@ -23,7 +24,7 @@ ANCHOR_COLOUR, PADDING_COLOUR, MASKED_COLOUR = "#f2b01e", "#b9bec6", "#f1f2f5"
 DOCUMENT_COLOURS = ("#3f6fb5", "#2f9e8f", "#d1495b", "#8a5fbf", "#e07b39", "#5a8f3c", "#b0508f", "#4aa3c7")
 
 
-def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> None:
+def save_figure(rows: Mapping[str, tuple[RowLayout, np.ndarray]], path: Path) -> None:
     """Draw one square of T x T cells for each variant; written as the suffix of `path` says (.png, .svg, .pdf).
 
     rows: by base variant, a row's layout and the document each stored token came from, int [T], whatever the variant
@@ -41,7 +42,7 @@ def save_figure(rows: Mapping[str, tuple[Layout, np.ndarray]], path: Path) -> No
         T = len(origin)
         ids = row.document_ids
         colour_of_key = np.array([to_rgb(_colour(document)) for document in origin])
-        cells = np.where(visible(ids[None])[0][:, :, None], colour_of_key, to_rgb(MASKED_COLOUR))
+        cells = np.where(visible_BQJ(ids[None])[0][:, :, None], colour_of_key, to_rgb(MASKED_COLOUR))
         cells[ids == PADDING] = cells[:, ids == PADDING] = to_rgb(PADDING_COLOUR)
         axis.imshow(cells, interpolation="nearest")
 

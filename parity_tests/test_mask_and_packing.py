@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxref.mask import layout, live_pairs, visible
+from jaxref.layout import lay_out
+from jaxref.mask import live_pairs, visible_BQJ
 from torchtrain.attention.plan import make_plan
 from torchtrain.attention.rule import visible_BTT
 from torchtrain.config import BASE_VARIANTS, PackConfig
@@ -17,7 +18,7 @@ VARIANTS = [base + tag + merge for base in BASE_VARIANTS for tag in ("", "+tag")
 
 
 def assert_same_rule(ids_BT: torch.Tensor) -> None:
-    np.testing.assert_array_equal(visible(ids_BT.numpy()), visible_BTT(ids_BT).numpy())
+    np.testing.assert_array_equal(visible_BQJ(ids_BT.numpy()), visible_BTT(ids_BT).numpy())
     assert live_pairs(ids_BT.numpy()) == make_plan(ids_BT).live_pairs
 
 
@@ -63,7 +64,7 @@ def test_rows_of_every_variant(variant, row):
     turns = np.random.default_rng(row["seed"]).permutation(
         np.repeat(np.arange(len(lengths)), [min(chunks, n) for n in lengths])
     )
-    oracle = layout(
+    oracle = lay_out(
         lengths, variant.replace("+tag", ""), anchor=anchor, padding=padding, tag=tag, chunks=chunks, turns=turns
     )
     np.testing.assert_array_equal(oracle.document_ids, trainer["document_ids"])
