@@ -11,7 +11,7 @@ from jaxref.mask import live_pairs, visible_BQJ
 from torchtrain.attention.plan import make_plan
 from torchtrain.attention.rule import visible_BTT
 from torchtrain.config import BASE_VARIANTS, PackConfig
-from torchtrain.data.rows import Segment, build_row
+from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.tests.layouts import document_ids, named_batch
 
 VARIANTS = [base + tag + merge for base in BASE_VARIANTS for tag in ("", "+tag") for merge in ("", "+interleave")]
@@ -53,12 +53,12 @@ def test_rows_of_every_variant(variant, row):
     # Every token its own number, so that a token in the wrong place is seen.
     numbers = iter(range(T))
     prefix = [next(numbers) for _ in range(anchor)]
-    segments = []
+    spans = []
     for n in lengths:
         opening = [next(numbers) for _ in range(tag)]
-        segments.append(Segment(np.array([next(numbers) for _ in range(n)]), domain=0, tag=opening))
+        spans.append(SpanTokens(np.array([next(numbers) for _ in range(n)]), domain=0, tag=opening))
     pack = PackConfig(sequence_length=T, variant=variant, chunks=chunks)
-    trainer = build_row(segments, pack, prefix, pad_id=-7, random=np.random.default_rng(row["seed"]))
+    trainer = build_row(spans, pack, prefix, pad_id=-7, random=np.random.default_rng(row["seed"]))
 
     # The order the trainer draws: one turn for each piece of a span, shuffled.
     turns = np.random.default_rng(row["seed"]).permutation(
