@@ -6,7 +6,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtrain.config import PackConfig
-from torchtrain.data.rows import Segment, build_row
+from torchtrain.data.rows import SpanTokens, build_row
 
 BOS, PAD, VOCABULARY = 0, 1, 64
 
@@ -33,8 +33,8 @@ def packed_rows(rows: int = 16) -> Dataset:
     """
     random, pack = np.random.default_rng(0), PackConfig(sequence_length=32, variant="anchor")
 
-    def document(tokens: int) -> Segment:
-        return Segment(2 + (random.integers(VOCABULARY) + np.arange(tokens)) % (VOCABULARY - 2), domain=0, tag=[])
+    def document(tokens: int) -> SpanTokens:
+        return SpanTokens(2 + (random.integers(VOCABULARY) + np.arange(tokens)) % (VOCABULARY - 2), domain=0, tag=[])
 
     made = [build_row([document(n) for n in (12, 9, 10)], pack, [BOS], PAD, random) for _ in range(rows)]
     names = ("input_ids", "position_ids", "document_ids", "shift_labels")

@@ -1,5 +1,8 @@
 """Attention written out, with every rounding by name: dense, and the same by blocks of queries for long rows.
 
+`attention` and `_eager` are the whole computation. A first reader may skip `_by_blocks`, which computes the same in
+less memory, and `_flash`, FlashAttention-2's order of operations with its own backward pass.
+
 Legend: B batch · T tokens of a row · Q queries of a block · H query heads · K key/value heads · G query heads per
 key/value head · D head_dim.
 """
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import Precision
 
-from jaxref.mask import rule
+from jaxref.mask import visible
 from jaxref.rounding import Rounding
 
 
@@ -24,7 +27,7 @@ def attention(
     document_ids_BT: Any,
     rounding: Rounding,
     scale: float | None = None,
-    block: int | None = None,
+    query_block: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute softmax attention under the mask rule.
 
@@ -36,14 +39,14 @@ def attention(
         rounding: which sites are rounded (`kv_heads`, `qk`, `scaled`, `probs`, `pv`, `attn_out`) and where the sum is
             divided out.
         scale: factor on the logits; default D ** -0.5.
-        block: queries at a time; None is all at once. Memory is B H block T, and the backward pass recomputes each
-            block.
+        query_block: queries at a time; None is all at once. Memory is B H query_block T, and the backward pass
+            recomputes each block.
 
     Returns:
         out [B, T, H, D] and the log-sum-exp of the logits [B, H, T], both in the carrier. A query that sees nothing
         (padding) has output 0, log-sum-exp -inf and no gradient.
 
-    Raises ValueError: shapes that do not fit each other, a block that is not positive.
+    Raises ValueError: shapes that do not fit each other, a query_block that is not positive.
     """
     q_BTHD, k_BTKD, v_BTKD = (jnp.asarray(x).astype(rounding.dtype) for x in (q_BTHD, k_BTKD, v_BTKD))
     document_BT = jnp.asarray(document_ids_BT)
@@ -60,15 +63,15 @@ def attention(
 
     def attend(q_BQKGD: jax.Array, document_BQ: jax.Array, index_Q: jax.Array) -> tuple[jax.Array, jax.Array]:
         index_T = jnp.arange(T)
-        mask_BQT = rule(
+        mask_BQT = visible(
             document_BQ[:, :, None], document_BT[:, None, :], index_Q[None, :, None], index_T[None, None, :]
         )
         return attend_under(mask_BQT[:, None, None], q_BQKGD, k_BTKGD, v_BTKGD, rounding, factor)
 
-    if block is None:
+    if query_block is None:
         out_BKGTD, lse_BKGT = attend(q_BTKGD, document_BT, jnp.arange(T))
     else:
-        out_BKGTD, lse_BKGT = _by_blocks(attend, q_BTKGD, document_BT, block)
+        out_BKGTD, lse_BKGT = _by_blocks(attend, q_BTKGD, document_BT, query_block)
     return out_BKGTD.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D), lse_BKGT.reshape(B, H, T)
 
 
@@ -83,21 +86,23 @@ def attend_under(
 
 
 def _by_blocks(
-    attend: Callable[..., tuple[jax.Array, jax.Array]], q_BTKGD: jax.Array, document_BT: jax.Array, block: int
+    attend: Callable[..., tuple[jax.Array, jax.Array]], q_BTKGD: jax.Array, document_BT: jax.Array, query_block: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with `block` queries after the other, each made anew in the backward pass."""
-    if block < 1:
-        raise ValueError(f"block: {block} queries at a time; give a positive number")
+    """Attend with `query_block` queries after the other, each made anew in the backward pass."""
+    if query_block < 1:
+        raise ValueError(f"query_block: {query_block} queries at a time; give a positive number")
     B, T, K, G, D = q_BTKGD.shape
-    n = -(-T // block)
-    fill = n * block - T  # queries of padding, which see nothing, fill the last block
+    n = -(-T // query_block)
+    fill = n * query_block - T  # queries of padding, which see nothing, fill the last block
     q = jnp.pad(q_BTKGD, ((0, 0), (0, fill), (0, 0), (0, 0), (0, 0)))
-    q_nBQKGD = q.reshape(B, n, block, K, G, D).swapaxes(0, 1)
-    document_nBQ = jnp.pad(document_BT, ((0, 0), (0, fill)), constant_values=-1).reshape(B, n, block).swapaxes(0, 1)
-    index_nQ = jnp.arange(n * block).reshape(n, block)
+    q_nBQKGD = q.reshape(B, n, query_block, K, G, D).swapaxes(0, 1)
+    document_nBQ = (
+        jnp.pad(document_BT, ((0, 0), (0, fill)), constant_values=-1).reshape(B, n, query_block).swapaxes(0, 1)
+    )
+    index_nQ = jnp.arange(n * query_block).reshape(n, query_block)
     out, lse = lax.map(jax.checkpoint(lambda x: attend(*x)), (q_nBQKGD, document_nBQ, index_nQ))
-    out_BKGTD = jnp.moveaxis(out, 0, 3).reshape(B, K, G, n * block, D)[:, :, :, :T]
-    return out_BKGTD, jnp.moveaxis(lse, 0, 3).reshape(B, K, G, n * block)[:, :, :, :T]
+    out_BKGTD = jnp.moveaxis(out, 0, 3).reshape(B, K, G, n * query_block, D)[:, :, :, :T]
+    return out_BKGTD, jnp.moveaxis(lse, 0, 3).reshape(B, K, G, n * query_block)[:, :, :, :T]
 
 
 def masked_logits(

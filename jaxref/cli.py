@@ -54,7 +54,8 @@ def mask(
 
     Example: jaxref mask --documents 3,5,2 --variant anchor --padding 2 --png masks.png
     """
-    from jaxref.mask import VARIANTS, draw, layout, live_pairs
+    from jaxref.layout import VARIANTS, draw, lay_out
+    from jaxref.mask import live_pairs
 
     lengths = whole_numbers("documents", documents)
     variant, tagged = _without_tag(variant)
@@ -66,13 +67,13 @@ def mask(
             f"documents: the row has {tokens} tokens, a drawing at most {MOST_TOKENS}; give shorter documents"
         )
     rest: dict[str, Any] = {"anchor": anchor, "padding": padding, "tag": tag, "chunks": chunks, "seed": seed}
-    row = layout(lengths, variant, **rest)
+    row = lay_out(lengths, variant, **rest)
     if png is not None:
         from jaxref.mask_figure import save_figure
 
         extra = variant.removeprefix(variant.split("+")[0])
-        rows = {base: layout(lengths, base + extra, **rest) for base in VARIANTS}
-        origin = layout(lengths, "anchor", **rest).document_ids
+        rows = {base: lay_out(lengths, base + extra, **rest) for base in VARIANTS}
+        origin = lay_out(lengths, "anchor", **rest).document_ids
         in_document_1 = origin + (origin == 0)
         origins = {base: (origin if base == "anchor" else in_document_1)[rows[base].source] for base in VARIANTS}
         try:
@@ -123,7 +124,8 @@ def rope(
     """
     import numpy as np
 
-    from jaxref.rope import RopeSpec, cos_sin, inverse_frequencies
+    from jaxref.rope import cos_sin, inverse_frequencies
+    from jaxref.rope_spec import RopeSpec
     from jaxref.rounding import PRESETS, Rounding, preset
 
     if not 0 <= position <= MOST_POSITION:
@@ -225,7 +227,7 @@ def _without_tag(variant: str) -> tuple[str, bool]:
 
 
 def _theta(theta: str) -> float:
-    from jaxref.rope import paper_theta
+    from jaxref.rope_spec import paper_theta
 
     if theta in _PAPER_LENGTHS:
         return paper_theta(_PAPER_LENGTHS[theta])

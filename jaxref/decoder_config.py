@@ -3,6 +3,9 @@ rest.
 
 Llama 2/3, Mistral, Qwen 1.5/2 (`qwen2`: biases on q, k, v) and Qwen 3 (RMSNorm on every head of q and k) are one
 decoder with three switches. Absent fields take the defaults that transformers' configuration classes give them.
+
+The model reads the fields of `DecoderConfig` and nothing else here. A first reader may skip what fills them in, refuses
+and writes them back.
 """
 
 from collections.abc import Mapping
@@ -10,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from anchorline.errors import UserError, quoted
-from jaxref.rope import RopeSpec, inverse_frequencies
+from jaxref.rope import inverse_frequencies
+from jaxref.rope_spec import RopeSpec
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -32,7 +36,7 @@ MOST = {
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """One decoder. Hashable, so that a compiled block can be keyed by it.
+    """One decoder. Hashable, so that a compiled layer can be keyed by it.
 
     `qkv_bias`: q, k and v projections carry a bias. `o_bias`: so does the output projection.
     `qk_norm`: q and k are RMS-normalised per head before the rotation.

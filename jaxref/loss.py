@@ -2,6 +2,9 @@
 
 Legend: B batch · T tokens of a row · M model width · V vocabulary · N the tokens of all rows · S domains.
 
+`token_nll` is the loss and `mean_and_gradients` what a trainer steps with. A first reader may skip `domain_totals`, the
+same sums domain by domain.
+
 A batch is a dict of int arrays [B, T]: `input_ids`, `position_ids`, `document_ids`, `shift_labels` (and `domain_ids`).
 A mean is a sum over counted tokens divided by the counted tokens of the WHOLE batch, over all rows and ranks: a mean of
 means weighs a short row's tokens more.
@@ -40,7 +43,7 @@ def batch_nll(
     decoder: Decoder,
     batch: Mapping[str, Any],
     rounding: Rounding,
-    block: int | None = None,
+    query_block: int | None = None,
     chunk: int = 1024,
 ) -> jax.Array:
     """Return the loss of every token of a batch: [B, T] in the carrier, 0 where ignored. `chunk`: tokens whose logits
@@ -58,7 +61,7 @@ def batch_nll(
         raise ValueError(
             f"shift_labels: {labels_BT[wrong_BT][0]} is neither -100 nor in the vocabulary 0..{vocabulary - 1}"
         )
-    hidden_BTM = decoder.hidden(batch["input_ids"], batch["position_ids"], batch["document_ids"], rounding, block)
+    hidden_BTM = decoder.hidden(batch["input_ids"], batch["position_ids"], batch["document_ids"], rounding, query_block)
     hidden_NM, labels_N = hidden_BTM.reshape(-1, hidden_BTM.shape[-1]), labels_BT.reshape(-1)
     nll_N = [
         _chunk_nll(decoder.head, hidden_NM[start : start + chunk], labels_N[start : start + chunk], rounding)
@@ -93,7 +96,7 @@ def mean_and_gradients(
     decoder: Decoder,
     batch: Mapping[str, Any],
     rounding: Rounding,
-    block: int | None = None,
+    query_block: int | None = None,
     chunk: int = 1024,
     count: int | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -109,7 +112,7 @@ def mean_and_gradients(
         raise ValueError("shift_labels: every label is -100, so the batch has no loss")
 
     def mean(decoder: Decoder) -> jax.Array:
-        return batch_nll(decoder, batch, rounding, block, chunk).sum() / counted
+        return batch_nll(decoder, batch, rounding, query_block, chunk).sum() / counted
 
     value, gradients = jax.value_and_grad(mean)(decoder)
     return value, to_arrays(gradients)

@@ -11,7 +11,8 @@ import matplotlib
 import numpy as np
 
 from anchorline.files import save
-from jaxref.mask import ANCHOR, PADDING, RowLayout, visible
+from jaxref.layout import RowLayout
+from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 
 TITLES = {
     "full": ("full", "sees everything before"),
@@ -41,7 +42,7 @@ def save_figure(rows: Mapping[str, tuple[RowLayout, np.ndarray]], path: Path) ->
         T = len(origin)
         ids = row.document_ids
         colour_of_key = np.array([to_rgb(_colour(document)) for document in origin])
-        cells = np.where(visible(ids[None])[0][:, :, None], colour_of_key, to_rgb(MASKED_COLOUR))
+        cells = np.where(visible_BQJ(ids[None])[0][:, :, None], colour_of_key, to_rgb(MASKED_COLOUR))
         cells[ids == PADDING] = cells[:, ids == PADDING] = to_rgb(PADDING_COLOUR)
         axis.imshow(cells, interpolation="nearest")
 

@@ -7,9 +7,12 @@ The order of operations and of roundings is that of transformers 5 (`models/llam
 where its bfloat16 model writes a bfloat16 tensor, a site of `Rounding` stands here. Attributes carry Hugging Face's
 names, so a parameter's path is its name in a checkpoint.
 
+A first reader may skip the taps: beside its result each part returns the arrays that it made on the way, by name, so
+that another implementation's can be compared with them.
+
 Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used: no preset rounds them,
 so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree: `jax.grad` of
-a function of a decoder returns a decoder of gradients. One block is compiled once and called for every layer from
+a function of a decoder returns a decoder of gradients. One layer is compiled once and called for every layer from
 Python, so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
 """
 
@@ -31,7 +34,7 @@ __all__ = ["Decoder", "DecoderConfig"]
 
 INITIALIZER_RANGE = 0.02  # transformers' default standard deviation of a fresh matrix
 
-Taps = dict[str, jax.Array]
+Taps = dict[str, jax.Array]  # arrays made on the way, by name: `Decoder.hidden` lists them
 
 
 class Embedding(nnx.Module):
@@ -42,7 +45,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: jax.Array, rounding: Rounding) -> jax.Array:
         """Rows of the table: [B, T] -> [B, T, M]."""
-        return rounding.round("embed", _carry(self.weight[ids], rounding))
+        return rounding.round("embed", _in_carrier(self.weight[ids], rounding))
 
 
 class Linear(nnx.Module):
@@ -57,9 +60,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, rounding: Rounding, site: str) -> jax.Array:
         """[..., N] -> [..., O], rounded at `site`."""
-        y = _matmul(x, _carry(self.weight[...], rounding))
+        y = _matmul(x, _in_carrier(self.weight[...], rounding))
         if self.bias is not None:
-            y = y + _carry(self.bias[...], rounding)
+            y = y + _in_carrier(self.bias[...], rounding)
         return rounding.round(site, y)
 
 
@@ -77,7 +80,7 @@ class RMSNorm(nnx.Module):
         """[..., width] -> the same shape. Statistics stay in the carrier (float32 in transformers)."""
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
         normalised = rounding.round("norm", x * jax.lax.rsqrt(mean_square + self.eps))
-        return rounding.round("norm", _carry(self.weight[...], rounding) * normalised)
+        return rounding.round("norm", _in_carrier(self.weight[...], rounding) * normalised)
 
 
 class Attention(nnx.Module):
@@ -101,13 +104,15 @@ class Attention(nnx.Module):
         sin_BTC: jax.Array,
         document_ids_BT: jax.Array,
         rounding: Rounding,
-        block: int | None,
+        query_block: int | None,
     ) -> tuple[jax.Array, Taps]:
         """[B, T, M] -> ([B, T, M], taps)."""
         q_BTHD, k_BTKD, v_BTKD, taps = self.project(x_BTM, rounding)
         q_BTHD = taps["q_rope"] = rotate(q_BTHD, cos_BTC, sin_BTC, rounding, "q_rotated")
         k_BTKD = taps["k_rope"] = rotate(k_BTKD, cos_BTC, sin_BTC, rounding, "k_rotated")
-        taps["attn"], taps["lse"] = attention(q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding, block=block)
+        taps["attn"], taps["lse"] = attention(
+            q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding, query_block=query_block
+        )
         out_BTM = taps["attn_out"] = self.output(taps["attn"], rounding)
         return out_BTM, taps
 
@@ -146,7 +151,7 @@ class MLP(nnx.Module):
         return self.down_proj(product_BTF, rounding, "mlp")
 
 
-class Block(nnx.Module):
+class Layer(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
@@ -162,12 +167,14 @@ class Block(nnx.Module):
         sin_BTC: jax.Array,
         document_ids_BT: jax.Array,
         rounding: Rounding,
-        block: int | None,
+        query_block: int | None,
     ) -> tuple[jax.Array, Taps]:
         """[B, T, M] -> ([B, T, M], taps). The taps are always computed, so looking at them cannot change a number."""
         taps = {}
         normed_BTM = taps["input_norm"] = self.input_layernorm(x_BTM, rounding)
-        attn_out_BTM, attention_taps = self.self_attn(normed_BTM, cos_BTC, sin_BTC, document_ids_BT, rounding, block)
+        attn_out_BTM, attention_taps = self.self_attn(
+            normed_BTM, cos_BTC, sin_BTC, document_ids_BT, rounding, query_block
+        )
         x_BTM, later_taps = self.after_attention(x_BTM, attn_out_BTM, rounding)
         return x_BTM, taps | attention_taps | later_taps
 
@@ -191,7 +198,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs)
-        self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_hidden_layers)])
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         untied = not config.tie_word_embeddings
         self.lm_head = Linear(config.hidden_size, config.vocab_size, False, rngs) if untied else None
@@ -202,7 +209,7 @@ class Decoder(nnx.Module):
         position_ids_BT: Any,
         document_ids_BT: Any,
         rounding: Rounding,
-        block: int | None = None,
+        query_block: int | None = None,
         taps: bool = False,
     ) -> Any:
         """Logits [B, T, V] in the carrier; with `taps`, (logits, dict of every intermediate by name).
@@ -210,7 +217,7 @@ class Decoder(nnx.Module):
         Arguments and errors: see `hidden`. At long T the logits are what fills memory: `jaxref.loss` takes them in
         chunks.
         """
-        arguments = (input_ids_BT, position_ids_BT, document_ids_BT, rounding, block)
+        arguments = (input_ids_BT, position_ids_BT, document_ids_BT, rounding, query_block)
         if not taps:
             return self.logits(self.hidden(*arguments), rounding)
         hidden_BTM, named = self.hidden(*arguments, taps=True)
@@ -223,13 +230,13 @@ class Decoder(nnx.Module):
         position_ids_BT: Any,
         document_ids_BT: Any,
         rounding: Rounding,
-        block: int | None = None,
+        query_block: int | None = None,
         taps: bool = False,
     ) -> Any:
         """Return the output of the final norm [B, T, M] in the carrier; with `taps`, (hidden, dict of intermediates by
         name).
 
-        The three arguments are integer arrays [B, T]. `block`: query rows of attention at a time (None: dense).
+        The three arguments are integer arrays [B, T]. `query_block`: query rows of attention at a time (None: dense).
         Taps: `embed`, `layers.{i}.` + `input_norm q k v [q_norm k_norm] q_rope k_rope attn lse attn_out attn_residual
         post_norm mlp residual`, `final_norm`. By head [B, T, H or K, D]: q to attn; `lse` is [B, H, T]; the rest [B, T,
         M].
@@ -244,7 +251,7 @@ class Decoder(nnx.Module):
         named = {}
         x_BTM = named["embed"] = self.embed_tokens(ids, rounding)
         for i, layer in enumerate(self.layers):
-            x_BTM, layer_taps = _run_block(layer, x_BTM, cos_BTC, sin_BTC, documents, rounding, block)
+            x_BTM, layer_taps = _run_layer(layer, x_BTM, cos_BTC, sin_BTC, documents, rounding, query_block)
             if taps:
                 named |= {f"layers.{i}.{name}": value for name, value in layer_taps.items()}
         hidden_BTM = named["final_norm"] = self.norm(x_BTM, rounding)
@@ -260,20 +267,20 @@ class Decoder(nnx.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
 
-@partial(jax.jit, static_argnames=("rounding", "block"))
-def _run_block(
-    layer: Block,
+@partial(jax.jit, static_argnames=("rounding", "query_block"))
+def _run_layer(
+    layer: Layer,
     x_BTM: jax.Array,
     cos_BTC: jax.Array,
     sin_BTC: jax.Array,
     document_ids_BT: jax.Array,
     rounding: Rounding,
-    block: int | None,
+    query_block: int | None,
 ) -> tuple[jax.Array, Taps]:
     # Recomputed in the backward pass: a whole model's residuals would be all its MLP and attention intermediates.
     @jax.checkpoint
-    def run(layer: Block, x_BTM: jax.Array) -> tuple[jax.Array, Taps]:
-        return layer(x_BTM, cos_BTC, sin_BTC, document_ids_BT, rounding, block)
+    def run(layer: Layer, x_BTM: jax.Array) -> tuple[jax.Array, Taps]:
+        return layer(x_BTM, cos_BTC, sin_BTC, document_ids_BT, rounding, query_block)
 
     return run(layer, x_BTM)
 
@@ -283,14 +290,14 @@ def head_logits(head: nnx.Param, hidden: jax.Array, rounding: Rounding) -> jax.A
     """Return logits of final hidden states: a matrix [V, M] and [..., M] -> [..., V] in the carrier, rounded at
     `logits`.
     """
-    return rounding.round("logits", _matmul(hidden, _carry(head[...], rounding)))
+    return rounding.round("logits", _matmul(hidden, _in_carrier(head[...], rounding)))
 
 
 def _matmul(x: jax.Array, weight_ON: jax.Array) -> jax.Array:
     return jnp.einsum("...n,on->...o", x, weight_ON, precision=Precision.HIGHEST)
 
 
-def _carry(parameter: jax.Array, rounding: Rounding) -> jax.Array:
+def _in_carrier(parameter: jax.Array, rounding: Rounding) -> jax.Array:
     """Return the parameter in the carrier, exactly: a cast that rounds would be one without a name."""
     if jnp.finfo(parameter.dtype).nmant > jnp.finfo(rounding.dtype).nmant:
         raise ValueError(

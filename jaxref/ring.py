@@ -24,8 +24,8 @@ import numpy as np
 
 from anchorline.errors import UserError
 from jaxref.attention import attend_under
-from jaxref.mask import rule
-from jaxref.model import Block, Decoder
+from jaxref.mask import visible
+from jaxref.model import Decoder, Layer
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
 from jaxref.rounding import Rounding, preset
 
@@ -66,7 +66,7 @@ def ring_attention(
     q_BTKGD = q.reshape(B, T, K, H // K, D)
     k_BTKGD, v_BTKGD = (rounding.round("kv_heads", jnp.broadcast_to(x[:, :, :, None], q_BTKGD.shape)) for x in (k, v))
     index_T = jnp.arange(T)
-    seen_BTT = rule(document_BT[:, :, None], document_BT[:, None, :], index_T[None, :, None], index_T[None, None, :])
+    seen_BTT = visible(document_BT[:, :, None], document_BT[:, None, :], index_T[None, :, None], index_T[None, None, :])
 
     def attend(step: int) -> tuple[jax.Array, jax.Array]:
         here_TT = owner[None, :] == (owner[:, None] - step) % ranks
@@ -103,7 +103,7 @@ def ring_logits(
 
 @partial(jax.jit, static_argnames=("rounding", "owners"))
 def _layer(
-    layer: Block,
+    layer: Layer,
     x_BTM: jax.Array,
     cos_BTC: jax.Array,
     sin_BTC: jax.Array,

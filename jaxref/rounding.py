@@ -4,6 +4,9 @@ All arithmetic runs in one carrier, float64 or float32. Right after a value is c
 or left as the carrier has it. So a cast that some implementation makes is one word here, and can be switched on and off
 alone.
 
+A first reader needs the table, `Rounding` and the comment over `PRESETS`. Gradients (the end of this page) and
+`round_to`, which keeps a format's subnormals, may be skipped.
+
 | site           | rounds                                                     | where                |
 | -------------- | ---------------------------------------------------------- | -------------------- |
 | `inv_freq`     | RoPE's inverse frequencies                                 | `rope.cos_sin`       |
@@ -35,8 +38,7 @@ Gradients: a site rounds the cotangent that arrives at it to the same format, as
 tensor in bf16. Where a value is used more than once the cotangents meet in the carrier and are rounded once; torch
 rounds each and then their sum. Keys and values shared by a group of query heads have a site for it, `kv_heads`, because
 every engine rounds there. With `after_pv` the backward pass of attention is FlashAttention-2's own, which is not its
-forward
-transposed: it rounds P and dS where the transpose would round dP.
+forward transposed: it rounds P and dS where the transpose would round dP.
 """
 
 from dataclasses import dataclass, fields, replace

@@ -45,13 +45,13 @@ def run_oracle(
     v: Tensor,
     weight: Tensor,
     document_ids_BT: Tensor,
-    block: int | None = None,
+    query_block: int | None = None,
 ) -> Arrays:
     """The same from the oracle."""
     ids = document_ids_BT.cpu().numpy()
     carried = (jnp.asarray(to_numpy(x)).astype(rounding.dtype) for x in (q, k, v, weight))
     q_BTHD, k_BTKD, v_BTKD, weight_BTHD = carried
-    results = attention_arrays(q_BTHD, k_BTKD, v_BTKD, weight_BTHD, ids, rounding, block=block)
+    results = attention_arrays(q_BTHD, k_BTKD, v_BTKD, weight_BTHD, ids, rounding, query_block=query_block)
     return {name: np.asarray(x, dtype=np.float64) for name, x in results.items()}
 
 
@@ -64,7 +64,7 @@ def compare_engine(
     kv_heads: int = 2,
     head_dim: int = 16,
     backward: bool = True,
-    block: int | None = None,
+    query_block: int | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Verdict]:
@@ -72,8 +72,8 @@ def compare_engine(
     drawn = draw(document_ids_BT, heads, kv_heads, head_dim, dtype, seed)
     q, k, v, weight = (x.to(device) for x in drawn)
     candidate = run_engine(engine, q, k, v, weight, document_ids_BT.to(device), backward)
-    truth = run_oracle(preset("exact"), *drawn, document_ids_BT, block)
-    reference = run_oracle(preset(preset_name(engine, dtype)), *drawn, document_ids_BT, block)
+    truth = run_oracle(preset("exact"), *drawn, document_ids_BT, query_block)
+    reference = run_oracle(preset(preset_name(engine, dtype)), *drawn, document_ids_BT, query_block)
     judged_as = str(dtype).removeprefix("torch.")
     # The log-sum-exp is float32 in every half-precision engine; under `dense` the logits it sums are rounded to half.
     as_dtype = {"lse": "float32" if engine != "dense" else judged_as}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from jaxref.mask import layout
+from jaxref.layout import lay_out
 
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig,
@@ -85,8 +85,8 @@ def _arrays(variant: str, lengths: tuple[int, ...], seed: int) -> dict[str, Tens
         lengths = tuple(max(n - tag, 1) for n in lengths)
     name = "+".join([base, *extras])
     rows = [
-        layout(lengths, name, ANCHOR_TOKENS, tag=tag, seed=seed),
-        layout(lengths[:-1], name, ANCHOR_TOKENS, padding=lengths[-1] + tag, tag=tag, seed=seed),
+        lay_out(lengths, name, ANCHOR_TOKENS, tag=tag, seed=seed),
+        lay_out(lengths[:-1], name, ANCHOR_TOKENS, padding=lengths[-1] + tag, tag=tag, seed=seed),
     ]
     return {
         "position_ids": torch.from_numpy(np.stack([row.position_ids for row in rows])),

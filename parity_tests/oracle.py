@@ -79,11 +79,13 @@ def oracle_of(model: Any) -> Decoder:
     return from_arrays(DecoderConfig.from_hf(model.config.to_dict()), arrays)
 
 
-def oracle_taps(decoder: Decoder, batch: Mapping[str, Any], rounding: Rounding, block: int | None = None) -> Arrays:
+def oracle_taps(
+    decoder: Decoder, batch: Mapping[str, Any], rounding: Rounding, query_block: int | None = None
+) -> Arrays:
     """Run the oracle on a batch of the five arrays, torch or numpy; return its taps in the order of the pass."""
     given = (batch[name] for name in ("input_ids", "position_ids", "document_ids"))
     ids, positions, documents = (to_numpy(x) if isinstance(x, Tensor) else x for x in given)
-    _, taps = decoder(ids, positions, documents, rounding, block=block, taps=True)
+    _, taps = decoder(ids, positions, documents, rounding, query_block=query_block, taps=True)
     return {name: np.asarray(taps[name]) for name in sorted(taps, key=_forward_order)}
 
 
@@ -102,12 +104,12 @@ def attention_arrays(
     document_ids_BT: Any,
     rounding: Rounding,
     scale: float | None = None,
-    block: int | None = None,
+    query_block: int | None = None,
 ) -> dict[str, jax.Array]:
     """`out`, `lse`, and `dq`, `dk`, `dv` of sum(out * weight), from arrays of the rounding's carrier. Can be traced."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attention(q, k, v, document_ids_BT, rounding, scale=scale, block=block)
+        return attention(q, k, v, document_ids_BT, rounding, scale=scale, query_block=query_block)
 
     (out, lse), pull = jax.vjp(run, q_BTHD, k_BTKD, v_BTKD)
     return {"out": out, "lse": lse} | dict(

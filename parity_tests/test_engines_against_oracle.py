@@ -54,7 +54,7 @@ def test_flex_forward_on_a_cpu():
 def test_engines_on_a_gpu_in_bf16(engine, kv_heads):
     ids_BT = torch.cat([packed(700, 1, 129, 1000, 200, anchor=5, padding=13), packed(2040, anchor=1, padding=7)])
     verdicts = compare_engine(
-        engine, ids_BT, torch.bfloat16, heads=8, kv_heads=kv_heads, head_dim=64, block=512, device="cuda"
+        engine, ids_BT, torch.bfloat16, heads=8, kv_heads=kv_heads, head_dim=64, query_block=512, device="cuda"
     )
     assert_all_pass(verdicts, "out", "dq", "dk", "dv")
 
@@ -75,6 +75,6 @@ def test_long_rows_on_a_gpu(engine, length):
     anchored = packed(half, 1, half // 2, half // 4, half // 4 - 2 - 7, anchor=1, padding=7)
     ids_BT = torch.cat([anchored, torch.ones(1, anchored.shape[1], dtype=torch.long)])
     verdicts = compare_engine(
-        engine, ids_BT, torch.bfloat16, heads=4, kv_heads=2, head_dim=128, block=512, device="cuda"
+        engine, ids_BT, torch.bfloat16, heads=4, kv_heads=2, head_dim=128, query_block=512, device="cuda"
     )
     assert_all_pass(verdicts, "out", "dq", "dk", "dv")

@@ -6,18 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxref.mask import layout, live_pairs, visible
+from jaxref.layout import lay_out
+from jaxref.mask import live_pairs, visible_BQJ
 from torchtrain.attention.plan import make_plan
 from torchtrain.attention.rule import visible_BTT
 from torchtrain.config import BASE_VARIANTS, PackConfig
-from torchtrain.data.rows import Segment, build_row
+from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.tests.layouts import document_ids, named_batch
 
 VARIANTS = [base + tag + merge for base in BASE_VARIANTS for tag in ("", "+tag") for merge in ("", "+interleave")]
 
 
 def assert_same_rule(ids_BT: torch.Tensor) -> None:
-    np.testing.assert_array_equal(visible(ids_BT.numpy()), visible_BTT(ids_BT).numpy())
+    np.testing.assert_array_equal(visible_BQJ(ids_BT.numpy()), visible_BTT(ids_BT).numpy())
     assert live_pairs(ids_BT.numpy()) == make_plan(ids_BT).live_pairs
 
 
@@ -52,18 +53,18 @@ def test_rows_of_every_variant(variant, row):
     # Every token its own number, so that a token in the wrong place is seen.
     numbers = iter(range(T))
     prefix = [next(numbers) for _ in range(anchor)]
-    segments = []
+    spans = []
     for n in lengths:
         opening = [next(numbers) for _ in range(tag)]
-        segments.append(Segment(np.array([next(numbers) for _ in range(n)]), domain=0, tag=opening))
+        spans.append(SpanTokens(np.array([next(numbers) for _ in range(n)]), domain=0, tag=opening))
     pack = PackConfig(sequence_length=T, variant=variant, chunks=chunks)
-    trainer = build_row(segments, pack, prefix, pad_id=-7, random=np.random.default_rng(row["seed"]))
+    trainer = build_row(spans, pack, prefix, pad_id=-7, random=np.random.default_rng(row["seed"]))
 
     # The order the trainer draws: one turn for each piece of a span, shuffled.
     turns = np.random.default_rng(row["seed"]).permutation(
         np.repeat(np.arange(len(lengths)), [min(chunks, n) for n in lengths])
     )
-    oracle = layout(
+    oracle = lay_out(
         lengths, variant.replace("+tag", ""), anchor=anchor, padding=padding, tag=tag, chunks=chunks, turns=turns
     )
     np.testing.assert_array_equal(oracle.document_ids, trainer["document_ids"])

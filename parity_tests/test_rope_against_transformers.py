@@ -27,7 +27,8 @@ import torch
 from transformers import LlamaConfig, modeling_rope_utils
 from transformers.models.llama import modeling_llama
 
-from jaxref.rope import RopeSpec, cos_sin, inverse_frequencies, rotate
+from jaxref.rope import cos_sin, inverse_frequencies, rotate
+from jaxref.rope_spec import RopeSpec
 from jaxref.rounding import preset
 
 U = mpmath.mpf(2) ** -24  # unit roundoff of float32

@@ -55,6 +55,17 @@ def test_the_trainer_is_held_to_its_names():
         gather_queries(torch.ones(1, 4, 6), plan)  # heads and head_dim not yet apart
 
 
+def test_rows_are_held_to_their_names():
+    import numpy as np
+
+    pytest.importorskip("torch")
+    from torchtrain.data.rows import _document_ids
+
+    assert _document_ids(np.array([0, 1, 2]), "anchor").tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match=r"_document_ids: number_T has shape \[2, 3\]"):
+        _document_ids(np.ones((2, 3), int), "anchor")  # rows, where a row is asked for
+
+
 def test_outside_tests_nothing_is_checked_and_neither_library_is_imported():
     code = (
         "import sys, jaxref.mask, torchtrain.data.rows\n"

@@ -164,7 +164,7 @@ def whole_sums(probs_LSHTT: np.ndarray, logits_LSHTT: np.ndarray, a: int, b: int
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_blocks_hold_what_the_matrices_hold(implementation):
     model, one, pairs = tiny_model("llama", torch.bfloat16, implementation), rows(1, TOKENS)[0], [(0, 1), (1, 2)]
-    found = PairSums(TOKENS, pairs, block=7)
+    found = PairSums(TOKENS, pairs, query_block=7)
     side_by_side(model, one.ids, one.positions + SHIFTS, found.add)
     layers = gathered(model, one)
     assert {run.weights is None for runs in layers for run in runs} == {implementation == "sdpa"}
@@ -207,7 +207,7 @@ def test_the_engine_sums_what_the_matrices_hold():
         )
         streams = [Stream(CONDITIONS[name], one.positions + shifts)]
         row, pair = Row(one.ids, one.documents), [Pair((0, 0), (0, 1), "propagated")]
-        got, twin = compare(decoder, row, streams, pair, block=50)[0][0], whole_sums(probs, logits, 0, 1)
+        got, twin = compare(decoder, row, streams, pair, query_block=50)[0][0], whole_sums(probs, logits, 0, 1)
         # The same probabilities; within a block the engine sums them in float32, so many terms, each rounded.
         unit = 2.0**-24 * twin.column_T.sum()
         assert np.abs(got.column_T - twin.column_T).max() <= heads * WIDE_TOKENS * unit

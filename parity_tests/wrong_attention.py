@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxref.mask import ANCHOR, PADDING, visible
+from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 
 Arrays = dict[str, np.ndarray]
 
@@ -44,7 +44,7 @@ def attention_on(
     H, K = q.shape[1], k.shape[1]
     head_H = {"grouped": np.arange(H) // (H // K), "interleaved": np.arange(H) % K, "first": np.zeros(H, int)}[order]
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    return AttentionInputs(q, k[:, head_H], v[:, head_H], visible(document_ids_BT), factor)
+    return AttentionInputs(q, k[:, head_H], v[:, head_H], visible_BQJ(document_ids_BT), factor)
 
 
 def softmax(attention: AttentionInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +121,7 @@ def _over_queries(right: AttentionInputs) -> Arrays:
 def wrong_masks(ids: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Words and bool [B, T, T] of every wrong mask of document ids [B, T]."""
     T = ids.shape[1]
-    true, causal = visible(ids), np.tri(T, dtype=bool)
+    true, causal = visible_BQJ(ids), np.tri(T, dtype=bool)
     real_q, real_k = ids[:, :, None] != PADDING, ids[:, None, :] != PADDING
     same = ids[:, :, None] == ids[:, None, :]
     anchor_k = ids[:, None, :] == ANCHOR
@@ -143,8 +143,8 @@ def wrong_masks(ids: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     yield "padding is visible as a key", (same | anchor_k | ~real_k) & causal & real_q
     yield "padding is treated as one more document", (same | anchor_k) & causal
     yield "padding queries are not put to zero: they attend to padding", (same & causal) | true
-    yield "documents begin one token late", visible(_shift(ids, 1))
-    yield "documents begin one token early", visible(_shift(ids, -1))
+    yield "documents begin one token late", visible_BQJ(_shift(ids, 1))
+    yield "documents begin one token early", visible_BQJ(_shift(ids, -1))
     yield "the batch shares the documents of its first row", np.broadcast_to(true[:1], true.shape)
     yield (
         "the first key of each document is missing",

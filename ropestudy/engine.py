@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxref.mask import PADDING, rule
+from jaxref.mask import PADDING, visible
 from jaxref.model import Decoder, head_logits
 from jaxref.rope import inverse_frequencies
 from jaxref.rounding import Rounding
@@ -79,7 +79,7 @@ def compare(
     streams: Sequence[Stream],
     pairs: Sequence[Pair],
     divergences: Sequence[tuple[Run, Run]] = (),
-    block: int = 64,
+    query_block: int = 64,
 ) -> tuple[list[Sums], list[DivergenceSample]]:
     """Compare the attention of pairs of runs over all layers, and the output distributions of `divergences`' pairs.
 
@@ -90,7 +90,7 @@ def compare(
         decoder: parameters that every carrier holds exactly.
         row, streams, pairs: see there.
         divergences: pairs (p, q) of runs; each is a forward pass of its own.
-        block: queries at a time; memory is R H block T.
+        query_block: queries at a time; memory is R H query_block T.
 
     Returns the sums of each pair and KL(p || q) of each divergence, in order.
     """
@@ -133,9 +133,9 @@ def compare(
                         layer, _first(x[group.source], condition.rounding.dtype), table[i], condition
                     )
                     sides.append(Side(condition, fed.q, fed.k))
-            sums.append(compare_layer(sides, documents_T, sink_H, group.index_P2, scale, block))
+            sums.append(compare_layer(sides, documents_T, sink_H, group.index_P2, scale, query_block))
         for i in advanced:
-            x[i] = finish_layer(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, block)
+            x[i] = finish_layer(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, query_block)
 
     hidden = {i: decoder.norm(x[i], streams[i].condition.rounding) for i in advanced} if divergences else {}
     ends = {
@@ -152,7 +152,9 @@ def compare(
     return [found[pair] for pair in range(len(pairs))], outputs
 
 
-def column_logits(decoder: Decoder, row: Row, positions_T: np.ndarray, column: int, block: int = 64) -> np.ndarray:
+def column_logits(
+    decoder: Decoder, row: Row, positions_T: np.ndarray, column: int, query_block: int = 64
+) -> np.ndarray:
     """Return the mean over the queries that see it of one column's logit in `exact`, float64 [L, H]."""
     rounding, method = EXACT.rounding, EXACT.method
     scale = decoder.config.head_dim**-0.5
@@ -160,13 +162,13 @@ def column_logits(decoder: Decoder, row: Row, positions_T: np.ndarray, column: i
     table = tables(positions_T[None], inv_freq, scaling, rounding, method)
     documents_T = jnp.asarray(row.documents_T)
     index_T = np.arange(len(row.ids_T))
-    sees_T = np.asarray(rule(row.documents_T, row.documents_T[column], index_T, column))
+    sees_T = np.asarray(visible(row.documents_T, row.documents_T[column], index_T, column))
     x, found = decoder.embed_tokens(jnp.asarray(row.ids_T)[None], rounding), []
     for layer in decoder.layers:
         own = project_and_rotate(layer, x, table, EXACT)
         key_HD = np.repeat(np.asarray(own.k[0, column]), own.q.shape[2] // own.k.shape[2], axis=0)
         found.append(np.einsum("thd,hd->th", np.asarray(own.q[0]), key_HD)[sees_T].mean(0) * scale)
-        x = finish_layer(layer, x, own, documents_T, None, EXACT, scale, block)
+        x = finish_layer(layer, x, own, documents_T, None, EXACT, scale, query_block)
     return np.array(found)
 
 

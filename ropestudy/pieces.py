@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from jaxref.attention import attention, masked_logits, softmax_parts
-from jaxref.mask import PADDING, rule
-from jaxref.model import Block
+from jaxref.mask import PADDING, visible
+from jaxref.model import Layer
 from jaxref.rounding import Rounding
 from ropestudy.conditions import Condition
 from ropestudy.measures import weights
@@ -72,14 +72,14 @@ def restrict(condition: Condition, sites: tuple[str, ...]) -> Rounding:
     return condition.rounding.only(*sites).replace(normalise=order)
 
 
-def project_and_rotate(layer: Block, x_STM: jax.Array, table: Tables, condition: Condition) -> QKV:
+def project_and_rotate(layer: Layer, x_STM: jax.Array, table: Tables, condition: Condition) -> QKV:
     """Return q [S, T, H, D] and k [S, T, K, D] rotated, v; one input row serves all runs of the tables."""
     projected = _project(layer, x_STM, restrict(condition, PROJECTION))
     return _rotate(*projected, table, restrict(condition, ROTATION), condition.method)
 
 
 @partial(jax.jit, static_argnames="rounding")
-def _project(layer: Block, x_STM: jax.Array, rounding: Rounding) -> QKV:
+def _project(layer: Layer, x_STM: jax.Array, rounding: Rounding) -> QKV:
     q, k, v, _ = layer.self_attn.project(layer.input_layernorm(x_STM, rounding), rounding)
     return QKV(q, k, v)
 
@@ -93,26 +93,26 @@ def _rotate(
 
 
 def finish_layer(
-    layer: Block,
+    layer: Layer,
     x_STM: jax.Array,
     qkv: QKV,
     documents_T: jax.Array,
     sink_H: Any,
     condition: Condition,
     scale: float,
-    block: int,
+    query_block: int,
 ) -> jax.Array:
     """Return the layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose
     method has one.
     """
     used = sink_H if condition.method.sink else None
-    at_once = None if block >= x_STM.shape[1] else block
+    at_once = None if query_block >= x_STM.shape[1] else query_block
     return _finish(layer, x_STM, *qkv, documents_T, used, restrict(condition, REST), scale, at_once)
 
 
-@partial(jax.jit, static_argnames=("rounding", "scale", "block"))
+@partial(jax.jit, static_argnames=("rounding", "scale", "query_block"))
 def _finish(
-    layer: Block,
+    layer: Layer,
     x_STM: jax.Array,
     q_STHD: jax.Array,
     k_STKD: jax.Array,
@@ -121,14 +121,14 @@ def _finish(
     sink_H: Any,
     rounding: Rounding,
     scale: float,
-    block: int | None,
+    query_block: int | None,
 ) -> jax.Array:
-    """Return the layer's output, from q, k, v: `jaxref.model.Block` behind the rotation."""
+    """Return the layer's output, from q, k, v: `jaxref.model.Layer` behind the rotation."""
     D = q_STHD.shape[-1]
     if sink_H is not None:
         q_STHD, k_STKD, v_STKD, documents_T = add_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
     documents_ST = jnp.broadcast_to(documents_T, (len(q_STHD), len(documents_T)))
-    attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, block)
+    attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, query_block)
     if sink_H is not None:
         attn_STHD = attn_STHD[:, 1:, :, :D]
     return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD, rounding), rounding)[0]
@@ -140,7 +140,7 @@ def compare_layer(
     sink_H: Any,
     index_P2: np.ndarray,
     scale: float,
-    block: int,
+    query_block: int,
 ) -> LayerSums:
     """Return the sums of each pair in one layer. index_P2: the places of a and b among all runs of the sides."""
     n_T = jnp.asarray(weights(np.asarray(documents_T)))
@@ -154,7 +154,7 @@ def compare_layer(
         n_T = jnp.concatenate([jnp.zeros(1), n_T])
     queries, keys = tuple(side.q for side in sides), tuple(side.k for side in sides)
     roundings = tuple(restrict(side.condition, SOFTMAX) for side in sides)
-    sums, row_PT = _sums(queries, keys, documents_T, n_T, index_P2, roundings, scale, block)
+    sums, row_PT = _sums(queries, keys, documents_T, n_T, index_P2, roundings, scale, query_block)
     first = 1 if sink else 0  # behind the sink, which the row does not hold
     return LayerSums(
         column_PT=np.asarray(sums.column_PT)[:, first:],
@@ -182,7 +182,7 @@ def probabilities(
     return rounding.round("probs", exponentials / total[..., None]), logits
 
 
-@partial(jax.jit, static_argnames=("roundings", "scale", "block"))
+@partial(jax.jit, static_argnames=("roundings", "scale", "query_block"))
 def _sums(
     queries: tuple[jax.Array, ...],
     keys: tuple[jax.Array, ...],
@@ -191,18 +191,18 @@ def _sums(
     index_P2: jax.Array,
     roundings: tuple[Rounding, ...],
     scale: float,
-    block: int,
+    query_block: int,
 ) -> tuple[_BlockSums, jax.Array]:
     """Return all but the sums of rows, and these, [P, T]."""
-    T, block = len(documents_T), min(block, len(documents_T))
-    blocks = -(-T // block)
+    T, query_block = len(documents_T), min(query_block, len(documents_T))
+    blocks = -(-T // query_block)
     widest = jnp.result_type(*(rounding.dtype for rounding in roundings))
 
     def split(q_STHD: jax.Array, kv_heads: int) -> jax.Array:
         """[S, T, H, D] -> [n, S, Q, K, G, D], the last block filled with queries that see nothing."""
         S, _, H, D = q_STHD.shape
-        filled = jnp.pad(q_STHD, ((0, 0), (0, blocks * block - T), (0, 0), (0, 0)))
-        return filled.reshape(S, blocks, block, kv_heads, H // kv_heads, D).swapaxes(0, 1)
+        filled = jnp.pad(q_STHD, ((0, 0), (0, blocks * query_block - T), (0, 0), (0, 0)))
+        return filled.reshape(S, blocks, query_block, kv_heads, H // kv_heads, D).swapaxes(0, 1)
 
     def per_head(q_STHD: jax.Array, k_STKD: jax.Array, rounding: Rounding) -> jax.Array:
         shape = (*k_STKD.shape[:3], q_STHD.shape[2] // k_STKD.shape[2], k_STKD.shape[3])
@@ -213,11 +213,11 @@ def _sums(
     def one_block(carry: _BlockSums, given: Any) -> tuple[_BlockSums, jax.Array]:
         index_Q, q_blocks = given
         document_Q = jnp.where(index_Q < T, documents_T[jnp.minimum(index_Q, T - 1)], PADDING)
-        mask_QT = rule(document_Q[:, None], documents_T[None], index_Q[:, None], jnp.arange(T)[None])
+        mask_QT = visible(document_Q[:, None], documents_T[None], index_Q[:, None], jnp.arange(T)[None])
         all_probs, all_logits = [], []
         for q, k, rounding in zip(q_blocks, copies, roundings, strict=True):
             probs, logits = probabilities(q, k, mask_QT, rounding, scale)
-            flat = (len(q), -1, block, T)
+            flat = (len(q), -1, query_block, T)
             all_probs.append(probs.reshape(flat).astype(widest))
             all_logits.append(jnp.where(mask_QT, logits, 0).reshape(flat).astype(widest))
         probs_RHQT, logits_RHQT = jnp.concatenate(all_probs), jnp.concatenate(all_logits)
@@ -237,7 +237,7 @@ def _sums(
 
     P, R, H = len(index_P2), sum(len(q) for q in queries), queries[0].shape[2]
     nothing = _BlockSums(*(jnp.zeros(shape) for shape in ((P, T), (P, T), (R, T), (P, H), (P,))))
-    index_nQ = jnp.arange(blocks * block).reshape(blocks, block)
+    index_nQ = jnp.arange(blocks * query_block).reshape(blocks, query_block)
     q_blocks = tuple(split(q, k.shape[2]) for q, k in zip(queries, keys, strict=True))
     sums, row_nPQ = lax.scan(one_block, nothing, (index_nQ, q_blocks))
     return sums, row_nPQ.swapaxes(0, 1).reshape(P, -1)[:, :T]

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from anchorline.corpora import Document, Name, documents
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
-from jaxref.mask import ANCHOR, layout
+from jaxref.layout import lay_out
+from jaxref.mask import ANCHOR
 from ropestudy.spec import TextConfig
 
 Bos = Literal["first", "none", "middle"]
@@ -86,7 +87,7 @@ def packed_row(pool: Pool, number: int, tokens: int, bos_id: int, documents: int
     lengths = [int(n) for n in (tokens - 1) * shares // shares.sum()]
     lengths[-1] += tokens - 1 - sum(lengths)
     pieces = [pool.ids[(number + k) % len(pool.ids)][:n] for k, n in enumerate(lengths)]
-    made = layout(lengths, mask.removesuffix("_reset") if mask == "anchor_reset" else mask, anchor=1)
+    made = lay_out(lengths, mask.removesuffix("_reset") if mask == "anchor_reset" else mask, anchor=1)
     positions = made.position_ids
     if mask == "anchor_reset":
         positions = np.concatenate([[0], *(np.arange(1, n + 1) for n in lengths)])

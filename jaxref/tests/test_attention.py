@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxref.attention import attention
-from jaxref.mask import visible
+from jaxref.mask import visible_BQJ
 from jaxref.rounding import Rounding, preset
 
 B, T, H, K, D = 1, 9, 4, 2, 4
@@ -44,15 +44,15 @@ def inputs() -> tuple[np.ndarray, ...]:
     return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
-def run(rounding: Rounding, ids=IDS, arrays=None, block=None, scale=None) -> dict[str, np.ndarray]:
+def run(rounding: Rounding, ids=IDS, arrays=None, query_block=None, scale=None) -> dict[str, np.ndarray]:
     """Output, log-sum-exp, and the gradients of their weighted sum."""
     arrays = [jnp.asarray(x, rounding.dtype) for x in (arrays or inputs())]
-    return dict(zip(NAMES, map(np.asarray, _run(ids, *arrays, rounding, block, scale)), strict=True))
+    return dict(zip(NAMES, map(np.asarray, _run(ids, *arrays, rounding, query_block, scale)), strict=True))
 
 
 @partial(jax.jit, static_argnums=(6, 7, 8))
-def _run(ids, q, k, v, weight, lse_weight, rounding, block, scale):
-    (out, lse), pull = jax.vjp(lambda *qkv: attention(*qkv, ids, rounding, scale, block), q, k, v)
+def _run(ids, q, k, v, weight, lse_weight, rounding, query_block, scale):
+    (out, lse), pull = jax.vjp(lambda *qkv: attention(*qkv, ids, rounding, scale, query_block), q, k, v)
     return out, lse, *pull((weight, lse_weight))
 
 
@@ -84,7 +84,7 @@ def truth(scale: float | None = None) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("block", "normalise", "scale"),
+    ("query_block", "normalise", "scale"),
     [
         (None, "before_pv", None),
         (None, "after_pv", 0.3),
@@ -93,8 +93,8 @@ def truth(scale: float | None = None) -> dict[str, np.ndarray]:
         (20, "before_pv", None),
     ],
 )
-def test_exact_is_attention_written_in_loops(block, normalise, scale):
-    got64, got32 = (run(r.replace(normalise=normalise), block=block, scale=scale) for r in (EXACT, FP32))
+def test_exact_is_attention_written_in_loops(query_block, normalise, scale):
+    got64, got32 = (run(r.replace(normalise=normalise), query_block=query_block, scale=scale) for r in (EXACT, FP32))
     for name in NAMES:
         assert got64[name].dtype == np.float64
         assert got32[name].dtype == np.float32
@@ -103,7 +103,7 @@ def test_exact_is_attention_written_in_loops(block, normalise, scale):
 
 def test_blocks_are_the_dense_computation():
     """Only the order of sums differs, so dense float32's error bounds the difference by the same rule."""
-    blocks, dense32, dense = run(EXACT, block=4), run(FP32), run(EXACT)
+    blocks, dense32, dense = run(EXACT, query_block=4), run(FP32), run(EXACT)
     for name in NAMES:
         assert_float64_of(blocks[name], dense32[name], dense[name])
 
@@ -111,7 +111,7 @@ def test_blocks_are_the_dense_computation():
 @pytest.mark.parametrize("name", ["hf_eager_bf16", "flash_fp16"])
 def test_blocks_round_as_dense_does(name):
     """In a float64 carrier the order of sums is too small to move a rounding to half precision."""
-    dense, blocks = (run(preset(name).replace(carrier="float64"), block=block) for block in (None, 4))
+    dense, blocks = (run(preset(name).replace(carrier="float64"), query_block=query_block) for query_block in (None, 4))
     np.testing.assert_array_equal(dense["out"], blocks["out"])
 
 
@@ -127,7 +127,7 @@ def test_casts_of_eager_and_flash(half):
     q, k, v = cast(8 * q), cast(k), cast(v)
     heads = np.arange(H) // (H // K)
     qk = np.einsum("qhd,khd->hqk", q[0], k[0][:, heads])
-    mask, seen = visible(IDS)[0], IDS[0] != -1
+    mask, seen = visible_BQJ(IDS)[0], IDS[0] != -1
 
     def softmax_parts(logits):
         weights = np.where(mask, np.exp(logits - np.where(mask, logits, -np.inf).max(-1, keepdims=True)), 0)[:, seen]
@@ -150,23 +150,23 @@ def test_casts_of_eager_and_flash(half):
     assert (expected["hf_eager"] != expected["flash"]).any()
 
 
-@pytest.mark.parametrize("block", [None, 4])
-def test_no_gradient_from_what_is_invisible(block):
-    mask, q, k, v = visible(IDS)[0], *inputs()[:3]
+@pytest.mark.parametrize("query_block", [None, 4])
+def test_no_gradient_from_what_is_invisible(query_block):
+    mask, q, k, v = visible_BQJ(IDS)[0], *inputs()[:3]
     for i in range(T):
         weight, lse_weight = np.zeros((B, T, H, D)), np.zeros((B, H, T))
         weight[0, i], lse_weight[0, :, i] = inputs()[3][0, i], 1.0
-        got = run(EXACT, arrays=(q, k, v, weight, lse_weight), block=block)
+        got = run(EXACT, arrays=(q, k, v, weight, lse_weight), query_block=query_block)
         reached = {name: (got[name][0] != 0).any((1, 2)) for name in ("dq", "dk", "dv")}
         np.testing.assert_array_equal(reached["dk"], mask[i])
         np.testing.assert_array_equal(reached["dv"], mask[i])
         np.testing.assert_array_equal(reached["dq"], (np.arange(T) == i) & mask[i].any())
 
 
-@pytest.mark.parametrize(("name", "block"), [("exact", None), ("hf_eager_bf16", 4), ("flash_fp16", None)])
-def test_a_query_that_sees_nothing(name, block):
+@pytest.mark.parametrize(("name", "query_block"), [("exact", None), ("hf_eager_bf16", 4), ("flash_fp16", None)])
+def test_a_query_that_sees_nothing(name, query_block):
     for ids in (IDS, np.full((B, T), -1)):
-        got, blind = run(preset(name), ids=ids, block=block), ids[0] == -1
+        got, blind = run(preset(name), ids=ids, query_block=query_block), ids[0] == -1
         assert (got["out"][0, blind] == 0).all()
         assert (got["lse"][0, :, blind] == -np.inf).all()
         for gradient in ("dq", "dk", "dv"):
@@ -192,7 +192,7 @@ def test_by_blocks_no_array_has_a_place_for_every_pair_of_tokens():
                 collect(inner)
 
     def loss(q, k, v):
-        return attention(q, k, v, np.ones((1, tokens), int), EXACT, block=8)[0].sum()
+        return attention(q, k, v, np.ones((1, tokens), int), EXACT, query_block=8)[0].sum()
 
     shape = jax.ShapeDtypeStruct((1, tokens, 1, 4), jnp.float64)
     collect(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1, 2)))(shape, shape, shape).jaxpr)
@@ -206,12 +206,12 @@ def test_by_blocks_no_array_has_a_place_for_every_pair_of_tokens():
         (dict(k=(1, T, 3, D), v=(1, T, 3, D)), "H be a multiple of K"),
         (dict(q=(T, H, D)), r"attention: expected q \[B, T, H, D\]"),
         (dict(ids=(1, 8)), r"document_ids \(1, 8\)"),
-        (dict(block=0), "block: 0 queries at a time; give a positive number"),
+        (dict(query_block=0), "query_block: 0 queries at a time; give a positive number"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change, message):
     shapes = dict(q=(B, T, H, D), k=(B, T, K, D), v=(B, T, K, D), ids=(B, T)) | change
-    block = shapes.pop("block", None)
+    query_block = shapes.pop("query_block", None)
     q, k, v, ids = (np.zeros(shape) for shape in shapes.values())
     with pytest.raises(ValueError, match=message):
-        attention(q, k, v, ids.astype(int), EXACT, block=block)
+        attention(q, k, v, ids.astype(int), EXACT, query_block=query_block)

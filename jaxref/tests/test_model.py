@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxref.model import Decoder, _run_block
+from jaxref.model import Decoder, _run_layer
 from jaxref.rounding import preset
 from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, row, tiny
 from jaxref.weights import to_arrays
@@ -180,9 +180,9 @@ def test_the_compiler_drops_no_rounding():
 
 def test_one_block_is_compiled_however_many_layers():
     decoder, arguments = tiny("llama", num_hidden_layers=5, hidden_size=14), row("full")
-    before = _run_block._cache_size()
+    before = _run_layer._cache_size()
     decoder(*arguments, EXACT)
-    assert _run_block._cache_size() == before + 1
+    assert _run_layer._cache_size() == before + 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import mpmath
 import numpy as np
 import pytest
 
-from jaxref.rope import PAPER_ROPE_THETA, RopeSpec, cos_sin, inverse_frequencies, paper_theta, rotate
+from jaxref.rope import cos_sin, inverse_frequencies, rotate
+from jaxref.rope_spec import PAPER_ROPE_THETA, RopeSpec, paper_theta
 from jaxref.rounding import preset
 
 ORIGINAL = 8192

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxref.attention import attention
-from jaxref.mask import layout
-from jaxref.rope import RopeSpec, cos_sin, inverse_frequencies, rotate
+from jaxref.layout import lay_out
+from jaxref.rope import cos_sin, inverse_frequencies, rotate
+from jaxref.rope_spec import RopeSpec
 from jaxref.rounding import preset
 
 H, D = 2, 8
@@ -62,7 +63,7 @@ def assert_near(got: np.ndarray, want: np.ndarray, bound: float) -> None:
 @pytest.mark.parametrize("anchor", [1, 3])
 def test_interleaved_chunks_need_no_storage_of_their_own(base, anchor):
     """Documents stored whole with the positions of the merged row compute what the merged row computes, permuted."""
-    whole = layout(LENGTHS, f"{base}+interleave", anchor=anchor, padding=2, chunks=3, seed=1)
+    whole = lay_out(LENGTHS, f"{base}+interleave", anchor=anchor, padding=2, chunks=3, seed=1)
     merged = np.argsort(whole.position_ids)
     assert (np.diff(whole.document_ids[merged]) < 0).any()  # something is interleaved
     x = tokens(len(merged))
@@ -72,7 +73,7 @@ def test_interleaved_chunks_need_no_storage_of_their_own(base, anchor):
 
 def test_full_attention_is_another_matter():
     """Where everything is seen, storage order is the mask: there the merged row has to be stored."""
-    row = layout(LENGTHS, "anchor+interleave", seed=1)
+    row = lay_out(LENGTHS, "anchor+interleave", seed=1)
     merged, ids = np.argsort(row.position_ids), np.ones(len(row.source), dtype=int)
     x = tokens(len(merged))
     expected = attend(x[:, merged], ids, np.arange(len(merged)))
@@ -82,7 +83,7 @@ def test_full_attention_is_another_matter():
 @pytest.mark.parametrize("anchor", [1, 2])
 def test_a_shared_anchor_is_a_copy_in_front_of_each_document(anchor):
     """The anchor sees itself alone, so its keys and values are the same for all."""
-    shared = layout(LENGTHS, "anchor", anchor=anchor)
+    shared = lay_out(LENGTHS, "anchor", anchor=anchor)
     sources = [[*range(anchor), *np.flatnonzero(shared.document_ids == document)] for document in (1, 2, 3)]
     ids, source = np.repeat([1, 2, 3], [len(own) for own in sources]), np.concatenate(sources)
     x = tokens(len(shared.document_ids))

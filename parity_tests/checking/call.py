@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import torch
 
-from jaxref.mask import visible
+from jaxref.mask import visible_BQJ
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.cases import Arrays, CheckCase
 from parity_tests.oracle import to_numpy
@@ -177,7 +177,7 @@ class Candidate:
         if adapter.documents == "document_ids":
             given["document_ids"] = self.library.array(case.document_ids_BT)
         elif adapter.documents == "mask":
-            given["mask"] = self.library.array(visible(case.document_ids_BT)[:, None])
+            given["mask"] = self.library.array(visible_BQJ(case.document_ids_BT)[:, None])
         elif adapter.documents in ("plan", "block_mask"):
             given[adapter.documents] = self.library.extra(adapter.documents, case, self._plan)
         elif adapter.documents == "cu_seqlens":

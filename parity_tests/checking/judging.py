@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxref.mask import ANCHOR, PADDING, visible
+from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.call import Candidate, Pull, Unusable
 from parity_tests.checking.cases import Arrays, CheckCase, judged_as, oracle
@@ -139,7 +139,7 @@ def _probes(case: CheckCase) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]
     The first half sees neither the second nor another document nor another row, so one probe tests causality,
     documents, padding and the batch at once.
     """
-    visible_BTT = visible(case.document_ids_BT)
+    visible_BTT = visible_BQJ(case.document_ids_BT)
     for row, ids_T in enumerate(case.document_ids_BT):
         for document in np.unique(ids_T[ids_T != PADDING]):
             own = np.flatnonzero(ids_T == document)

@@ -32,7 +32,7 @@ from torchtrain.attention import make_plan, resolve_engine
 from torchtrain.attention.hf import implementation_name
 from torchtrain.config import Config, DistributedConfig, ModelConfig, PackConfig, RopeConfig, TrainConfig
 from torchtrain.data import collate
-from torchtrain.data.rows import Segment, build_row
+from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend
@@ -179,10 +179,10 @@ def _trajectory(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tupl
 def _pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
     """The trainer's packer on one row: int64 [T]."""
     pack = PackConfig(sequence_length=spec.tokens, variant=spec.variant, chunks=CHUNKS)
-    segments = [
-        Segment(document, domain=0, tag=tag.tolist()) for document, tag in zip(row.documents, row.tags, strict=True)
+    spans = [
+        SpanTokens(document, domain=0, tag=tag.tolist()) for document, tag in zip(row.documents, row.tags, strict=True)
     ]
-    packed = build_row(segments, pack, row.anchor.tolist(), pad_id=0, random=np.random.default_rng(row.seed))
+    packed = build_row(spans, pack, row.anchor.tolist(), pad_id=0, random=np.random.default_rng(row.seed))
     return packed | {"position_ids": packed["position_ids"] + spec.position_offset}
 
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
-from jaxref.rope import RopeSpec, inverse_frequencies
+from jaxref.rope import inverse_frequencies
+from jaxref.rope_spec import RopeSpec
 from parity_tests.gate.material import decoder_config
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import Arrays, OracleArrays

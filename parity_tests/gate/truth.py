@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxref.layout import lay_out
 from jaxref.loss import IGNORED, batch_nll, mean_and_gradients, token_nll
-from jaxref.mask import layout
 from jaxref.model import Decoder
 from jaxref.optim import step
 from jaxref.rounding import Rounding, preset
@@ -110,7 +110,7 @@ def _layout(key: _Key) -> tuple[Arrays, list[Arrays]]:
 
 def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
     pieces = np.repeat(np.arange(len(row.lengths)), [min(CHUNKS, n) for n in row.lengths])
-    laid = layout(
+    laid = lay_out(
         row.lengths,
         variant.replace("+tag", ""),
         anchor=len(row.anchor),

@@ -127,9 +127,9 @@ def _probe(model: Any, take: Callable[[Attended], None]) -> Iterator[None]:
 class PairSums:
     """`Sums` of pairs of runs of a row under `full`, by layer and block of queries: what `engine.compare` sums."""
 
-    def __init__(self, tokens: int, pairs: Sequence[tuple[int, int]], block: int, device: Any = "cpu"):
-        """pairs: places of two runs each. Memory is S H block T, in float64."""
-        self.pairs, self.block = pairs, block
+    def __init__(self, tokens: int, pairs: Sequence[tuple[int, int]], query_block: int, device: Any = "cpu"):
+        """pairs: places of two runs each. Memory is S H query_block T, in float64."""
+        self.pairs, self.query_block = pairs, query_block
         self._n_T = torch.from_numpy(weights(np.ones(tokens, np.int64))).to(device)
         parts = ("column", "logit", "row", "mass")
         self._of = {name: torch.zeros(len(pairs), tokens, dtype=torch.float64, device=device) for name in parts}
@@ -141,8 +141,8 @@ class PairSums:
         assert layer == len(self._head_LPH)
         T, H = len(self._n_T), len(runs[0].q)
         head_PH = self._n_T.new_zeros(len(self.pairs), H)
-        for start in range(0, T, self.block):
-            stop = min(start + self.block, T)
+        for start in range(0, T, self.query_block):
+            stop = min(start + self.query_block, T)
             blocks = [run.block(start, stop) for run in runs]
             mass_ST = [probs.sum((0, 1)) for probs, _ in blocks]
             for place, (a, b) in enumerate(self.pairs):

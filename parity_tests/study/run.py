@@ -36,12 +36,12 @@ class Shifts(OfRow):
     samples: list[Sample]
 
 
-def shift_samples(model: Any, one: RowArrays, section: ShiftPairsConfig, block: int) -> Shifts:
+def shift_samples(model: Any, one: RowArrays, section: ShiftPairsConfig, query_block: int) -> Shifts:
     """Every pair of shifts of one row under `full`."""
     started = time.perf_counter()
     shifts = section.all_shifts("propagated")
     pairs = [(shifts.index(a), shifts.index(b)) for a, b in section.pairs("propagated")]
-    found = PairSums(len(one.ids), pairs, block, model.device)
+    found = PairSums(len(one.ids), pairs, query_block, model.device)
     side_by_side(model, one.ids, one.positions + np.array(shifts)[:, None], found.add)
     samples = [sample(sums, one.documents) for sums in found.sums()]
     return Shifts(samples=samples, seconds=time.perf_counter() - started)

@@ -90,7 +90,7 @@ def test_the_sums_are_the_ones_in_loops(mode, family, documents):
     truth = twin(decoder, documents, POSITIONS, mode)
     pair = [Pair((0, 0), (0, 1), mode)]
     got = {
-        name: compare(decoder, Row(IDS, documents), [Stream(CONDITIONS[name], POSITIONS)], pair, block=3)[0][0]
+        name: compare(decoder, Row(IDS, documents), [Stream(CONDITIONS[name], POSITIONS)], pair, query_block=3)[0][0]
         for name in ("exact", "fp32")
     }
     for name, value in truth.items():
@@ -101,9 +101,11 @@ def test_the_sums_are_the_ones_in_loops(mode, family, documents):
 def test_the_block_changes_nothing_but_the_order_of_sums():
     decoder, pair = tiny("llama"), [Pair((0, 0), (0, 1), "propagated")]
     truth = twin(decoder, FULL, POSITIONS, "propagated")["column_T"]
-    for block in (1, TOKENS + 1):
+    for query_block in (1, TOKENS + 1):
         runs = [
-            compare(decoder, Row(IDS, FULL), [Stream(CONDITIONS[name], POSITIONS)], pair, block=block)[0][0].column_T
+            compare(decoder, Row(IDS, FULL), [Stream(CONDITIONS[name], POSITIONS)], pair, query_block=query_block)[0][
+                0
+            ].column_T
             for name in ("exact", "fp32")
         ]
         assert_float64_of(*runs, truth)

@@ -3,7 +3,6 @@
 from torchtrain.data.dataset import PackedRows, collate
 from torchtrain.data.packing import PackPlan, Span
 from torchtrain.data.prepare import PreparationProgress, fingerprint, identity, prepare, tokenizer_identity
-from torchtrain.data.rows import describe
 from torchtrain.data.split import Split, split_documents
 from torchtrain.data.store import DomainSummary, TokenStore
 from torchtrain.data.tokens import anchor_ids, check_store, check_tokenizer, pad_id, tag_ids
@@ -20,7 +19,6 @@ __all__ = [
     "check_store",
     "check_tokenizer",
     "collate",
-    "describe",
     "fingerprint",
     "identity",
     "pad_id",

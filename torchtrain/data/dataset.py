@@ -1,6 +1,6 @@
 """Packed rows by number: plan an epoch, read any row, stack rows into a batch.
 
-Shapes: B batch · T tokens of a row.
+Legend: B batch · T tokens of a row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import torch
 from anchorline.errors import UserError
 from torchtrain.config import PackConfig
 from torchtrain.data.packing import INTERLEAVE, PackPlan, random_stream
-from torchtrain.data.rows import Segment, build_row
+from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.data.store import TokenStore
 
 
@@ -103,14 +103,14 @@ class PackedRows:
         return self._rows[epoch]
 
     def _row(self, epoch: int, row: int) -> dict[str, np.ndarray]:
-        segments = []
+        spans = []
         for span in self.plan(epoch).spans(row):
-            document = int(self.documents[span.document])
+            document = int(self.documents[span.document_index])
             domain = int(self.store.document_domains[document])
             tokens = self.store.document(document)[span.start : span.stop]
-            segments.append(Segment(tokens, domain, self.tag_ids.get(domain, ())))
+            spans.append(SpanTokens(tokens, domain, self.tag_ids.get(domain, ())))
         random = random_stream(self.seed, INTERLEAVE, epoch, row)
-        return build_row(segments, self.pack, self.anchor_ids, self.pad_id, random)
+        return build_row(spans, self.pack, self.anchor_ids, self.pad_id, random)
 
 
 def collate(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:

@@ -20,9 +20,12 @@ def random_stream(seed: int, *key: int) -> np.random.Generator:
 
 
 class Span(NamedTuple):
-    """Tokens start..stop (stop excluded, never empty) of a document, in one row."""
+    """Tokens start..stop (stop excluded, never empty) of a document, in one row.
 
-    document: int
+    `document_index` finds the document in the `lengths` that the plan was given.
+    """
+
+    document_index: int
     start: int
     stop: int
 
@@ -72,7 +75,7 @@ class PackPlan:
         return len(self._bounds) - 1
 
     def spans(self, row: int) -> list[Span]:
-        """Return what a row holds, in storage order; `document` is an index into `lengths`."""
+        """Return what a row holds, in storage order."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a plan of {len(self)}")
         (first, start), (last, stop) = self._bounds[row].tolist(), self._bounds[row + 1].tolist()
@@ -86,28 +89,30 @@ class PackPlan:
 def _cut(lengths: np.ndarray, overhead: np.ndarray, capacity: int) -> tuple[list[tuple[int, int]], int]:
     """Fill rows in order; return where each begins, then where the last ends, and the room left in the last.
 
+    `lengths` and `overhead` are in the shuffled order, and a place is one in it; a row begins at (place, token).
+
     Sequential, because a tag is spent again in each row that its document reaches; a search finds how many whole
     documents fit, so that the cost is that of the rows.
     """
     # Memory views, because they give Python ints many times faster than arrays give numpy's.
     length, spent = lengths.data, overhead.data
     whole = np.concatenate([[0], np.cumsum(lengths + overhead)]).data
-    document, token, room = 0, 0, 0
+    place, token, room = 0, 0, 0
     bounds = [(0, 0)]
-    while document < len(length):
-        room = capacity - spent[document]
-        if length[document] - token > room:
+    while place < len(length):
+        room = capacity - spent[place]
+        if length[place] - token > room:
             token += room
             room = 0
         else:
-            room -= length[document] - token
-            after = document + 1
-            document = bisect_right(whole, whole[after] + room, after) - 1
-            room -= whole[document] - whole[after]
+            room -= length[place] - token
+            after = place + 1
+            place = bisect_right(whole, whole[after] + room, after) - 1
+            room -= whole[place] - whole[after]
             # The next document does not fit whole; a part of it does, if there is room for more than its tag.
-            begins = document < len(length) and room > spent[document]
-            token = room - spent[document] if begins else 0
+            begins = place < len(length) and room > spent[place]
+            token = room - spent[place] if begins else 0
             if begins:
                 room = 0
-        bounds.append((document, token))
+        bounds.append((place, token))
     return bounds, room

@@ -14,7 +14,7 @@ from anchorline.errors import UserError
 from anchorline.files import read_json
 from torchtrain.attention import resolve_engine
 from torchtrain.attention.dense import check_tokens
-from torchtrain.config import Config
+from torchtrain.config import Config, PackConfig
 from torchtrain.data import (
     PackedRows,
     PreparationProgress,
@@ -23,7 +23,6 @@ from torchtrain.data import (
     anchor_ids,
     check_store,
     check_tokenizer,
-    describe,
     pad_id,
     prepare,
     split_documents,
@@ -118,7 +117,7 @@ def set_up(
     if world.size > 1:
         say(f"processes {world.size}: {describe_layout(config, world)}")
     say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
-    say(f"variant   {describe(config.pack)}")
+    say(f"variant   {describe_variant(config.pack)}")
     say(f"rope      {describe_rope(model_config)}")
     say(f"data      {len(store.domains)} domains, {rows.plan(0).tokens:,} training tokens in {len(rows):,} rows")
     dropped = rows.plan(0).dropped_tokens
@@ -187,6 +186,24 @@ def pack_rows(
     held_out_rows = [pack_documents(documents, "pad") for documents in by_domain if len(documents)]
     held_out = [rows[i] for rows in held_out_rows for i in range(min(config.held_out.sequences, len(rows)))]
     return pack_documents(train, config.pack.last), held_out
+
+
+def describe_variant(pack: PackConfig) -> str:
+    """Return one sentence or two on what a row of this variant is, for people."""
+    parts = {
+        "full": "every token sees all tokens before it, across documents",
+        "intra": "a token sees its own document; positions run through the row",
+        "intra_reset": "a token sees its own document; positions restart in each document",
+        "anchor": "a token sees its own document and the anchor; positions run through the row",
+    }
+    text = f"{pack.variant}: {parts[pack.base_variant]}"
+    if pack.tag:
+        text += "; a tag that is never a target opens each document"
+    if pack.interleave and pack.base_variant == "intra_reset":
+        text += "; +interleave changes nothing here, because positions restart in each document: this is intra_reset"
+    elif pack.interleave:
+        text += f"; documents are cut into {pack.chunks} chunks that take the positions of a random merge"
+    return text
 
 
 def _identity_of(

@@ -13,7 +13,7 @@ from torchtrain.attention import hf, make_plan, visible_BTT
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.config import BASE_VARIANTS, PackConfig
 from torchtrain.data import collate
-from torchtrain.data.rows import Segment, build_row
+from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import NAMED_ROWS, named_batch
 
@@ -104,7 +104,7 @@ def test_nothing_leaks_in_rows_the_packer_makes(variant, implementation):
     tag = [7, 8] if pack.tag else []
     random = np.random.default_rng(0)
     rows = [
-        build_row([Segment(random.integers(9, 61, n), 0, tag) for n in lengths], pack, [1], 2, random)
+        build_row([SpanTokens(random.integers(9, 61, n), 0, tag) for n in lengths], pack, [1], 2, random)
         for lengths in ((5, 1, 4), (9,))
     ]
     assert_nothing_leaks(tiny("llama", implementation), collate(rows))

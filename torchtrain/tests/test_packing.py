@@ -39,7 +39,7 @@ def test_plan_is_the_greedy_filling_and_its_counts_add_up(documents, capacity, s
     lengths, overhead = np.array(documents).T
     plan = PackPlan(lengths, capacity, overhead, seed, epoch, last)
     whole = PackPlan(lengths, capacity, overhead, seed, epoch)
-    order = list(dict.fromkeys(span.document for row in spans_of(whole) for span in row))
+    order = list(dict.fromkeys(span.document_index for row in spans_of(whole) for span in row))
     expected, room = fill_token_by_token(order, lengths, overhead, capacity)
     if last == "drop" and room:
         expected.pop()
@@ -47,7 +47,7 @@ def test_plan_is_the_greedy_filling_and_its_counts_add_up(documents, capacity, s
     assert rows == expected
 
     kept = sum(span.stop - span.start for row in rows for span in row)
-    spent = sum(overhead[span.document] for row in rows for span in row)
+    spent = sum(overhead[span.document_index] for row in rows for span in row)
     assert plan.tokens == kept
     assert plan.tokens + plan.dropped_tokens == lengths.sum()
     assert plan.overhead_tokens == spent
@@ -86,7 +86,7 @@ def test_a_full_last_row_is_not_dropped():
 def test_epochs_and_seeds_have_orders_of_their_own():
     lengths, overhead = np.full(50, 3), np.zeros(50, dtype=int)
     orders = {
-        tuple(span.document for row in spans_of(PackPlan(lengths, 6, overhead, seed, epoch)) for span in row)
+        tuple(span.document_index for row in spans_of(PackPlan(lengths, 6, overhead, seed, epoch)) for span in row)
         for seed in (0, 1)
         for epoch in (0, 1)
     }

@@ -6,17 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtrain.config import PackConfig
-from torchtrain.data.rows import Segment, build_row, describe
+from torchtrain.data.rows import SpanTokens, build_row
+from torchtrain.run.setup import describe_variant
 
 X = -100
 ANCHOR, PAD = 9, 7
-SEGMENTS = [Segment(np.array([10, 11, 12]), 0, []), Segment(np.array([20, 21]), 1, [])]
-TAGGED = [Segment(np.array([10, 11, 12]), 0, [1, 2]), Segment(np.array([20, 21]), 1, [3])]
+SPANS = [SpanTokens(np.array([10, 11, 12]), 0, []), SpanTokens(np.array([20, 21]), 1, [])]
+TAGGED = [SpanTokens(np.array([10, 11, 12]), 0, [1, 2]), SpanTokens(np.array([20, 21]), 1, [3])]
 
 
-def row_of(variant, segments=SEGMENTS, T=8, anchor=(ANCHOR,), seed=0, **settings):
+def row_of(variant, spans=SPANS, T=8, anchor=(ANCHOR,), seed=0, **settings):
     pack = PackConfig(sequence_length=T, variant=variant, **settings)
-    return build_row(segments, pack, list(anchor), PAD, np.random.default_rng(seed))
+    return build_row(spans, pack, list(anchor), PAD, np.random.default_rng(seed))
 
 
 def check(row, **expected):
@@ -139,7 +140,7 @@ def test_interleaving_changes_nothing_where_positions_restart_and_says_so():
     interleaved = row_of("intra_reset+interleave", TAGGED, T=10, chunks=2)
     for name, array in plain.items():
         np.testing.assert_array_equal(array, interleaved[name])
-    assert "this is intra_reset" in describe(PackConfig(sequence_length=10, variant="intra_reset+interleave"))
+    assert "this is intra_reset" in describe_variant(PackConfig(sequence_length=10, variant="intra_reset+interleave"))
 
 
 rows = st.tuples(
@@ -153,18 +154,18 @@ rows = st.tuples(
 
 @given(rows)
 def test_laws_of_interleaving(drawn):
-    spans, anchor, padding, chunks, seed = drawn
+    sizes, anchor, padding, chunks, seed = drawn
     ids = iter(range(100, 1000))
-    segments = [Segment(np.array([next(ids) for _ in range(n)]), d, [50 + d] * tag) for d, (n, tag) in enumerate(spans)]
-    T = max(anchor + sum(n + tag for n, tag in spans) + padding, 2)
+    spans = [SpanTokens(np.array([next(ids) for _ in range(n)]), d, [50 + d] * tag) for d, (n, tag) in enumerate(sizes)]
+    T = max(anchor + sum(n + tag for n, tag in sizes) + padding, 2)
     kwargs = {"T": T, "anchor": [9] * anchor, "chunks": chunks, "seed": seed}
-    row = row_of("anchor+tag+interleave", segments, **kwargs)
+    row = row_of("anchor+tag+interleave", spans, **kwargs)
     positions = row["position_ids"]
     assert sorted(positions) == list(range(T))
     assert positions[:anchor].tolist() == list(range(anchor))
     used = T - padding if row["document_ids"][-1] == -1 else T
     np.testing.assert_array_equal(positions[used:], np.arange(used, T))
-    for number, (n, tag) in enumerate(spans, start=1):
+    for number, (n, tag) in enumerate(sizes, start=1):
         own = positions[row["document_ids"] == number]
         assert (np.diff(own) > 0).all()
         # The tag and the first chunk are one piece; a cut can only stand where two chunks of near equal length meet.
@@ -173,10 +174,10 @@ def test_laws_of_interleaving(drawn):
         allowed = {sum(n // pieces + (i < n % pieces) for i in range(k)) for k in range(1, pieces)}
         assert set(cuts.tolist()) <= allowed
     # Full attention stores what the others only number: sorting by position gives its row.
-    full = row_of("full+tag+interleave", segments, **kwargs)
+    full = row_of("full+tag+interleave", spans, **kwargs)
     for name in ("input_ids", "shift_labels", "domain_ids"):
         np.testing.assert_array_equal(full[name], row[name][np.argsort(positions)])
     # Each token still predicts the next one of its own document.
     has_target = full["shift_labels"] != X
     np.testing.assert_array_equal(full["shift_labels"][has_target], full["input_ids"][has_target] + 1)
-    assert has_target.sum() == sum(n - 1 for n, _ in spans)
+    assert has_target.sum() == sum(n - 1 for n, _ in sizes)

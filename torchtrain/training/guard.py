@@ -101,7 +101,7 @@ class Guard:
             epoch, row = self._rows.locate(number)
             spans = []
             for span in self._rows.plan(epoch).spans(row):
-                document = int(self._rows.documents[span.document])
+                document = int(self._rows.documents[span.document_index])
                 domain = store.domains[int(store.document_domains[document])]
                 spans.append({"document": document, "domain": domain, "start": int(span.start), "stop": int(span.stop)})
             found.append({"row": number, "epoch": epoch, "spans": spans})

@@ -6,8 +6,8 @@ from torchtrain.data.rows import build_row
 
 
 def _make(build):
-    def across(segments, pack, *args, **kwargs):
-        return build(segments, pack.model_copy(update={"cross_document_targets": True}), *args, **kwargs)
+    def across(spans, pack, *args, **kwargs):
+        return build(spans, pack.model_copy(update={"cross_document_targets": True}), *args, **kwargs)
 
     return across
 
