@@ -9,11 +9,11 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -151,18 +151,19 @@ def parse_json(text: bytes) -> dict[str, Any]:
         raise ValueError(f"is not JSON ({reason})") from None
     if not isinstance(content, dict):
         raise ValueError(f"holds no values by name, but a {type(content).__name__}")
-    return content
+    return cast("dict[str, Any]", content)
 
 
 def _check_depth(content: Any) -> None:
     """Refuse a tree deeper than `_MOST_DEPTH`: what walks it later recurses."""
-    ahead = [(content, 0)]
+    ahead: list[tuple[Any, int]] = [(content, 0)]
     while ahead:
         value, depth = ahead.pop()
         if depth > _MOST_DEPTH:
             raise RecursionError
         if isinstance(value, dict | list):
-            ahead.extend((inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
+            inside = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+            ahead.extend((inner, depth + 1) for inner in inside)
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
@@ -293,7 +294,7 @@ def commit(partial: Path, final: Path) -> None:
 
 
 @contextmanager
-def build_folder(folder: Path) -> Iterator[Path]:
+def build_folder(folder: Path) -> Generator[Path]:
     """Yield a path at which to make a folder; it takes its name when the block ends, whole or not at all.
 
     Its mode and its files' are what this process makes, whatever libraries chose.

@@ -102,7 +102,7 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
 
 def _in_cache(source: str, patterns: Sequence[str], wanted: Sequence[str]) -> Path | None:
     """Return the folder of a model in the cache if it is all there: what the hub listed, if it did."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     try:
         folder = Path(snapshot_download(source, allow_patterns=list(patterns), local_files_only=True))
@@ -142,7 +142,7 @@ class _Download(threading.Thread):
 
     def run(self) -> None:
         """Ask what there is, then fetch it."""
-        from huggingface_hub import HfApi, hf_hub_download
+        from huggingface_hub import HfApi, hf_hub_download  # pyright: ignore[reportUnknownVariableType]
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
         try:
@@ -155,7 +155,7 @@ class _Download(threading.Thread):
             if "config.json" not in self.wanted:
                 self.reason, self.unknown = "the hub has it, but without a config.json", True
                 return
-            paths = {}
+            paths: dict[str, str] = {}
             for name in sorted(self.wanted):
                 paths[name] = hf_hub_download(self.source, name, etag_timeout=ANSWER_SECONDS, tqdm_class=self._watch())
                 self._move()

@@ -4,13 +4,15 @@ Strict means: string keys, each once; plain values only (no tags, dates or merge
 NUL and half surrogate pairs; bounded size, depth and expansion of aliases. So whatever a file holds, building its
 values neither fails nor takes long, and what is left is the schema's to refuse.
 """
+# pyright: reportUnknownMemberType=false
+# PyYAML's types leave its members open.
 
 import difflib
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -43,11 +45,6 @@ _NUMBERS = {
 class _Loader(yaml.SafeLoader):
     """YAML as people read it, where 1.1 is not: 2e-5 is a number, 2026-11-30 and 12:30 are strings."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN and tag not in _NUMBERS]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         """Refuse at once what is nested too deep: the scanner looks at every open bracket again for each token."""
         if self.flow_level >= _MOST_DEPTH:
@@ -55,6 +52,10 @@ class _Loader(yaml.SafeLoader):
         super().fetch_flow_collection_start(TokenClass)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN and tag not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
@@ -84,16 +85,16 @@ def load(
     """
     name = quoted(Path(path))
     try:
-        tree = _parse(read_file(Path(path), MOST_BYTES))
+        found = _parse(read_file(Path(path), MOST_BYTES))
     except OSError as error:
         reason = one_line(error.strerror or error).lower()
         raise UserError(f"config {name}: {reason}; give a YAML file that can be read") from None
     except ValueError as error:
         raise UserError(f"config {name}: {one_line(error)}") from None
-    if not isinstance(tree, dict):
+    if not isinstance(found, dict):
         sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
-        raise UserError(f"config {name}: expected sections such as {sections}, found {type(tree).__name__}")
-    tree = upgrade(tree)
+        raise UserError(f"config {name}: expected sections such as {sections}, found {type(found).__name__}")
+    tree = upgrade(cast("Tree", found))
     for override in overrides:
         _override(tree, override, example)
     return validate(schema, prepare(tree), f"config {name}")
@@ -137,7 +138,7 @@ def _parse(text: bytes) -> Any:
         if node is None:
             return None
         _check(loader, node)
-        return loader.construct_document(node)
+        return cast(Any, loader.construct_document(node))
     except yaml.YAMLError as error:
         raise UserError(f"not valid YAML: {quoted_reason(error)}") from None
     except RecursionError:
@@ -180,7 +181,7 @@ def _check_scalar(loader: _Loader, node: yaml.ScalarNode, place: str) -> None:
     if node.tag in _NUMBERS and len(text) > _MOST_DIGITS:
         raise UserError(f"{place}: {quoted(text)} is longer than any number; quote it if it is text")
     try:
-        value = loader.construct_object(node)
+        value = cast(Any, loader.construct_object(node))
     except (ValueError, IndexError):  # of `0x_`, `_`
         raise UserError(f"{place}: {quoted(text)} is not a number; quote it if it is text") from None
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -188,7 +189,7 @@ def _check_scalar(loader: _Loader, node: yaml.ScalarNode, place: str) -> None:
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
-    seen = set()
+    seen: set[str] = set()
     for key, _ in node.value:
         place = f"line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode) or key.tag != _STRING:
@@ -206,16 +207,14 @@ def _override(tree: Tree, override: str, example: str) -> None:
     *parents, leaf = dotted.split(".", _MOST_NAMES)
     if len(parents) == _MOST_NAMES:
         raise UserError(f"override {quoted(override)}: no key is so deep; write section.key=value")
-    node: Any = tree
+    node: Tree | list[Any] = tree
     for name in parents:
-        if isinstance(node, list):
-            node = node[_index(node, name, dotted)]
-        else:
-            if node.get(name) is None:
-                node[name] = {}
-            node = node[name]
-        if not isinstance(node, dict | list):
+        inner = node[_index(node, name, dotted)] if isinstance(node, list) else node.get(name)
+        if inner is None and isinstance(node, dict):
+            inner = node[name] = {}
+        if not isinstance(inner, dict | list):
             raise UserError(f"override {quoted(override)}: {quoted(name)} holds a value, not a section")
+        node = cast("Tree | list[Any]", inner)
     try:
         value = _parse(text.encode("utf-8", "surrogatepass"))
     except ValueError as error:
@@ -228,7 +227,7 @@ def _override(tree: Tree, override: str, example: str) -> None:
         node[leaf] = value
 
 
-def _index(items: list, name: str, dotted: str) -> int:
+def _index(items: list[Any], name: str, dotted: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
         raise UserError(f"override {quoted(dotted)[1:-1]}: {quoted(name)} is not an index of a list of {len(items)}")
     return int(name)

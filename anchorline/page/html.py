@@ -8,6 +8,7 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from importlib.resources import files
+from typing import Any, cast
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -53,7 +54,8 @@ def render(
         finalize=_printable,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"breakable": breakable, "day": day, "count": count}
+    filters = cast("dict[str, Any]", environment.filters)  # pyright: ignore[reportUnknownMemberType]
+    filters.update(breakable=breakable, day=day, count=count)
     return environment.get_template(template).render(
         values,
         title=title,

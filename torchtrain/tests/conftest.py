@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from torchtrain.tests.run_fixtures import interrupted, place, run, straight  # noqa: F401
+from torchtrain.tests.checkpoint_fixtures import checkpoints  # noqa: F401
+from torchtrain.tests.run_fixtures import done, fresh, interrupted, place, run, stopped, straight  # noqa: F401
 from torchtrain.tests.tiny import tiny_model, tiny_settings, tiny_tokenizer, write_corpus
 
 torch.set_num_threads(1)

@@ -1,5 +1,6 @@
 """Runs that tests of their faults begin with, and what makes a step a bad one."""
 
+import json
 import os
 import shutil
 import signal
@@ -52,6 +53,30 @@ def run(place, tmp_path):
     return train, folder
 
 
+@pytest.fixture
+def fresh(place, tmp_path):
+    """Return a function that trains two steps in this process with `run.folder`, and the folder it is relative to."""
+
+    def train(folder: str, *overrides: str, replace: bool = False):
+        changes = ["save.last=1", "train.steps=2", *overrides, f"run.folder={json.dumps(str(folder))}"]
+        return recipe.train(load_config(place.config, changes), replace=replace, console=QUIET)
+
+    return train, tmp_path
+
+
+@pytest.fixture
+def done(place, straight, tmp_path) -> Path:
+    """A copy of a finished run, with checkpoints, exports and a model."""
+    return Path(shutil.copytree(straight, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def stopped(place, straight) -> Path:
+    """A run that was killed in its fifth step; copy it before it is changed."""
+    assert place.train("stopped", at="gradient", nth=5) == -signal.SIGKILL
+    return place.folder / "stopped"
+
+
 def poison(monkeypatch, steps: set[int], what: str) -> list[dict[str, torch.Tensor]]:
     """Make loss or gradient of steps (from 1) not finite; return a list that gets the masters of every step as it
     begins.
@@ -81,3 +106,16 @@ def fails(code: int):
         raise OSError(code, os.strerror(code), "a file")
 
     return fail
+
+
+def resume(run: Path):
+    """Go on with a run in this process, wherever it was copied to."""
+    return recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), console=QUIET)
+
+
+def as_before_there_was_a_list(run: Path) -> None:
+    """Make a run what an older trainer left."""
+    record = json.loads((run / "run.json").read_text())
+    del record["format"]
+    (run / "run.json").write_text(json.dumps(record))
+    (run / "outputs.json").unlink()

@@ -93,3 +93,16 @@ def assert_same(run: Path, straight: Path) -> None:
     mine, theirs = content(run), content(straight)
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if mine[name] != theirs[name]] == []
+
+
+def tree_of(folder: Path) -> dict[str, bytes | str]:
+    """All that a folder holds: content of files, where links lead, and "" for an empty folder."""
+    found: dict[str, bytes | str] = {}
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            found[str(path.relative_to(folder))] = os.readlink(path)
+        elif path.is_file():
+            found[str(path.relative_to(folder))] = path.read_bytes()
+        elif path.is_dir() and not any(path.iterdir()):
+            found[str(path.relative_to(folder))] = ""
+    return found

@@ -1,0 +1,71 @@
+"""What a run is made of must be the same for a checkpoint to go on with."""
+
+import pytest
+import torch
+
+from anchorline.errors import UserError
+from torchtrain.checkpoint.identity import check_config, check_identity, describe_changes, differences
+from torchtrain.checkpoint.manifest import versions
+from torchtrain.config import load_config
+from torchtrain.tests.checkpoint_fixtures import IDENTITY, LAYOUT, make_strategy, save
+
+
+@pytest.fixture
+def saved(checkpoints, tree, write_config):
+    """A manifest of a config, and a function from overrides to a config."""
+
+    def config(*overrides: str):
+        return load_config(write_config(tree), overrides)
+
+    save(checkpoints, 1, make_strategy(updates=0), config=config().model_dump(mode="json"))
+    return checkpoints.open(), config
+
+
+def test_the_same_run_may_go_on_elsewhere_and_otherwise_spread(saved):
+    manifest, config = saved
+    check_config(manifest.config, config())
+    check_identity(manifest.identity, IDENTITY)
+    check_identity(manifest.identity, {})
+    free = ["run.folder=b", "data.cache=c", "distributed.zero_stage=3", "train.micro_batch=2", "train.loss_chunk=7"]
+    check_config(manifest.config, config(*free, "model.activation_checkpointing=true"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learning_rate=0.01", "train.learning_rate: 0.02 in the run, 0.01 now"),
+        ("run.seed=4", "run.seed: 3 in the run, 4 now"),
+        ("data.sources.0.max_documents=3", "data.sources.0.max_documents: None in the run, 3 now"),
+        ("model.attention=dense", "model.attention: 'auto' in the run, 'dense' now"),
+    ],
+)
+def test_another_config_is_refused(saved, override, message):
+    manifest, config = saved
+    with pytest.raises(UserError, match=message):
+        check_config(manifest.config, config(override))
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("tokenizer", "u", "the tokenizer of model.source is another .*tokenizer: 't' in the run, 'u' now"),
+        ("model", {"rope": 2.0}, "model.rope: 1.0 in the run, 2.0 now"),
+        ("data", {"sources": [{"files": "b"}]}, "data.sources.0.files: 'a' in the run, 'b' now"),
+        ("data", {"sources": []}, "data.sources: "),
+    ],
+)
+def test_other_material_is_refused(saved, part, value, message):
+    manifest, _ = saved
+    with pytest.raises(UserError, match=message):
+        check_identity(manifest.identity, IDENTITY | {part: value})
+
+
+def test_what_moves_last_digits_is_told(saved):
+    manifest, _ = saved
+    assert describe_changes(manifest, LAYOUT) == ""
+    assert {"torch", "transformers", "numpy", "safetensors", "deepspeed", "python"} < manifest.versions.keys()
+    older = manifest.model_copy(update={"versions": versions() | {"torch": "1.0"}})
+    here = LAYOUT.model_copy(update={"processes": 2, "device": "a GPU", "attention": "flash"})
+    told = "processes 1 then, 2 now, device cpu then, a GPU now, attention sdpa then, flash now, "
+    assert describe_changes(older, here) == f"{told}torch 1.0 then, {torch.__version__} now"
+    assert list(differences({"a": 1}, {"b": 1})) == [("a", 1, "nothing"), ("b", "nothing", 1)]

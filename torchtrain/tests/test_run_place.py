@@ -1,0 +1,117 @@
+"""Where a run may stand: its folder is resolved before it is looked at, and what is there stays."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from anchorline.errors import UserError
+from anchorline.files import resolve
+from torchtrain.config import load_config
+from torchtrain.run import folder as folder_module
+from torchtrain.run import recipe
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.status import status_lines
+from torchtrain.tests.runs import tree_of
+
+
+@pytest.mark.parametrize("written", ["new/../data", "a/b/../../data", "data/../new/../data/.", "link/data"])
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_path_is_resolved_before_it_is_looked_at(fresh, written, replace):
+    """`new` is not there, so nothing is seen behind `..`, until making it gives the path its meaning."""
+    train, here = fresh
+    (here / "data").mkdir()
+    (here / "data" / "thesis.txt").write_text("years of work")
+    (here / "link").symlink_to(here)
+    before = tree_of(here)
+    with pytest.raises(UserError, match=rf"run.folder {here}/data: holds files and is not recognised as a run"):
+        train(f"{here}/{written}", replace=replace)
+    assert tree_of(here) == before
+
+
+def test_the_working_directory_is_never_replaced(fresh, monkeypatch):
+    train, here = fresh
+    (here / "w").mkdir()
+    monkeypatch.chdir(here / "w")
+    inode = (here / "w").stat().st_ino
+    assert train("a/../../w", "train.steps=1") is not None
+    assert (here / "w").stat().st_ino == inode, "an empty folder is used as it is, with its rights and its place"
+    assert (here / "w" / "model" / "config.json").is_file()
+    assert [path.name for path in here.iterdir()] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("/", "is the root of all folders"),
+        ("x/../" * 40 + "/", "is the root of all folders"),
+        ("run\0", "no folder can have this name"),
+        ("run\ud800", "no folder can have this name"),
+        ("r" * 5000, "file name too long"),
+        ("r/" * 2500, "file name too long"),
+        ("r" * 256, "file name too long"),
+        ("~nobody-of-this-name/run", "~ stands for the folder of nobody here"),
+        ("dangling/run", "is a link to what is not there"),
+        ("dangling", "is a link to what is not there"),
+        ("round/run", "is a link to what is not there"),
+        ("/etc/passwd/run", "Not a directory"),
+    ],
+    ids=["root", "rooted", "nul", "surrogate", "name", "path", "256", "user", "dangling", "link", "loop", "file"],
+)
+def test_a_folder_that_cannot_be_is_one_line(place, tmp_path, monkeypatch, folder, told):
+    (tmp_path / "dangling").symlink_to(tmp_path / "not" / "mounted")
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(place.config)
+    before = sorted(tmp_path.iterdir())
+    folder = folder if not folder.startswith("x/") else os.path.relpath("/", tmp_path)
+    for section, name in (("run", "folder"), ("data", "cache")):
+        if name == "cache" and told in ("is the root of all folders", "Not a directory"):
+            continue
+        changed = getattr(config, section).model_copy(update={name: folder})
+        with pytest.raises(UserError, match=told) as caught:
+            recipe.train(
+                config.model_copy(update={"run": config.run.model_copy(update={"folder": "run"}), section: changed})
+            )
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 500
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_is_resolved():
+    here = Path.cwd()
+    assert resolve("f", "a/../b") == here / "b"
+    assert resolve("f", "~") == Path.home().resolve()
+
+
+def test_a_run_beside_strangers(fresh):
+    """Nothing that only looks like a leftover of ours is touched; what an older trainer left beside is not ours to
+    remove.
+    """
+    train, here = fresh
+    for name in ("run.deleted", "run.partial", "run.partial-abcd1234"):
+        (here / name).mkdir()
+        (here / name / "precious").write_text(name)
+    before = tree_of(here)
+    train(f"{here}/run")
+    train(f"{here}/run", replace=True)
+    assert {name: of for name, of in tree_of(here).items() if not name.startswith("run/")} == before
+
+
+def test_a_process_that_makes_a_run_keeps_others_out(place, tmp_path, monkeypatch):
+    """From before there is anything to see."""
+    config = load_config(place.config)
+    real, told = folder_module.write_all, []
+
+    def meanwhile(*arguments):
+        monkeypatch.undo()
+        with pytest.raises(UserError) as caught:
+            RunFolder(tmp_path / "run").create(config, {}, replace=True).__enter__()
+        told.append(str(caught.value))
+        return real(*arguments)
+
+    monkeypatch.setattr(folder_module, "write_all", meanwhile)
+    with RunFolder(tmp_path / "run").create(config, {"identity": {}}, replace=False):
+        assert "at work" in told[0]
+        assert next(status_lines(tmp_path / "run")).endswith("at work")
+    assert next(status_lines(tmp_path / "run")).endswith("interrupted")

@@ -1,0 +1,67 @@
+"""Weights that are not numbers are neither trained nor exported."""
+
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+from anchorline.errors import UserError
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.run.status import status_lines
+
+
+@pytest.mark.parametrize("save", [1, 0])
+@pytest.mark.parametrize("what", ["nan", "inf"])
+def test_weights_that_the_last_step_spoils_are_not_exported(fresh, monkeypatch, save, what):
+    train, here = fresh
+    real, calls = torch.optim.AdamW.step, []
+
+    def step(optimizer, *arguments):
+        out = real(optimizer, *arguments)
+        calls.append(1)
+        if len(calls) == 2:
+            optimizer.param_groups[0]["params"][1].data.view(-1)[7] = float(what)
+        return out
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(
+        UserError, match=r"(master of )?model\.layers\.0\.\S+ is not finite after step 2; .*learning_rate"
+    ):
+        train(here / "run", f"save.every={save}")
+    assert not (here / "run" / "model").exists()
+    assert Checkpoints(here / "run" / "checkpoints").steps() == [1][:save]
+    lines = list(status_lines(here / "run"))
+    assert lines[0].endswith("interrupted")
+
+
+def test_weights_that_a_step_spoils_are_named_by_the_next(fresh, monkeypatch):
+    """However many bad steps may be left out: leaving them out is of no use."""
+    train, here = fresh
+    real, calls = torch.optim.AdamW.step, []
+
+    def step(optimizer, *arguments):
+        out = real(optimizer, *arguments)
+        calls.append(1)
+        if len(calls) == 1:
+            optimizer.param_groups[0]["params"][1].data.view(-1)[7] = float("nan")
+        return out
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.\S+ is not finite before step 2; so the loss is nan"):
+        train(here / "run", "save.every=0", "train.steps=4", "train.skip_bad_steps=4")
+
+
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_a_source_whose_weights_are_no_numbers_is_named_early(fresh, place, what):
+    train, here = fresh
+    shutil.copytree(place.folder / "source", here / "source")
+    path = here / "source" / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"].view(-1)[5] = what
+    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"model.source .*: model.layers.1.mlp.up_proj.weight holds a number that is not finite"
+    ):
+        train(here / "run", f"model.source={here}/source")
+    assert not (here / "run").exists()
