@@ -15,7 +15,7 @@ from parity_tests.zoo.patch import documents, every_engine
 from parity_tests.zoo.run import choose, fingerprint, order, try_bug
 
 BUGS = discover()
-FORWARD = CaseSpec(model="llama", variant="anchor", dtype="float32", tokens=61, stages=("forward",))
+FORWARD = CaseSpec(model="llama", variant="anchor", dtype="float32", stages=("forward",))
 TRAINING = FORWARD.model_copy(update={"stages": ("loss", "gradients", "step")})
 # Under a schedule, by two ranks: what a single rank at a constant rate cannot show.
 SHARED = TRAINING.model_copy(update={"schedule": "cosine", "warmup_steps": 5, "ranks": 2})
