@@ -22,7 +22,7 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(scope="module")
 def quickly_compiled() -> Iterator[None]:
-    """For tests of what is computed by programs that run once on tiny arrays: most of their time would be the compiler's."""
+    """For programs that run once on tiny arrays: most of their time would be the compiler's."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -33,7 +33,7 @@ def quickly_compiled() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The system's chromium, driven by Playwright. Of a module alone: while it runs, asyncio has a loop in this thread."""
+    """The system's chromium, driven by Playwright. Of one module: while it runs, asyncio has a loop in this thread."""
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("chromium is not installed (Debian package `chromium`): the pages are not tried in a browser")
     from playwright.sync_api import sync_playwright
@@ -85,7 +85,7 @@ def _has_cuda() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device, and say so. Unpack SmolLM2 first: others wait for who does."""
+    """Skip tests marked `gpu` without a CUDA device, and say so. Unpack SmolLM2 first: others wait for who does."""
     items.sort(key=lambda item: item.path.name != "test_smollm2.py" or item.path.parent.name != "parity_tests")
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if gpu_items and not _has_cuda():

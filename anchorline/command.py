@@ -94,7 +94,7 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
     extra["standalone_mode"] = False
     for stream in (sys.stdout, sys.stderr):
         if callable(reconfigure := getattr(stream, "reconfigure", None)):
-            reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to stop
+            reconfigure(errors="backslashreplace")  # a terminal that lacks a character does not stop the command
     try:
         _check_arguments(sys.argv[1:] if args is None else args)
         code = run(args, *rest, **extra)
@@ -137,8 +137,8 @@ def _bug(name: str) -> NoReturn:
     known = ", ".join(f"{package} {number}" for package in _REPORTED if (number := version(package)))
     _leave(
         name,
-        "this is a bug of Anchorline, not a mistake of yours; please open an issue with all that stands above, the command "
-        f"and its configuration ({known}, Python {platform.python_version()})",
+        "this is a bug of Anchorline, not a mistake of yours; please open an issue with all that stands above, the "
+        f"command and its configuration ({known}, Python {platform.python_version()})",
         BUG,
     )
 

@@ -68,11 +68,11 @@ def identity(name: Name, said: str) -> str:
     if name not in _PACKAGES:
         return f"{sys.platform} {sys.version}"
     if (found := version(_PACKAGES[name])) is None:
-        raise _missing(said, _PACKAGES[name])
+        raise _missing_error(said, _PACKAGES[name])
     return f"{_PACKAGES[name]} {found}"
 
 
-def _missing(said: str, package: str) -> UserError:
+def _missing_error(said: str, package: str) -> UserError:
     return UserError(f"{said} needs the package {package}: pip install 'anchorline[demo]'; or give text of your own")
 
 
@@ -80,7 +80,7 @@ def _import(package: str, said: str) -> ModuleType:
     try:
         return importlib.import_module(package.replace("-", "_"))
     except ImportError:
-        raise _missing(said, package) from None
+        raise _missing_error(said, package) from None
 
 
 def _speeches(said: str) -> Iterator[Document]:

@@ -29,7 +29,7 @@ def quoted_reason(error: object) -> str:
 
 
 def one_line(message: object) -> str:
-    """Return a text as one line that any terminal takes: white space folded, what cannot be printed written as an escape."""
+    """Return a text as one line for any terminal: white space folded, what cannot be printed as an escape."""
     return "".join(_printable(c) for c in " ".join(str(message).split()))
 
 

@@ -1,4 +1,5 @@
-"""Files that survive a crash: written once, flushed to the disk, committed by a rename. Nothing is removed that is not listed."""
+"""Files that survive a crash: written once, flushed to the disk, committed by a rename. Only what is listed is
+removed."""
 
 import errno
 import hashlib
@@ -25,7 +26,7 @@ MOST_JSON = 1 << 26  # bytes: more than the settings of any model, and its token
 # What stands below a folder that a user names has paths this much longer, in bytes, at most.
 _ROOM_BELOW = 200
 _MOST_DEPTH = 64
-# A folder that cannot be removed and may stay: one that holds something, is a disk's root, or stands where we may not write.
+# A folder that may stay: one that holds something, is a disk's root, or stands where we may not write.
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -38,7 +39,7 @@ class FileEntry(BaseModel):
     sha256: str
 
 
-def expanded(path: str | Path) -> Path:
+def expand(path: str | Path) -> Path:
     """Return a user's path with ~ and ~NAME replaced.
 
     Raises:
@@ -64,7 +65,7 @@ def resolve(field: str, path: str | Path) -> Path:
     """
     said = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
     try:
-        written = expanded(path).absolute()
+        written = expand(path).absolute()
         for place in (written, *written.parents):
             if place.is_symlink() and not place.exists():
                 raise UserError(
@@ -86,10 +87,10 @@ def open_file(path: Path) -> FileIO:
     """Open a file to read: a regular one (a pipe would make us wait).
 
     Raises:
-        OSError: what the system says; or it is no regular file, or no file can have its name.
+        OSError: what the system says; or it is not a regular file, or a file cannot have its name.
     """
     try:
-        file = FileIO(str(path), "rb", opener=_without_waiting)
+        file = FileIO(str(path), "rb", opener=_open_without_waiting)
     except ValueError:  # NUL, or half a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -125,7 +126,7 @@ def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, An
         most: bytes that are read.
 
     Raises:
-        UserError: it cannot be read, or is no JSON object, nested `_MOST_DEPTH` deep at most: one line that names it.
+        UserError: it cannot be read, or is not a JSON object nested at most `_MOST_DEPTH` deep: one line that names it.
     """
     said = f"{what}: {quoted(path)}" if what else quoted(path)
     try:
@@ -164,7 +165,7 @@ def _check_depth(content: Any) -> None:
             ahead.extend((inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -204,7 +205,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def save(path: Path, content: bytes) -> None:
-    """Give a file that a user names a new content, as `replace_file`; a link stays one, and what is no file is written into.
+    """Give a file that a user names a new content, as `replace_file`; a link stays, a device is written into.
 
     Raises:
         OSError: what the system says; of a file, the old content is still there.
@@ -293,7 +294,7 @@ def commit(partial: Path, final: Path) -> None:
 
 @contextmanager
 def build_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path, of nothing yet, at which a folder is to be made; it takes its name when the block ends, whole or not at all.
+    """Yield a path at which to make a folder; it takes its name when the block ends, whole or not at all.
 
     Its mode and its files' are what this process makes, whatever libraries chose.
 
@@ -328,12 +329,12 @@ def set_aside(folder: Path, aside: Path | None = None) -> Path:
 
 
 def remove(folder: Path, names: Iterable[str]) -> bool:
-    """Remove files of a folder, then the folders that are empty without them, as far as the system lets them go; nothing else, and
-    nothing behind a link.
+    """Remove files of a folder, then the folders that are empty without them, as far as the system lets them go;
+    nothing else, and nothing behind a link.
 
     Args:
         folder: where they are.
-        names: their paths from there, and those of folders that are to go if they are empty. One that is not there does not matter.
+        names: their paths from there, and those of folders that go if they are empty. One may be missing.
 
     Returns:
         Whether the folder is gone.

@@ -1,7 +1,7 @@
-"""Where a model is: a folder of this disk, which is looked for first, or an id of the Hugging Face hub, which has to answer in time.
+"""Where a model is: a folder of this disk, looked for first, or an id of a hub that has to answer in time.
 
-huggingface_hub tries each file of a model five times and more, for 10 s each, in silence: minutes for an id that was mistyped.
-Here the hub is asked once what it holds, and a download goes on for as long as something arrives.
+huggingface_hub tries each file of a model five times and more, for 10 s each, in silence: minutes for an id that was
+mistyped. Here the hub is asked once what it holds, and a download goes on for as long as something arrives.
 """
 
 import difflib
@@ -43,10 +43,10 @@ def find_model(
         special: a name that the caller takes besides, for the message.
 
     Raises:
-        UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; it does not answer
-            within `ANSWER_SECONDS`, or a download stalls for `STALL_SECONDS`, and its cache does not hold the model.
+        UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; without the model
+        in the cache, no answer within `ANSWER_SECONDS` or a download that stalls for `STALL_SECONDS`.
     """
-    folder = _expanded(source)
+    folder = _expand(source)
     try:
         if folder is not None and (folder / "config.json").is_file():
             return folder
@@ -63,7 +63,7 @@ def find_model(
     return _from_hub(source, looked, patterns, say)
 
 
-def _expanded(source: str) -> Path | None:
+def _expand(source: str) -> Path | None:
     try:
         return Path(source).expanduser()
     except RuntimeError:  # ~ of somebody who does not exist
@@ -101,7 +101,7 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
 
 
 def _in_cache(source: str, patterns: Sequence[str], wanted: Sequence[str]) -> Path | None:
-    """Return the folder of a model in the cache if it is all there, as far as is known: what the hub listed, if it did."""
+    """Return the folder of a model in the cache if it is all there: what the hub listed, if it did."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -157,9 +157,7 @@ class _Download(threading.Thread):
                 return
             paths = {}
             for name in sorted(self.wanted):
-                paths[name] = hf_hub_download(
-                    self.source, name, etag_timeout=ANSWER_SECONDS, tqdm_class=self._watched()
-                )
+                paths[name] = hf_hub_download(self.source, name, etag_timeout=ANSWER_SECONDS, tqdm_class=self._watch())
                 self._move()
             if len({Path(path).parent for path in paths.values()}) > 1:  # a folder for each commit
                 self.reason = "the hub's model changed while it was fetched; try again"
@@ -181,7 +179,7 @@ class _Download(threading.Thread):
     def _move(self) -> None:
         self._moved = time.monotonic()
 
-    def _watched(self) -> Any:
+    def _watch(self) -> Any:
         """Return a progress bar that notes each arrival."""
         from huggingface_hub.utils import tqdm
 

@@ -1,8 +1,8 @@
-"""Settings: strict YAML and `section.key=value` overrides in, a validated pydantic model out. Every command reads its file here.
+"""Settings: strict YAML and `section.key=value` overrides in, a validated pydantic model out. All commands read here.
 
-Strict means: string keys, each once; plain values only (no tags, dates or merge keys); numbers of 64 bits; text without NUL and half
-surrogate pairs; bounded size, depth and expansion of aliases. So whatever a file holds, building its values neither fails nor
-takes long, and what is left is the schema's to refuse.
+Strict means: string keys, each once; plain values only (no tags, dates or merge keys); numbers of 64 bits; text without
+NUL and half surrogate pairs; bounded size, depth and expansion of aliases. So whatever a file holds, building its
+values neither fails nor takes long, and what is left is the schema's to refuse.
 """
 
 import difflib
@@ -79,8 +79,8 @@ def load(
         prepare: what is done to the tree before it is validated.
 
     Raises:
-        UserError: the file is not readable or not strict YAML, a key is unknown (the nearest known one is named) or stands twice, a
-            value is not allowed.
+        UserError: the file is not readable or not strict YAML, a key is unknown (the nearest known one is named) or
+            stands twice, a value is not allowed.
     """
     name = quoted(Path(path))
     try:
@@ -255,7 +255,7 @@ def _explain_one(schema: type[BaseModel], item: Any) -> str:
 
 
 def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the fields and indices of a place, without the names that pydantic gives a union's members, and the model that it is in."""
+    """Return the fields and indices of a place, without pydantic's names of a union's members, and its model."""
     location: list[str] = []
     kinds: list[Any] = [schema]
     for part in loc:

@@ -2,9 +2,9 @@
 
     python benchmarks/attention.py --out results/attention.json
 
-Both masks run on the same tensors, in turn (anchor, full, anchor, full, ...), forward and backward; the figure to read is
-the median of the ratios pair by pair, beside the ratio of live pairs, which is what the work alone would give. Engines that
-cannot run here are listed with the reason.
+Both masks run on the same tensors, in turn (anchor, full, anchor, full, ...), forward and backward; the figure to read
+is the median of the ratios pair by pair, beside the ratio of live pairs, which is what the work alone would give.
+Engines that cannot run here are listed with the reason.
 """
 
 import datetime
@@ -73,7 +73,7 @@ def _compare(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(pairs + 1):
         for name, step in steps.items():
-            elapsed = _timed(step, device)
+            elapsed = _time(step, device)
             if i:  # the first pair compiles and warms up
                 seconds[name].append(elapsed)
     ratios = sorted(full / anchor for anchor, full in zip(seconds["anchor"], seconds["full"], strict=True))
@@ -99,7 +99,7 @@ def _step(engine: str, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> 
     return run
 
 
-def _timed(step: Callable[[], None], device: torch.device) -> float:
+def _time(step: Callable[[], None], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

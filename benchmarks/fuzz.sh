@@ -5,4 +5,4 @@
 #     benchmarks/fuzz.sh --seed 7 --first 1200  # go on where another run stopped
 #     benchmarks/fuzz.sh --seed 7 --only 1234   # one input again, its folder kept
 cd "$(dirname "$0")/.." || exit 2
-exec env OMP_NUM_THREADS=1 PYTHONPATH="$PWD" "${PYTHON:-.venv/bin/python}" benchmarks/fuzz.py "$@"
+exec env OMP_NUM_THREADS=1 PYTHONPATH="$PWD" "${PYTHON:-.venv/bin/python}" -m benchmarks.fuzz "$@"

@@ -3,9 +3,9 @@
     make readers
     python benchmarks/readers.py [--llama-cpp FOLDER --llama-cpp-version TEXT] [--write docs/exports.md]
 
-FOLDER holds llama.cpp's sources (`convert_hf_to_gguf.py`, `conversion/`, `gguf-py/`); its converter runs in the environment of
-transformers 4.57.3, and what it wrote is read back and turned into frequencies by llama.cpp's rule, written down below. Logits
-of a GGUF are not computed here. vLLM is not run: what stands in its table was read in its sources.
+FOLDER holds llama.cpp's sources (`convert_hf_to_gguf.py`, `conversion/`, `gguf-py/`); its converter runs in the
+environment of transformers 4.57.3, and what it wrote is read back and turned into frequencies by llama.cpp's rule,
+written down below. Logits of a GGUF are not computed here. vLLM is not run: its table was read in its sources.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from torchtrain.tests.readers import CASES, LENGTH, environment, export_case, re
 FAMILIES = ("llama", "qwen3")
 BEGIN, END = "<!-- made by benchmarks/readers.py -->", "<!-- end -->"
 
-# Read, not run: the source distribution of vLLM 0.33.0 (vllm/transformers_utils/config.py, `get_rope` and its classes in
-# vllm/model_executor/layers/rotary_embedding, `_get_and_verify_max_len` of vllm/config/model.py), and where a version is named,
-# those of 0.11 to 0.32 in which it changes.
+# Read, not run: the source distribution of vLLM 0.33.0 (vllm/transformers_utils/config.py, `get_rope` and its classes
+# in vllm/model_executor/layers/rotary_embedding, `_get_and_verify_max_len` of vllm/config/model.py), and where a
+# version is named, those of 0.11 to 0.32 in which it changes.
 VLLM_READ = {
     "theta raised": ("same", "same", "same", "same"),
     "ntk": ("same", "same", "same", "same"),
@@ -184,11 +184,8 @@ def _compare_gguf(ours: dict[str, Any], converted: dict[str, Any]) -> tuple[str,
     worst = max(abs(a / b - 1) for a, b in zip(frequencies, expected, strict=True))
     rounding = 2.0**-23  # both sides are float32 formulas of a handful of operations; 16 roundings and their powers
     same = worst <= 32 * rounding
-    scaling = (
-        "same"
-        if same
-        else f"frequencies off by up to {max(max(a / b, b / a) for a, b in zip(frequencies, expected, strict=True)):.3g} times"
-    )
+    off = max(max(a / b, b / a) for a, b in zip(frequencies, expected, strict=True))
+    scaling = "same" if same else f"frequencies off by up to {off:.3g} times"
     if ours["type"] == "dynamic":
         # What was read is at the last position, the model's length, up to which dynamic is unscaled.
         scaling += " up to its length, unscaled beyond"
@@ -201,7 +198,7 @@ def _compare_gguf(ours: dict[str, Any], converted: dict[str, Any]) -> tuple[str,
 
 
 def _ggml(fields: dict[str, Any], tensors: dict[str, list[float]]) -> tuple[list[float], float]:
-    """Frequencies and attention factor by llama.cpp's rule: ggml-cpu's `rope_yarn`, llama-context.cpp's attention factors."""
+    """Frequencies and attention factor by llama.cpp's rule: ggml-cpu's `rope_yarn`, llama-context.cpp's factors."""
     d, base = fields.get("rope.dimension_count") or fields["attention.key_length"], fields["rope.freq_base"]
     kind, factor = fields.get("rope.scaling.type", "none"), fields.get("rope.scaling.factor", 1.0)
     per_pair = tensors.get("rope_freqs.weight", [1.0] * (d // 2))

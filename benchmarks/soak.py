@@ -1,8 +1,8 @@
 """The work of soak.sh: kill tiny runs as they begin a counted system call, alone and as two processes, resume, compare.
 
-The kinds: SIGKILL to the process, to one of two, to both at once; SIGSTOP, and SIGCONT half a second later. Each run is disturbed up to
-`PER_RUN` times, then let through. All it leaves must be the same bits: metrics, weights, moments, generators, exports, and nothing
-beside them. What was done so far stands in soak.json, from which a later call goes on.
+The kinds: SIGKILL to the process, to one of two, to both at once; SIGSTOP, and SIGCONT half a second later. Each run is
+disturbed up to `PER_RUN` times, then let through. All it leaves must be the same bits: metrics, weights, moments,
+generators, exports, and nothing beside them. What was done so far stands in soak.json, from which a later call goes on.
 """
 
 import argparse

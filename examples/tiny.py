@@ -28,8 +28,8 @@ def tiny_llama() -> LlamaForCausalLM:
 def packed_rows(rows: int = 16) -> Dataset:
     """Rows of 32 tokens: the anchor, and three documents that count up, each from a number of its own.
 
-    `shift_labels` hold each token's target, so documents do not predict one another. transformers wants `labels` as well,
-    to compute a loss at all, and leaves them unread.
+    `shift_labels` hold each token's target, so documents do not predict one another. transformers wants `labels` as
+    well, to compute a loss at all, and leaves them unread.
     """
     random, pack = np.random.default_rng(0), PackConfig(sequence_length=32, variant="anchor")
 

@@ -1,7 +1,7 @@
 """Attention written out, with every rounding by name: dense, and the same by blocks of queries for long rows.
 
-`attention` and `_eager` are the whole computation. A first reader may skip `_by_blocks`, which computes the same in less
-memory, and `_flash`, FlashAttention-2's order of operations with its own backward pass.
+`attention` and `_eager` are the whole computation. A first reader may skip `_by_blocks`, which computes the same in
+less memory, and `_flash`, FlashAttention-2's order of operations with its own backward pass.
 
 Legend: B batch · T tokens of a row · Q queries of a block · H query heads · K key/value heads · G query heads per
 key/value head · D head_dim.
@@ -39,8 +39,8 @@ def attention(
         rounding: which sites are rounded (`kv_heads`, `qk`, `scaled`, `probs`, `pv`, `attn_out`) and where the sum is
             divided out.
         scale: factor on the logits; default D ** -0.5.
-        query_block: queries at a time; None is all at once. Memory is B H query_block T, and the backward pass recomputes each
-            block.
+        query_block: queries at a time; None is all at once. Memory is B H query_block T, and the backward pass
+            recomputes each block.
 
     Returns:
         out [B, T, H, D] and the log-sum-exp of the logits [B, H, T], both in the carrier. A query that sees nothing

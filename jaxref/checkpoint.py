@@ -6,7 +6,8 @@ complete or not at all.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -123,6 +124,9 @@ def _checkpointer() -> ocp.Checkpointer:
 
 def _check_files(folder: Path) -> None:
     """Refuse a checkpoint in which a file is missing or changed. Checkpoints of earlier versions do not list theirs."""
+    for path in sorted(folder.rglob("*")):
+        if not (path.is_file() or path.is_dir()):
+            raise UserError(f"{quoted(path)} is not a regular file; the checkpoint is damaged, take another")
     if not (folder / FILES).exists():
         return
     try:
@@ -137,12 +141,30 @@ def _check_files(folder: Path) -> None:
 @contextmanager
 def _report_damage(folder: Path) -> Iterator[None]:
     """Make one line of whatever Orbax, TensorStore or JSON say of a damaged folder."""
+    before = sys.unraisablehook
+    sys.unraisablehook = _LateReads(before)
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
+        before = _LateReads(before)  # they come at any later time
         raise UserError(f"{quoted(folder)}: damaged, or not a checkpoint of jaxref ({quoted_reason(error)})") from None
+    finally:
+        sys.unraisablehook = before
+
+
+class _LateReads:
+    """Leaves out what TensorStore's threads print, a traceback for each read that ends after another one failed: Orbax
+    has closed the event loop that they would tell.
+    """
+
+    def __init__(self, tell: Callable[[Any], object]) -> None:
+        self.tell = tell.tell if isinstance(tell, _LateReads) else tell
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self.tell(unraisable)
 
 
 def _check_stored(stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""From the lengths of documents to the `document_ids` and `position_ids` of one row under each variant, and its drawing.
+"""From the lengths of documents to the `document_ids` and `position_ids` of a row under each variant, and its drawing.
 
 Nothing in the model imports this: a first reader may skip it.
 

@@ -119,7 +119,7 @@ def _layer(
 
 
 @dataclass(frozen=True)
-class Moved:
+class RingDifference:
     """How a row's logits differ from those of one process, and how far they are from float64.
 
     Differences are of single logits.
@@ -132,7 +132,7 @@ class Moved:
     error: float  # root mean square of the distance from float64
 
 
-def compare_ring(decoder: Decoder, ids_T: np.ndarray, ranks: list[int], rounding: Rounding) -> Iterator[Moved]:
+def compare_ring(decoder: Decoder, ids_T: np.ndarray, ranks: list[int], rounding: Rounding) -> Iterator[RingDifference]:
     """Yield, for each number of ranks, what a zigzag ring does to the logits of one document [T], positions from 0.
 
     Raises UserError: see `zigzag`, before anything is computed.
@@ -144,7 +144,7 @@ def compare_ring(decoder: Decoder, ids_T: np.ndarray, ranks: list[int], rounding
     for count, owner_T in zip(ranks, owners, strict=True):
         ring_TV = np.asarray(ring_logits(decoder, *row, rounding, owner_T), np.float64)[0]
         apart_TV = np.abs(ring_TV - alone_TV)
-        yield Moved(
+        yield RingDifference(
             ranks=count,
             largest=float(apart_TV.max()),
             mean=float(apart_TV.mean()),

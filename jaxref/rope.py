@@ -45,7 +45,7 @@ def inverse_frequencies(spec: RopeSpec, seq_len: int | None = None) -> tuple[np.
     with localcontext(prec=DIGITS):
         base = ntk_base(spec, seq_len) if spec.rope_type in ("ntk", "dynamic") else Decimal(spec.theta)
         plain = [base ** (-Decimal(2 * i) / D) for i in range(D // 2)]
-        scale: Callable[..., Decimal] = _SCALED.get(spec.rope_type, _unscaled)
+        scale: Callable[..., Decimal] = _SCALED.get(spec.rope_type, _keep)
         scaled = [scale(frequency, pair, spec, seq_len) for pair, frequency in enumerate(plain)]
         return np.array([float(frequency) for frequency in scaled]), float(_attention_scaling(spec))
 
@@ -84,7 +84,7 @@ def rotate(x_ATHD: Any, cos_BTC: jax.Array, sin_BTC: jax.Array, rounding: Roundi
     return rounding.round(site, jnp.concatenate([first, second], axis=-1))
 
 
-def _unscaled(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
+def _keep(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:
     return frequency
 
 

@@ -86,7 +86,7 @@ class RopeSpec:
         if not _is_number(self.theta) or not 1 < self.theta <= MOST_THETA:
             raise UserError(f"theta: {quoted(self.theta)}; give a number above 1, and up to {MOST_THETA:g}")
         for name, value in self._parameters().items():
-            if name not in _used(self.rope_type):
+            if name not in _used_keys(self.rope_type):
                 raise UserError(f"{name}: rope_type {self.rope_type!r} does not use it; leave it out")
             least = {"factor": 1, "original_max_position_embeddings": 2}.get(name, LEAST_STRETCH)
             listed = name in ("short_factor", "long_factor")
@@ -151,7 +151,7 @@ class RopeSpec:
         rest: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in given.items()
-            if name in _used(rope_type) and value is not None
+            if name in _used_keys(rope_type) and value is not None
         }
         return cls(head_dim=head_dim, theta=theta, rope_type=rope_type, **rest)
 
@@ -189,7 +189,7 @@ def decimal(value: float | None) -> Decimal:
     return Decimal(value)
 
 
-def _used(rope_type: str) -> tuple[str, ...]:
+def _used_keys(rope_type: str) -> tuple[str, ...]:
     return (*_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
 
 

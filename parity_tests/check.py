@@ -3,8 +3,9 @@
     from parity_tests.check import check_attention
     check_attention(my_function).raise_if_different()
 
-Truth is the oracle in float64, the allowance what the oracle errs under the function's roundings (`parity_tests/tolerance.py`).
-Beyond numbers: nothing invisible may have any effect, exactly. docs/checking-your-kernel.md says how a function is called.
+Truth is the oracle in float64, the allowance what the oracle errs under the function's roundings
+(`parity_tests/tolerance.py`). Beyond numbers: nothing invisible may have any effect, exactly.
+docs/checking-your-kernel.md says how a function is called.
 """
 
 import sys
@@ -15,15 +16,15 @@ import torch
 
 from anchorline.errors import UserError, one_line
 from parity_tests.checking.adapter import Adapter, Resolved, attention, declare, merge, name_of, resolve
-from parity_tests.checking.cases import DTYPES, LAYOUTS, Case
-from parity_tests.checking.judging import CaseResult, judge_case
+from parity_tests.checking.cases import DTYPES, LAYOUTS, CheckCase
+from parity_tests.checking.judging import CaseResult, check_case
 from parity_tests.checking.result import CheckResult, NotTheSame, diagnose
 from parity_tests.checking.target import load_target
 
 __all__ = [
     "Adapter",
-    "Case",
     "CaseResult",
+    "CheckCase",
     "CheckResult",
     "NotTheSame",
     "attention",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 HEADS = ((4, 2), (4, 4), (4, 1))  # groups of 2, of 1, and multi-query
-Progress = Callable[[CaseResult, int, int], None]
+TellResult = Callable[[CaseResult, int, int], None]
 
 
 def check_attention(
@@ -48,7 +49,7 @@ def check_attention(
     device: str | None = None,
     adapter: Adapter | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: TellResult | None = None,
 ) -> CheckResult:
     """Judge an attention function on every layout.
 
@@ -65,21 +66,21 @@ def check_attention(
         seed: of q, k, v and the cotangent.
         progress: called after each case with its result, the number of the case and of all cases.
 
-    Raises UserError, one line: an option that does not exist, a function whose signature leaves something open. Whatever the
-    function itself does wrong is in the result.
+    Raises UserError, one line: an option that does not exist, a function whose signature leaves something open.
+    Whatever the function itself does wrong is in the result.
     """
     how = resolve(fn, merge(declare(like=like), adapter))
     cases = make_cases(how, layouts=layouts, dtypes=dtypes, heads=heads, head_dim=head_dim, seed=seed)
     device = choose_device(how, device)
     results = []
     for number, case in enumerate(cases, start=1):
-        results.append(judge_case(fn, how, case, backward=backward, device=device))
+        results.append(check_case(fn, how, case, backward=backward, device=device))
         if progress is not None:
             progress(results[-1], number, len(cases))
 
-    def right_in_layout(layout: str, case: Case) -> bool:
+    def right_in_layout(layout: str, case: CheckCase) -> bool:
         other = resolve(fn, merge(declare(layout=layout), merge(adapter, how.adapter)))  # type: ignore[arg-type]
-        return judge_case(fn, other, case, backward=False, device=device).passed
+        return check_case(fn, other, case, backward=False, device=device).passed
 
     return CheckResult(name_of(fn), how.adapter, tuple(results), diagnose(how.adapter, results, right_in_layout))
 
@@ -92,7 +93,7 @@ def make_cases(
     heads: Iterable[tuple[int, int]] | None = None,
     head_dim: int = 16,
     seed: int = 0,
-) -> list[Case]:
+) -> list[CheckCase]:
     """Multiply the options out. Raises UserError naming an option that does not exist."""
     layouts = list(LAYOUTS if layouts is None else layouts)
     dtypes = list(how.adapter.dtypes or ("float32", "bfloat16") if dtypes is None else dtypes)
@@ -107,7 +108,9 @@ def make_cases(
         raise UserError(f"heads: {heads}; give (query heads, key/value heads) with the first a multiple of the second")
     if head_dim < 1:
         raise UserError(f"head_dim: {head_dim}; give a positive number")
-    return [Case(LAYOUTS[name], h, k, head_dim, dtype, seed) for name in layouts for dtype in dtypes for h, k in heads]
+    return [
+        CheckCase(LAYOUTS[name], h, k, head_dim, dtype, seed) for name in layouts for dtype in dtypes for h, k in heads
+    ]
 
 
 def choose_device(how: Resolved, device: str | None) -> str:
@@ -145,10 +148,10 @@ def check_command(
     like: str | None = None,
     lacks: Sequence[str] = (),
 ) -> int:
-    """`parity check`: print a table and the verdict in words. Returns 0 same, 1 different, 2 a mistake (one line on stderr).
+    """`parity check`: print a table and the verdict in words. Returns 0 same, 1 different, 2 a mistake.
 
-    target: `module:function` or `file.py:function`. heads: `4/2` is 4 query heads on 2 key/value heads. library, layout,
-    documents, like and lacks declare what the function takes, over what it declares itself. The others: `check_attention`.
+    target: `module:function` or `file.py:function`. heads: `4/2` is 4 query heads on 2 key/value heads. library,
+    layout, documents, like and lacks override what the function declares. The others: `check_attention`.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn

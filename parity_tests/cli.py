@@ -1,4 +1,4 @@
-"""The command line of the judge. It exits with 0 if all is the same and 1 if something is not; how else, `anchorline.command` says."""
+"""The judge's command line. Exit code 0: all is the same; 1: something is not; others: `anchorline.command`."""
 
 import shlex
 import sys
@@ -129,7 +129,7 @@ def check(
     like: Annotated[str | None, typer.Option(help="whose roundings it is allowed: flash or eager")] = None,
     lacks: Annotated[list[str] | None, typer.Option(help="what it does not do, and is not asked for")] = None,
 ) -> None:
-    """Judge anyone's attention function on every layout of documents. docs/checking-your-kernel.md says how it is called.
+    """Judge anyone's attention function on every layout of documents; see docs/checking-your-kernel.md.
 
     Example: parity check mypackage.attention:my_varlen_attention --dtypes bfloat16
     """

@@ -18,8 +18,8 @@ from anchorline.files import save
 
 HEAD = """# The command lines
 
-Made by `python -m parity_tests.commands --write docs/commands.md`; a test holds that they are so. What stands here changes with a new
-version alone: scripts may rely on it. `COMMAND VERB --help` says the same with words around it.
+Made by `python -m parity_tests.commands --write docs/commands.md`; a test holds that they are so. What stands here
+changes with a new version alone: scripts may rely on it. `COMMAND VERB --help` says the same with words around it.
 
 Exit codes, of all three:
 

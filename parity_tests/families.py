@@ -3,13 +3,14 @@
     python -m parity_tests.families --out docs/families.md   # every family, some minutes
     python -m parity_tests.families llama lfm2               # these, to the terminal
 
-A family is judged on a tiny random model in float64, on two packed rows. Truth is the family's own eager attention, given the
-mask rule as a 4D float mask; the reference is its sdpa, given the same mask. So what is allowed (`tolerance`) is what two
-implementations of transformers differ by. Isolation is exact: no gradient of a token reaches one that it may not see.
+A family is judged on a tiny random model in float64, on two packed rows. Truth is the family's own eager attention,
+given the mask rule as a 4D float mask; the reference is its sdpa, given the same mask. So what is allowed (`tolerance`)
+is what two implementations of transformers differ by. Isolation is exact: no gradient reaches a token that may not be
+seen.
 
-Gradients are judged module by module, a layer's weight and bias as one array, which is what they are of [x, 1]. A key's bias
-without RoPE alone cannot be judged: it moves every score of a query alike, its gradient is zero, and what is left of it in
-transformers' two implementations is rounding, of which one may have a quarter more than twice the other's.
+Gradients are judged module by module, a layer's weight and bias as one array, which is what they are of [x, 1]. A key's
+bias without RoPE alone cannot be judged: it moves every score of a query alike, its gradient is zero, and what is left
+of it in transformers' two implementations is rounding, of which one may have a quarter more than twice the other's.
 
 Legend: B batch · T tokens of a row · V vocabulary.
 """
@@ -38,7 +39,7 @@ from torchtrain.attention import visible_BTT
 
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
 _VOCABULARY = 61
-_LARGEST = 20_000_000  # parameters: one more is no tiny model, its config has a size that `_SIZES` does not know
+_LARGEST = 20_000_000  # parameters: more are not a tiny model: its config has a size that `_SIZES` does not know
 
 # Sizes that a family ties to one another in a way of its own, or that its config leaves open.
 _LATENT = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4")
@@ -96,7 +97,7 @@ _SIZES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class FamilyRow:
     """What came out for one family."""
 
     family: str
@@ -125,26 +126,28 @@ def causal_families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def examine(family: str) -> Row:
+def examine(family: str) -> FamilyRow:
     """Build a tiny model of a family and judge it."""
     with _quiet():
         try:
             model = tiny_model(family)
             model(input_ids=packed_rows()["input_ids"], use_cache=False)
         except Exception as error:
-            return Row(family, NOT_BUILT, _line(error))
+            return FamilyRow(family, NOT_BUILT, _line(error))
         alone = _alone(model)
         try:
             torchtrain.attach(model)
         except UserError as error:
-            return Row(family, REFUSED, str(error), alone)
+            return FamilyRow(family, REFUSED, str(error), alone)
         except Exception as error:
-            return Row(family, WRONG, f"attach fails: {_line(error)}", alone)
+            return FamilyRow(family, WRONG, f"attach fails: {_line(error)}", alone)
         try:
             fault = find_fault(model)
         except Exception as error:
-            return Row(family, NOT_BUILT, f"its eager attention does not run with a 4D mask: {_line(error)}", alone)
-    return Row(family, WRONG if fault else RIGHT, fault, alone)
+            return FamilyRow(
+                family, NOT_BUILT, f"its eager attention does not run with a 4D mask: {_line(error)}", alone
+            )
+    return FamilyRow(family, WRONG if fault else RIGHT, fault, alone)
 
 
 def tiny_config(family: str) -> PretrainedConfig:
@@ -215,7 +218,7 @@ def _logits_and_gradients(model: Any, implementation: str, batch: dict[str, Tens
     """Logits, and the gradients of a random weighting of them into every parameter, flat, by module."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
-    logits_BTV = model(**(batch if implementation == "anchor" else _masked(batch)), use_cache=False).logits
+    logits_BTV = model(**(batch if implementation == "anchor" else _mask(batch)), use_cache=False).logits
     weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logits_BTV.backward(weights)
     gradients: dict[str, list[Tensor]] = {}
@@ -225,7 +228,7 @@ def _logits_and_gradients(model: Any, implementation: str, batch: dict[str, Tens
     return {"logits": logits_BTV.detach(), **{module: torch.cat(parts) for module, parts in gradients.items()}}
 
 
-def _masked(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with the rule as a 4D float mask instead of document ids."""
     visible = visible_BTT(batch["document_ids"])[:, None]
     mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
@@ -262,32 +265,36 @@ def _alone(model: Any) -> str:
         model.set_attn_implementation("eager")
 
 
-def page(rows: list[Row]) -> str:
+HEAD = """# Families under `anchor`
+
+Made by `make families` with transformers {version}: every model type that `AutoModelForCausalLM` knows, as a tiny
+random model in float64. {right} are right, {refused} refused, {not_built} not built, {wrong} wrong.
+
+- **right**: `torchtrain.attach` takes it; logits and the gradients of every module are those of its own eager
+  attention, given the same rule as a 4D float mask, by the error rule (weight and bias of a module as one array: a
+  key's bias alone moves every score of a query alike where there is no RoPE, so its gradient is zero but for rounding);
+  and no gradient of any token reaches one that it may not see: exactly zero.
+- **refused**: by `torchtrain.attach`, with this line. A family whose refusal names a setting runs where that setting
+  allows it.
+- **not built**: no tiny model of it could be made from its config's defaults here. `attach` judges the model that you
+  have.
+
+The last column is `model.set_attn_implementation("anchor")` without `attach`: refused at the first call, separate,
+ignored (so that `document_ids` do nothing), or a leak in silence.
+
+| family | verdict | why | without `attach` |
+| --- | --- | --- | --- |"""
+
+
+def page(rows: list[FamilyRow]) -> str:
     """The table as Markdown."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (RIGHT, REFUSED, NOT_BUILT, WRONG)}
-    lines = [
-        "# Families under `anchor`",
-        "",
-        f"Made by `make families` with transformers {transformers.__version__}: every model type that `AutoModelForCausalLM` knows, as a tiny",
-        f"random model in float64. {count[RIGHT]} are right, {count[REFUSED]} refused, {count[NOT_BUILT]} not built, {count[WRONG]} wrong.",
-        "",
-        "- **right**: `torchtrain.attach` takes it; logits and the gradients of every module are those of its own eager attention, given the",
-        "  same rule as a 4D float mask, by the error rule (weight and bias of a module as one array: a key's bias alone moves every score of a",
-        "  query alike where there is no RoPE, so its gradient is zero but for rounding); and no gradient of any token reaches one that it may",
-        "  not see: exactly zero.",
-        "- **refused**: by `torchtrain.attach`, with this line. A family whose refusal names a setting runs where that setting allows it.",
-        "- **not built**: no tiny model of it could be made from its config's defaults here. `attach` judges the model that you have.",
-        "",
-        'The last column is `model.set_attn_implementation("anchor")` without `attach`: refused at the first call, separate, ignored (so that',
-        "`document_ids` do nothing), or a leak in silence.",
-        "",
-        "| family | verdict | why | without `attach` |",
-        "| --- | --- | --- | --- |",
-    ]
-    return "\n".join([*lines, *(_table_row(row) for row in rows), ""])
+    numbers = {verdict.lower().replace(" ", "_"): number for verdict, number in count.items()}
+    head = HEAD.format(version=transformers.__version__, **numbers)
+    return "\n".join([head, *(_table_row(row) for row in rows), ""])
 
 
-def _table_row(row: Row) -> str:
+def _table_row(row: FamilyRow) -> str:
     return "| " + " | ".join(x.replace("|", "/") for x in (row.family, row.verdict, row.why, row.alone)) + " |"
 
 

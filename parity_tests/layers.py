@@ -1,7 +1,7 @@
 """One model on both sides, layer by layer: which tap breaks the rule first, and by how much.
 
-The candidate is a transformers model with any attention implementation; truth is the oracle in float64 on the candidate's
-own (already rounded) weights; the allowance is what the oracle errs under the candidate's rounding preset.
+The candidate is a transformers model with any attention implementation; truth is the oracle in float64 on the
+candidate's own (already rounded) weights; the allowance is what the oracle errs under the candidate's rounding preset.
 
 Legend: B batch · T tokens of a row.
 """

@@ -36,8 +36,8 @@ ANCHOR_TOKENS = 1
 def tiny_model(family: str, dtype: torch.dtype, implementation: str = "anchor", seed: int = 0, **changes: Any) -> Any:
     """A random model for causal language modelling, made in float32 and rounded to `dtype` as `from_pretrained` does.
 
-    Weights are larger than a fresh model's, so that attention is far from uniform and a wrong mask or position shows; biases
-    and norms are drawn too, so that they count.
+    Weights are larger than a fresh model's, so that attention is far from uniform and a wrong mask or position shows;
+    biases and norms are drawn too, so that they count.
     """
     torch.manual_seed(seed)
     windows = {"sliding_window": None} if family == "mistral" else {}
@@ -75,8 +75,8 @@ def text_batch(tokenizer: Any, variant: str, tokens: int, seed: int = 0) -> dict
 def _arrays(variant: str, lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:
     """position_ids and document_ids of both rows.
 
-    Under +tag each document opens with one token of tag, out of its own length (a one-token document grows by it): what a tag
-    changes for the model is where interleaving may cut.
+    Under +tag each document opens with one token of tag, out of its own length (a one-token document grows by it): what
+    a tag changes for the model is where interleaving may cut.
     """
     base, *extras = variant.split("+")
     tag = int("tag" in extras)

@@ -1,5 +1,5 @@
-"""Asking the oracle: our settings in its words, our models and arrays in its types. The gate, `parity check`, the comparison of
-layers and the tests of training all ask it here.
+"""Asking the oracle: our settings in its words, our models and arrays in its types. The gate, `parity check`, the
+comparison of layers and the tests of training all ask it here.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
 """
@@ -35,7 +35,7 @@ _EAGER = ("dense", "eager")  # they round like transformers' eager attention, al
 
 
 def preset_name(engine: str, dtype: torch.dtype | str) -> str:
-    """The oracle's rounding preset of an engine, an attention of transformers, or of what rounds like `flash` or `eager`.
+    """The rounding preset of an engine, of an attention of transformers, or of what rounds like `flash` or `eager`.
 
     float64 has no roundings of its own to allow and is judged by what float32 errs.
     """
@@ -82,7 +82,7 @@ def oracle_of(model: Any) -> Decoder:
 def oracle_taps(
     decoder: Decoder, batch: Mapping[str, Any], rounding: Rounding, query_block: int | None = None
 ) -> Arrays:
-    """Run the oracle on a batch of the five arrays, of torch or numpy; return its taps in the order of the forward pass."""
+    """Run the oracle on a batch of the five arrays, torch or numpy; return its taps in the order of the pass."""
     given = (batch[name] for name in ("input_ids", "position_ids", "document_ids"))
     ids, positions, documents = (to_numpy(x) if isinstance(x, Tensor) else x for x in given)
     _, taps = decoder(ids, positions, documents, rounding, query_block=query_block, taps=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from parity_tests.check import Adapter, Case, CheckResult, check_attention, declare, make_cases, merge, resolve
+from parity_tests.check import Adapter, CheckCase, CheckResult, check_attention, declare, make_cases, merge, resolve
 from parity_tests.checking.judging import why_not_run
 
 
@@ -26,7 +26,7 @@ class BoundCase:
     """A function and one case to judge it on."""
 
     fn: Callable[..., Any]
-    case: Case
+    case: CheckCase
     options: dict[str, Any]
 
     def check(self) -> CheckResult:

@@ -1,7 +1,7 @@
 """Named intermediates ("taps") of a transformers decoder, under the oracle's names, from hooks that change nothing.
 
-The names are those of `jaxref.model`: `embed`, `layers.3.k_rope`, `final_norm`, `logits`, ... so that the two sides compare
-key by key. Hooks only read; the model computes what it computes without them.
+The names are those of `jaxref.model`: `embed`, `layers.3.k_rope`, `final_norm`, `logits`, ... so that the two sides
+compare key by key. Hooks only read; the model computes what it computes without them.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · M model width.
 """
@@ -33,7 +33,7 @@ _PROBE = "parity_probe"
 
 @torch.no_grad()
 def capture_taps(model: nn.Module, **inputs: Any) -> Taps:
-    """Run `model(**inputs)` once and return every tap, in float32 at least, with heads apart: [B, T, H, D] and [B, T, M].
+    """Run `model(**inputs)` once; return every tap, in float32 at least, heads apart: [B, T, H, D] and [B, T, M].
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 for causal language modelling, on any device, in any dtype.
@@ -41,7 +41,7 @@ def capture_taps(model: nn.Module, **inputs: Any) -> Taps:
     """
     taps: Taps = {}
     with _hooks(model, taps):
-        taps["logits"] = _widened(model(**inputs, use_cache=False).logits)
+        taps["logits"] = _widen(model(**inputs, use_cache=False).logits)
     return taps
 
 
@@ -52,14 +52,14 @@ def _hooks(model: Any, taps: Taps) -> Iterator[None]:
 
         def on_output(module: nn.Module, name: str, heads: bool = False) -> None:
             def read(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                x = _widened(output[0] if isinstance(output, tuple) else output)
+                x = _widen(output[0] if isinstance(output, tuple) else output)
                 taps[name] = x.reshape(*x.shape[:2], -1, head_dim) if heads else x
 
             stack.callback(module.register_forward_hook(read).remove)
 
         def on_input(module: nn.Module, name: str) -> None:
             def read(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                taps[name] = _widened(inputs[0])
+                taps[name] = _widen(inputs[0])
 
             stack.callback(module.register_forward_pre_hook(read).remove)
 
@@ -85,9 +85,9 @@ def _probe_attention(model: Any, taps: Taps) -> Iterator[None]:
 
     def probe(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         at = f"layers.{module.layer_idx}"
-        taps[f"{at}.q_rope"], taps[f"{at}.k_rope"] = (_widened(x.transpose(1, 2)) for x in (query, key))
+        taps[f"{at}.q_rope"], taps[f"{at}.k_rope"] = (_widen(x.transpose(1, 2)) for x in (query, key))
         out_BTHD, weights = attend(module, query, key, value, *args, **kwargs)
-        taps[f"{at}.attn"] = _widened(out_BTHD)
+        taps[f"{at}.attn"] = _widen(out_BTHD)
         return out_BTHD, weights
 
     AttentionInterface.register(_PROBE, probe)
@@ -99,6 +99,6 @@ def _probe_attention(model: Any, taps: Taps) -> Iterator[None]:
         model.set_attn_implementation(chosen)
 
 
-def _widened(x: Tensor) -> np.ndarray:
+def _widen(x: Tensor) -> np.ndarray:
     """A copy, exactly: numpy has no bfloat16."""
     return x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32), copy=True).numpy()

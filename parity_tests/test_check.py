@@ -31,7 +31,7 @@ SHORT = [name for name in LAYOUTS if not name.startswith("off_blocks")]
 FEW = ["intra", "anchor_of_five", "padded_end_anchor", "rows"]
 
 
-# -- functions: one right, and its mistakes ----------------------------------------------------------------------------------
+# -- functions: one right, and its mistakes ----------------------------------------------------------------------------
 
 
 def softmax_attention(q, k, v, mask_BTT, scale, kv_head_H=None):
@@ -130,35 +130,72 @@ def anchor_gradient_dropped(name, grad, ids, scale):
     return grad if name == "q" else grad * (ids != 0)[:, :, None, None]
 
 
-# What it does, the function, layouts to show it on, and what the words must hold.
+def leak(ids):
+    return causal(ids) & (ids >= 0)[:, :, None] & (ids >= 0)[:, None]
+
+
+def blind_to_itself(ids):
+    return visible_BTT(ids) & ~torch.eye(ids.shape[1], dtype=torch.bool)
+
+
+def one_sees_the_anchor(ids):
+    return visible_BTT(ids) & (same(ids) | (ids == 1)[:, :, None])
+
+
+def as_in_the_first_row(ids):
+    return visible_BTT(ids[:1].expand_as(ids))
+
+
+def one_token_late(ids):
+    return visible_BTT(torch.cat([ids[:, :1], ids[:, :-1]], dim=1))
+
+
+def own_scale(q, k, v, document_ids, scale):
+    return right(q, k, v, document_ids, q.shape[-1] ** -0.5)
+
+
+def k_as_v(q, k, v, document_ids, scale):
+    return right(q, k, k + 0 * v, document_ids, scale)
+
+
+# What it does, the function, layouts to show it on, and what the words must say.
 WRONG = {
-    "leak": (with_mask(lambda ids: causal(ids) & (ids >= 0)[:, :, None] & (ids >= 0)[:, None]), FEW, "a leak: documents see one another"),
+    "leak": (with_mask(leak), FEW, "a leak: documents see one another"),
     "sees the future": (with_mask(lambda ids: same(ids) | to_anchor(ids)), FEW, "the future is visible"),
     "no mask": (with_mask(lambda ids: torch.ones_like(same(ids))), FEW, "no mask at all"),
-    "blind to itself": (with_mask(lambda ids: visible_BTT(ids) & ~torch.eye(ids.shape[1], dtype=torch.bool)), FEW, "a token does not see itself"),
-    "missing anchor": (with_mask(lambda ids: same(ids) & causal(ids)), FEW, "a missing anchor: documents see only themselves"),
-    "anchor for one": (
-        with_mask(lambda ids: visible_BTT(ids) & (same(ids) | (ids == 1)[:, :, None])),
+    "blind to itself": (with_mask(blind_to_itself), FEW, "a token does not see itself"),
+    "missing anchor": (
+        with_mask(lambda ids: same(ids) & causal(ids)),
         FEW,
-        "only the first document sees the anchor",
+        "a missing anchor: documents see only themselves",
     ),
+    "anchor for one": (with_mask(one_sees_the_anchor), FEW, "only the first document sees the anchor"),
     "top-left": (with_mask(top_left), FEW, "top-left alignment"),
     "padding is a document": (with_mask(padding_as_a_document), FEW, "padding is treated as one more document"),
-    "first row's documents": (with_mask(lambda ids: visible_BTT(ids[:1].expand_as(ids))), FEW, "the batch shares the documents of its first row"),
-    "boundary late": (with_mask(lambda ids: visible_BTT(torch.cat([ids[:, :1], ids[:, :-1]], dim=1))), ["intra"], "documents begin one token late"),
-    "no scale": (lambda q, k, v, document_ids: right(q, k, v, document_ids, 1.0), ["intra", "anchor"], "softmax scale is missing"),
-    "scale ignored": (lambda q, k, v, document_ids, scale: right(q, k, v, document_ids, q.shape[-1] ** -0.5), ["intra", "another_scale"], "the scale that is passed is ignored"),
+    "first row's documents": (with_mask(as_in_the_first_row), FEW, "the batch shares the documents of its first row"),
+    "boundary late": (with_mask(one_token_late), ["intra"], "documents begin one token late"),
+    "no scale": (
+        lambda q, k, v, document_ids: right(q, k, v, document_ids, 1.0),
+        ["intra", "anchor"],
+        "scale is missing",
+    ),
+    "scale ignored": (own_scale, ["intra", "another_scale"], "the scale that is passed is ignored"),
     "GQA order": (interleaved_heads, FEW, "GQA heads in the wrong order"),
     "half inside": (half_inside, ["intra"], "some step runs in less than float32 (bfloat16"),
     "zeros": (lambda q, k, v, document_ids: 0 * q, ["intra"], "the output is all zeros"),
-    "k as v": (lambda q, k, v, document_ids, scale: right(q, k, k + 0 * v, document_ids, scale), ["intra"], "k is used in place of v"),
+    "k as v": (k_as_v, ["intra"], "k is used in place of v"),
     "lse base 2": (lse_base_2, ["anchor"], "the log-sum-exp is in base 2"),
     "lse without anchor": (lse_without_anchor, ["anchor"], "in the log-sum-exp, a missing anchor"),
-    "dk unscaled": (with_gradient(lambda name, grad, ids, scale: grad / scale if name == "k" else grad), ["anchor"], "dk lacks the scale"),
-    "sign of dq": (with_gradient(lambda name, grad, ids, scale: -grad if name == "q" else grad), ["anchor"], "dq has the wrong sign"),
-    "GQA average": (with_gradient(lambda name, grad, ids, scale: grad / 2 if name != "q" else grad), ["anchor"], "averaged, not added"),
-    "anchor gradient": (with_gradient(anchor_gradient_dropped), ["anchor"], "the anchor's"),
-}  # fmt: skip
+    **{
+        name: (with_gradient(change), ["anchor"], says)
+        for name, change, says in [
+            ("dk unscaled", lambda name, grad, ids, scale: grad / scale if name == "k" else grad, "dk lacks the scale"),
+            ("sign of dq", lambda name, grad, ids, scale: -grad if name == "q" else grad, "dq has the wrong sign"),
+            ("GQA average", lambda name, grad, ids, scale: grad / 2 if name != "q" else grad, "averaged, not added"),
+            ("anchor gradient", anchor_gradient_dropped, "the anchor's"),
+        ]
+    },
+}
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -171,8 +208,7 @@ def test_a_wrong_function_is_named(kind):
 
 
 def test_the_words_say_layout_array_ratio_and_place():
-    fn = with_mask(lambda ids: visible_BTT(ids) & (same(ids) | (ids == 1)[:, :, None]))
-    text = check_attention(fn, layouts=["full", "anchor"], **ONE).explain()
+    text = check_attention(with_mask(one_sees_the_anchor), layouts=["full", "anchor"], **ONE).explain()
     assert "1 of 2 cases failed" in text
     assert "First, anchor-h4k2d16-float32: out errs" in text
     assert re.search(
@@ -197,7 +233,7 @@ def test_an_eager_function_is_told_that_it_rounds_like_eager():
     assert "declare like='eager'" in str(check_attention(eager, like="flash", **options).hint)
 
 
-# -- what no number shows ----------------------------------------------------------------------------------------------------
+# -- what no number shows ----------------------------------------------------------------------------------------------
 
 
 def faint_leak(q: Tensor, k, v, document_ids, scale):
@@ -229,7 +265,7 @@ def test_a_gradient_that_leaks_is_found_without_a_leak_in_the_output():
     assert "exactly 0 is right" in result.explain()
 
 
-# -- functions that break down -----------------------------------------------------------------------------------------------
+# -- functions that break down -----------------------------------------------------------------------------------------
 
 
 def leaves(q, k, v, document_ids, scale):
@@ -263,21 +299,34 @@ def no_graph(q, k, v, document_ids, scale):
     return right(q.detach(), k.detach(), v.detach(), document_ids, scale)
 
 
+def detached(q, k, v, document_ids, scale):
+    return right(q, k.detach(), v, document_ids, scale)
+
+
 BROKEN = {
     "leaves": (leaves, "raises SystemExit: 0"),
-    "raises": (raises_on_padding, "On layout 'padded_end' (padded_end-h4k2d16-float32) it raises IndexError: index -1 is out of range"),
+    "raises": (
+        raises_on_padding,
+        "On layout 'padded_end' (padded_end-h4k2d16-float32) it raises IndexError: index -1 is out of range",
+    ),
     "q in place": (scales_in_place, "it changes its input q in place"),
     "ids in place": (writes_its_ids, "it changes its input document_ids in place"),
-    "NaN": (nan_at_padding, "out is NaN at row 0, token 36 (padding) and only at padding: put rows that see nothing to 0"),
+    "NaN": (
+        nan_at_padding,
+        "out is NaN at row 0, token 36 (padding) and only at padding: put rows that see nothing to 0",
+    ),
     "None": (lambda q, k, v, document_ids: None, "it returns None; expected a torch array"),
     "numpy": (lambda q, k, v, document_ids: q.numpy(), "it returns a numpy.ndarray"),
     "empty": (lambda q, k, v, document_ids: (), "it returns an empty tuple"),
-    "shape": (lambda q, k, v, document_ids: q[:, 1:], "returns out of shape [1, 46, 4, 16]; expected [1, 47, 4, 16] (BTHD)"),
+    "shape": (
+        lambda q, k, v, document_ids: q[:, 1:],
+        "returns out of shape [1, 46, 4, 16]; expected [1, 47, 4, 16] (BTHD)",
+    ),
     "dtype": (lambda q, k, v, document_ids: q.double(), "returns out in float64; its inputs are float32"),
     "second": (lambda q, k, v, document_ids: (q, q), "expected the log-sum-exp [1, 4, 47], or declare returns='out'"),
     "no graph": (no_graph, "its output carries no gradient"),
-    "detached": (lambda q, k, v, document_ids, scale: right(q, k.detach(), v, document_ids, scale), "no gradient reaches k"),
-}  # fmt: skip
+    "detached": (detached, "no gradient reaches k"),
+}
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -314,7 +363,7 @@ def test_another_layout_that_is_right_is_named():
     assert check_attention(heads_first, layouts=["intra"], adapter=declare(layout="BHTD"), **ONE).passed
 
 
-# -- right functions, however they are called --------------------------------------------------------------------------------
+# -- right functions, however they are called --------------------------------------------------------------------------
 
 
 def by_plan(q, k, v, plan, scale):
@@ -428,7 +477,7 @@ def test_every_feature_but_gradients_and_heads_has_a_layout_that_needs_it():
     assert needed == set(FEATURES) - {"gqa", "backward"} | {"scale"}
 
 
-# -- declarations -------------------------------------------------------------------------------------------------------------
+# -- declarations ------------------------------------------------------------------------------------------------------
 
 
 OPEN = {
@@ -475,14 +524,18 @@ def test_bad_options_are_named(options, says):
 
 @pytest.mark.parametrize(
     ("declared", "says"),
-    [({"lacks": "anchors"}, "did you mean 'anchor'"), ({"layout": "TBHD"}, "choose from BTHD, BHTD, varlen"), ({"dtypes": "int8"}, "dtypes: 'int8'")],
-)  # fmt: skip
+    [
+        ({"lacks": "anchors"}, "did you mean 'anchor'"),
+        ({"layout": "TBHD"}, "choose from BTHD, BHTD, varlen"),
+        ({"dtypes": "int8"}, "dtypes: 'int8'"),
+    ],
+)
 def test_bad_declarations_are_named(declared, says):
     with pytest.raises(ValueError, match=says):
         attention(**declared)
 
 
-# -- the command and the helper -----------------------------------------------------------------------------------------------
+# -- the command and the helper ----------------------------------------------------------------------------------------
 
 
 QUICK = {"layouts": ["intra"], "dtypes": ["float32"], "heads": ["4/2"]}
@@ -570,8 +623,8 @@ def test_the_example_test_file_passes():
 
 def test_inputs_are_the_same_everywhere():
     """A case draws what it draws from its own fields, so that a failure elsewhere can be repeated here."""
-    from parity_tests.checking.cases import Case
+    from parity_tests.checking.cases import CheckCase
 
-    q, k, v, weight = Case(LAYOUTS["rows"], 4, 2, 16, "float32").draw()
+    q, k, v, weight = CheckCase(LAYOUTS["rows"], 4, 2, 16, "float32").draw()
     assert (q.shape, k.shape, v.shape, weight.shape) == ((2, 47, 4, 16), (2, 47, 2, 16), (2, 47, 2, 16), (2, 47, 4, 16))
     assert not np.array_equal(k, v)

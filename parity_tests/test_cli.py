@@ -82,7 +82,7 @@ def test_a_configuration_leaves_a_report(tmp_path):
     assert "forward, layer 2" in alone.stdout
 
 
-# -- two checkpoints ---------------------------------------------------------------------------------------------------------
+# -- two checkpoints ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_other_weights_are_refused_by_name(checkpoints):
     assert "model.norm.weight" in result.stderr
 
 
-# -- the other verbs ---------------------------------------------------------------------------------------------------------
+# -- the other verbs ---------------------------------------------------------------------------------------------------
 
 
 def test_check_passes_its_options_on():

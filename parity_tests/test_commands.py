@@ -1,4 +1,4 @@
-"""The command lines are frozen: verbs, arguments, options, defaults and exit codes change only where docs/commands.md does."""
+"""Verbs, arguments, options, defaults and exit codes of the commands change only where docs/commands.md does."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """One computation however it is spread: 2 and 4 real processes on gloo against one process, and against the oracle.
 
-Two launches run all cases (`torchtrain/tests/distributed_worker.py`): starting processes takes longer than what they do.
+Two launches run all cases (`torchtrain/tests/distributed_worker.py`): starting them takes longer than what they do.
 
 Legend: B batch · T tokens of a row · V vocabulary.
 """
@@ -174,12 +174,12 @@ def case_of(processes: int, name: str) -> dict[str, Any]:
     return next(case for case in CASES[processes] if case["name"] == name)
 
 
-# --- logits ---------------------------------------------------------------------------------------------------------------
+# --- logits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("processes", "name"), LOGITS)
 def test_logits_under_sequence_parallelism_are_those_of_one_process(spread, alone, processes, name):
-    """Bitwise, in both dtypes, for every variant: documents cut where ranks part, rows padded, key/value heads repeated."""
+    """Bitwise, both dtypes, every variant: documents cut where ranks part, rows padded, key/value heads repeated."""
     case = case_of(processes, name)
     found, expected = spread(processes, name)["logits"], alone(case)["logits"]
     tokens = case["tokens"]
@@ -199,7 +199,7 @@ def test_longrope_takes_other_factors_for_short_rows(alone):
     assert not torch.equal(short, long[:, :48])
 
 
-# --- loss, gradient, norm, clipping ---------------------------------------------------------------------------------------
+# --- loss, gradient, norm, clipping -----------------------------------------------------------------------------------
 
 
 @cache

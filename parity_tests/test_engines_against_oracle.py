@@ -43,7 +43,7 @@ def test_lengths_that_fit_no_block(engine, dtype):
 
 
 def test_flex_forward_on_a_cpu():
-    """In bf16 only: torch's compiled CPU kernel takes a 20-bit exponential, which float32's allowance does not cover."""
+    """In bf16 only: torch's compiled CPU kernel takes a 20-bit exponential, beyond float32's allowance."""
     ids_BT = packed(130, 1, 57, 61, anchor=3, padding=5)
     assert_all_pass(compare_engine("flex", ids_BT, torch.bfloat16, backward=False), "out")
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from parity_tests import families
-from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, Row
+from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, FamilyRow
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
 
-def rows_of_the_page() -> dict[str, Row]:
+def rows_of_the_page() -> dict[str, FamilyRow]:
     cells = [re.split(r" \| ", line[2:-2]) for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
-    return {row[0]: Row(*(x.strip() for x in row)) for row in cells[2:]}
+    return {row[0]: FamilyRow(*(x.strip() for x in row)) for row in cells[2:]}
 
 
 def test_every_family_of_transformers_has_its_row_and_none_is_wrong():

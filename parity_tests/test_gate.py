@@ -1,4 +1,4 @@
-"""The gate: what a configuration multiplies out to, what a case says when something is wrong, and that a run can go on."""
+"""The gate: what a configuration multiplies out to, what a case says of a fault, and that a run can go on."""
 
 import shutil
 import subprocess
@@ -44,7 +44,7 @@ def _plug_in():
     torchtrain.register()
 
 
-# -- the configuration -------------------------------------------------------------------------------------------------------
+# -- the configuration -------------------------------------------------------------------------------------------------
 
 
 def test_an_entry_is_the_product_of_its_lists():
@@ -126,7 +126,7 @@ def test_a_case_beyond_float32_positions_is_refused():
     assert "position_offset 16777216" in explain(CaseSpec, error.value)
 
 
-# -- what both sides are given -----------------------------------------------------------------------------------------------
+# -- what both sides are given -----------------------------------------------------------------------------------------
 
 
 def test_rows_differ_in_their_boundaries_and_their_labels():
@@ -167,7 +167,7 @@ def test_clipping_and_epsilon_count_in_the_step():
     assert 0.01 < np.sqrt(np.mean(clipped**2)) / TRAIN.epsilon < 100
 
 
-# -- a case ------------------------------------------------------------------------------------------------------------------
+# -- a case ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -349,7 +349,7 @@ def test_the_words_for_a_schedule(bug, words):
     assert divergence.words.endswith(words)
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------------
+# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 def gate(*specs: CaseSpec) -> GateConfig:
@@ -395,7 +395,7 @@ def copied(tmp_path_factory) -> Path:
 
 
 def test_a_kept_case_depends_on_what_computes_it_and_on_nothing_else(copied, tmp_path):
-    """A report, a test, a command, a run's folder: nothing of it is in a case. An engine, the base package, the oracle are."""
+    """A report, a test, a command, a run's folder: nothing of it is in a case. An engine, `anchorline`, the oracle are."""
     case, taken = run_case(SPEC), []
 
     def taken_after(*changed: str) -> bool:

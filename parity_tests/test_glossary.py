@@ -1,12 +1,15 @@
-"""The glossary names what is there."""
+"""The glossary names what is there, and a name is one thing."""
 
+import ast
+import collections
 import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "glossary.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "glossary.md"
 TERMS = re.findall(r"^- \*\*(.+?)\*\*: (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 NAMES = sorted(
     {
@@ -35,3 +38,22 @@ def test_what_it_names_exists(name):
             attributes.insert(0, attribute)
     for attribute in attributes:
         found = getattr(found, attribute)
+
+
+# Public classes of one name in two modules: one concept on two sides that never see each other.
+TWINS = {
+    "ModelConfig": "the section `model` of a configuration, of the study and of the trainer",
+}
+
+
+def test_a_public_class_has_its_name_alone():
+    places = collections.defaultdict(list)
+    for package in ("anchorline", "jaxref", "ropestudy", "torchtrain", "parity_tests"):
+        for path in (ROOT / package).rglob("*.py"):
+            if "tests" in path.relative_to(ROOT / package).parts or path.name.startswith(("test_", "conftest")):
+                continue
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(str(path.relative_to(ROOT)))
+    twins = {name: where for name, where in places.items() if len(where) > 1}
+    assert twins.keys() == TWINS.keys(), twins

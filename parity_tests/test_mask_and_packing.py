@@ -1,4 +1,4 @@
-"""The mask rule and the rows of every variant, written twice: the trainer's and the oracle's must be equal, bit for bit."""
+"""The mask rule and the rows of every variant, written twice: the trainer's and the oracle's must be equal."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def rows(draw) -> dict:
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(row=rows())
 def test_rows_of_every_variant(variant, row):
-    """Documents of random lengths, down to one token and fewer tokens than chunks; anchors of 0 to 3 tokens; padding."""
+    """Documents of random lengths, from one token and fewer than chunks on; anchors of 0 to 3 tokens; padding."""
     lengths, anchor, padding, chunks = row["lengths"], row["anchor"], row["padding"], row["chunks"]
     tag = 2 if "+tag" in variant else 0
     T = anchor + sum(lengths) + tag * len(lengths) + padding

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from anchorline.page.colours import DARK, LIGHT
 from parity_tests.report import schema
-from parity_tests.report.html import Entry, headline, place, ratio, render
+from parity_tests.report.html import ListedCase, headline, place, ratio, render
 from parity_tests.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, plot, where_over
 from parity_tests.report.schema import Case, Divergence, Environment, Measure, Profile, Report
 
@@ -37,7 +37,7 @@ PARAMETERS = (
 WORDS = "layer 7, k after RoPE: 41 times the allowance; positions are off by +1 from token 512 on"
 
 
-# -- reports made by hand ----------------------------------------------------------------------------------------------------
+# -- reports made by hand ----------------------------------------------------------------------------------------------
 
 
 def measure(tap: str, ratio: float, **fields: Any) -> Measure:
@@ -161,7 +161,7 @@ def mixed() -> Report:
     )
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------------
+# -- what it says ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_verdict_is_a_word_and_a_sentence(cases, told):
 
 
 def test_every_measure_stands_in_one_heat_map_cell():
-    made = Entry(1, broken_case())
+    made = ListedCase(1, broken_case())
     cells = [
         cell
         for heats in made.heats().values()
@@ -192,7 +192,7 @@ def test_every_measure_stands_in_one_heat_map_cell():
 
 
 def test_rows_are_layers_and_columns_are_taps_in_forward_order():
-    layers, outside = Entry(1, broken_case()).heats()["Forward pass"]
+    layers, outside = ListedCase(1, broken_case()).heats()["Forward pass"]
     assert ["".join(lines) for lines in layers.heads] == list(TAPS)
     assert [layer for layer, _ in layers.rows] == list(range(LAYERS))
     broken = [
@@ -240,7 +240,7 @@ def strings_of(part: Any) -> Iterator[str]:
             yield from strings_of(value)
 
 
-# -- profiles ----------------------------------------------------------------------------------------------------------------
+# -- profiles ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def path_of(path: str) -> list[float]:
     return [float(number) for number in re.findall(r"[-\d.]+", path)]
 
 
-# -- what stands in a report is text -----------------------------------------------------------------------------------------
+# -- what stands in a report is text -----------------------------------------------------------------------------------
 
 
 HOSTILE = (
@@ -327,7 +327,7 @@ def large_forward(number: int) -> list[Measure]:
     ]
 
 
-# -- the schema's documentation ----------------------------------------------------------------------------------------------
+# -- the schema's documentation ----------------------------------------------------------------------------------------
 
 
 PARTS = (Report, Environment, Case, Divergence, Measure, Profile)
@@ -364,7 +364,7 @@ def test_the_documentation_s_example_is_a_report():
     assert json.loads(made.model_dump_json(exclude_defaults=True)) | {"schema_version": 1} == json.loads(example)
 
 
-# -- in a browser ------------------------------------------------------------------------------------------------------------
+# -- in a browser ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -492,6 +492,7 @@ def test_without_its_script_the_page_says_the_same(open_page, pages):
     plain, scripted = (open_page(pages["mixed"], script=script) for script in (False, True))
     assert plain.locator("button").count() == 0
     scripted.evaluate(
-        "document.querySelectorAll('button, #tip').forEach((each) => each.replaceWith(...(each.closest('th') ? each.childNodes : [])))"
+        "document.querySelectorAll('button, #tip')"
+        ".forEach((each) => each.replaceWith(...(each.closest('th') ? each.childNodes : [])))"
     )
     assert plain.locator("body").text_content() == scripted.locator("body").text_content()

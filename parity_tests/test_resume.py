@@ -1,7 +1,8 @@
 """A checkpoint of any layout of processes goes on in any other: 2 real processes on gloo, and one.
 
-The state (masters, both moments) is compared bitwise; so is what the same layout computes next. Another layout's loss is judged
-against the oracle on the very weights that were restored. One launch runs all cases (`torchtrain/tests/resume_worker.py`).
+The state (masters, both moments) is compared bitwise; so is what the same layout computes next. Another layout's loss
+is judged against the oracle on the very weights that were restored. One launch runs all cases
+(`torchtrain/tests/resume_worker.py`).
 
 Legend: n elements of a parameter.
 """
@@ -60,7 +61,7 @@ def case_of(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """All cases, run: LAYOUT (3 steps), LAYOUT-again (from its step 2), LAYOUT-from-OTHER, and the same of one process."""
+    """All cases: LAYOUT (3 steps), LAYOUT-again (from its step 2), LAYOUT-from-OTHER, the same of one process."""
     torchtrain.register()
     folder = tmp_path_factory.mktemp("resume")
     model_of("llama", "float32").save_pretrained(folder / "llama")

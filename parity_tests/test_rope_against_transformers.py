@@ -1,14 +1,15 @@
 """RoPE: the oracle's frequencies against transformers' own functions, its roundings against torch bit for bit.
 
 What was found (transformers 5.23, torch 2.13, on a CPU):
-- In exact arithmetic the two sides agree for every type: transformers' own code, run on 200-bit numbers and rounded once, is the
-  oracle's float64.
-- In float32 the correctly rounded frequency is the oracle's. transformers' is at most one unit in the last place away for
-  `default` and `linear` where D is a power of two, so that the exponents 2i/D are exact. Elsewhere it is farther: 6 units at
-  D = 96 and 7 at D = 66, because a rounded exponent counts times log(theta); 14 for llama3 and 20 for yarn without truncation,
-  both at D = 96, because their blends subtract numbers close to each other. There the bound is what its own operations allow.
-- In bfloat16 and float16 the tables may differ only where a float32 cosine lies next to a tie (on the machine of this note they
-  differed nowhere), and on equal tables every rotated element is the same, compiled or not.
+- In exact arithmetic the two sides agree for every type: transformers' own code, run on 200-bit numbers and rounded
+  once, is the oracle's float64.
+- In float32 the correctly rounded frequency is the oracle's. transformers' is at most one unit in the last place away
+  for `default` and `linear` where D is a power of two, so that the exponents 2i/D are exact. Elsewhere it is farther: 6
+  units at D = 96 and 7 at D = 66, because a rounded exponent counts times log(theta); 14 for llama3 and 20 for yarn
+  without truncation, both at D = 96, because their blends subtract numbers close to each other. Its own operations set
+  the bound there.
+- In bfloat16 and float16 the tables may differ only where a float32 cosine lies next to a tie (on the machine of this
+  note they differed nowhere), and on equal tables every rotated element is the same, compiled or not.
 
 Legend: B batch · T tokens of a row · H heads · D head_dim · C = D / 2 rotated pairs.
 """
@@ -83,8 +84,8 @@ def transformers_frequencies(config: LlamaConfig, seq_len: int | None) -> tuple[
 class Tracked:
     """An exact number, and a bound on how far a float32 computation of it can be.
 
-    The standard model: every operation rounds once, by at most u of its result; a Python number is rounded when it meets a
-    tensor; a number over a tensor is a reciprocal and a product; `pow` errs by a unit in the last place, 2u.
+    The standard model: every operation rounds once, by at most u of its result; a Python number is rounded when it
+    meets a tensor; a number over a tensor is a reciprocal and a product; `pow` errs by a unit in the last place, 2u.
     """
 
     def __init__(self, exact: Any, error: Any = 0):

@@ -1,4 +1,4 @@
-"""SmolLM2-135M with its real weights, all 30 layers, against the oracle; and the oracle's own reading of the same file."""
+"""SmolLM2-135M with its real weights, all 30 layers, against the oracle, which also reads the file itself."""
 
 from pathlib import Path
 

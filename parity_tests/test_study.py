@@ -41,7 +41,7 @@ from torchtrain.modeling.smollm2 import smollm2_folder
 
 TOKENS = 48
 SHIFTS = np.array([[0], [16], [100]])
-# So many sums that some lie near the middle between two numbers of bf16: what two correct runs part in (`shift_verdict`).
+# So many sums that some lie near the middle of two numbers of bf16, where correct runs part (`shift_verdict`).
 WIDE = {"hidden_size": 256, "head_dim": 64}
 WIDE_TOKENS, WIDE_ROWS = 128, 4
 
@@ -54,7 +54,7 @@ def rows(count: int, tokens: int) -> list[RowArrays]:
     ]
 
 
-# -- the emulation -----------------------------------------------------------------------------------------------------------
+# -- the emulation -----------------------------------------------------------------------------------------------------
 
 
 def checked(model) -> list[Emulated]:
@@ -99,15 +99,15 @@ def test_a_model_that_rounds_elsewhere_is_caught(name, wrong, monkeypatch):
 
 
 def test_a_wrong_emulation_is_caught():
-    """Frequencies that are off by a twentieth in torch alone. (Rounded to bf16 they would pass here: within 128 tokens the
-    distances, which are all that attention sees, turn by less than bf16's other roundings.)"""
+    """Frequencies that are off by a twentieth in torch alone. (Rounded to bf16 they would pass here: within 128 tokens
+    the distances, which are all that attention sees, turn by less than bf16's other roundings.)"""
     model = tiny_model("llama", torch.bfloat16, "eager", **WIDE)
     rotary = model.model.rotary_emb
     rotary.inv_freq = rotary.inv_freq * 1.05
     assert max(check_row(model, oracle_of(model), rows(1, WIDE_TOKENS)[0]).ratio) > 1
 
 
-# -- side by side, in blocks -------------------------------------------------------------------------------------------------
+# -- side by side, in blocks -------------------------------------------------------------------------------------------
 
 
 def gathered(model, one: RowArrays) -> list[list[Attended]]:
@@ -169,7 +169,7 @@ def test_blocks_hold_what_the_matrices_hold(implementation):
     layers = gathered(model, one)
     assert {run.weights is None for runs in layers for run in runs} == {implementation == "sdpa"}
     probs, logits = (np.array(x) for x in zip(*map(whole, layers), strict=True))
-    # Both sum as many float64 numbers, each rounded, in two orders; a probability moves by no more than a row's own sum.
+    # Both sum as many rounded float64 numbers, in two orders; a probability moves by at most a row's own sum.
     unit = probs[:, 0].size * 2.0**-53
     for got, (a, b) in zip(found.sums(), pairs, strict=True):
         twin = whole_sums(probs, logits, a, b)
@@ -181,7 +181,7 @@ def test_blocks_hold_what_the_matrices_hold(implementation):
 
 
 def test_the_engine_sums_what_the_matrices_hold():
-    """`engine.compare`, block by block and piece by piece, beside whole matrices from the decoder's own forward pass."""
+    """`engine.compare`, by block and piece, beside whole matrices from the decoder's own forward pass."""
     decoder = oracle_of(tiny_model("llama", torch.bfloat16, "eager", **WIDE))
     one, shifts = rows(1, WIDE_TOKENS)[0], SHIFTS[:2]
     heads = decoder.config.num_attention_heads
@@ -208,7 +208,7 @@ def test_the_engine_sums_what_the_matrices_hold():
         streams = [Stream(CONDITIONS[name], one.positions + shifts)]
         row, pair = Row(one.ids, one.documents), [Pair((0, 0), (0, 1), "propagated")]
         got, twin = compare(decoder, row, streams, pair, query_block=50)[0][0], whole_sums(probs, logits, 0, 1)
-        # The probabilities are the same numbers; within a block the engine sums them in float32, so many terms, each rounded.
+        # The same probabilities; within a block the engine sums them in float32, so many terms, each rounded.
         unit = 2.0**-24 * twin.column_T.sum()
         assert np.abs(got.column_T - twin.column_T).max() <= heads * WIDE_TOKENS * unit
         assert np.abs(got.head_LH - twin.head_LH).max() <= heads * WIDE_TOKENS * unit
@@ -234,7 +234,7 @@ def test_an_error_or_an_interrupt_stops_every_pass():
     assert seen[0] == 0
 
 
-# -- the whole study ---------------------------------------------------------------------------------------------------------
+# -- the whole study ---------------------------------------------------------------------------------------------------
 
 CONFIG = f"""
 title: Tiny

@@ -1,4 +1,4 @@
-"""Loss, gradients of every parameter and one AdamW step: the trainer's code path against the oracle's, by the one rule."""
+"""Loss, gradients of every parameter and one AdamW step: the trainer's code path against the oracle's."""
 
 import jax.numpy as jnp
 import pytest

@@ -16,7 +16,7 @@ Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionInputs:
     """Everything attention depends on; a mistake changes one field."""
 
     q_BHTD: np.ndarray
@@ -33,7 +33,7 @@ def attention_on(
     document_ids_BT: np.ndarray,
     scale: float | None = None,
     order: str = "grouped",
-) -> Attention:
+) -> AttentionInputs:
     """Return what right attention depends on, in float64.
 
     Args:
@@ -44,10 +44,10 @@ def attention_on(
     H, K = q.shape[1], k.shape[1]
     head_H = {"grouped": np.arange(H) // (H // K), "interleaved": np.arange(H) % K, "first": np.zeros(H, int)}[order]
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    return Attention(q, k[:, head_H], v[:, head_H], visible_BQJ(document_ids_BT), factor)
+    return AttentionInputs(q, k[:, head_H], v[:, head_H], visible_BQJ(document_ids_BT), factor)
 
 
-def softmax(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
+def softmax(attention: AttentionInputs) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities [B, H, T, T] and log-sum-exp [B, H, T]; 0 and -inf where nothing is seen."""
     logits = attention.q_BHTD @ attention.k_BHTD.swapaxes(2, 3) * attention.scale
     logits = np.where(attention.mask_BTT[:, None], logits, -np.inf)
@@ -58,7 +58,7 @@ def softmax(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
         return weights / np.where(total > 0, total, 1.0), (top + np.log(total))[..., 0]
 
 
-def forward(attention: Attention) -> Arrays:
+def forward(attention: AttentionInputs) -> Arrays:
     """`out` [B, T, H, D] and `lse` [B, H, T]."""
     p, lse = softmax(attention)
     return {"out": (p @ attention.v_BHTD).swapaxes(1, 2), "lse": lse}
@@ -90,28 +90,28 @@ def forward_mistakes(
     yield "every query head reads key/value head 0", lambda: forward(attention_on(*given, order="first"))
     yield (
         "all heads are given out in another order (interleaved with the groups)",
-        lambda: _reordered(right, k_BTKD.shape[2]),
+        lambda: _reorder(right, k_BTKD.shape[2]),
     )
     yield "k is used in place of v", lambda: forward(replace(right, v_BHTD=right.k_BHTD))
     yield "k and v are swapped", lambda: forward(replace(right, k_BHTD=right.v_BHTD, v_BHTD=right.k_BHTD))
-    yield "the softmax is not normalised", lambda: _unnormalised(right)
+    yield "the softmax is not normalised", lambda: _leave_unnormalised(right)
     yield "the softmax is taken over the queries", lambda: _over_queries(right)
     yield "the output is all zeros", lambda: {"out": np.zeros_like(q_BTHD, dtype=np.float64)}
 
 
-def _reordered(right: Attention, kv_heads: int) -> Arrays:
+def _reorder(right: AttentionInputs, kv_heads: int) -> Arrays:
     H = right.q_BHTD.shape[1]
     order = np.arange(H).reshape(kv_heads, H // kv_heads).T.reshape(-1)
     found = forward(right)
     return {"out": found["out"][:, :, order], "lse": found["lse"][:, order]}
 
 
-def _unnormalised(right: Attention) -> Arrays:
+def _leave_unnormalised(right: AttentionInputs) -> Arrays:
     p, lse = softmax(right)
     return {"out": (p * np.exp(lse)[..., None] @ right.v_BHTD).swapaxes(1, 2)}
 
 
-def _over_queries(right: Attention) -> Arrays:
+def _over_queries(right: AttentionInputs) -> Arrays:
     logits = np.where(right.mask_BTT[:, None], right.q_BHTD @ right.k_BHTD.swapaxes(2, 3) * right.scale, -np.inf)
     weights = np.exp(logits - logits.max(initial=0.0, where=np.isfinite(logits)))
     total = weights.sum(2, keepdims=True)

@@ -28,7 +28,7 @@ from ropestudy.conditions import Condition
 from ropestudy.engine import Pair, Row, Run, Stream, column_logits, compare
 from ropestudy.measures import DivergenceSample, Sample, Sums, difference, divergence, sample
 from ropestudy.models import Pretrained, variant
-from ropestudy.schema import AnyRecord, Difference, Divergence, Mode
+from ropestudy.schema import AnyRecord, Difference, Mode, OutputDivergence
 from ropestudy.spec import StudyConfig
 
 # What shows numbers, or tests them, does not change them.
@@ -161,7 +161,7 @@ def difference_of(results: Iterable[CellResult], pair: str) -> Difference:
     return difference([result.samples[pair] for result in results])
 
 
-def divergence_of(results: Iterable[CellResult], name: str) -> Divergence:
+def divergence_of(results: Iterable[CellResult], name: str) -> OutputDivergence:
     """Return one divergence over all sequences."""
     return divergence([result.divergences[name] for result in results])
 

@@ -31,7 +31,7 @@ IN_A_ROW = (
 EXACT = Condition("exact", preset("exact"), about="float64, nothing rounded")
 
 
-def _named() -> dict[str, Condition]:
+def _name_conditions() -> dict[str, Condition]:
     found = {name: Condition(name, rounding, about=f"the preset {name}") for name, rounding in PRESETS.items()}
     found["fp32_angles64"] = Condition(
         "fp32_angles64", preset("fp32"), Method(angles="float64"), "float32, but angles, cos and sin in float64", "fp32"
@@ -46,7 +46,7 @@ def _named() -> dict[str, Condition]:
     return found
 
 
-CONDITIONS = _named()
+CONDITIONS = _name_conditions()
 
 
 def condition(name: str) -> Condition:

@@ -34,14 +34,14 @@ OWN = "own"  # the name of the stream of the condition that is looked at
 def make_experiments(config: StudyConfig, wavelengths: Sequence[float]) -> list[Experiment]:
     """Return the experiments of a study in their order. wavelengths: of each rotary pair, in tokens."""
     make = {
-        "shift_pairs": lambda section: [ShiftPairs(section)],
+        "shift_pairs": lambda section: [ShiftPairsExperiment(section)],
         "lengths": lambda section: [Lengths(section)],
         "factorial": lambda section: [Factorial(section)],
         "remedies": lambda section: [Remedies(section)],
         "controls": lambda section: [Controls(section, config.seed)],
         "first_token": lambda section: [FirstToken(section)],
         "masks": lambda section: [Masks(section), MaskPairs(section)],
-        "own_error": lambda section: [OwnError(section)],
+        "own_error": lambda section: [OwnErrorExperiment(section)],
         "frequency": lambda section: [Frequency(section, tuple(wavelengths))],
     }
     return [experiment for name, section in config.experiments.items() for experiment in make[name](section)]
@@ -66,7 +66,7 @@ class _Contest(Experiment[Trial]):
 
 
 @dataclass(frozen=True)
-class ShiftPairs(_Contest):
+class ShiftPairsExperiment(_Contest):
     """Many pairs of shifts, of each contestant in each mode."""
 
     section: ShiftPairsConfig
@@ -156,7 +156,7 @@ class Lengths(_Contest):
 
 
 @dataclass(frozen=True)
-class OwnError(_Contest):
+class OwnErrorExperiment(_Contest):
     """Each shift's distance from float64, and from the condition's own shift 0."""
 
     section: OwnErrorConfig

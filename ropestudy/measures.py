@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from jaxref.mask import ANCHOR, PADDING
-from ropestudy.schema import Columns, Difference, Divergence, Stat
+from ropestudy.schema import Columns, Difference, OutputDivergence, Stat
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sample(BaseModel):
 
 
 class DivergenceSample(BaseModel):
-    """`Divergence` of one sequence."""
+    """`OutputDivergence` of one sequence."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -132,9 +132,9 @@ def columns(samples: Sequence[Sample]) -> Columns:
     return Columns(**{name: x.mean(0).tolist() for name, x in together.items()}, d_std=spread.tolist())
 
 
-def divergence(samples: Sequence[DivergenceSample]) -> Divergence:
+def divergence(samples: Sequence[DivergenceSample]) -> OutputDivergence:
     """Return the sequences together."""
-    return Divergence(
+    return OutputDivergence(
         kl=stat([one.kl for one in samples]), argmax_differs=stat([one.argmax_differs for one in samples])
     )
 

@@ -17,16 +17,16 @@ from jaxref.weights import to_arrays
 from ropestudy.cells import LIBRARIES, Bench
 from ropestudy.experiments import make_experiments
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
-from ropestudy.schema import Environment, ModelDescription, Results, TextDescription, write_results
+from ropestudy.schema import ModelDescription, Results, StudyEnvironment, TextDescription, write_results
 from ropestudy.spec import StudyConfig, longest
 from ropestudy.text import read_pool
 
 CONFIG, CELLS, RESULTS = "config.json", "cells", "results.json"
 
-Progress = Callable[[str, int, int], None]  # what was done, cells done, cells in all
+TellCell = Callable[[str, int, int], None]  # what was done, cells done, cells in all
 
 
-def run_study(config: StudyConfig, out: Path, progress: Progress | None = None, command: str = "") -> Results:
+def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, command: str = "") -> Results:
     """Run a study, or what is left of it, and write `results.json` into `out`.
 
     Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on
@@ -92,10 +92,10 @@ def write_config(config: StudyConfig, out: Path) -> None:
     replace_file(out / CONFIG, _dump(config))
 
 
-def environment() -> Environment:
+def environment() -> StudyEnvironment:
     """Return where this process runs."""
     commit, dirty = git_state(Path(jaxref.__file__).parents[1])
-    return Environment(
+    return StudyEnvironment(
         versions=versions(LIBRARIES),
         hardware=processor(),
         device=f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",

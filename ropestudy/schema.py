@@ -140,7 +140,7 @@ class ByLength(Record):
     points: list[LengthPoint]
 
 
-class Divergence(_Part):
+class OutputDivergence(_Part):
     """Of two output distributions p, q: mean over positions of sum p log(p / q), in nats, and how often the argmax
     differs.
     """
@@ -172,8 +172,8 @@ class Score(Record):
     d2: int
     shift: dict[Mode, Difference]
     error: dict[Mode, Difference]
-    kl_shift: Divergence = Field(description="of the outputs at d1 from those at d2")
-    kl_error: Divergence = Field(description="of `exact`'s outputs from the condition's, at d1")
+    kl_shift: OutputDivergence = Field(description="of the outputs at d1 from those at d2")
+    kl_error: OutputDivergence = Field(description="of `exact`'s outputs from the condition's, at d1")
 
 
 class OwnErrorPoint(_Part):
@@ -230,7 +230,7 @@ class MaskPair(Record):
     b: str
     documents: list[int] = Field(description="tokens of each document of the first sequence")
     difference: Difference
-    kl: Divergence = Field(description="of the outputs under a from those under b; propagated in either mode")
+    kl: OutputDivergence = Field(description="of the outputs under a from those under b; propagated in either mode")
 
 
 class EmulationCheck(Record):
@@ -268,7 +268,7 @@ AnyRecord = Annotated[
 ]
 
 
-class Environment(_Part):
+class StudyEnvironment(_Part):
     """Where the study took place."""
 
     versions: dict[str, str] = Field(description="python, jax, jaxlib, flax, numpy, ..., anchorline")
@@ -306,7 +306,7 @@ class Results(_Part):
     created: str = Field(description="ISO 8601, UTC")
     seconds: float = Field(description="of computing, all cells together, also those kept from an earlier run")
     command: str
-    environment: Environment
+    environment: StudyEnvironment
     config: dict[str, Any] = Field(description="the resolved configuration, every default written out")
     model: ModelDescription
     text: TextDescription

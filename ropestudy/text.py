@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from anchorline.corpora import Document, Name, documents
 from anchorline.errors import UserError, quoted, quoted_reason
-from anchorline.files import expanded
+from anchorline.files import expand
 from jaxref.layout import lay_out
 from jaxref.mask import ANCHOR
 from ropestudy.spec import TextConfig
@@ -112,7 +112,7 @@ def _shuffle(items: list[Document], random: np.random.Generator) -> list[Documen
 
 def _files(text: TextConfig) -> Iterator[Document]:
     """A record of JSON lines or Parquet is a document, and so is a .txt file."""
-    source = expanded(text.source)
+    source = expand(text.source)
     files = list(islice(source.rglob("*"), MOST_FILES + 1)) if source.is_dir() else [source]
     if len(files) > MOST_FILES:
         raise UserError(f"text.source: {quoted(source)} holds more than {MOST_FILES:,} files; give a smaller folder")

@@ -143,8 +143,7 @@ def verify(
         Path, typer.Argument(metavar="FOLDER", help="a run's folder, or a token store's (cache/corpus/...)")
     ],
 ) -> None:
-    """Read everything that has a digest, and say what is no longer what was written: a run's checkpoints and tokens, or
-    a store.
+    """Read everything that has a digest, and say what has changed: a run's checkpoints and tokens, or a store.
 
     Exit code 0: all is as it was written; 1: something is not.
 

@@ -1,7 +1,7 @@
 """What configs said and meant before: a run that an earlier version began is read as that version read it.
 
-A run's folder holds its resolved config, which names every setting that there was. So a setting that it lacks is younger
-than the run.
+A run's folder holds its resolved config, which names every setting that there was. So a setting that it lacks is
+younger than the run.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""One self-contained HTML page: the skeleton, the style sheet, the script and the way a drawing comes in, for every report.
+"""One self-contained HTML page for every report: skeleton, style sheet, script and the way a drawing comes in.
 
-`html` renders a template, `text` says what may stand there, `svg` takes a drawing into the page, `colours` is the palette that the style sheet and the drawings
-share. Nothing here draws or computes: who draws hands over SVG text.
+`html` renders a template, `text` says what may stand there, `svg` takes a drawing into the page, `colours` is the
+palette that the style sheet and the drawings share. Nothing here draws or computes: who draws hands over SVG text.
 """
 
 from anchorline.page.html import render

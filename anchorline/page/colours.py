@@ -1,7 +1,7 @@
 """The colours of a page, each with its name, in a light and in a dark scheme.
 
-The style sheet holds them as custom properties (`--ink`). A drawing is made in the light ones and follows the scheme on the
-page (`anchorline/page/svg.py`).
+The style sheet holds them as custom properties (`--ink`). A drawing is made in the light ones and follows the scheme on
+the page (`anchorline/page/svg.py`).
 """
 
 LIGHT = {

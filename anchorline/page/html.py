@@ -1,7 +1,7 @@
 """Templates become a page: Jinja2 with autoescape, so that everything a report holds is text and never markup.
 
-A page needs nothing but itself, and its own policy forbids all else: no style but this style sheet, no script but this one.
-Without the script it says the same.
+A page needs nothing but itself, and its own policy forbids all else: no style but this style sheet, no script but this
+one. Without the script it says the same.
 """
 
 import base64
@@ -41,7 +41,8 @@ def render(
     """
     style = custom_properties() + _asset("page.css")
     script = _asset("page.js")
-    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}"
+    policy += "; base-uri 'none'; form-action 'none'"
     loader = ChoiceLoader([PackageLoader("anchorline.page", "."), PackageLoader(package, ".")])
     environment = Environment(
         loader=loader,

@@ -1,8 +1,8 @@
 """A drawing taken into a page: SVG text, as matplotlib writes it, becomes an element that follows the page's colours.
 
-The page's policy allows no style attributes, so each declaration becomes the presentation attribute of the same name; a colour
-of the light palette becomes the custom property that has it, which the style sheet knows in both schemes; the font is the
-page's. Text stays text: it can be searched, selected and copied.
+The page's policy allows no style attributes, so each declaration becomes the presentation attribute of the same name; a
+colour of the light palette becomes the custom property that has it, which the style sheet knows in both schemes; the
+font is the page's. Text stays text: it can be searched, selected and copied.
 """
 
 from xml.etree import ElementTree
@@ -19,8 +19,8 @@ def inline(drawn: str, label: str) -> Markup:
     """Return a drawing as an `<svg>` element of a page.
 
     Args:
-        drawn: a whole SVG document. Ids that something refers to are kept: they must differ between drawings of one page
-            (`svg.hashsalt` of matplotlib sees to it). Every colour is one of `colours.DRAWN`.
+        drawn: a whole SVG document. Ids that something refers to are kept: they must differ between drawings of one
+            page (`svg.hashsalt` of matplotlib sees to it). Every colour is one of `colours.DRAWN`.
         label: what a screen reader says of it.
     """
     root = ElementTree.fromstring(drawn)

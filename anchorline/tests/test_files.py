@@ -83,9 +83,9 @@ def test_json_that_is_none(tmp_path, content, message):
 
 def test_the_folder_of_nobody(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert files.expanded("~/a") == Path("/home/me/a")
+    assert files.expand("~/a") == Path("/home/me/a")
     with pytest.raises(UserError, match="~ stands for the folder of nobody here"):
-        files.expanded("~nobody-at-all/a")
+        files.expand("~nobody-at-all/a")
 
 
 def test_json(tmp_path):

@@ -1,4 +1,4 @@
-"""Where a model is looked for, and for how long: a hub on this machine that never answers, that stalls, that knows nothing."""
+"""Where a model is looked for, and for how long: a local hub that never answers, that stalls, that knows nothing."""
 
 import json
 import socket
@@ -123,8 +123,8 @@ def test_a_hub_that_never_answers(endpoint, silent):
     endpoint(silent)
     message = refused("nobody/nothing")
     assert message == (
-        "model.source 'nobody/nothing': no folder with a config.json here, and no id that can be reached: the hub did not answer "
-        "within 0.5 s; give a folder, or another id"
+        "model.source 'nobody/nothing': no folder with a config.json here, and no id that can be reached: "
+        "the hub did not answer within 0.5 s; give a folder, or another id"
     )
 
 

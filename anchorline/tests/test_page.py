@@ -63,11 +63,12 @@ def test_colours_have_the_contrast_that_wcag_asks_for(scheme):
             assert (bright + 0.05) / (dark + 0.05) >= least, (front, ground)
 
 
-# -- drawings ----------------------------------------------------------------------------------------------------------------
+# -- drawings ----------------------------------------------------------------------------------------------------------
 
 DRAWING = """<?xml version="1.0"?>
 <!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "http://www.w3.org/Graphics/SVG/1.1/DTD/svg11.dtd">
-<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="9pt" height="9pt" viewBox="0 0 9 9">
+<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
+ width="9pt" height="9pt" viewBox="0 0 9 9">
  <metadata>by whom</metadata>
  <defs><style>* {{ fill: red }}</style><path id="marker" d="M 0 0
 L 1 1"/><clipPath id="clip"><rect x="0" y="0" width="9" height="9"/></clipPath></defs>
@@ -82,9 +83,11 @@ def test_a_drawing_follows_the_page():
     drawn = inline(DRAWING.format(ink=LIGHT["ink"], series=LIGHT["series-1"]), 'said "so" \0')
     assert drawn == (
         '<svg viewBox="0 0 9 9" role="img" aria-label="said &quot;so&quot; \ufffd">'
-        '<defs><path d="M 0 0 L 1 1" id="marker" /><clipPath id="clip"><rect x="0" y="0" width="9" height="9" /></clipPath></defs>'
+        '<defs><path d="M 0 0 L 1 1" id="marker" />'
+        '<clipPath id="clip"><rect x="0" y="0" width="9" height="9" /></clipPath></defs>'
         '<g><use href="#marker" clip-path="url(#clip)" fill="none" stroke="var(--ink)" stroke-width="0.5" />'
-        '<text font-size="8px" fill="var(--series-1)">a &lt;b&gt; <tspan>c</tspan> d\n  <tspan>e</tspan><tspan>f</tspan></text></g></svg>'
+        '<text font-size="8px" fill="var(--series-1)">a &lt;b&gt; <tspan>c</tspan> d\n  '
+        "<tspan>e</tspan><tspan>f</tspan></text></g></svg>"
     )
 
 
@@ -94,7 +97,7 @@ def test_a_colour_that_has_no_name_is_refused():
     assert len(DRAWN) == len(set(DRAWN.values())) == 4 + 8 + 8
 
 
-# -- text --------------------------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_name_breaks_after_its_separators_and_holds_no_markup():

@@ -4,11 +4,14 @@ import json
 import os
 import shutil
 import sys
+import time
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from anchorline.errors import UserError
 from jaxref import convert as module
 from jaxref.checkpoint import FILES, restore, save
 from jaxref.cli import app
@@ -172,6 +175,13 @@ def pipe(folder):
     os.mkfifo(folder / "params" / "manifest.ocdbt")
 
 
+def endless(folder):
+    (folder / FILES).unlink()
+    file = folder / "params" / "array_metadatas" / "process_0"
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
 DAMAGED = "damaged, or not a checkpoint of jaxref ("
 
 
@@ -183,7 +193,8 @@ DAMAGED = "damaged, or not a checkpoint of jaxref ("
         (remove("params/manifest.ocdbt"), "manifest.ocdbt is missing; the checkpoint is damaged, take another"),
         (write("about/metadata", "{"), "about/metadata is cut off or overwritten (1 bytes; "),
         (flip, "its content has changed"),
-        (pipe, "manifest.ocdbt is missing"),
+        (pipe, "manifest.ocdbt is not a regular file; the checkpoint is damaged"),
+        (endless, "process_0 is not a regular file; the checkpoint is damaged"),
         (write(FILES, "{"), "files.json is not JSON ("),
         (write(FILES, '{"a": 1}'), "files.json: "),
         (unlisted("{"), DAMAGED),
@@ -197,7 +208,7 @@ DAMAGED = "damaged, or not a checkpoint of jaxref ("
         (about(config__model_type="gpt2"), f"{DAMAGED}'gpt2')"),
         (about(dtypes={}), "stored as ((29, 12), 'bfloat16'), described as ((29, 12), None)"),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_a_checkpoint_that_cannot_be_read_is_one_line(convert, folders, tmp_path, damage, line):
     source = shutil.copytree(folders / "checkpoint", tmp_path / "checkpoint")
@@ -206,6 +217,23 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(convert, folders, tmp_path
     assert (code, printed, err.count("\n")) == (2, "", 1), err
     assert line in err
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_reads_that_end_after_the_first_that_fails_say_nothing(tmp_path, monkeypatch):
+    """TensorStore's threads printed a traceback for each, in about one conversion of three."""
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    save(tmp_path / "checkpoint", tiny("llama", num_hidden_layers=4))
+    (tmp_path / "checkpoint" / FILES).unlink()
+    manifest = tmp_path / "checkpoint" / "params" / "manifest.ocdbt"
+    manifest.write_bytes(manifest.read_bytes()[:8])
+    for _ in range(8):
+        with pytest.raises(UserError, match="damaged, or not a checkpoint"):
+            restore(tmp_path / "checkpoint")
+    other = SimpleNamespace(exc_value=RuntimeError("another"))
+    sys.unraisablehook(other)
+    time.sleep(0.2)  # for the last of them
+    assert said == [other]
 
 
 def test_a_target_that_cannot_be_made_is_refused_first(convert, folders, tmp_path, monkeypatch):

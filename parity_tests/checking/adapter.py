@@ -1,7 +1,7 @@
 """How an attention function is called: what it declares, and what its signature says by itself.
 
-Most functions need no declaration: the names of the parameters tell how documents are passed, annotations or the code tell
-the tensor library. What stays open is asked for in one line.
+Most functions need no declaration: the names of the parameters tell how documents are passed, annotations or the code
+tell the tensor library. What stays open is asked for in one line.
 """
 
 import difflib
@@ -43,10 +43,10 @@ class Adapter:
     """What a function takes and gives. None is read off the function (`resolve`).
 
     library: `torch` or `jax`.
-    layout: of q, k, v and out: `BTHD` [batch, tokens, heads, head_dim], `BHTD`, or `varlen`: packed [tokens, heads, head_dim].
-    documents: how it is told about documents: `document_ids` (integers [B, T]), `plan` (torchtrain's AttentionPlan), `mask`
-        (bool [B, 1, T, T], True is visible), `block_mask` (FlexAttention's), `cu_seqlens` (int32, with the longest lengths
-        where it takes them; anchor rows stand in front of each document's keys; causal, aligned bottom-right) or `none`.
+    layout: of q, k, v, out: `BTHD` [batch, tokens, heads, head_dim], `BHTD`, `varlen` [packed tokens, heads, head_dim].
+    documents: how it is told about documents: `document_ids` (integers [B, T]), `plan` (torchtrain's AttentionPlan),
+        `mask` (bool [B, 1, T, T], True is visible), `block_mask` (FlexAttention's), `cu_seqlens` (int32, with the
+        longest lengths where it takes them; anchor rows before each document's keys; causal, bottom-right) or `none`.
     returns: `out`, or `out_lse` for a tuple (out, log-sum-exp [B, H, T], ...). None takes what comes.
     like: whose roundings it is allowed in half precision: `flash` or `eager` (see jaxref/rounding.py).
     dtypes: dtypes it takes; None is all of them.
@@ -101,7 +101,7 @@ def declare(
 
 
 def attention(**declared: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that declares how a function is called; takes the fields of `Adapter`. The function itself is not changed."""
+    """Decorator that declares how a function is called; takes the fields of `Adapter`. The function stays as it is."""
     adapter = declare(**declared)
 
     def mark(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def merge(first: Adapter | None, then: Adapter | None) -> Adapter:
 
 @dataclass(frozen=True)
 class Signature:
-    """A function's parameters by meaning. `positional` are q, k, v in the function's own order (indices into q, k, v)."""
+    """A function's parameters by meaning. `positional`: q, k, v in the function's own order (indices into q, k, v)."""
 
     positional: tuple[int, int, int]
     keywords: dict[str, str]  # meaning -> parameter
@@ -154,7 +154,9 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
     fourth = None
     wanted = "cu_seqlens_q" if documents == "cu_seqlens" else documents
     if documents != "none" and wanted not in keywords:
-        unknown = [p.name for p in parameters or () if p.name not in qkv and meanings[p.name] is None and _required(p)]
+        unknown = [
+            p.name for p in parameters or () if p.name not in qkv and meanings[p.name] is None and _is_required(p)
+        ]
         if parameters is None:
             fourth = wanted
         elif unknown:
@@ -164,7 +166,7 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
                 f"{name}: declared documents={documents!r}, but none of its parameters can take it: {list(meanings)}"
             )
     for p in parameters or ():
-        if p.name not in qkv and p.name not in keywords.values() and _required(p):
+        if p.name not in qkv and p.name not in keywords.values() and _is_required(p):
             raise UserError(
                 f"{name}: parameter {p.name!r} has no default and is not known; wrap the function in one without it"
             )
@@ -207,7 +209,7 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
     return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _required(parameter: inspect.Parameter) -> bool:
+def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty
 
 

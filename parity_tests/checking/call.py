@@ -1,6 +1,6 @@
 """Calling a function of any library and layout: numpy in, numpy out, and in words what went wrong in between.
 
-Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N packed query tokens · M packed keys.
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N packed queries · M packed keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch
 
 from jaxref.mask import visible_BQJ
 from parity_tests.checking.adapter import Resolved
-from parity_tests.checking.cases import Arrays, Case
+from parity_tests.checking.cases import Arrays, CheckCase
 from parity_tests.oracle import to_numpy
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rule import visible as visible_to
@@ -34,7 +34,7 @@ class Torch:
         self.device = device
 
     def array(self, x: np.ndarray) -> torch.Tensor:
-        """To the device, bit for bit and with the same strides: [B, H, T, D] is a transposed view, as models pass it."""
+        """To the device, same bits and strides: [B, H, T, D] is a transposed view, as models pass it."""
         x = x.copy(order="K")
         if x.dtype.name in ("bfloat16", "float16"):
             return torch.from_numpy(x.view(np.int16)).view(getattr(torch, x.dtype.name)).to(self.device)
@@ -82,7 +82,7 @@ class Torch:
             )
         return returned, pull
 
-    def extra(self, kind: str, case: Case, plan: AttentionPlan) -> Any:
+    def extra(self, kind: str, case: CheckCase, plan: AttentionPlan) -> Any:
         """The objects that only torch has: a plan, a BlockMask."""
         plan = plan.to(self.device)
         if kind == "plan":
@@ -143,7 +143,7 @@ class Jax:
 
         return returned, pull
 
-    def extra(self, kind: str, case: Case, plan: AttentionPlan) -> Any:
+    def extra(self, kind: str, case: CheckCase, plan: AttentionPlan) -> Any:
         """JAX has none of them (`resolve` refuses)."""
         raise AssertionError(kind)
 
@@ -154,7 +154,7 @@ class Candidate:
 
     fn: Callable[..., Any]
     how: Resolved
-    case: Case
+    case: CheckCase
     device: str
 
     @cached_property
@@ -190,7 +190,7 @@ class Candidate:
         return given
 
     def forward(self, q_BTHD: np.ndarray, k_BTKD: np.ndarray, v_BTKD: np.ndarray) -> Arrays:
-        """`out` and, where it comes back, `lse`, in the function's own dtypes. Raises Unusable, also for changed inputs."""
+        """`out`, and `lse` if it comes back, in the function's dtypes. Raises Unusable, also for changed inputs."""
         arrays = self._arrays(q_BTHD, k_BTKD, v_BTKD)
         before = [self.library.numpy(x).copy() for x in arrays]
         watched = {n: x for n, x in self._keywords.items() if self.library.is_array(x)}
@@ -288,7 +288,7 @@ class Candidate:
         return results
 
     def _read_lse(self, lse: Any) -> np.ndarray:
-        """[B, H, T] or [B, T, H] (packed: [H, N] or [N, H]), told apart by shape. Tokens that were left out are -inf."""
+        """[B, H, T] or [B, T, H] (packed: [H, N] or [N, H]), told apart by shape. Tokens left out are -inf."""
         B, T = self.case.document_ids_BT.shape
         H, N = self.case.heads, len(self._plan.q_index_N)
         varlen = self.how.adapter.layout == "varlen"

@@ -1,7 +1,7 @@
 """The cases an attention function is judged on, and what the oracle says of each.
 
-A layout is a batch of packed rows. What a function must understand to run it (anchors, padding, several rows, ...) is read
-off the rows, so a function that declares it lacks one of these is never judged, nor passed, on a layout that needs it.
+A layout is a batch of packed rows. What a function must understand to run it (anchors, padding, several rows, ...) is
+read off the rows, so a function that lacks one of these is neither judged nor passed on a layout that needs it.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
 """
@@ -37,7 +37,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch of packed rows: document ids (0 anchor, 1.. documents, -1 padding), and the scale if it is not D ** -0.5."""
+    """A batch of packed rows: document ids (0 anchor, 1.. documents, -1 padding); the scale if not D ** -0.5."""
 
     name: str
     rows: tuple[tuple[int, ...], ...]
@@ -73,7 +73,7 @@ def _row(*pieces: tuple[int, int]) -> tuple[int, ...]:
     return tuple(document for document, tokens in pieces for _ in range(tokens))
 
 
-# 47 and 523 tokens: multiples of nothing a kernel blocks by. Layouts share the two lengths, so that compiled code is made twice.
+# 47 and 523 tokens: multiples of nothing a kernel blocks by. Only two lengths, so that code is compiled twice.
 _FULL = _row((1, 47))
 _INTRA = _row((1, 19), (2, 5), (3, 23))
 _ANCHOR = _row((0, 1), (1, 18), (2, 5), (3, 23))
@@ -105,7 +105,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckCase:
     """One layout with its heads and dtype. Everything drawn follows from the case, so it is the same everywhere."""
 
     layout: Layout
@@ -136,7 +136,7 @@ class Case:
         return self.layout.document_ids_BT
 
     def draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Standard normal q [B, T, H, D], k and v [B, T, K, D], and the output's cotangent [B, T, H, D], in the dtype."""
+        """Standard normal q [B, T, H, D], k, v [B, T, K, D] and the output's cotangent [B, T, H, D], in the dtype."""
         random = np.random.default_rng(self.seed)
         B, T = self.document_ids_BT.shape
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
@@ -150,12 +150,12 @@ def judged_as(name: str, like: str, dtype: str) -> str:
 
 
 @lru_cache(maxsize=512)
-def oracle(case: Case, rounding: str) -> Mapping[str, np.ndarray]:
-    """What the oracle computes under a preset: `out`, `lse`, `dq`, `dk`, `dv` as float64. Remembered: functions come and go."""
+def oracle(case: CheckCase, rounding: str) -> Mapping[str, np.ndarray]:
+    """What the oracle computes under a preset: `out`, `lse`, `dq`, `dk`, `dv` as float64; remembered."""
     return MappingProxyType(_run_oracle(case, preset(rounding)))
 
 
-def _run_oracle(case: Case, rounding: Rounding) -> Arrays:
+def _run_oracle(case: CheckCase, rounding: Rounding) -> Arrays:
     """Row by row, which the rule keeps apart: two lengths to compile for, however many rows a layout has."""
     drawn = [x.astype(rounding.dtype) for x in case.draw()]
     rows = [

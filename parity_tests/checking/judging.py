@@ -12,7 +12,7 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.call import Candidate, Pull, Unusable
-from parity_tests.checking.cases import Arrays, Case, judged_as, oracle
+from parity_tests.checking.cases import Arrays, CheckCase, judged_as, oracle
 from parity_tests.oracle import preset_name
 from parity_tests.tolerance import Verdict, judge
 
@@ -23,7 +23,7 @@ ARRAYS = ("out", "lse", "dq", "dk", "dv")
 class CaseResult:
     """What one case found."""
 
-    case: Case
+    case: CheckCase
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)  # by array, in the order of `ARRAYS`
     isolated: bool | None = None  # nothing invisible has an effect; None: not run
     problem: str | None = None  # what it did instead of computing attention, or how something invisible has an effect
@@ -42,7 +42,7 @@ class CaseResult:
         return tuple(name for name, verdict in self.verdicts.items() if not verdict.passed)
 
 
-def judge_case(fn: Callable[..., Any], how: Resolved, case: Case, *, backward: bool, device: str) -> CaseResult:
+def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backward: bool, device: str) -> CaseResult:
     """Judge a function on a case. What the function does wrong comes back as words, never as an exception."""
     missing = why_not_run(how, case)
     if missing:
@@ -77,7 +77,7 @@ def judge_case(fn: Callable[..., Any], how: Resolved, case: Case, *, backward: b
     return CaseResult(case, verdicts, isolated, problem, None, tuple(remarks), arrays if failed else {})
 
 
-def why_not_run(how: Resolved, case: Case) -> str | None:
+def why_not_run(how: Resolved, case: CheckCase) -> str | None:
     """Why a function cannot be judged on a case, or None."""
     if how.adapter.dtypes is not None and case.dtype not in how.adapter.dtypes:
         return f"takes no {case.dtype}"
@@ -89,7 +89,7 @@ def why_not_run(how: Resolved, case: Case) -> str | None:
     return None
 
 
-def _verdicts(case: Case, arrays: Arrays, like: str) -> dict[str, Verdict]:
+def _verdicts(case: CheckCase, arrays: Arrays, like: str) -> dict[str, Verdict]:
     truth, reference = oracle(case, "exact"), oracle(case, preset_name(like, case.dtype))
     verdicts = {}
     for name in (name for name in ARRAYS if name in arrays):
@@ -99,12 +99,12 @@ def _verdicts(case: Case, arrays: Arrays, like: str) -> dict[str, Verdict]:
     return verdicts
 
 
-def real_queries(case: Case) -> np.ndarray:
-    """Bool [B, H, T]. The log-sum-exp of a token that sees nothing is not judged: kernels give -inf, +inf or a large number."""
+def real_queries(case: CheckCase) -> np.ndarray:
+    """Bool [B, H, T]. Of a token that sees nothing the lse is not judged: kernels give -inf, +inf or a large number."""
     return np.repeat((case.document_ids_BT != PADDING)[:, None], case.heads, axis=1)
 
 
-def _refuse_nan(case: Case, arrays: Arrays) -> None:
+def _refuse_nan(case: CheckCase, arrays: Arrays) -> None:
     for name in (name for name in ARRAYS if name in arrays):
         bad = np.isnan(arrays[name])
         if name == "lse":
@@ -121,7 +121,7 @@ def _refuse_nan(case: Case, arrays: Arrays) -> None:
             raise Unusable(f"{name} is NaN at {place(case, row, token)}{only}")
 
 
-def place(case: Case, row: int, token: int) -> str:
+def place(case: CheckCase, row: int, token: int) -> str:
     """`row 0, token 19 (document 2, its token 0)`."""
     ids_T = case.document_ids_BT[row]
     document = ids_T[token]
@@ -133,11 +133,11 @@ def place(case: Case, row: int, token: int) -> str:
     )
 
 
-def _probes(case: Case) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]]:
+def _probes(case: CheckCase) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]]:
     """Row, queries [T], keys [B, T] that none of them may see, and words: the first half of each document in turn.
 
-    The first half sees neither the second nor another document nor another row, so one probe tests causality, documents,
-    padding and the batch at once.
+    The first half sees neither the second nor another document nor another row, so one probe tests causality,
+    documents, padding and the batch at once.
     """
     visible_BTT = visible_BQJ(case.document_ids_BT)
     for row, ids_T in enumerate(case.document_ids_BT):
@@ -166,7 +166,8 @@ def _influence(candidate: Candidate) -> str | None:
         if moved.any():
             token = int(np.flatnonzero(queries_T)[np.argwhere(moved)[0][0]])
             seen = _first_seen(candidate, base, row, queries_T, hidden_BT)
-            return f"not isolated: the output of {words} changes (first at token {token}) when {seen} is changed, which it cannot see"
+            at = f"the output of {words} changes (first at token {token})"
+            return f"not isolated: {at} when {seen} is changed, which it cannot see"
     return None
 
 
@@ -187,7 +188,7 @@ def _first_seen(candidate: Candidate, base: np.ndarray, row: int, queries_T: np.
     return "several invisible documents at once"
 
 
-def _stray_gradient(case: Case, pull: Pull, weight: np.ndarray) -> str | None:
+def _stray_gradient(case: CheckCase, pull: Pull, weight: np.ndarray) -> str | None:
     """Gradients of some queries' output at keys and values that they cannot see must be exactly zero."""
     for row, queries_T, hidden_BT, words in _probes(case):
         only = np.zeros_like(weight)

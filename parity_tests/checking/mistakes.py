@@ -1,8 +1,8 @@
 """Which mistake explains what a function gives: each is computed on purpose and held against the candidate.
 
-Each mistake is attention in float64 with one thing wrong (`parity_tests.wrong_attention` has those of the forward pass). A candidate whose arrays are, by the one rule, what the mistake
-gives, is said to make it. Forward mistakes are tried where `out` or `lse` breaks the rule, backward ones where only
-gradients do.
+Each mistake is attention in float64 with one thing wrong (`parity_tests.wrong_attention` has those of the forward
+pass). A candidate whose arrays are, by the one rule, what the mistake gives, is said to make it. Forward mistakes are
+tried where `out` or `lse` breaks the rule, backward ones where only gradients do.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · G query heads per key/value head · D head_dim.
 """
@@ -14,21 +14,21 @@ from functools import lru_cache
 import numpy as np
 
 from jaxref.mask import ANCHOR
-from parity_tests.checking.cases import LIKE, Arrays, Case, judged_as, oracle
+from parity_tests.checking.cases import LIKE, Arrays, CheckCase, judged_as, oracle
 from parity_tests.oracle import preset_name
 from parity_tests.tolerance import judge
-from parity_tests.wrong_attention import Attention, attention_on, forward, forward_mistakes, softmax, wrong_masks
+from parity_tests.wrong_attention import AttentionInputs, attention_on, forward, forward_mistakes, softmax, wrong_masks
 
 
-def _attention(case: Case) -> Attention:
+def _attention(case: CheckCase) -> AttentionInputs:
     return attention_on(*case.draw()[:3], case.document_ids_BT, case.scale)
 
 
-def _forward_mistakes(case: Case) -> Iterator[tuple[str, Callable[[], Arrays]]]:
+def _forward_mistakes(case: CheckCase) -> Iterator[tuple[str, Callable[[], Arrays]]]:
     return forward_mistakes(*case.draw()[:3], case.document_ids_BT, case.scale)
 
 
-def _lse_mistakes(case: Case) -> Iterator[tuple[str, Callable[[], Arrays]]]:
+def _lse_mistakes(case: CheckCase) -> Iterator[tuple[str, Callable[[], Arrays]]]:
     """Where the output is right and the log-sum-exp is not."""
     right = _attention(case)
     for words, mask in wrong_masks(case.document_ids_BT):
@@ -42,17 +42,17 @@ def _lse_mistakes(case: Case) -> Iterator[tuple[str, Callable[[], Arrays]]]:
     )
 
 
-def _without_maximum(case: Case) -> np.ndarray:
+def _without_maximum(case: CheckCase) -> np.ndarray:
     p, _ = softmax(_attention(case))
     top = p.max(-1)
     return np.where(top > 0, -np.log(np.where(top > 0, top, 1.0)), -np.inf)  # the largest probability is 1 / sum
 
 
-# -- backward ---------------------------------------------------------------------------------------------------------------
+# -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def _gradients(case: Case, queries_BT: np.ndarray | None = None, delta: bool = True) -> Arrays:
-    """dq [B, T, H, D], and dk, dv still apart for each query head [B, T, K, G, D]; from these queries' cotangents only."""
+def _gradients(case: CheckCase, queries_BT: np.ndarray | None = None, delta: bool = True) -> Arrays:
+    """dq [B, T, H, D], and dk, dv for each query head apart [B, T, K, G, D]; of these queries' cotangents only."""
     right = _attention(case)
     weight = case.draw()[3].astype(np.float64)
     if queries_BT is not None:
@@ -63,21 +63,21 @@ def _gradients(case: Case, queries_BT: np.ndarray | None = None, delta: bool = T
     ds = p * (dp - (p * dp).sum(-1, keepdims=True) if delta else dp)
     B, H, T, D = right.q_BHTD.shape
 
-    def grouped(x_BHTD: np.ndarray) -> np.ndarray:
+    def group_heads(x_BHTD: np.ndarray) -> np.ndarray:
         return x_BHTD.swapaxes(1, 2).reshape(B, T, case.kv_heads, H // case.kv_heads, D)
 
     return {
         "dq": (ds @ right.k_BHTD * right.scale).swapaxes(1, 2),
-        "dk": grouped(ds.swapaxes(2, 3) @ right.q_BHTD * right.scale),
-        "dv": grouped(p.swapaxes(2, 3) @ w_BHTD),
+        "dk": group_heads(ds.swapaxes(2, 3) @ right.q_BHTD * right.scale),
+        "dv": group_heads(p.swapaxes(2, 3) @ w_BHTD),
     }
 
 
-def _summed(gradients: Arrays, how: Callable[[np.ndarray], np.ndarray] = lambda x: x.sum(3)) -> Arrays:
+def _sum_heads(gradients: Arrays, how: Callable[[np.ndarray], np.ndarray] = lambda x: x.sum(3)) -> Arrays:
     return {"dq": gradients["dq"], "dk": how(gradients["dk"]), "dv": how(gradients["dv"])}
 
 
-def _backward_mistakes(case: Case) -> Iterator[tuple[str, Callable[[], Arrays]]]:
+def _backward_mistakes(case: CheckCase) -> Iterator[tuple[str, Callable[[], Arrays]]]:
     ids = case.document_ids_BT
     truth = oracle(case, "exact")
     right = {name: truth[name] for name in ("dq", "dk", "dv")}
@@ -91,19 +91,19 @@ def _backward_mistakes(case: Case) -> Iterator[tuple[str, Callable[[], Arrays]]]
         yield f"{words} has the wrong sign", lambda parts=parts: right | {n: -right[n] for n in parts}
     yield (
         "dS lacks its row sum (dS = P dP, where it should be P (dP - sum P dP))",
-        lambda: _summed(_gradients(case, delta=False)),
+        lambda: _sum_heads(_gradients(case, delta=False)),
     )
     yield (
         "gradients of a group of query heads are averaged, not added",
-        lambda: _summed(_gradients(case), lambda x: x.mean(3)),
+        lambda: _sum_heads(_gradients(case), lambda x: x.mean(3)),
     )
     yield (
         "only the first query head of a group gives k and v a gradient",
-        lambda: _summed(_gradients(case), lambda x: x[:, :, :, 0]),
+        lambda: _sum_heads(_gradients(case), lambda x: x[:, :, :, 0]),
     )
     yield (
         "only the last query head of a group gives k and v a gradient",
-        lambda: _summed(_gradients(case), lambda x: x[:, :, :, -1]),
+        lambda: _sum_heads(_gradients(case), lambda x: x[:, :, :, -1]),
     )
     top = ids.max(1, keepdims=True)
     lowest = np.where(ids > ANCHOR, ids, np.iinfo(ids.dtype).max).min(1, keepdims=True)
@@ -123,23 +123,23 @@ def _backward_mistakes(case: Case) -> Iterator[tuple[str, Callable[[], Arrays]]]
         yield words, lambda parts=parts: right | {n: right[n] * (ids != ANCHOR)[:, :, None, None] for n in parts}
 
 
-def _anchor_from(case: Case, right: Arrays, queries_BT: np.ndarray) -> Arrays:
+def _anchor_from(case: CheckCase, right: Arrays, queries_BT: np.ndarray) -> Arrays:
     anchor = (case.document_ids_BT == ANCHOR)[:, :, None, None]
-    some = _summed(_gradients(case, queries_BT))
+    some = _sum_heads(_gradients(case, queries_BT))
     return {"dq": right["dq"]} | {n: np.where(anchor, some[n], right[n]) for n in ("dk", "dv")}
 
 
-# -- the comparison ---------------------------------------------------------------------------------------------------------
+# -- the comparison ----------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
-def _computed(case: Case, kind: str) -> tuple[tuple[str, Mapping[str, np.ndarray]], ...]:
+def _compute(case: CheckCase, kind: str) -> tuple[tuple[str, Mapping[str, np.ndarray]], ...]:
     mistakes = {"out": _forward_mistakes, "lse": _lse_mistakes, "gradients": _backward_mistakes}[kind]
     return tuple((words, make()) for words, make in mistakes(case))
 
 
-def explain(case: Case, arrays: Mapping[str, np.ndarray], broken: tuple[str, ...], like: str) -> dict[str, float]:
-    """The mistakes that explain what breaks: words, and error over allowance if that were the right result (up to 1 here).
+def explain(case: CheckCase, arrays: Mapping[str, np.ndarray], broken: tuple[str, ...], like: str) -> dict[str, float]:
+    """The mistakes that explain what breaks: words, and error over allowance (up to 1) if that were right.
 
     Args:
         case: the case that failed.
@@ -151,7 +151,7 @@ def explain(case: Case, arrays: Mapping[str, np.ndarray], broken: tuple[str, ...
     judged = tuple(n for n in arrays if n in {"out": ("out", "lse"), "lse": ("lse",)}.get(kind, ("dq", "dk", "dv")))
     truth, reference = oracle(case, "exact"), oracle(case, preset_name(like, case.dtype))
     found = {}
-    for words, wrong in _computed(case, kind):
+    for words, wrong in _compute(case, kind):
         ratios = []
         for name in (name for name in judged if name in wrong):
             # The roundings of the mistaken computation: those of the right one. Where nothing is seen there are none.
@@ -164,20 +164,20 @@ def explain(case: Case, arrays: Mapping[str, np.ndarray], broken: tuple[str, ...
     return found
 
 
-def explain_precision(case: Case, arrays: Mapping[str, np.ndarray], like: str) -> str | None:
+def explain_precision(case: CheckCase, arrays: Mapping[str, np.ndarray], like: str) -> str | None:
     """Whether other roundings would allow what breaks: then a cast is wrong, not a mask."""
     for other in (name for name in LIKE if name != like):
-        if _allowed(case, arrays, other, case.dtype):
+        if _is_allowed(case, arrays, other, case.dtype):
             return f"a matter of rounding: it rounds like {other!r} attention (declare like={other!r} if that is meant)"
     # The oracle's log-sum-exp is of inputs as they are; a function that casts them first has another.
     outputs = {name: x for name, x in arrays.items() if name != "lse"}
     for half in ("float16", "bfloat16"):
-        if case.dtype == "float32" and _allowed(case, outputs, like, half):
+        if case.dtype == "float32" and _is_allowed(case, outputs, like, half):
             return f"a matter of rounding: some step runs in less than {case.dtype} ({half} would explain it)"
     return None
 
 
-def _allowed(case: Case, arrays: Mapping[str, np.ndarray], like: str, dtype: str) -> bool:
+def _is_allowed(case: CheckCase, arrays: Mapping[str, np.ndarray], like: str, dtype: str) -> bool:
     truth, reference = oracle(case, "exact"), oracle(case, preset_name(like, dtype))
     for name, x in arrays.items():
         chosen = np.isfinite(truth[name])

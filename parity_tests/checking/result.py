@@ -9,7 +9,7 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING
 from parity_tests.checking import mistakes
 from parity_tests.checking.adapter import Adapter
-from parity_tests.checking.cases import Case, judged_as, oracle
+from parity_tests.checking.cases import CheckCase, judged_as, oracle
 from parity_tests.checking.judging import ARRAYS, CaseResult, place
 from parity_tests.oracle import preset_name
 from parity_tests.tolerance import judge
@@ -26,8 +26,8 @@ class NotTheSame(AssertionError):  # noqa: N818, a verdict
 class CheckResult:
     """The verdict on one function.
 
-    verdict: `same`; `different`: some array breaks the rule, or it raises, returns no attention, is not isolated; `not judged`:
-        no case could be run.
+    verdict: `same`; `different`: an array breaks the rule, or it raises, returns no attention, leaks; `not judged`:
+    nothing ran.
     hint: what it looks like, in words, where something is known.
     """
 
@@ -88,8 +88,8 @@ class CheckResult:
             else "isolation is NOT proved everywhere"
         )
         return (
-            f"SAME: {self.name}: {_count(len(self.judged), 'case')} on {_count(layouts, 'layout')}; {arrays} within their allowance, at worst "
-            f"{ratio:.2f} of it ({array} in {case}); {isolation}"
+            f"SAME: {self.name}: {_count(len(self.judged), 'case')} on {_count(layouts, 'layout')}; "
+            f"{arrays} within their allowance, at worst {ratio:.2f} of it ({array} in {case}); {isolation}"
         )
 
     def table(self) -> "Table":
@@ -139,7 +139,7 @@ def _not_run_in_words(cases: tuple[CaseResult, ...]) -> list[str]:
 
 
 def _worst_in_words(failed: tuple[CaseResult, ...], like: str) -> str:
-    """The first problem if the function broke down everywhere it failed; else the first case whose numbers are wrong."""
+    """The first problem if it broke down everywhere it failed; else the first case whose numbers are wrong."""
     numbers = [r for r in failed if r.broken]
     if not numbers:
         first = failed[0]
@@ -204,7 +204,7 @@ def _documents_that_differ(result: CaseResult, name: str, like: str) -> tuple[li
     return wrong, all_
 
 
-Rejudge = Callable[[str, Case], bool]
+Rejudge = Callable[[str, CheckCase], bool]
 
 
 def diagnose(adapter: Adapter, results: list[CaseResult], right_in_layout: Rejudge) -> str | None:
@@ -241,6 +241,6 @@ def diagnose(adapter: Adapter, results: list[CaseResult], right_in_layout: Rejud
 
 
 def _different_in_kind(broken: list[CaseResult], most: int = 4) -> list[CaseResult]:
-    """One failing case of each layout, short rows first: a mistake that shows on several layouts has fewer explanations."""
+    """One failing case of each layout, short rows first: what shows on several layouts has fewer explanations."""
     by_layout = {r.case.layout.name: r for r in reversed(broken)}
     return sorted(by_layout.values(), key=lambda r: r.case.document_ids_BT.size)[:most]

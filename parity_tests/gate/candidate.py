@@ -17,7 +17,7 @@ from anchorline.errors import UserError
 from parity_tests.gate.material import (
     CHUNKS,
     TINY,
-    Row,
+    RowTokens,
     rope_settings,
     rows,
     source,
@@ -96,7 +96,7 @@ class _Rows:
     """The case's rows as the trainer's packer makes them, again and again."""
 
     def __init__(self, spec: CaseSpec) -> None:
-        self.rows = [_packed(row, spec) for row in rows(spec)]
+        self.rows = [_pack(row, spec) for row in rows(spec)]
 
     def row_at(self, index: int) -> dict[str, np.ndarray]:
         return self.rows[index % len(self.rows)]
@@ -117,7 +117,7 @@ class _TokenLosses:
 def _on_ranks(
     spec: CaseSpec, packed: _Rows, run: Callable[[CaseSpec, _Rows, Any, World], tuple[Arrays, dict[str, _TokenLosses]]]
 ) -> Arrays:
-    """What the first rank computed; the losses of the tokens, which every rank has of its own rows; the weights of all ranks."""
+    """What the first rank computed; each rank's losses of its own tokens; the weights of all ranks."""
     models = [_build(spec) for _ in range(spec.ranks)]
     ranks = run_ranks(spec.ranks, device(), lambda world: run(spec, packed, models[world.rank], world))
     arrays = ranks[0][0]
@@ -176,7 +176,7 @@ def _trajectory(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tupl
     return {"trajectory.rates": np.array(rates), "trajectory.norms": np.array(norms)}, tokens
 
 
-def _packed(row: Row, spec: CaseSpec) -> dict[str, np.ndarray]:
+def _pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
     """The trainer's packer on one row: int64 [T]."""
     pack = PackConfig(sequence_length=spec.tokens, variant=spec.variant, chunks=CHUNKS)
     spans = [
@@ -193,11 +193,11 @@ def _build(spec: CaseSpec) -> Any:
     dtype, where = getattr(torch, spec.dtype), device()
     if spec.model not in TINY:
         folder = source(spec.model)
-        config = _extended(open_config(folder), spec)
+        config = _extend(open_config(folder), spec)
         # The schema of the trainer knows no float16; its loader takes any dtype of torch by name.
         settings = ModelConfig.model_construct(source=folder, dtype=spec.dtype, activation_checkpointing=False)  # type: ignore[arg-type]
         return load_for_training(folder, config, settings, spec.engine, where)
-    config = _extended(tiny_config(spec.model), spec)
+    config = _extend(tiny_config(spec.model), spec)
     # Built in its dtype: `.to(bfloat16)` would round RoPE's inverse frequencies as well.
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=implementation_name(spec.engine), trust_remote_code=False
@@ -208,7 +208,7 @@ def _build(spec: CaseSpec) -> Any:
     return model.to(where).train()
 
 
-def _extended(config: Any, spec: CaseSpec) -> Any:
+def _extend(config: Any, spec: CaseSpec) -> Any:
     if spec.rope == "keep":
         return config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

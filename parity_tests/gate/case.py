@@ -31,7 +31,7 @@ SHOWN = 3  # names that a sentence lists before it counts the rest
 def run_case(spec: CaseSpec) -> Case:
     """Run both sides and judge. Whatever goes wrong with the candidate is in the case, in words.
 
-    Raises ValueError, one line, for what the user got wrong: a model that does not exist or that the oracle does not know.
+    Raises ValueError, one line, for a user's mistake: a model that does not exist or that the oracle does not know.
     """
     started = time.perf_counter()
     reason = why_not_here(spec)
@@ -113,8 +113,8 @@ def judge_case(spec: CaseSpec, candidate: Arrays, oracle: OracleArrays) -> Case:
 def _with_biases(arrays: Mapping[str, np.ndarray]) -> Arrays:
     """Each bias's gradient as one more column of its weight's.
 
-    Alone, that of k's bias is what remains of a sum that cancels, because softmax does not see a shift of all logits: its
-    rounding errors are nearly one number, repeated, and two such numbers may well differ by more than twice.
+    Alone, that of k's bias is what remains of a sum that cancels, because softmax does not see a shift of all logits:
+    its rounding errors are nearly one number, repeated, and two such numbers may well differ by more than twice.
     """
     joined: Arrays = {}
     for name, array in arrays.items():
@@ -167,8 +167,7 @@ def _backward_order(name: str) -> tuple[int, int, int]:
 
 
 def _step_pairs(candidate: Arrays, spec: CaseSpec) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:
-    """The oracle's AdamW on the candidate's own gradients and weights: masters in float32, stored weights exactly their rounding,
-    on every rank."""
+    """The oracle's AdamW on the candidate's gradients and weights: float32 masters, rounded exactly on every rank."""
     prefix = "step.before."
     names = [name.removeprefix(prefix) for name in candidate if name.startswith(prefix)]
     before = {name: candidate[prefix + name] for name in names}
@@ -220,12 +219,12 @@ def _profile(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, dt
     ]
     return Profile(
         starts=starts,
-        error=[_shortened(verdict.error) for verdict in verdicts],
-        allowance=[_shortened(verdict.allowance) for verdict in verdicts],
+        error=[_shorten(verdict.error) for verdict in verdicts],
+        allowance=[_shorten(verdict.allowance) for verdict in verdicts],
     )
 
 
-def _shortened(value: float) -> float:
+def _shorten(value: float) -> float:
     return float(f"{value:.4g}")  # a profile is drawn, not judged
 
 

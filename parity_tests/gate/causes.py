@@ -1,4 +1,4 @@
-"""What would explain a divergence: mistakes made on purpose, in float64, from the candidate's own arrays just before it.
+"""What explains a divergence: mistakes made on purpose, in float64, from the candidate's arrays just before it.
 
 A mistake explains a divergence if what it gives differs from the candidate by no more than the allowance.
 
@@ -94,7 +94,7 @@ def _labels(array: np.ndarray, truth: np.ndarray) -> str | None:
     return " and ".join(parts) or None
 
 
-# -- rotation ----------------------------------------------------------------------------------------------------------------
+# -- rotation ----------------------------------------------------------------------------------------------------------
 
 
 def _rotation(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
@@ -158,7 +158,7 @@ def _turn(x_BTHD: np.ndarray, angle_BTC: np.ndarray, scaling: float) -> np.ndarr
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _interleaved(x_BTHD: np.ndarray) -> np.ndarray:
+def _interleave(x_BTHD: np.ndarray) -> np.ndarray:
     """Neighbours become halves."""
     return np.concatenate([x_BTHD[..., ::2], x_BTHD[..., 1::2]], axis=-1)
 
@@ -173,7 +173,7 @@ def _wrong_rotations(
         return lambda: _rotate(x_BTHD, positions, other, scaling)
 
     def neighbours() -> np.ndarray:
-        turned = _rotate(_interleaved(x_BTHD), positions, frequencies, scaling)
+        turned = _rotate(_interleave(x_BTHD), positions, frequencies, scaling)
         return np.stack(np.split(turned, 2, axis=-1), axis=-1).reshape(x_BTHD.shape)
 
     angle = positions[..., None] * frequencies
@@ -206,7 +206,7 @@ def _wrong_pairs(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str 
     return f"of {C} rotated pairs only {', '.join(map(str, wrong_C.nonzero()[0]))} are wrong: other frequencies"
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def _attention(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:

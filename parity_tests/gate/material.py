@@ -30,8 +30,8 @@ CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default to
 ANCHOR_TOKENS, TAG_TOKENS, CHUNKS = 2, 2, 4
 LONG = 1024
 
-# Every array of a tiny model, down to the gradient of a norm, has 64 elements or more: the root mean squares of fewer vary by
-# more than twice from one correct implementation to the next.
+# Every array of a tiny model, down to the gradient of a norm, has 64 elements or more: the root mean squares of fewer
+# vary by more than twice from one correct implementation to the next.
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 256,
@@ -42,11 +42,11 @@ SIZES = {
     "head_dim": 64,
 }
 
-# A tiny model's own length, from which RoPE is stretched; both sides get the same settings and derive the rest themselves.
+# A tiny model's own length, from which RoPE is stretched; both sides derive the rest from the same settings.
 ORIGINAL, FACTOR = 1024, 8.0
 
-# Epsilon is of the size of the gradients. Where it is far below them, the first steps are the sign of each gradient, whatever
-# its clipping, and an element near zero turns by rounding alone: nothing could be said of either.
+# Epsilon is of the size of the gradients. Where it is far below them, the first steps are the sign of each gradient,
+# whatever its clipping, and an element near zero turns by rounding alone: nothing could be said of either.
 TRAIN = TrainConfig(
     steps=STEPS,
     learning_rate=2e-4,
@@ -61,17 +61,17 @@ TRAIN = TrainConfig(
 def train_of(spec: CaseSpec, trajectory: bool = False) -> TrainConfig:
     """The settings of the case's step, or of its twenty.
 
-    Every rank takes its rows as often as there are ranks. That is the same sum over the same count, each divided by a power of
-    two where the ranks are one; and a rank has more than one micro-batch.
+    Every rank takes its rows as often as there are ranks. That is the same sum over the same count, each divided by a
+    power of two where the ranks are one; and a rank has more than one micro-batch.
     """
     changes: dict[str, Any] = {"schedule": spec.schedule, "warmup_steps": spec.warmup_steps}
-    # torch's decay rounds each weight once more than the oracle's: judged in one step, and left out of twenty, where it adds up.
+    # torch's decay rounds each weight once more than the oracle's: judged in one step, left out of twenty: it adds up.
     changes |= {"weight_decay": 0.0} if trajectory else {}
     return TRAIN.model_copy(update=changes | {"sequences_per_step": len(rows(spec)) * spec.ranks})
 
 
 @dataclass(frozen=True)
-class Row:
+class RowTokens:
     """Tokens of one packed row, before any variant: each document is opened by its tag, padding fills the rest."""
 
     anchor: np.ndarray  # int64 [ANCHOR_TOKENS]
@@ -86,8 +86,8 @@ class Row:
         return tuple(len(document) for document in self.documents)
 
 
-def rows(spec: CaseSpec) -> tuple[Row, ...]:
-    """Two rows: five documents, one of them a single token; and four of these lengths with padding in place of the last.
+def rows(spec: CaseSpec) -> tuple[RowTokens, ...]:
+    """Two rows: five documents, one of a single token; and four of these lengths, with padding for the last.
 
     The second alone where a row is long: every tap of both would fill memory.
     """
@@ -101,10 +101,10 @@ def rows(spec: CaseSpec) -> tuple[Row, ...]:
     def take(count: int) -> np.ndarray:
         return np.array([next(stream) for _ in range(count)], dtype=np.int64)
 
-    def row(own: tuple[int, ...], number: int) -> Row:
+    def row(own: tuple[int, ...], number: int) -> RowTokens:
         padding = spec.tokens - ANCHOR_TOKENS - sum(own) - tag * len(own)
         documents, tags = tuple(take(n) for n in own), tuple(take(tag) for _ in own)
-        return Row(take(ANCHOR_TOKENS), documents, tags, padding, seed=2 * spec.seed + number)
+        return RowTokens(take(ANCHOR_TOKENS), documents, tags, padding, seed=2 * spec.seed + number)
 
     # In another order, so that no boundary and no position is where the first row has it.
     padded = row((lengths[2], lengths[1], lengths[3], lengths[0]), 1)
@@ -141,8 +141,8 @@ def tiny_config(model: str) -> Any:
 def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
     """Random float32 weights by name, which both sides load.
 
-    Larger than a fresh model's, those of q and k most, so that attention is far from uniform and a wrong mask or position
-    shows; biases and norms are drawn too, so that they count.
+    Larger than a fresh model's, those of q and k most, so that attention is far from uniform and a wrong mask or
+    position shows; biases and norms are drawn too, so that they count.
     """
     shapes = parameter_shapes(DecoderConfig.from_hf(tiny_config(model).to_dict()))
     random = np.random.default_rng((seed, 0))

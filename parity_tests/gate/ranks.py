@@ -1,7 +1,7 @@
 """Several ranks in one process: threads that meet in every sum.
 
-What a rank computes between two sums is the trainer's own; only `torch.distributed.all_reduce` is stood in for, by a sum in the
-order of ranks. `parity_tests/test_distributed.py` runs real processes.
+What a rank computes between two sums is the trainer's own; only `torch.distributed.all_reduce` is stood in for, by a
+sum in the order of ranks. `parity_tests/test_distributed.py` runs real processes.
 """
 
 import threading
@@ -21,7 +21,7 @@ _PATIENCE = 600  # seconds: a rank that has not come by then does not come
 
 
 def run_ranks(count: int, device: torch.device, run: Callable[[World], _Result]) -> list[_Result]:
-    """Run a function on every rank and return what each returned. Raises what a rank raised that waited for no other."""
+    """Run a function on every rank; return what each returned. Raises what a rank raised that waited for no other."""
     if count == 1:
         return [run(World(device=device))]
     meeting, this_thread = threading.Barrier(count), threading.local()

@@ -25,7 +25,7 @@ from parity_tests.report.schema import Case, Environment, Report, write_report
 
 LIBRARIES = ("torch", "transformers", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "pydantic", "anchorline")
 
-Progress = Callable[[Case, int, int], None]  # the case, its number, how many there are
+TellCase = Callable[[Case, int, int], None]  # the case, its number, how many there are
 
 
 class _Kept(BaseModel):
@@ -39,7 +39,7 @@ def run_gate(
     config: GateConfig,
     out: Path | None = None,
     only: str | None = None,
-    progress: Progress | None = None,
+    progress: TellCase | None = None,
     command: str = "parity run",
 ) -> Report:
     """Judge every case of a gate.
@@ -47,7 +47,7 @@ def run_gate(
     Args:
         config: the gate.
         out: where `report.json`, `report.html` and `junit.xml` go, and `cases/` with each finished case: a run that was
-            interrupted goes on from there, as long as the case, the sources that compute it and the libraries are the same.
+            interrupted goes on from there while the case, the sources that compute it and the libraries stay the same.
             None: nowhere.
         only: the id of the one case to run.
         progress: called after each case.
@@ -133,7 +133,7 @@ def _fingerprint_of_model(model: str) -> str:
 
 @cache
 def _fingerprint() -> str:
-    """Of everything but the case that its numbers depend on: the sources that compute it, libraries, machine, threads."""
+    """Of all but the case that its numbers depend on: the sources that compute it, libraries, machine, threads."""
     digest = hashlib.sha256(f"{versions(LIBRARIES)} {_hardware()}".encode())
     digest.update(f"{torch.get_num_threads()} {digest_of(root=ROOT)}".encode())
     return digest.hexdigest()

@@ -55,7 +55,7 @@ class CaseSpec(_Strict):
     rope: Rope = Field(default="keep", description="keep is the model's own")
     engine: Engine = "sdpa"
     dtype: Dtype = "float32"
-    tokens: Tokens = Field(default=53, description="of a row; the default is no multiple of any block")
+    tokens: Tokens = Field(default=53, description="of a row; a multiple of no block by default")
     position_offset: Offset = Field(default=0, description="added to every position")
     schedule: Schedule = Field(default="constant", description="of the learning rate in step and trajectory")
     warmup_steps: int = Field(default=0, ge=0, le=STEPS, description=f"of the {STEPS} steps of a trajectory")

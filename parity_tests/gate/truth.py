@@ -20,7 +20,7 @@ from jaxref.model import Decoder
 from jaxref.optim import step
 from jaxref.rounding import Rounding, preset
 from jaxref.weights import cast, from_arrays, load_hf, to_arrays
-from parity_tests.gate.material import CHUNKS, TINY, Row, decoder_config, rows, source, tiny_weights, train_of
+from parity_tests.gate.material import CHUNKS, TINY, RowTokens, decoder_config, rows, source, tiny_weights, train_of
 from parity_tests.gate.spec import CaseSpec, Schedule
 from parity_tests.oracle import Arrays, adamw_of, oracle_taps, preset_name, rates_of
 
@@ -108,7 +108,7 @@ def _layout(key: _Key) -> tuple[Arrays, list[Arrays]]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, parts
 
 
-def _lay_out(row: Row, variant: str, offset: int) -> Arrays:
+def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
     pieces = np.repeat(np.arange(len(row.lengths)), [min(CHUNKS, n) for n in row.lengths])
     laid = lay_out(
         row.lengths,

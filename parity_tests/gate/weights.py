@@ -35,8 +35,8 @@ def check_same_weights(model: str, against: str, dtype: str) -> None:
     stored = {str(x.dtype) for arrays in (arrays_x, arrays_y) for x in arrays.values()}
     if stored >= {"float16", "bfloat16"}:
         raise UserError(
-            f"--against {against}: one stores float16 and the other bfloat16; neither holds the other's weights, so they cannot "
-            "be compared; give the weights that both were rounded from"
+            f"--against {against}: one stores float16 and the other bfloat16; neither holds the other's weights, so "
+            "they cannot be compared; give the weights that both were rounded from"
         )
     coarsest = min(stored, key=_COARSEST.index)
     if _COARSEST.index(dtype) > _COARSEST.index(coarsest):

@@ -80,7 +80,7 @@ def diff(a: Report, b: Report) -> Diff:
             broken = after if _RANK[verdict(after)] >= _RANK[verdict(before)] else before
             change = Changed(name, verdict(before), verdict(after), _words(broken))
             (worse if broken is after else better).append(change)
-        moved += _moved(before, after)
+        moved += _find_moved(before, after)
     return Diff(
         worse=worse,
         better=better,
@@ -95,7 +95,7 @@ def diff(a: Report, b: Report) -> Diff:
     )
 
 
-def _moved(before: Case, after: Case) -> list[Moved]:
+def _find_moved(before: Case, after: Case) -> list[Moved]:
     earlier = {measure.name: measure for measure in before.measures}
     moves = [
         Moved(after.id, measure.name, earlier[measure.name].ratio, measure.ratio)

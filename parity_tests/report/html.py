@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page, the verdict first.
 
-What stands where is `page.html.j2`; here is what it says: verdicts in words, heat maps, and the few letters of a number. Its
-cells and rows are left unclosed, as HTML allows: a run has tens of thousands of measures.
+What stands where is `page.html.j2`; here is what it says: verdicts in words, heat maps, and the few letters of a
+number. Its cells and rows are left unclosed, as HTML allows: a run has tens of thousands of measures.
 """
 
 import math
@@ -40,7 +40,7 @@ LONG = 10  # letters of a line in a heading before it is broken at an underscore
 def render(report: Report) -> str:
     """The page, as HTML text to be written in UTF-8. Everything in the report is taken for text, never for markup."""
     rank = {name: number for number, name in enumerate(SIGNS)}
-    entries = [Entry(number, case) for number, case in enumerate(report.cases, start=1)]
+    entries = [ListedCase(number, case) for number, case in enumerate(report.cases, start=1)]
     entries.sort(key=lambda entry: rank[entry.verdict])
     word, sentence = headline(report)
     failed = [entry for entry in entries if entry.failed]
@@ -82,11 +82,11 @@ def headline(report: Report) -> tuple[str, str]:
     return "Different", f"Of {count(run, 'case')}, {' and '.join(parts)}.{skipped}"
 
 
-# -- what the page shows of a measure and of a case --------------------------------------------------------------------------
+# -- what the page shows of a measure and of a case --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A measure in a table. place: its class on the scale."""
 
     measure: Measure
@@ -98,16 +98,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Heat:
-    """Error over allowance: a row a layer (or one row, of None), a column a tap, both in the order of the computation."""
+    """Error over allowance: a row a layer (or one, of None), a column a tap, in the order of the computation."""
 
     label: str
     caption: str
     heads: list[list[str]]  # each in short lines
-    rows: list[tuple[int | None, list[Cell | None]]]
+    rows: list[tuple[int | None, list[TableCell | None]]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedCase:
     """One case, as the page lists it. number: its place in report.json, from 1."""
 
     number: int
@@ -157,11 +157,11 @@ class Entry:
         return sum(not measure.passed for measure in self.case.measures)
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[TableCell]:
         """Every measure, in the order of the computation."""
         return [cell(measure) for measure in self.case.measures]
 
-    def worst(self, stage: Group | None = None) -> Cell | None:
+    def worst(self, stage: Group | None = None) -> TableCell | None:
         """The worst measure of a stage, or of all."""
         return _worst(measure for measure in self.case.measures if stage in (None, measure.group))
 
@@ -177,7 +177,7 @@ class Entry:
                 made[name] = found
         return made
 
-    def plots(self) -> list[tuple[Cell, Plot]]:
+    def plots(self) -> list[tuple[TableCell, Plot]]:
         """Error along the sequence: the first divergence and the worst that broke; of a case that passed, the worst."""
         drawn = [measure for measure in self.case.measures if measure.profile and measure.profile.starts]
         first = self.case.first_divergence.name if self.case.first_divergence else None
@@ -187,13 +187,14 @@ class Entry:
         return [(cell(measure), plot(measure.profile, self.case.tokens)) for measure in shown if measure.profile]
 
 
-def cell(measure: Measure) -> Cell:
+def cell(measure: Measure) -> TableCell:
     """A measure, and what is said of it."""
-    return Cell(measure, place(measure), ratio(measure), number(measure.error), number(measure.allowance))
+    return TableCell(measure, place(measure), ratio(measure), number(measure.error), number(measure.allowance))
 
 
 def place(measure: Measure) -> str:
-    """Its place on the scale. The verdict is the measure's own: a ratio of 0 breaks the rule where the allowance is infinite."""
+    """Its place on the scale. The measure has the verdict: a ratio of 0 breaks the rule if the allowance is
+    infinite."""
     if measure.passed:
         return f"p{next(i for i, bound in enumerate(KEPT) if measure.ratio <= bound)}"
     return f"b{next((i for i, bound in enumerate(BROKEN) if 1 < measure.ratio <= bound), len(BROKEN) - 1)}"
@@ -223,7 +224,7 @@ def _heat(stage: Group, caption: str, measures: Sequence[Measure]) -> Heat | Non
     if not measures:
         return None
     taps = list(dict.fromkeys(measure.tap for measure in measures))
-    rows: dict[int | None, dict[str, Cell]] = {}
+    rows: dict[int | None, dict[str, TableCell]] = {}
     for measure in measures:
         rows.setdefault(measure.layer, {})[measure.tap] = cell(measure)
     return Heat(
@@ -251,12 +252,12 @@ def _badness(measure: Measure) -> tuple[bool, float]:
     return not measure.passed, math.inf if math.isnan(measure.ratio) else measure.ratio
 
 
-def _worst(measures: Iterable[Measure]) -> Cell | None:
+def _worst(measures: Iterable[Measure]) -> TableCell | None:
     found = max(measures, key=_badness, default=None)
     return None if found is None else cell(found)
 
 
-def _closest(entries: Sequence[Entry]) -> tuple[Cell, Entry] | None:
+def _closest(entries: Sequence[ListedCase]) -> tuple[TableCell, ListedCase] | None:
     """What came closest to its allowance, of all cases."""
     found = [(worst, entry) for entry in entries if (worst := entry.worst())]
     return max(found, key=lambda pair: _badness(pair[0].measure), default=None)
@@ -276,7 +277,7 @@ def _bound(bound: float) -> str:
     return f"1/{round(1 / bound)}" if bound < 1 else f"{bound:g}"
 
 
-# -- where and how -----------------------------------------------------------------------------------------------------------
+# -- where and how -----------------------------------------------------------------------------------------------------
 
 
 def _facts(report: Report) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Error along the sequence against the allowance: where two step lines over tokens run, on a logarithmic scale.
 
-Runs of tokens where the error exceeds the allowance are shaded. `profile.svg.j2` draws it; colours and line styles are the
-page's.
+Runs of tokens where the error exceeds the allowance are shaded. `profile.svg.j2` draws it in the page's colours and
+line styles.
 """
 
 import math

@@ -1,8 +1,9 @@
-"""`report.json`, version 1: what one run of the judge found. The page, junit.xml, `parity diff` and the zoo read only this.
+"""`report.json`, version 1: what a run of the judge found, all that the page, junit.xml, `parity diff` and the zoo
+read.
 
-A report holds cases; a case is one model under one variant, RoPE type, engine and dtype. A case holds measures: one judged
-array each, in the order in which the computation makes them. Error and allowance are root mean squares in the array's own
-units (`parity_tests/tolerance.py`).
+A report holds cases; a case is one model under one variant, RoPE type, engine and dtype. A case holds measures: one
+judged array each, in the order in which the computation makes them. Error and allowance are root mean squares in the
+array's own units (`parity_tests/tolerance.py`).
 """
 
 from pathlib import Path

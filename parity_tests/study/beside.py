@@ -1,7 +1,7 @@
 """Forward passes of a torch model side by side, compared layer by layer.
 
-Legend: S shifts, side by side · P pairs of them · L layers · H query heads · K key/value heads · G = H / K · T tokens of a row ·
-Q queries of a block · D head_dim.
+Legend: S shifts, side by side · P pairs of them · L layers · H query heads · K key/value heads · G = H / K · T tokens
+of a row · Q queries of a block · D head_dim.
 """
 
 import sys
@@ -23,8 +23,8 @@ from ropestudy.measures import Sums, weights
 
 @dataclass(frozen=True)
 class Attended:
-    """One run at one layer, in the model's dtype and on its device: rotated q [H, T, D], k [K, T, D]; weights [H, T, T] where
-    the implementation returns them."""
+    """One run at one layer, in the model's dtype and on its device: rotated q [H, T, D], k [K, T, D]; weights [H, T, T]
+    where the implementation returns them."""
 
     q: Tensor
     k: Tensor
@@ -32,7 +32,7 @@ class Attended:
     scale: float
 
     def block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Probabilities and scaled logits of queries start..stop over keys 0..stop, float64 [H, Q, stop]; 0 where unseen."""
+        """Probabilities, scaled logits of queries start..stop over keys 0..stop, float64 [H, Q, stop]; 0 if unseen."""
         H, _, D = self.q.shape
         q_KGQD = self.q[:, start:stop].double().reshape(len(self.k), -1, stop - start, D)
         k_K1TD = self.k[:, None, :stop].double()
@@ -49,8 +49,8 @@ def side_by_side(
 ) -> None:
     """A forward pass for each row of positions; `at_layer(layer, runs)` is called when all have attended in that layer.
 
-    Each pass is a thread and a batch of its own. They take turns, so what a pass needs while it computes is there once; what
-    stays of each is its hidden states and one layer's `Attended`. An error of a pass or of `at_layer` is raised here.
+    Each pass is a thread and a batch of its own. They take turns, so what a pass needs while it computes is there once;
+    what stays is its hidden states and one layer's `Attended`. An error of a pass or of `at_layer` is raised here.
     """
     device = model.device
     ids = torch.from_numpy(ids_T)[None].to(device)
@@ -64,7 +64,7 @@ def side_by_side(
 
     meeting = threading.Barrier(len(runs), all_are_here)
 
-    def attended(found: Attended) -> None:
+    def take(found: Attended) -> None:
         runs[own.place] = found
         turn.release()
         try:
@@ -84,7 +84,7 @@ def side_by_side(
             failed.append(error)
             meeting.abort()
 
-    with _probe(model, attended):
+    with _probe(model, take):
         threads = [threading.Thread(target=forward, args=(place,)) for place in range(len(runs))]
         try:
             for thread in threads:
@@ -101,8 +101,8 @@ def side_by_side(
 
 
 @contextmanager
-def _probe(model: Any, attended: Callable[[Attended], None]) -> Iterator[None]:
-    """Show what goes into the model's attention function, and the weights it returns; the model itself gets none back."""
+def _probe(model: Any, take: Callable[[Attended], None]) -> Iterator[None]:
+    """Show what goes into the model's attention function and the weights it returns; the model gets none back."""
     chosen = model.config._attn_implementation
 
     def probe(module: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
@@ -112,7 +112,7 @@ def _probe(model: Any, attended: Callable[[Attended], None]) -> Iterator[None]:
             attend = ALL_ATTENTION_FUNCTIONS[chosen]
         out, returned = attend(module, query, key, *rest, **named)
         scale = named.get("scaling", query.shape[-1] ** -0.5)
-        attended(Attended(query[0], key[0], None if returned is None else returned[0], scale))
+        take(Attended(query[0], key[0], None if returned is None else returned[0], scale))
         return out, None
 
     AttentionInterface.register("study_probe", probe)
@@ -125,7 +125,7 @@ def _probe(model: Any, attended: Callable[[Attended], None]) -> Iterator[None]:
 
 
 class PairSums:
-    """`Sums` of pairs of runs of a row under `full`, layer by layer in blocks of queries: what `engine.compare` sums."""
+    """`Sums` of pairs of runs of a row under `full`, by layer and block of queries: what `engine.compare` sums."""
 
     def __init__(self, tokens: int, pairs: Sequence[tuple[int, int]], query_block: int, device: Any = "cpu"):
         """pairs: places of two runs each. Memory is S H query_block T, in float64."""

@@ -42,10 +42,10 @@ class Emulated(OfRow):
 def check_row(model: Any, decoder: Decoder, one: RowArrays, d1: int = 0, d2: int = 16) -> Emulated:
     """Transformers' eager attention of one row beside the oracle's, by the one rule, in two questions.
 
-    Is the attention at d1 as near to float64 on the same weights as the emulation's own? And is the *difference* between the
-    shifts, which is what the study is made of, the emulation's: the truth is then the same roundings in a float64 carrier,
-    and the allowance what the oracle's own float32 carrier moves of it (`shift_verdict`). A model that rounds elsewhere may
-    be as near to float64; it fails the second.
+    Is the attention at d1 as near to float64 on the same weights as the emulation's own? And is the *difference*
+    between the shifts, which is what the study is made of, the emulation's: the truth is then the same roundings in a
+    float64 carrier, and the allowance what the oracle's own float32 carrier moves of it (`shift_verdict`). A model that
+    rounds elsewhere may be as near to float64; it fails the second.
 
     decoder: the oracle on the model's own weights (`oracle_of`).
     """
@@ -91,11 +91,11 @@ def check_row(model: Any, decoder: Decoder, one: RowArrays, d1: int = 0, d2: int
 
 
 def shift_verdict(rows: Sequence[Emulated], dtype: str, layers: int | None = None) -> Verdict:
-    """The second question of `check_row` over all rows, which are of one size, and the first layers; `worst` is (row, layer).
+    """The second question of `check_row` over all rows, of one size, and the first layers; `worst` is (row, layer).
 
-    Of arrays of one size, the root mean square over all is that of their own: the rule over them is the rule over these.
-    In few layers and a small model the answer hangs on luck: few sums of float32 lie so near the middle between two numbers
-    of bf16 that another order turns them. In many layers every two bf16 runs have parted, and it says less and less.
+    Of arrays of one size, the root mean square over all is that of their own: the rule over them is the rule over
+    these. In few layers and a small model the answer hangs on luck: few sums of float32 lie so near the middle between
+    two numbers of bf16 that another order turns them. In many layers every two bf16 runs have parted.
     """
     size, error, reference = (
         np.array([getattr(one, f"shift_{name}")[:layers] for one in rows]) for name in ("size", "error", "reference")

@@ -22,7 +22,7 @@ from ropestudy import schema
 from ropestudy.cells import fingerprint
 from ropestudy.measures import Sample, columns, difference, sample
 from ropestudy.models import Pretrained, load_pretrained
-from ropestudy.run import CELLS, RESULTS, Progress, claim, describe, environment, write_config
+from ropestudy.run import CELLS, RESULTS, TellCell, claim, describe, environment, write_config
 from ropestudy.spec import SHORTEST, ShiftPairsConfig, StudyConfig
 from ropestudy.text import RowArrays, read_pool, row
 
@@ -72,8 +72,8 @@ def shift_records(rows: Sequence[Shifts], section: ShiftPairsConfig, attention_f
 def load_torch(config: StudyConfig, pretrained: Pretrained, implementation: str, dtype: str) -> tuple[Any, bool]:
     """The torch model, tried on a few tokens, and whether its implementation returns attention.
 
-    Its parameters are those that the oracle has under `model.weights`. Raises UserError, one line: they are not of this dtype,
-    or the implementation does not exist or does not run here.
+    Its parameters are those that the oracle has under `model.weights`. Raises UserError, one line: they are not of this
+    dtype, or the implementation does not exist or does not run here.
     """
     from transformers import AutoModelForCausalLM
 
@@ -114,7 +114,7 @@ def run_torch_study(
     out: Path,
     implementation: str = "eager",
     dtype: str = "bfloat16",
-    progress: Progress | None = None,
+    progress: TellCell | None = None,
     command: str = "",
 ) -> schema.Results:
     """Run `shift_pairs` of a study on a transformers model and write `results.json`, of the oracle's own schema.

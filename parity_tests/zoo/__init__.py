@@ -1,10 +1,10 @@
-"""The zoo: real bugs as small reversible patches of the candidate, so that a gate can be asked which of them it catches.
+"""The zoo: real bugs as small reversible patches of the candidate, to ask a gate which of them it catches.
 
 A bug is one file in `parity_tests/zoo/bugs/`; its stem is the bug's name. It holds
 
     BUG = Bug(what="...", where="...", stage="forward", apply=..., likely={"rope": "yarn"})
 
-and nothing else has to know of it. A bug touches torchtrain, transformers or torch, never the oracle and never the judge.
+and nothing else has to know of it. A bug touches torchtrain, transformers or torch, never oracle or judge.
 """
 
 import importlib
@@ -27,7 +27,7 @@ class Bug:
         what: the bug in a few words, for the kill table.
         where: one line on where it really happened.
         stage: the first stage of a case in which it shows.
-        apply: makes a context manager; inside it the candidate has the bug, after it the candidate is bitwise what it was.
+        apply: makes a context manager; inside, the candidate has the bug; after it, it is bitwise what it was.
         likely: fields of a case, with the values under which the bug shows; cases that have them are tried first.
         caught_by: the configuration that catches it where CI's cannot: a path below the repository's root.
         name: the stem of the bug's file, filled in by `discover`.

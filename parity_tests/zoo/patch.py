@@ -24,8 +24,8 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # Family -> the prefix of its classes.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-# `from x import f` leaves a name for f in the importing module: a bug in f must be seen under each. The judge's own modules
-# count where they call the candidate.
+# `from x import f` leaves a name for f in the importing module: a bug in f must be seen under each. The judge's own
+# modules count where they call the candidate.
 _WHERE_NAMES_ARE = ("torchtrain.", "parity_tests.gate", "parity_tests.engines")
 
 
@@ -77,7 +77,7 @@ def rotation(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def tables(make: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Context:
-    """Replace the making of cos and sin by `make(rotary, position_ids_BT, inv_freq_C) -> (cos, sin)`, each [B, T, 2 C] float32."""
+    """Replace what makes cos and sin by `make(rotary, position_ids_BT, inv_freq_C)`, each [B, T, 2 C] float32."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @torch.no_grad()
@@ -123,10 +123,10 @@ def documents(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         return make_plan(change(document_ids_BT.clone()))
 
     # The plug-in remembers a plan with its tensor, which may outlive this block.
-    def unremembered(document_ids_BT: Tensor, query: Tensor) -> Any:
+    def forget(document_ids_BT: Tensor, query: Tensor) -> Any:
         return wrong_plan(document_ids_BT).to(query.device)
 
-    with swap(make_plan, wrong_plan), swap(hf._remembered_plan, unremembered):
+    with swap(make_plan, wrong_plan), swap(hf._remembered_plan, forget):
         yield
 
 

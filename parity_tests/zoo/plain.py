@@ -1,4 +1,4 @@
-"""Attention and AdamW written out plainly, correct as they stand: the ground on which bugs inside a fused kernel are made.
+"""Attention and AdamW written out plainly and correctly: the ground for bugs inside a fused kernel.
 
 `test_zoo.py` holds that both pass the gate, so that what is caught is the bug and not the ground.
 
@@ -65,11 +65,11 @@ class AdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         state["mean"].lerp_(gradient, 1 - beta1)
         state["square"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        mean, square = self.corrected(state, beta1, beta2)
+        mean, square = self.correct(state, beta1, beta2)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(group["lr"] * mean / self.denominator(square, group["eps"]))
 
-    def corrected(self, state: dict[str, Any], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    def correct(self, state: dict[str, Any], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
         """First and second moment without the bias of their zero start."""
         return state["mean"] / (1 - beta1 ** state["step"]), state["square"] / (1 - beta2 ** state["step"])
 

@@ -1,6 +1,6 @@
 """Ask a gate which bugs it catches: first the correct code on every case, then each bug on the likeliest cases first.
 
-The oracle's side of a case is computed once; a bug costs only the candidate's, on as many cases as it takes to catch it.
+The oracle's side of a case is computed once; a bug costs only the candidate's, on cases until one catches it.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from parity_tests.gate.spec import CaseSpec, GateConfig, expand
 from parity_tests.report.schema import Case
 from parity_tests.zoo import Bug, discover
 
-Progress = Callable[[str, int, int], None]  # what was done, how many are, of how many
+TellBug = Callable[[str, int, int], None]  # what was done, how many are, of how many
 
 _DTYPES_BY_POWER = ("float32", "float16", "bfloat16")  # the finer, the more it shows
 
@@ -67,7 +67,7 @@ class ZooReport:
         return any(case.passed for case in self.correct) and not self.false_alarms and sound
 
 
-def run_zoo(config: GateConfig, names: Sequence[str] | None = None, progress: Progress | None = None) -> ZooReport:
+def run_zoo(config: GateConfig, names: Sequence[str] | None = None, progress: TellBug | None = None) -> ZooReport:
     """Run a gate against the zoo.
 
     Args:

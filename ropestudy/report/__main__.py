@@ -33,13 +33,13 @@ def render(
     """Render a finished study again; nothing is computed."""
     results = read_results(folder / "results.json")
     for other in beside or []:
-        results = together(results, read_results(other / "results.json"))
+        results = merge_results(results, read_results(other / "results.json"))
     if document is not None:
         refresh(results, document)
     print(write_report(results, folder))
 
 
-def together(results: Results, other: Results) -> Results:
+def merge_results(results: Results, other: Results) -> Results:
     """Return the first study with the records of the second.
 
     Raises UserError: they are not of the same weights in the same dtype, or do not read the same text: its first

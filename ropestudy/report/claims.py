@@ -22,7 +22,7 @@ Verdict = Literal["holds", "does not hold", "depends", "not measured"]
 
 
 @dataclass(frozen=True)
-class Case:
+class Comparison:
     """One comparison. where: each factor's value, in words; number: what `Claim.number_is` says."""
 
     where: dict[str, str]
@@ -40,7 +40,7 @@ class Claim:
     criterion: str
     number_is: str
     figure: str
-    cases: Sequence[Case] = field(default_factory=tuple)
+    cases: Sequence[Comparison] = field(default_factory=tuple)
     note: str = ""
     about_shares: bool = False  # the page adds what a column's share can be
 
@@ -97,7 +97,7 @@ MOST_NAMED = 6  # values named in a sentence; beyond, the first are named and th
 ANSWERS = {True: "yes for", False: "no for", None: "the sequences disagree for"}
 
 
-def _depends(cases: Sequence[Case]) -> str:
+def _depends(cases: Sequence[Comparison]) -> str:
     """Return the one factor that tells yes from no; else the two that do together; else how the best single one mixes
     them.
     """
@@ -133,14 +133,14 @@ def _answers(said: dict[str, bool | None]) -> str:
     return "; ".join(parts)
 
 
-def _factors(cases: Sequence[Case]) -> list[str]:
+def _factors(cases: Sequence[Comparison]) -> list[str]:
     """Those that vary, the ones with the fewest values first: the simplest account of a difference is the one told."""
     names = dict.fromkeys(name for case in cases for name in case.where)
     values = {name: {case.where.get(name, "") for case in cases} for name in names}
     return sorted((name for name in names if len(values[name]) > 1), key=lambda name: len(values[name]))
 
 
-def _impurity(cases: Sequence[Case], factor: str) -> float:
+def _impurity(cases: Sequence[Comparison], factor: str) -> float:
     """Cases that a majority vote within each value of the factor would get wrong; more values cost a little."""
     wrong, values = 0, dict.fromkeys(case.where.get(factor, "") for case in cases)
     for value in values:

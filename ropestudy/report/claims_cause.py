@@ -3,7 +3,7 @@
 Legend: KL of the output distributions, in nats.
 """
 
-from ropestudy.report.claims import Case, Claim, agree, compare_each, moved
+from ropestudy.report.claims import Claim, Comparison, agree, compare_each, moved
 from ropestudy.report.claims_paper import FP32_ROUNDOFF, where
 from ropestudy.report.figures_sites import AGAIN
 from ropestudy.report.select import baseline, is_half, number, of_kind, scores, times
@@ -45,7 +45,9 @@ def rounds_after(results: Results) -> Claim:
                     strict=True,
                 )
             )
-            cases.append(Case({"mode": mode}, yes, times(before.error[mode].row.mean, after.error[mode].row.mean)))
+            cases.append(
+                Comparison({"mode": mode}, yes, times(before.error[mode].row.mean, after.error[mode].row.mean))
+            )
     return Claim(
         "after",
         (
@@ -97,17 +99,19 @@ def all_of_rope(results: Results) -> Claim:
     )
 
 
-def _left_out(results: Results, rows: list[Score]) -> list[Case]:
+def _left_out(results: Results, rows: list[Score]) -> list[Comparison]:
     cases = []
     for r in rows:
         whole = baseline(results, r)
         if whole:
             cases += [
-                Case({"preset": r.base or "", "mode": mode, "site": r.site or ""},
-                     _less_than_half(r.shift[mode], whole.shift[mode]),
-                     times(r.shift[mode].row.mean, whole.shift[mode].row.mean))
+                Comparison(
+                    {"preset": r.base or "", "mode": mode, "site": r.site or ""},
+                    _less_than_half(r.shift[mode], whole.shift[mode]),
+                    times(r.shift[mode].row.mean, whole.shift[mode].row.mean),
+                )
                 for mode in r.shift
-            ]  # fmt: skip
+            ]
     return cases
 
 
@@ -142,10 +146,13 @@ def as_neutral(results: Results) -> Claim:
         whole = baseline(results, r)
         if whole:
             cases += [
-                Case(where(r, mode=mode), compare_each(moved(r.shift[mode]), moved(whole.shift[mode]), _within_twice),
-                     times(r.shift[mode].row.mean, whole.shift[mode].row.mean))
+                Comparison(
+                    where(r, mode=mode),
+                    compare_each(moved(r.shift[mode]), moved(whole.shift[mode]), _within_twice),
+                    times(r.shift[mode].row.mean, whole.shift[mode].row.mean),
+                )
                 for mode in r.shift
-            ]  # fmt: skip
+            ]
     return Claim(
         "phases",
         "A shift is nothing special: constant random phases per rotary pair, as neutral as it is, move as much",
@@ -171,7 +178,7 @@ def few_frequencies(results: Results) -> Claim:
         most = max(r.groups, key=lambda g: g.shift.row.mean)
         sums = [sum(row) for row in zip(*(g.shift.row.values for g in r.groups), strict=True)]
         yes = agree(row > HALF_LEFT * total for row, total in zip(most.shift.row.values, sums, strict=True))
-        cases.append(Case(where(r, mode=r.mode), yes, times(most.shift.row.mean, sum(sums) / len(sums))))
+        cases.append(Comparison(where(r, mode=r.mode), yes, times(most.shift.row.mean, sum(sums) / len(sums))))
         ends = " to ".join(number(wavelength) for wavelength in most.wavelengths)
         note = (
             f"The most is in pairs {most.first} to {most.last} of 0 to {r.groups[-1].last}, wavelengths {ends} tokens."
@@ -194,7 +201,7 @@ def cost(results: Results) -> Claim:
     cases = []
     for r in {s.condition: s for s in scores(results, "baseline") if s.base is not None}.values():
         yes = compare_each(r.kl_shift.kl, r.kl_error.kl, lambda x, y: x <= 2 * y)
-        cases.append(Case(where(r), yes, times(r.kl_shift.kl.mean, r.kl_error.kl.mean)))
+        cases.append(Comparison(where(r), yes, times(r.kl_shift.kl.mean, r.kl_error.kl.mean)))
     return Claim(
         "cost",
         "What a shift does to the outputs is no more than what rounding does to them anyway",
@@ -209,7 +216,7 @@ def cost(results: Results) -> Claim:
     )
 
 
-def _remedy_cases(results: Results, which: str) -> list[Case]:
+def _remedy_cases(results: Results, which: str) -> list[Comparison]:
     cases = []
     for r in scores(results, "remedy"):
         whole = baseline(results, r)
@@ -218,7 +225,7 @@ def _remedy_cases(results: Results, which: str) -> list[Case]:
         factors = {"preset": r.base or "", "remedy": r.condition.removeprefix(f"{r.base}: ")}
         for mode in r.shift:
             a, b = (r.shift[mode], whole.shift[mode]) if which == "shift" else (r.error[mode], whole.error[mode])
-            cases.append(Case(factors | {"mode": mode}, _less_than_half(a, b), times(a.row.mean, b.row.mean)))
+            cases.append(Comparison(factors | {"mode": mode}, _less_than_half(a, b), times(a.row.mean, b.row.mean)))
     return cases
 
 
@@ -251,7 +258,7 @@ def remedies_error(results: Results) -> Claim:
 def emulated(results: Results) -> Claim:
     """The oracle beside torch."""
     cases = [
-        Case({"torch": r.attention_from, "dtype": r.dtype, "layer": str(layer)}, ratio <= 1, ratio)
+        Comparison({"torch": r.attention_from, "dtype": r.dtype, "layer": str(layer)}, ratio <= 1, ratio)
         for r in of_kind(results, EmulationCheck)
         for layer, ratio in zip(r.layers, r.ratio, strict=True)
     ]
@@ -275,7 +282,7 @@ def same_numbers(results: Results) -> Claim:
             ("the same in the first layer", r.shift_ratio_first),
             ("D by column", r.d_ratio),
         ):
-            cases.append(Case({"torch": r.attention_from, "dtype": r.dtype, "of": what}, ratio <= 1, ratio))
+            cases.append(Comparison({"torch": r.attention_from, "dtype": r.dtype, "of": what}, ratio <= 1, ratio))
     return Claim(
         "same-numbers",
         "The study's numbers come out the same from torch's own attention as from the oracle's",

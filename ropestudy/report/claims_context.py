@@ -5,7 +5,7 @@ Legend: D eq. 5.
 
 from collections.abc import Iterator
 
-from ropestudy.report.claims import Case, Claim, agree, compare_each, moved
+from ropestudy.report.claims import Claim, Comparison, agree, compare_each, moved
 from ropestudy.report.claims_paper import where
 from ropestudy.report.select import is_half, of_kind, scores, share, times
 from ropestudy.schema import ByLength, Difference, OwnError, Results, ShiftPairs
@@ -40,7 +40,7 @@ def distance_only(results: Results) -> Claim:
                 a, b = moved(high.difference), moved(low.difference)
                 starts = ", ".join(f"{pair.d1:,}" for pair in pairs)
                 yes = compare_each(a, b, lambda x, y: x < ONE_TENTH_MORE * y)
-                cases.append(Case(where(r, distance=f"{distance:,} from {starts}"), yes, times(a.mean, b.mean)))
+                cases.append(Comparison(where(r, distance=f"{distance:,} from {starts}"), yes, times(a.mean, b.mean)))
     return Claim(
         "distance",
         "The deviation is a function of |d1 - d2| alone",
@@ -65,12 +65,14 @@ def zero_is_privileged(results: Results) -> Claim:
     for r in _own_errors(results):
         zero = next(p for p in r.points if p.shift == 0)
         cases += [
-            Case(where(r, mode=r.mode, shift=f"{p.shift:,}"),
-                 compare_each(moved(zero.error), moved(p.error), lambda x, y: x < y),
-                 times(p.error.row.mean, zero.error.row.mean))
+            Comparison(
+                where(r, mode=r.mode, shift=f"{p.shift:,}"),
+                compare_each(moved(zero.error), moved(p.error), lambda x, y: x < y),
+                times(p.error.row.mean, zero.error.row.mean),
+            )
             for p in r.points
             if p.shift > 0 and is_half(r.condition)
-        ]  # fmt: skip
+        ]
     return Claim(
         "zero",
         "Shift 0 is privileged: every other shift is farther from float64",
@@ -89,7 +91,7 @@ def grows_with_position(results: Results) -> Claim:
         zero = next(p for p in r.points if p.shift == 0)
         most = max(r.points, key=lambda p: p.error.row.mean)
         yes = compare_each(moved(zero.error), moved(most.error), lambda x, y: y > 2 * x)
-        cases.append(Case(where(r, mode=r.mode), yes, times(most.error.row.mean, zero.error.row.mean)))
+        cases.append(Comparison(where(r, mode=r.mode), yes, times(most.error.row.mean, zero.error.row.mean)))
     last = max((p.shift for r in _own_errors(results) for p in r.points), default=0)
     return Claim(
         "position",
@@ -117,7 +119,7 @@ def grows_with_length(results: Results) -> Claim:
                 assert a is not None
                 assert b is not None
                 yes = agree(y > 2 * x for x, y in zip(a.row.values, b.row.values, strict=True))
-                cases.append(Case(where(r, mode=r.mode, measure=what), yes, times(b.row.mean, a.row.mean)))
+                cases.append(Comparison(where(r, mode=r.mode, measure=what), yes, times(b.row.mean, a.row.mean)))
     return Claim(
         "by-length",
         "The error of a query more than doubles with the length",
@@ -153,9 +155,9 @@ def more_than_its_mass(results: Results) -> Claim:
     )
 
 
-def _per_mass(factors: dict[str, str], f: Difference) -> Case:
+def _per_mass(factors: dict[str, str], f: Difference) -> Comparison:
     yes = compare_each(f.first_per_mass, f.rest_per_mass, lambda x, y: x > y)
-    return Case(factors, yes, times(f.first_per_mass.mean, f.rest_per_mass.mean))
+    return Comparison(factors, yes, times(f.first_per_mass.mean, f.rest_per_mass.mean))
 
 
 def sink_removed(results: Results) -> Claim:
@@ -175,11 +177,13 @@ def sink_removed(results: Results) -> Claim:
             if not compare_each(mass, before, lambda x, y: x < y):
                 continue  # another token is the sink now
             cases += [
-                Case({"arithmetic": r.base or "", "mode": mode, "sink": text},
-                     compare_each(moved(r.shift[mode]), moved(base.shift[mode]), lambda x, y: x < y),
-                     times(r.shift[mode].row.mean, base.shift[mode].row.mean))
+                Comparison(
+                    {"arithmetic": r.base or "", "mode": mode, "sink": text},
+                    compare_each(moved(r.shift[mode]), moved(base.shift[mode]), lambda x, y: x < y),
+                    times(r.shift[mode].row.mean, base.shift[mode].row.mean),
+                )
                 for mode in r.shift
-            ]  # fmt: skip
+            ]
     return Claim(
         "sink",
         "Without the first token as a sink the deviation is smaller",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from math import log
 
-from ropestudy.report.claims import Case, Claim, above, agree, compare_each, moved
+from ropestudy.report.claims import Claim, Comparison, above, agree, compare_each, moved
 from ropestudy.report.select import at_other_end, is_half, of_kind, one_rounding, paper_shift, scores, times
 from ropestudy.schema import ByLength, Difference, MaskPair, PerToken, Record, Results, Score, ShiftPairs
 
@@ -54,7 +54,7 @@ def _points(results: Results) -> Iterator[tuple[ShiftPairs, int, Difference]]:
 def not_relative(results: Results) -> Claim:
     """Abstract; figure 1, left."""
     cases = [
-        Case(where(r, mode=r.mode, shift=f"d1 = {d}"), above(moved(f), one_rounding(r.condition)), f.row.mean)
+        Comparison(where(r, mode=r.mode, shift=f"d1 = {d}"), above(moved(f), one_rounding(r.condition)), f.row.mean)
         for r, d, f in _points(results)
         if r.model == "pretrained" and is_half(r.condition)
     ]
@@ -72,7 +72,7 @@ def not_relative(results: Results) -> Claim:
 def fp32_relative(results: Results) -> Claim:
     """Figure 1, left: the line of float32."""
     cases = [
-        Case(
+        Comparison(
             where(r, mode=r.mode, shift=f"d1 = {d}"),
             agree(v <= one_rounding("bf16") for v in f.row.values),
             f.row.mean,
@@ -107,7 +107,9 @@ def samples_agree(results: Results) -> Claim:
         if r.model == "pretrained" and is_half(r.condition) and low and len(low.d.values) == len(f.d.values):
             ratio = min(times(a, b) for a, b in zip(f.d.values, low.d.values, strict=True))
             cases.append(
-                Case(where(r, mode=r.mode, shift=f"d1 = {d}"), compare_each(f.d, low.d, lambda a, b: a > b), ratio)
+                Comparison(
+                    where(r, mode=r.mode, shift=f"d1 = {d}"), compare_each(f.d, low.d, lambda a, b: a > b), ratio
+                )
             )
     return Claim(
         "samples",
@@ -153,13 +155,13 @@ def _twin(s: Score, r: Score) -> bool:
     return same and s.model == "pretrained" and s.mask == r.mask and s.text == r.text
 
 
-def _more(record: Record, trained: Difference, other: Difference, mode: str) -> list[Case]:
+def _more(record: Record, trained: Difference, other: Difference, mode: str) -> list[Comparison]:
     """By D, whose n weighs the last columns most, and by what moves per query."""
     made = []
     for name, a, b in (("D", trained.d, other.d), ("moved per query", moved(trained), moved(other))):
         n = min(len(a.values), len(b.values))
         yes = agree(x > y for x, y in zip(a.values[:n], b.values[:n], strict=True))
-        made.append(Case(where(record, mode=mode, measure=name), yes, times(a.mean, b.mean)))
+        made.append(Comparison(where(record, mode=mode, measure=name), yes, times(a.mean, b.mean)))
     return made
 
 
@@ -172,7 +174,7 @@ def first_most(results: Results) -> Claim:
                 ("n as in eq. 5", r.columns.d, r.difference.first_share),
                 ("every n = 1", r.columns.unweighted, r.difference.first_share_unweighted),
             ):
-                cases.append(Case(where(r, mode=r.mode, weighting=name), columns[0] >= max(columns), part.mean))
+                cases.append(Comparison(where(r, mode=r.mode, weighting=name), columns[0] >= max(columns), part.mean))
     return Claim(
         "first-most",
         "The first token contributes most to the deviation",
@@ -210,7 +212,7 @@ def grows(results: Results) -> Claim:
     for r in _half_lengths(results):
         values = [(p.tokens, p.shift.d_logit_first.values) for p in r.points]
         exponent = _exponent([(p.tokens, p.shift.d_logit_first.mean) for p in r.points])
-        cases.append(Case(where(r, mode=r.mode), _grows(values), exponent))
+        cases.append(Comparison(where(r, mode=r.mode), _grows(values), exponent))
     return Claim(
         "grows",
         "The deviation of the first token grows with the length",
@@ -230,9 +232,9 @@ def only_the_first_grows(results: Results) -> Claim:
         first = _exponent([(p.tokens, p.shift.d_logit_first.mean) for p in r.points])
         for j in sorted(set(r.points[0].columns) & set(r.points[-1].columns) - {0}):
             other = _exponent([(p.tokens, p.columns[j]) for p in r.points if j in p.columns])
-            cases.append(Case(where(r, mode=r.mode, column=f"column {j + 1}"), first > other, other - first))
+            cases.append(Comparison(where(r, mode=r.mode, column=f"column {j + 1}"), first > other, other - first))
         rest = _exponent([(p.tokens, p.shift.d_logit_rest.mean) for p in r.points])
-        cases.append(Case(where(r, mode=r.mode, column="mean of all others"), first > rest, rest - first))
+        cases.append(Comparison(where(r, mode=r.mode, column="mean of all others"), first > rest, rest - first))
     return Claim(
         "only-first",
         "It is the first token whose deviation grows: it grows faster than that of any other column",
@@ -253,9 +255,9 @@ def reset_matters(results: Results) -> Claim:
             continue
         row = moved(r.difference)
         if is_half(r.condition):
-            cases.append(Case(where(r, mode=r.mode), above(row, one_rounding(r.condition)), row.mean))
+            cases.append(Comparison(where(r, mode=r.mode), above(row, one_rounding(r.condition)), row.mean))
         elif r.condition == "exact":
-            cases.append(Case(where(r, mode=r.mode), agree(v <= FP32_ROUNDOFF for v in row.values), row.mean))
+            cases.append(Comparison(where(r, mode=r.mode), agree(v <= FP32_ROUNDOFF for v in row.values), row.mean))
     return Claim(
         "reset-matters",
         "Resetting positions in every document changes nothing in exact arithmetic, and something in bf16",
@@ -313,7 +315,7 @@ def _closer(results: Results, key: str, says: str, mask: str, than: str, section
         if r.mask == mask and other and is_half(r.condition):
             for what, a, b in (("error against float64", r.error, other.error), ("shift error", r.shift, other.shift)):
                 cases += [
-                    Case(
+                    Comparison(
                         where(r, mode=mode, measure=what),
                         compare_each(moved(a[mode]), moved(b[mode]), lambda x, y: x < y),
                         times(a[mode].row.mean, b[mode].row.mean),

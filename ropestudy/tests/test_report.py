@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from anchorline.page.colours import DARK, LIGHT
 from ropestudy import report
 from ropestudy.report import __main__ as again
-from ropestudy.report.claims import Case, Claim
+from ropestudy.report.claims import Claim, Comparison
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
@@ -27,12 +27,11 @@ from ropestudy.schema import (
     ByLength,
     Columns,
     Difference,
-    Divergence,
     EmulationCheck,
-    Environment,
     LengthPoint,
     MaskPair,
     ModelDescription,
+    OutputDivergence,
     OwnError,
     OwnErrorPoint,
     PairDifference,
@@ -42,6 +41,7 @@ from ropestudy.schema import (
     Score,
     ShiftPairs,
     Stat,
+    StudyEnvironment,
     TextDescription,
     write_results,
 )
@@ -110,8 +110,8 @@ def lengths(first: float, rest: float, condition: str = BF16) -> ByLength:
     return ByLength(**about(condition), mode="local", d1=0, d2=16, points=points)
 
 
-def kl(value: float) -> Divergence:
-    return Divergence(kl=stat(value), argmax_differs=stat(0.01))
+def kl(value: float) -> OutputDivergence:
+    return OutputDivergence(kl=stat(value), argmax_differs=stat(0.01))
 
 
 def score(group: str, shift: float, error: float = 0.01, condition: str = BF16, **fields: Any) -> Score:
@@ -169,7 +169,7 @@ def study(*records: Any, **fields: Any) -> Results:
         "created": "2026-11-21T12:00:00+00:00",
         "seconds": 12.5,
         "command": "jaxref study configs/study/tiny.yaml",
-        "environment": Environment(
+        "environment": StudyEnvironment(
             versions={"jax": "0"}, hardware="a machine", device="cpu", git_commit="abc", git_dirty=True
         ),
         "config": {"shift_pairs": {"d2": 16, "grid": [0, 1, 2]}},
@@ -378,7 +378,7 @@ def test_what_it_depends_on_is_the_factor_that_tells_yes_from_no():
 def test_two_factors_together_may_tell_them_apart():
     remedies = [str(i) for i in range(9)]
     cases = [
-        Case({"mode": m, "remedy": r, "length": n}, (m, r) == ("local", "3"), 1.0)
+        Comparison({"mode": m, "remedy": r, "length": n}, (m, r) == ("local", "3"), 1.0)
         for m in ("local", "propagated") for r in remedies for n in ("8", "16")
     ]  # fmt: skip
     claim = Claim("k", "says", "s", "c", "n", "f", cases)
@@ -387,7 +387,9 @@ def test_two_factors_together_may_tell_them_apart():
 
 def test_where_no_factor_does_the_cases_are_counted():
     cases = [
-        Case({"mode": m, "shift": s}, (m, s) == ("local", "1"), 1.0) for m in ("local", "propagated") for s in "12"
+        Comparison({"mode": m, "shift": s}, (m, s) == ("local", "1"), 1.0)
+        for m in ("local", "propagated")
+        for s in "12"
     ]
     claim = Claim("k", "says", "s", "c", "n", "f", cases)
     assert claim.depends == "more than one thing; yes, by mode: local 1 of 2, propagated 0 of 2"

@@ -5,7 +5,7 @@ from typing import Any
 
 from anchorline.errors import UserError
 from anchorline.settings import validate
-from torchtrain.checkpoint.manifest import Layout, Manifest, versions
+from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, versions
 from torchtrain.config import Config
 from torchtrain.config_history import restore_meaning
 
@@ -66,7 +66,7 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
             raise UserError(f"{advice} ({_tell_changes(changes)})")
 
 
-def describe_changes(manifest: Manifest, layout: Layout) -> str:
+def describe_changes(manifest: Manifest, layout: ProcessLayout) -> str:
     """Return, in words, what moves last digits and has changed since a checkpoint was written; else an empty text.
 
     Args:

@@ -26,7 +26,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Progress(_Part):
+class RunProgress(_Part):
     """Where a run stands between two steps."""
 
     step: int  # steps done
@@ -38,7 +38,7 @@ class Progress(_Part):
     metrics: FileEntry  # the beginning of `metrics.jsonl` that belongs to these steps
 
 
-class Layout(_Part):
+class ProcessLayout(_Part):
     """On what a step was computed and how it was spread: another one gives other last digits."""
 
     processes: int
@@ -58,8 +58,8 @@ class Manifest(_Part):
     """
 
     format: int = FORMAT
-    progress: Progress
-    layout: Layout
+    progress: RunProgress
+    layout: ProcessLayout
     config: dict[str, Any]
     identity: dict[str, Any]
     versions: dict[str, str]

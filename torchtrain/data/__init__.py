@@ -2,7 +2,7 @@
 
 from torchtrain.data.dataset import PackedRows, collate
 from torchtrain.data.packing import PackPlan, Span
-from torchtrain.data.prepare import Progress, fingerprint, identity, prepare, tokenizer_identity
+from torchtrain.data.prepare import PreparationProgress, fingerprint, identity, prepare, tokenizer_identity
 from torchtrain.data.split import Split, split_documents
 from torchtrain.data.store import DomainSummary, TokenStore
 from torchtrain.data.tokens import anchor_ids, check_store, check_tokenizer, pad_id, tag_ids
@@ -11,7 +11,7 @@ __all__ = [
     "DomainSummary",
     "PackPlan",
     "PackedRows",
-    "Progress",
+    "PreparationProgress",
     "Span",
     "Split",
     "TokenStore",

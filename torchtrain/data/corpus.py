@@ -16,7 +16,7 @@ _MOST_KEYS = 8  # of a bad record that are named
 
 
 @dataclass(frozen=True)
-class Record:
+class Document:
     """One document's text and the domain it counts for."""
 
     text: str
@@ -39,7 +39,7 @@ class BadRecord:
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-def read(source: Source) -> Iterator[Record | BadRecord]:
+def read(source: Source) -> Iterator[Document | BadRecord]:
     """Yield the records of a source in an order that never changes; bad ones in their place, so that nothing is silent.
 
     A record is bad where it cannot be parsed, or its text or domain is missing, no string, blank or not Unicode.
@@ -56,7 +56,7 @@ def read(source: Source) -> Iterator[Record | BadRecord]:
     good = 0
     for record in records:
         yield record
-        good += isinstance(record, Record)
+        good += isinstance(record, Document)
         if good == source.max_documents:
             return
 
@@ -77,7 +77,7 @@ def source_name(source: Source) -> str:
     return "files"
 
 
-def _read_all(source: Source) -> Iterator[Record | BadRecord]:
+def _read_all(source: Source) -> Iterator[Document | BadRecord]:
     name = source_name(source)
     if source.demo is not None:
         for where, text in corpora.documents(source.demo, f"data.sources: demo {source.demo!r}"):
@@ -100,12 +100,12 @@ def _fields(source: Source) -> dict[str, str]:
     return {setting: field for setting, field in named.items() if field is not None}
 
 
-def _record(source: Source, name: str, where: str, item: Any, text_field: str) -> Record | BadRecord:
+def _record(source: Source, name: str, where: str, item: Any, text_field: str) -> Document | BadRecord:
     domain = name
     try:
         if source.domain_field is not None:
             domain = _name(item, source.domain_field)
-        return Record(_string(item, text_field, "text_field"), domain)
+        return Document(_string(item, text_field, "text_field"), domain)
     except BadItemError as why:
         return BadRecord(where, str(why), domain)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
-from anchorline.files import expanded
+from anchorline.files import expand
 
 KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 MOST_LINE_BYTES = 1 << 28
@@ -40,7 +40,7 @@ def find_files(pattern: str) -> list[Path]:
     if "\0" in pattern:
         raise UserError(f"{shown}: holds NUL, which no file's name can; remove it")
     found = set()
-    for name in _Matches(shown).of(str(expanded(pattern))):
+    for name in _Matches(shown).of(str(expand(pattern))):
         path = Path(name)
         # Told of the first one: the rest may be a whole disk.
         if not path.name.endswith(KINDS) or not os.path.isfile(path):

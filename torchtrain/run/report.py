@@ -22,7 +22,9 @@ from torchtrain.training.losses import Mean
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def tell_tokenising(console: Console, spinner: Status, say: Callable[[str], None]) -> Callable[[data.Progress], None]:
+def tell_tokenising(
+    console: Console, spinner: Status, say: Callable[[str], None]
+) -> Callable[[data.PreparationProgress], None]:
     """Return what takes the progress of tokenising: it stands at the spinner on a terminal; anywhere else it is a line
     when its state changes, and one every few seconds.
     """
@@ -30,7 +32,7 @@ def tell_tokenising(console: Console, spinner: Status, say: Callable[[str], None
         return lambda progress: spinner.update(Text(str(progress)))
     state, told = "", 0.0
 
-    def tell(progress: data.Progress) -> None:
+    def tell(progress: data.PreparationProgress) -> None:
         nonlocal state, told
         now = time.monotonic()
         if progress.state != state or now - told >= _SECONDS_BETWEEN_LINES:
@@ -145,7 +147,7 @@ def _add(table: Table, name: str, before: Mean, after: Mean) -> None:
 
 
 def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return as a PNG the training loss (all and per domain) over tokens seen, and the held-out losses before and after.
+    """Return a PNG: training loss (all and per domain) over tokens seen, held-out losses before and after.
 
     Args:
         events: those of `metrics.jsonl`.

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import FileEntry
-from torchtrain.checkpoint.manifest import Layout, Manifest, Progress, versions
+from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
@@ -111,7 +111,7 @@ class Session:
         def manifest(files: dict[str, FileEntry]) -> Manifest:
             assert self.before is not None
             return Manifest(
-                progress=Progress(
+                progress=RunProgress(
                     step=self.step,
                     updates=updates,
                     tokens_seen=self.tokens_seen,
@@ -186,17 +186,17 @@ class Session:
                 "longer or set model.dtype: float32, and train anew",
             )
 
-    def _guard(self, progress: Progress | None = None) -> Guard:
+    def _guard(self, progress: RunProgress | None = None) -> Guard:
         so_far: Mapping[str, Any] = (
             {} if progress is None else {"skipped": progress.skipped_steps, "recent": progress.recent_losses}
         )
         return Guard(self._config.train, self.setup.rows, self._folder.bad_steps, self._leads, **so_far)
 
 
-def layout_of(config: Config, setup: Setup, world: World) -> Layout:
+def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
     """Return on what a run is computed and how it is spread."""
     distributed, train = config.distributed, config.train
-    return Layout(
+    return ProcessLayout(
         processes=world.size,
         sequence_parallel=distributed.sequence_parallel,
         zero_stage=distributed.zero_stage,

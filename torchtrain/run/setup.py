@@ -17,7 +17,7 @@ from torchtrain.attention.dense import check_tokens
 from torchtrain.config import Config, PackConfig
 from torchtrain.data import (
     PackedRows,
-    Progress,
+    PreparationProgress,
     Split,
     TokenStore,
     anchor_ids,
@@ -62,7 +62,7 @@ class Setup:
 def set_up(
     config: Config,
     say: Callable[[str], None],
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[PreparationProgress], None] | None = None,
     world: World = ALONE,
     check: Callable[[dict[str, Any]], None] = lambda identity: None,
 ) -> Setup:
@@ -165,7 +165,7 @@ def pack_rows(
     """
     train, held = split.train, split.held_out
 
-    def packed(documents: np.ndarray, last: str) -> PackedRows:
+    def pack_documents(documents: np.ndarray, last: str) -> PackedRows:
         return PackedRows(
             store,
             documents,
@@ -183,9 +183,9 @@ def pack_rows(
             "there is nothing to evaluate on; raise it or give more documents"
         )
     by_domain = (held[store.document_domains[held] == domain] for domain in range(len(store.domains)))
-    held_out_rows = [packed(documents, "pad") for documents in by_domain if len(documents)]
+    held_out_rows = [pack_documents(documents, "pad") for documents in by_domain if len(documents)]
     held_out = [rows[i] for rows in held_out_rows for i in range(min(config.held_out.sequences, len(rows)))]
-    return packed(train, config.pack.last), held_out
+    return pack_documents(train, config.pack.last), held_out
 
 
 def describe_variant(pack: PackConfig) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import FileEntry, differs, entry_of, expanded
+from anchorline.files import FileEntry, differs, entry_of, expand
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.store import HEADER, TokenStore
@@ -63,7 +63,7 @@ def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
     tokens, cache = _look_up(record, "corpus_fingerprint"), _look_up(record, "config", "data", "cache")
     if isinstance(tokens, str) and isinstance(cache, str):
         held = _look_up(record, "corpus_folder")
-        place = Path(held) if isinstance(held, str) else expanded(cache).absolute() / "corpus" / tokens
+        place = Path(held) if isinstance(held, str) else expand(cache).absolute() / "corpus" / tokens
         yield _check(f"tokens {quoted(place)}", lambda: _store(place, _look_up(record, "identity", "tokens", "sha256")))
     else:
         yield Finding(run.record.name, False, "does not say which tokens the run was trained on")

@@ -1,4 +1,4 @@
-"""Losses of tiny runs that no refactoring may move by a bit, with the kernels that every x86-64 processor computes alike.
+"""Losses of tiny runs that no refactoring may move by a bit, by kernels that are alike on every x86-64.
 
     python -m torchtrain.tests.golden           # compare; exit code 1 where a bit moved
     python -m torchtrain.tests.golden --write   # after a change that is meant to move them: say so in its commit

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from anchorline.files import FileEntry
-from torchtrain.checkpoint.manifest import Layout, Manifest, Progress, versions
+from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
@@ -36,9 +36,9 @@ def save(checkpoints: Checkpoints, strategy: Strategy, step: int) -> None:
     state, world = state_of(strategy), strategy.world
     none = FileEntry(bytes=0, sha256="")
     counts = {"step": step, "updates": state.updates, "tokens_seen": 0, "skipped_steps": 0}
-    progress = Progress(**counts, recent_losses=[], before=[], metrics=none)
+    progress = RunProgress(**counts, recent_losses=[], before=[], metrics=none)
     spread = {"processes": world.size, "sequence_parallel": world.sequence_parallel, "zero_stage": 0, "offload": "none"}
-    layout = Layout(**spread, micro_batch=1, loss_chunk=1, device="cpu", attention=worker.ENGINE)
+    layout = ProcessLayout(**spread, micro_batch=1, loss_chunk=1, device="cpu", attention=worker.ENGINE)
 
     def manifest(files: dict[str, FileEntry]) -> Manifest:
         content = {"progress": progress, "layout": layout, "config": {}, "identity": {}, "versions": versions()}

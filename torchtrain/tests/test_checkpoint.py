@@ -26,7 +26,7 @@ from anchorline.files import FileEntry, entry_of, replace_file, write_file
 from torchtrain.checkpoint import fragments, rng, store
 from torchtrain.checkpoint.fragments import KINDS, Fragment
 from torchtrain.checkpoint.identity import check_config, check_identity, describe_changes, differences
-from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Layout, Manifest, Progress, versions
+from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest, ProcessLayout, RunProgress, versions
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import TrainConfig, load_config
@@ -38,7 +38,7 @@ from torchtrain.training.events import MetricsFile, read_metrics
 from torchtrain.training.strategy import Replicated
 
 TRAIN = TrainConfig()
-LAYOUT = Layout(
+LAYOUT = ProcessLayout(
     processes=1,
     sequence_parallel=1,
     zero_stage=0,
@@ -170,7 +170,7 @@ def checkpoints(tmp_path) -> Checkpoints:
 def save(checkpoints: Checkpoints, step: int, strategy: Replicated, keep: int = 9, config: dict | None = None) -> None:
     state = state_of(strategy)
     checkpoints.folder.parent.mkdir(exist_ok=True)
-    progress = Progress(
+    progress = RunProgress(
         step=step,
         updates=state.updates,
         tokens_seen=7 * step,

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from torchtrain.cli import app, main
 from torchtrain.config import load_config
-from torchtrain.data import Progress
+from torchtrain.data import PreparationProgress
 from torchtrain.run.report import tell_tokenising
 from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
@@ -121,7 +121,7 @@ def test_off_a_terminal_tokenising_is_a_line_a_source_and_one_every_few_seconds(
     monkeypatch.setattr("torchtrain.run.report.time.monotonic", lambda: next(clock))
     tell = tell_tokenising(console, console.status(""), said.append)
     for documents, state in enumerate(["tokenising a"] * 5 + ["tokenising b"]):
-        tell(Progress(state, documents, 0, 0))
+        tell(PreparationProgress(state, documents, 0, 0))
     assert [line.split(",")[0] for line in said] == [
         "tokenising a: 0 documents",
         "tokenising a: 3 documents",

@@ -11,12 +11,12 @@ import pytest
 
 from anchorline.errors import UserError
 from torchtrain.config import Source
-from torchtrain.data.corpus import BadRecord, Record, read, source_name
+from torchtrain.data.corpus import BadRecord, Document, read, source_name
 from torchtrain.tests.data_fixtures import write_jsonl
 
 
 def texts(source: Source) -> list[str]:
-    return [record.text for record in read(source) if isinstance(record, Record)]
+    return [record.text for record in read(source) if isinstance(record, Document)]
 
 
 def bad(source: Source) -> list[str]:
@@ -25,7 +25,7 @@ def bad(source: Source) -> list[str]:
 
 def test_a_demo_is_a_source_with_its_name_as_domain():
     records = list(read(Source(demo="code", max_documents=2)))
-    assert [type(record) for record in records] == [Record, Record]
+    assert [type(record) for record in records] == [Document, Document]
     assert {record.domain for record in records} == {"code"}
 
 
@@ -43,7 +43,7 @@ def test_jsonl_plain_and_gz_and_parquet_read_alike(tmp_path):
     with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "c.parquet", row_group_size=2)
-    expected = [Record(f"tëxt {i}", f"d{i % 2}") for i in range(5)]
+    expected = [Document(f"tëxt {i}", f"d{i % 2}") for i in range(5)]
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
         assert list(read(Source(files=str(tmp_path / name), domain_field="meta.name"))) == expected
     everything = Source(files=str(tmp_path / "*"))
@@ -168,7 +168,7 @@ def test_a_data_set_is_read_through_datasets(tmp_path, monkeypatch, streaming):
     write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "a", "d": "x"}, {"text": "", "d": "y"}])
     folder = str(tmp_path / "set")
     records = list(read(Source(dataset=folder, streaming=streaming, domain_field="d")))
-    assert records == [Record("a", "x"), BadRecord(f"{folder} [train] record 2", "'text' is blank", "y")]
+    assert records == [Document("a", "x"), BadRecord(f"{folder} [train] record 2", "'text' is blank", "y")]
     message = refusal(Source(dataset=folder, streaming=streaming, split="nonsense"))
     assert f"dataset {folder!r} (subset None, split 'nonsense') cannot be read after record 0: " in message
 
@@ -183,9 +183,9 @@ def test_a_string_of_a_data_set_that_is_not_utf8_costs_its_record(tmp_path, monk
     )
     folder = str(tmp_path / "set")
     assert list(read(Source(dataset=folder, streaming=streaming))) == [
-        Record("a", folder),
+        Document("a", folder),
         BadRecord(f"{folder} [train] record 2", "is not UTF-8", folder),
-        Record("b", folder),
+        Document("b", folder),
     ]
 
 

@@ -14,7 +14,7 @@ import zstandard
 from anchorline.errors import UserError
 from torchtrain.config import Source
 from torchtrain.data import files
-from torchtrain.data.corpus import BadRecord, Record, read
+from torchtrain.data.corpus import BadRecord, Document, read
 from torchtrain.data.files import find_files, items
 
 LINES = [json.dumps({"text": f"number {i}"}).encode() + b"\n" for i in range(3000)]
@@ -91,7 +91,7 @@ def test_zst_of_many_frames_is_one_content(tmp_path):
     path = tmp_path / "web-0.jsonl.zst"
     path.write_bytes(zst(whole[:1001]) + skipped + zst(b"", whole[1001:]))
     records = list(read(Source(files=str(path))))
-    assert records == [Record(f"number {i}", "web-0") for i in range(3000)]
+    assert records == [Document(f"number {i}", "web-0") for i in range(3000)]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_line_too_long_to_hold_costs_that_line(tmp_path, monkeypatch):
     path.write_text("\n".join(lines))
     assert len(lines[2]) == 100 - 1  # and its newline
     found = list(read(Source(files=str(path))))
-    assert [record.text for record in found if isinstance(record, Record)] == ["first", "y" * 87]
+    assert [record.text for record in found if isinstance(record, Document)] == ["first", "y" * 87]
     assert [str(record) for record in found if isinstance(record, BadRecord)] == [
         f"{path}:{number}: is longer than 100 bytes" for number in (2, 4)
     ]
@@ -139,7 +139,7 @@ def test_a_parquet_string_that_is_not_utf8_costs_its_record(tmp_path, nested):
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     source = Source(files=str(tmp_path / "a.parquet"), text_field=field)
     found = list(read(source))
-    assert [record.text for record in found if isinstance(record, Record)] == [
+    assert [record.text for record in found if isinstance(record, Document)] == [
         text.decode() for i, text in enumerate(texts) if i != 300
     ]
     assert str(found[300]) == f"{tmp_path}/a.parquet: row 301: is not UTF-8"
@@ -149,7 +149,7 @@ def test_a_domain_with_control_characters_is_a_bad_record(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": "t", "d": d}) + "\n" for d in ("web", "we\0b", "we\x1b[31mb")))
     found = list(read(Source(files=str(path), domain_field="d")))
-    assert [type(record) for record in found] == [Record, BadRecord, BadRecord]
+    assert [type(record) for record in found] == [Document, BadRecord, BadRecord]
     assert str(found[1]) == f"{path}:2: 'd' holds control characters"
 
 

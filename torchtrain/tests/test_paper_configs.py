@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from torchtrain.config import BASE_VARIANTS, PAPER_ROPE_THETA, Config, Source, load_config
-from torchtrain.data.corpus import Record, read
+from torchtrain.data.corpus import Document, read
 from torchtrain.modeling.rope import extend
 from torchtrain.tests.tiny import tiny_config
 
@@ -81,7 +81,7 @@ def test_it_reads_slimpajama_as_it_lies_on_the_hub(paper, slimpajama):
     records = list(read(source))
     places = [(1, 0), (1, 1), (2, 0)]
     assert records == [
-        Record(f"train {chunk} {number} {i}", f"RedPajama{('C4', 'Book')[i % 2]}")
+        Document(f"train {chunk} {number} {i}", f"RedPajama{('C4', 'Book')[i % 2]}")
         for chunk, number in places
         for i in range(4)
     ]

@@ -11,7 +11,7 @@ import pytest
 
 from anchorline.errors import UserError
 from torchtrain.config import DataConfig, Source
-from torchtrain.data import DomainSummary, Progress, TokenStore, fingerprint, prepare
+from torchtrain.data import DomainSummary, PreparationProgress, TokenStore, fingerprint, prepare
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 
 
@@ -43,7 +43,7 @@ def test_documents_are_stored_in_order_with_eos(corpus, tmp_path):
     assert store.document_domains.tolist() == [0, 1]
     assert store.largest_token == 8
     assert store.summaries == [DomainSummary("left", 1, 4, 4, 0, 1, 1), DomainSummary("right", 1, 3, 3, 0, 0, 0)]
-    assert seen[-1] == Progress("tokenised", documents=2, tokens=7, bad_records=0)
+    assert seen[-1] == PreparationProgress("tokenised", documents=2, tokens=7, bad_records=0)
     assert [progress.state for progress in seen] == ["tokenising left", "tokenising right", "tokenised"]
     assert str(seen[-1]) == "tokenised: 2 documents, 7 tokens, 0 bad records"
     assert stored(tmp_path) == [store.fingerprint]
@@ -84,7 +84,7 @@ def test_a_finished_store_is_reused_without_tokenising_and_says_so(corpus, monke
     monkeypatch.setattr(type(tokenizer), "__call__", lambda *_, **__: pytest.fail("tokenised again"))
     seen = []
     second = prepare(corpus, tokenizer, seen.append)
-    assert seen == [Progress("tokens reused", documents=2, tokens=7, bad_records=0)]
+    assert seen == [PreparationProgress("tokens reused", documents=2, tokens=7, bad_records=0)]
     np.testing.assert_array_equal(second.tokens, first.tokens)
 
 

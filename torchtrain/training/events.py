@@ -39,7 +39,7 @@ class MetricsFile:
         if self._path is not None:
             whole = read_file(self._path, _MOST_BYTES).rfind(b"\n") + 1 if os.path.lexists(self._path) else 0
             # Unbuffered: what could not be written is not tried again on closing.
-            self._file = open(self._path, "ab", buffering=0, opener=_without_waiting)
+            self._file = open(self._path, "ab", buffering=0, opener=_open_without_waiting)
             self._file.truncate(whole)
         return self
 
@@ -73,7 +73,7 @@ class MetricsFile:
         return entry_of(self._path)
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 

@@ -14,7 +14,10 @@ class _AdamW(plain.AdamW):
 
 BUG = Bug(
     what="Adam's epsilon inside the root",
-    where="implementations differ: tf-keras issue 315 (other optimisers put it there), optax has eps_root for it (issue 571), TensorFlow PR 22876",
+    where=(
+        "implementations differ: tf-keras issue 315 (other optimisers put it there), optax has "
+        "eps_root for it (issue 571), TensorFlow PR 22876"
+    ),
     stage="step",
     apply=lambda: patch.object(torch.optim, "AdamW", _AdamW),
 )

@@ -8,8 +8,8 @@ from parity_tests.zoo import Bug, plain
 
 
 class _AdamW(plain.AdamW):
-    def corrected(self, state, beta1, beta2):
-        mean, square = super().corrected(state, beta1, beta2)
+    def correct(self, state, beta1, beta2):
+        mean, square = super().correct(state, beta1, beta2)
         self._root_of_correction = (1 - beta2 ** state["step"]) ** 0.5
         return mean, square
 

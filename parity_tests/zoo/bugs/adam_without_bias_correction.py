@@ -8,13 +8,15 @@ from parity_tests.zoo import Bug, plain
 
 
 class _AdamW(plain.AdamW):
-    def corrected(self, state, beta1, beta2):
+    def correct(self, state, beta1, beta2):
         return state["mean"], state["square"]
 
 
 BUG = Bug(
     what="Adam's bias correction missing",
-    where='BERT\'s own optimiser (issue 153: "mostly an oversight"; arXiv 2006.05987 on what it cost), MLX before PR 1640',
+    where=(
+        'BERT\'s own optimiser (issue 153: "mostly an oversight"; arXiv 2006.05987 on what it cost), MLX before PR 1640'
+    ),
     stage="step",
     apply=lambda: patch.object(torch.optim, "AdamW", _AdamW),
 )

@@ -12,7 +12,10 @@ def _first_only(document_ids_BT: Tensor) -> Tensor:
 
 BUG = Bug(
     what="anchor visible to one document only",
-    where="what intra-document masking does with a row's BOS, left on under AnchorAttention (arXiv 2411.13476 compares the two)",
+    where=(
+        "what intra-document masking does with a row's BOS, left on under AnchorAttention (arXiv "
+        "2411.13476 compares the two)"
+    ),
     stage="forward",
     apply=lambda: documents(_first_only),
     likely={"variant": "anchor"},

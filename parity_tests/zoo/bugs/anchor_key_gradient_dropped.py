@@ -8,11 +8,11 @@ from torchtrain.marks import ANCHOR
 
 
 def _make(attend):
-    def detached(q, k, v, plan, **options):
+    def detach(q, k, v, plan, **options):
         is_anchor = (plan.document_ids_BT == ANCHOR)[:, :, None, None]
         return attend(q, torch.where(is_anchor, k.detach(), k), v, plan, **options)
 
-    return detached
+    return detach
 
 
 BUG = Bug(

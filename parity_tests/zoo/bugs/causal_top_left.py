@@ -1,4 +1,4 @@
-"""Causal masking aligned top-left where a document's queries meet the anchor's keys and its own: each sees A keys too few."""
+"""Causal masking aligned top-left where queries meet the anchor's keys and their own: each sees A keys too few."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,10 @@ def _attend(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan,
 
 BUG = Bug(
     what="causal mask aligned top-left",
-    where="flash-attention before 2.1 (issues 282, 351, 402) and torch's scaled_dot_product_attention(is_causal=True) to this day",
+    where=(
+        "flash-attention before 2.1 (issues 282, 351, 402) and torch's "
+        "scaled_dot_product_attention(is_causal=True) to this day"
+    ),
     stage="forward",
     apply=lambda: every_engine(_attend),
     likely={"variant": "anchor"},

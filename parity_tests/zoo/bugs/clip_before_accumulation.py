@@ -24,11 +24,11 @@ def _apply() -> Iterator[None]:
         _init(self, model, train)
 
     def make(original):
-        def clipping(model, batch, plan=None):
+        def clip(model, batch, plan=None):
             nn.utils.clip_grad_norm_(model.parameters(), limit)
             return original(model, batch, plan)
 
-        return clipping
+        return clip
 
     with patch.object(Optimizer, "__init__", init), wrap(hidden_states, make):
         yield

@@ -1,5 +1,5 @@
-"""Documents of a row attend to one another: what transformers' detection of packing does under a cache, put straight into the
-plan, since our own code path asks for no cache and passes the documents itself."""
+"""Documents of a row attend to one another: what transformers' detection of packing does under a cache, put straight
+into the plan, since our own code path asks for no cache and passes the documents itself."""
 
 from torch import Tensor
 
@@ -13,7 +13,10 @@ def _one_document(document_ids_BT: Tensor) -> Tensor:
 
 BUG = Bug(
     what="documents leak into one another",
-    where="transformers detects packing only without cache and mask (PR 46634, profam issue 495); TRL issue 1230, nanoVLM PR 204",
+    where=(
+        "transformers detects packing only without cache and mask (PR 46634, profam issue 495); TRL "
+        "issue 1230, nanoVLM PR 204"
+    ),
     stage="forward",
     apply=lambda: documents(_one_document),
     likely={"variant": ("anchor", "intra")},

@@ -12,7 +12,9 @@ def _forward(self, x):
 
 BUG = Bug(
     what="GELU for SiLU",
-    where="activations taken from the wrong field of a config: Megatron-Bridge PR 4661 (Gemma), TensorRT-LLM issue 10446",
+    where=(
+        "activations taken from the wrong field of a config: Megatron-Bridge PR 4661 (Gemma), TensorRT-LLM issue 10446"
+    ),
     stage="forward",
     apply=lambda: in_every_family("MLP", "forward", lambda _: _forward),
 )

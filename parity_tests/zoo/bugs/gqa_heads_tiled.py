@@ -7,12 +7,12 @@ from parity_tests.zoo.patch import attention
 
 
 def _make(attend):
-    def tiled(q: Tensor, k: Tensor, v: Tensor, plan, **options):
+    def tile(q: Tensor, k: Tensor, v: Tensor, plan, **options):
         groups = q.shape[2] // k.shape[2]
         k, v = (x.repeat(1, 1, groups, 1) for x in (k, v))
         return attend(q, k, v, plan, **options)
 
-    return tiled
+    return tile
 
 
 BUG = Bug(

@@ -8,7 +8,7 @@ from torchtrain.training.strategy import Replicated
 _backward = Replicated.backward
 
 
-def _averaged(self, loss, last):
+def _average(self, loss, last):
     _backward(self, loss, last)
     if last:
         for master in self.optimizer.masters:
@@ -20,6 +20,6 @@ BUG = Bug(
     what="gradients averaged over ranks where they should be added",
     where="DDP and FSDP average by themselves; prime-rl PR 2562 and torchtitan PR 2206 had to undo it",
     stage="gradients",
-    apply=lambda: patch.object(Replicated, "backward", _averaged),
+    apply=lambda: patch.object(Replicated, "backward", _average),
     likely={"ranks": "2"},
 )

@@ -7,7 +7,7 @@ from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import positions
 
 
-def _reversed(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
+def _reverse(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     changed = position_ids_BT.clone()
     for row, documents in zip(changed, document_ids_BT, strict=True):
         for document in documents[documents > 0].unique():
@@ -19,8 +19,11 @@ def _reversed(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
 
 BUG = Bug(
     what="interleaved chunks at the wrong positions",
-    where="AnchorContext's splitter of interleaved chunks slices the whole sequence, not the document: chunks land in wrong places",
+    where=(
+        "AnchorContext's splitter of interleaved chunks slices the whole sequence, not the "
+        "document: chunks land in wrong places"
+    ),
     stage="forward",
-    apply=lambda: positions(_reversed),
+    apply=lambda: positions(_reverse),
     likely={"variant": ("anchor+interleave", "intra+interleave")},
 )

@@ -10,7 +10,9 @@ def _make(attend):
 
 BUG = Bug(
     what="keys and values swapped",
-    where="fused projections split in the wrong order: ChatLearn PR 277 (qkv of grouped heads); seen in reviews of caches",
+    where=(
+        "fused projections split in the wrong order: ChatLearn PR 277 (qkv of grouped heads); seen in reviews of caches"
+    ),
     stage="forward",
     apply=lambda: attention(_make),
 )

@@ -14,7 +14,10 @@ def _without_last(document_ids_BT: Tensor) -> Tensor:
 
 BUG = Bug(
     what="last document dropped",
-    where="seen in reviews: boundaries taken from document starts with the end of the row forgotten (flash-attention issue 1661 asks what then happens)",
+    where=(
+        "seen in reviews: boundaries taken from document starts with the end of the row forgotten "
+        "(flash-attention issue 1661 asks what then happens)"
+    ),
     stage="forward",
     apply=lambda: documents(_without_last),
     likely={"variant": ("anchor", "intra")},

@@ -6,11 +6,11 @@ from torchtrain.modeling.head import hidden_states
 
 
 def _make(original):
-    def clearing(model, batch, plan=None):
+    def clear(model, batch, plan=None):
         model.zero_grad()
         return original(model, batch, plan)
 
-    return clearing
+    return clear
 
 
 BUG = Bug(

@@ -15,7 +15,10 @@ def _at_the_first_rate(self, learning_rate):
 
 BUG = Bug(
     what="learning rate set once",
-    where="schedulers bound to another optimizer than the one that steps, as wrapping or resuming makes it (seen in reviews)",
+    where=(
+        "schedulers bound to another optimizer than the one that steps, as wrapping or resuming "
+        "makes it (seen in reviews)"
+    ),
     stage="trajectory",
     apply=lambda: patch.object(Optimizer, "step", _at_the_first_rate),
     likely={"schedule": ("cosine", "linear")},

@@ -13,7 +13,10 @@ def _again(rotary, inv_freq_C: Tensor) -> Tensor:
 
 BUG = Bug(
     what="linear scaling applied twice",
-    where="seen in reviews: interpolation moved from the positions to inv_freq (as transformers did) and left in both; sglang PR 33558 squares YaRN's factor alike",
+    where=(
+        "seen in reviews: interpolation moved from the positions to inv_freq (as transformers did) and left in both; "
+        "sglang PR 33558 squares YaRN's factor alike"
+    ),
     stage="forward",
     apply=lambda: frequencies(_again),
     likely={"rope": "linear"},

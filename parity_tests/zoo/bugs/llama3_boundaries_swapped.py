@@ -9,7 +9,7 @@ from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import frequencies
 
 
-def _swapped(rotary, inv_freq_C: Tensor) -> Tensor:
+def _swap(rotary, inv_freq_C: Tensor) -> Tensor:
     if rotary.config.rope_parameters["rope_type"] != "llama3":
         return inv_freq_C
     config = copy.deepcopy(rotary.config)
@@ -20,8 +20,11 @@ def _swapped(rotary, inv_freq_C: Tensor) -> Tensor:
 
 BUG = Bug(
     what="llama3 boundaries swapped",
-    where="seen in reviews of ports: wavelength bounds are original length over each factor, so the high factor bounds the short waves",
+    where=(
+        "seen in reviews of ports: wavelength bounds are original length over each factor, so the "
+        "high factor bounds the short waves"
+    ),
     stage="forward",
-    apply=lambda: frequencies(_swapped),
+    apply=lambda: frequencies(_swap),
     likely={"rope": "llama3"},
 )

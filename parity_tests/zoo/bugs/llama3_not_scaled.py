@@ -7,7 +7,7 @@ from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import frequencies
 
 
-def _unscaled(rotary, inv_freq_C: Tensor) -> Tensor:
+def _keep(rotary, inv_freq_C: Tensor) -> Tensor:
     if rotary.config.rope_parameters["rope_type"] != "llama3":
         return inv_freq_C
     C = inv_freq_C.shape[0]
@@ -16,8 +16,11 @@ def _unscaled(rotary, inv_freq_C: Tensor) -> Tensor:
 
 BUG = Bug(
     what="llama3 scaling ignored",
-    where="mlxcel issue 1355, felafax issue 59, tiny-vllm PR 1, mlir-air PR 1948: short prompts look right, long ones fall apart",
+    where=(
+        "mlxcel issue 1355, felafax issue 59, tiny-vllm PR 1, mlir-air PR 1948: short prompts look "
+        "right, long ones fall apart"
+    ),
     stage="forward",
-    apply=lambda: frequencies(_unscaled),
+    apply=lambda: frequencies(_keep),
     likely={"rope": "llama3"},
 )

@@ -18,7 +18,10 @@ def _make(original):
 
 BUG = Bug(
     what="last partial chunk of the loss dropped",
-    where="seen in reviews of chunked losses (view(-1, chunk) after a floor division); mlx-lm PR 1413 fixes the like for micro-batches",
+    where=(
+        "seen in reviews of chunked losses (view(-1, chunk) after a floor division); mlx-lm PR 1413 "
+        "fixes the like for micro-batches"
+    ),
     stage="loss",
     apply=lambda: wrap(chunked_cross_entropy, _make),
 )

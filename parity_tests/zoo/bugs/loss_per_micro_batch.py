@@ -26,7 +26,10 @@ def _apply() -> Iterator[None]:
 
 BUG = Bug(
     what="loss averaged per micro-batch",
-    where="transformers up to 4.45 (PR 34191, issue 34242) and everyone: torchtune PR 1875, torchtitan PR 2206, prime-rl PR 583",
+    where=(
+        "transformers up to 4.45 (PR 34191, issue 34242) and everyone: torchtune PR 1875, "
+        "torchtitan PR 2206, prime-rl PR 583"
+    ),
     stage="gradients",
     apply=_apply,
 )

@@ -22,7 +22,10 @@ def _attend(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan,
 
 BUG = Bug(
     what="log-sum-exp without the anchor",
-    where="seen in reviews; how to merge parts by their log-sum-exp is asked in ring-flash-attention issue 20, was wrong in NATTEN (PR 299)",
+    where=(
+        "seen in reviews; how to merge parts by their log-sum-exp is asked in ring-flash-attention "
+        "issue 20, was wrong in NATTEN (PR 299)"
+    ),
     stage="forward",
     apply=lambda: every_engine(_attend),
     likely={"variant": "anchor"},

@@ -7,12 +7,12 @@ from torchtrain.training.loss import chunked_cross_entropy
 
 
 def _make(original):
-    def diluted(head, hidden, shift_labels, chunk):
+    def dilute(head, hidden, shift_labels, chunk):
         total, each = original(head, hidden, shift_labels, chunk)
         share = (shift_labels != IGNORED).float().mean()
         return total * share, each * share
 
-    return diluted
+    return dilute
 
 
 BUG = Bug(

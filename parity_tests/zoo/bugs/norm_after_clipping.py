@@ -8,14 +8,17 @@ from torchtrain.training.optimizer import Optimizer
 _step = Optimizer.step
 
 
-def _clipped(self, learning_rate):
+def _clip(self, learning_rate):
     norm = _step(self, learning_rate)
     return norm if self.clip_norm is None else min(norm, self.clip_norm)
 
 
 BUG = Bug(
     what="gradient norm reported after clipping",
-    where="a norm that never exceeds the limit says nothing: verl issue 2282 and miles PR 2132 on which of the two is meant",
+    where=(
+        "a norm that never exceeds the limit says nothing: verl issue 2282 and miles PR 2132 on "
+        "which of the two is meant"
+    ),
     stage="trajectory",
-    apply=lambda: patch.object(Optimizer, "step", _clipped),
+    apply=lambda: patch.object(Optimizer, "step", _clip),
 )

@@ -1,4 +1,4 @@
-"""The base times the factor, without the exponent d / (d - 2) by which the slowest pair is divided by exactly the factor."""
+"""The base times the factor, without the exponent d / (d - 2) that divides the slowest pair by the factor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,10 @@ def _apply() -> Iterator[None]:
 
 BUG = Bug(
     what="NTK-aware base without its exponent",
-    where="seen in reviews of ports: base * s for base * s ** (d / (d - 2)), which arXiv 2309.00071 derives in section 3.1",
+    where=(
+        "seen in reviews of ports: base * s for base * s ** (d / (d - 2)), which arXiv 2309.00071 "
+        "derives in section 3.1"
+    ),
     stage="forward",
     apply=_apply,
     likely={"rope": ("ntk", "dynamic")},

@@ -1,4 +1,4 @@
-"""Each boundary between documents shifts the positions after it by one, as a separator that was counted and then removed."""
+"""Each boundary shifts the positions after it by one, as a separator that was counted and then removed."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import positions
 
 
-def _shifted(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
+def _shift(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     return position_ids_BT + (document_ids_BT - 1).clamp(min=0)
 
 
@@ -14,6 +14,6 @@ BUG = Bug(
     what="positions off by one after each boundary",
     where="nanoVLM issue 201: positions counted through a pad token between packed samples",
     stage="forward",
-    apply=lambda: positions(_shifted),
+    apply=lambda: positions(_shift),
     likely={"variant": ("anchor", "intra")},
 )

@@ -1,4 +1,4 @@
-"""Every document starts at 0 where positions should run through the row: the anchor is then at every document's first place."""
+"""Every document starts at 0 where positions should run on: the anchor is at every document's first place."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ def _restart(position_ids_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
 
 BUG = Bug(
     what="positions reset in every document (anchor included)",
-    where="padding-free collators that reset positions by themselves (transformers' DataCollatorWithFlattening) under a recipe that must not",
+    where=(
+        "padding-free collators that reset positions by themselves (transformers' "
+        "DataCollatorWithFlattening) under a recipe that must not"
+    ),
     stage="forward",
     apply=lambda: positions(_restart),
     likely={"variant": "anchor"},

@@ -20,7 +20,10 @@ def _attend(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan,
 
 BUG = Bug(
     what="P rounded before its sum",
-    where="softmax in the inputs' dtype, which transformers upcasts against (dtype=torch.float32 in every eager attention); seen in reviews of kernels",
+    where=(
+        "softmax in the inputs' dtype, which transformers upcasts against (dtype=torch.float32 in "
+        "every eager attention); seen in reviews of kernels"
+    ),
     stage="forward",
     apply=lambda: every_engine(_attend),
     likely={"dtype": "float32"},

@@ -27,7 +27,10 @@ def _forward(self, *args, **kwargs):
 
 BUG = Bug(
     what="q and k normed after RoPE",
-    where="models do both: Qwen3 and Gemma 3 norm before, Hunyuan after (OLMo issue 806); nanochat issue 743 calls the other order a bug",
+    where=(
+        "models do both: Qwen3 and Gemma 3 norm before, Hunyuan after (OLMo issue 806); nanochat "
+        "issue 743 calls the other order a bug"
+    ),
     stage="forward",
     apply=lambda: patch.object(modeling_qwen3.Qwen3Attention, "forward", _forward),
     likely={"model": "qwen3"},

@@ -14,7 +14,10 @@ def _at_once(self, loss, last):
 
 BUG = Bug(
     what="gradients reduced after every micro-batch",
-    where="all-reduce of .grad inside the accumulation loop (seen in reviews); DDP's no_sync is for this: open_lm issue 48, nanochat PR 33",
+    where=(
+        "all-reduce of .grad inside the accumulation loop (seen in reviews); DDP's no_sync is for "
+        "this: open_lm issue 48, nanochat PR 33"
+    ),
     stage="gradients",
     apply=lambda: patch.object(Replicated, "backward", _at_once),
     likely={"ranks": "2"},

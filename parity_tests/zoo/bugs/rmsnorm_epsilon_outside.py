@@ -14,7 +14,10 @@ def _forward(self, x: Tensor) -> Tensor:
 
 BUG = Bug(
     what="RMSNorm's epsilon outside the root",
-    where="the RMSNorm paper's own code adds eps to the root (arXiv 1910.07467), Llama's does not; ports mix them (seen in reviews)",
+    where=(
+        "the RMSNorm paper's own code adds eps to the root (arXiv 1910.07467), Llama's does not; "
+        "ports mix them (seen in reviews)"
+    ),
     stage="forward",
     apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _forward),
     likely={"dtype": "float32"},

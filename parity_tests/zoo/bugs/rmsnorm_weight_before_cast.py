@@ -14,7 +14,10 @@ def _forward(self, x: Tensor) -> Tensor:
 
 BUG = Bug(
     what="RMSNorm's weight multiplied before the cast",
-    where="where the weight stands relative to the casts is argued in transformers issue 30236 and TransformerEngine issue 1132",
+    where=(
+        "where the weight stands relative to the casts is argued in transformers issue 30236 and "
+        "TransformerEngine issue 1132"
+    ),
     stage="forward",
     apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _forward),
 )

@@ -15,7 +15,9 @@ def _make(_: object, position_ids_BT: Tensor, inv_freq_C: Tensor) -> tuple[Tenso
 
 BUG = Bug(
     what="cos and sin of angles in bf16",
-    where="transformers before 4.38.2 under autocast (PR 29285), modded-nanogpt issue 39; the subject of arXiv 2411.13476",
+    where=(
+        "transformers before 4.38.2 under autocast (PR 29285), modded-nanogpt issue 39; the subject of arXiv 2411.13476"
+    ),
     stage="forward",
     apply=lambda: tables(_make),
 )

@@ -1,4 +1,4 @@
-"""Neighbouring pairs are rotated together (GPT-J, Meta's Llama) where the weights are laid out for halves (GPT-NeoX)."""
+"""Neighbouring pairs rotate together (GPT-J, Meta's Llama) though the weights are for halves (GPT-NeoX)."""
 
 import torch
 from torch import Tensor
@@ -13,14 +13,17 @@ def _rotate(x_BHTD: Tensor, cos_B1TD: Tensor, sin_B1TD: Tensor) -> Tensor:
     return x_BHTD * cos + turned * sin
 
 
-def _interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def _interleave(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 BUG = Bug(
     what="interleaved pairs instead of halves",
-    where="every port between Meta's and transformers' Llama: transformers issue 25199, flash-attention issue 288, shainet PR 111",
+    where=(
+        "every port between Meta's and transformers' Llama: transformers issue 25199, "
+        "flash-attention issue 288, shainet PR 111"
+    ),
     stage="forward",
-    apply=lambda: rotation(_interleaved),
+    apply=lambda: rotation(_interleave),
 )

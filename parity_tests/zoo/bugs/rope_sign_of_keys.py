@@ -6,7 +6,7 @@ from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import rotation
 
 
-def _opposed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def _oppose(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     from transformers.models.llama.modeling_llama import rotate_half
 
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -17,5 +17,5 @@ BUG = Bug(
     what="keys rotated backwards",
     where="seen in reviews of fused rotation kernels, where the backward pass (angle negated) was reused for k",
     stage="forward",
-    apply=lambda: rotation(_opposed),
+    apply=lambda: rotation(_oppose),
 )

@@ -14,7 +14,10 @@ def _ten_times_the_base(_: object, inv_freq_C: Tensor) -> Tensor:
 
 BUG = Bug(
     what="theta off by a factor of 10",
-    where="loaders that drop rope_theta and fall back to a default: koboldcpp issue 487 (CodeLlama), airllm issue 368 (Llama 3)",
+    where=(
+        "loaders that drop rope_theta and fall back to a default: koboldcpp issue 487 (CodeLlama), "
+        "airllm issue 368 (Llama 3)"
+    ),
     stage="forward",
     apply=lambda: frequencies(_ten_times_the_base),
 )

@@ -10,7 +10,10 @@ def _next(rate, step, train):
 
 BUG = Bug(
     what="schedule one step ahead",
-    where="scheduler.step() before optimizer.step(), which torch warns of since 1.1: pytorch-gradual-warmup-lr PR 11, seen in reviews",
+    where=(
+        "scheduler.step() before optimizer.step(), which torch warns of since 1.1: "
+        "pytorch-gradual-warmup-lr PR 11, seen in reviews"
+    ),
     stage="trajectory",
     apply=lambda: rates(_next),
     likely={"schedule": ("cosine", "linear")},

@@ -10,7 +10,9 @@ def _make(attend):
 
 BUG = Bug(
     what="softmax scale missing",
-    where="scale arguments that were dropped on their way: tt-metal issue 33304, SKaiNET issue 860, Megatron-LM PR 3698",
+    where=(
+        "scale arguments that were dropped on their way: tt-metal issue 33304, SKaiNET issue 860, Megatron-LM PR 3698"
+    ),
     stage="forward",
     apply=lambda: attention(_make),
 )

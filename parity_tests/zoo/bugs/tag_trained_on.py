@@ -9,14 +9,14 @@ from torchtrain.marks import ANCHOR, IGNORED
 
 
 def _make(build):
-    def unmasked(*args, **kwargs):
+    def unmask(*args, **kwargs):
         row = build(*args, **kwargs)
         documents, labels, ids = row["document_ids"], row["shift_labels"], row["input_ids"]
         has_next = (documents[:-1] == documents[1:]) & (documents[1:] > ANCHOR)
         labels[:-1] = np.where(has_next & (labels[:-1] == IGNORED), ids[1:], labels[:-1])
         return row
 
-    return unmasked
+    return unmask
 
 
 BUG = Bug(

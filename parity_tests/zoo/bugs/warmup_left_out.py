@@ -10,7 +10,10 @@ def _at_the_peak(rate, step, train):
 
 BUG = Bug(
     what="warmup left out",
-    where="seen in reviews: warmup configured in one place (DeepSpeed's scheduler, the trainer's) and expected of the other",
+    where=(
+        "seen in reviews: warmup configured in one place (DeepSpeed's scheduler, the trainer's) and "
+        "expected of the other"
+    ),
     stage="step",
     apply=lambda: rates(_at_the_peak),
     likely={"warmup_steps": "5"},

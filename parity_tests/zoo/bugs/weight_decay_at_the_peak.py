@@ -32,7 +32,10 @@ def _apply() -> Iterator[None]:
 
 BUG = Bug(
     what="weight decay that ignores the schedule",
-    where="decay decoupled from the rate altogether, where torch's AdamW multiplies the two; ports mix them (seen in reviews)",
+    where=(
+        "decay decoupled from the rate altogether, where torch's AdamW multiplies the two; ports "
+        "mix them (seen in reviews)"
+    ),
     stage="step",
     apply=_apply,
     likely={"warmup_steps": "5"},

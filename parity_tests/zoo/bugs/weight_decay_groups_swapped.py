@@ -9,7 +9,7 @@ from parity_tests.zoo import Bug
 _init = torch.optim.AdamW.__init__
 
 
-def _swapped(self, params, *args, **kwargs):
+def _swap(self, params, *args, **kwargs):
     groups = list(params)
     decays = [group["weight_decay"] for group in reversed(groups)]
     swapped = [group | {"weight_decay": decay} for group, decay in zip(groups, decays, strict=True)]
@@ -20,5 +20,5 @@ BUG = Bug(
     what="weight decay on norms alone",
     where="BalancingGroups issue 6: decay for what is named bias or LayerNorm.weight, and for nothing else",
     stage="step",
-    apply=lambda: patch.object(torch.optim.AdamW, "__init__", _swapped),
+    apply=lambda: patch.object(torch.optim.AdamW, "__init__", _swap),
 )

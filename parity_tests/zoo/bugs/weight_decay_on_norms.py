@@ -17,7 +17,10 @@ def _decay_all(self, params, *args, **kwargs):
 
 BUG = Bug(
     what="weight decay on norms",
-    where="transformers PR 35927 (RMSNorm not recognised), Fast-LLM issue 542 (lost in a refactor), transformers issue 4360",
+    where=(
+        "transformers PR 35927 (RMSNorm not recognised), Fast-LLM issue 542 (lost in a refactor), "
+        "transformers issue 4360"
+    ),
     stage="step",
     apply=lambda: patch.object(torch.optim.AdamW, "__init__", _decay_all),
 )

@@ -7,7 +7,7 @@ from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import frequencies
 
 
-def _reversed(rotary, inv_freq_C: Tensor) -> Tensor:
+def _reverse(rotary, inv_freq_C: Tensor) -> Tensor:
     parameters = rotary.config.rope_parameters
     if parameters["rope_type"] != "yarn":
         return inv_freq_C
@@ -21,6 +21,6 @@ BUG = Bug(
     what="YaRN's ramp reversed",
     where="seen in reviews of ports: mask and 1 - mask change places between the paper's code and transformers'",
     stage="forward",
-    apply=lambda: frequencies(_reversed),
+    apply=lambda: frequencies(_reverse),
     likely={"rope": "yarn"},
 )

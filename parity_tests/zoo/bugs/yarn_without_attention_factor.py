@@ -16,7 +16,10 @@ def _make(original):
 
 BUG = Bug(
     what="YaRN without its attention factor",
-    where="exllamav3 issue 259 (1.0.0 to 1.2.1: fluent text that does not follow the prompt); vLLM PR 48623, sglang PR 33558",
+    where=(
+        "exllamav3 issue 259 (1.0.0 to 1.2.1: fluent text that does not follow the prompt); vLLM PR "
+        "48623, sglang PR 33558"
+    ),
     stage="forward",
     apply=lambda: in_every_family("RotaryEmbedding", "forward", _make),
     likely={"rope": "yarn"},
