@@ -395,7 +395,7 @@ def copied(tmp_path_factory) -> Path:
 
 
 def test_a_kept_case_depends_on_what_computes_it_and_on_nothing_else(copied, tmp_path):
-    """Neither a report, a test, a command nor a run's folder is in a case; an engine, `anchorline` and the oracle are."""
+    """No report, test, command or run folder is in a case; an engine, `anchorline` and the oracle are."""
     case, taken = run_case(SPEC), []
 
     def taken_after(*changed: str) -> bool:
