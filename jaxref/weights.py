@@ -1,4 +1,4 @@
-"""Parameters by their Hugging Face names: a folder of safetensors, a dict of arrays, a decoder, and the roads between
+"""Parameters by their Hugging Face names: a folder of safetensors, a dict of arrays, a decoder, and the ways between
 them.
 
 A decoder's attributes carry the names of transformers' modules, so the path of a parameter is its name:

@@ -395,7 +395,7 @@ def copied(tmp_path_factory) -> Path:
 
 
 def test_a_kept_case_depends_on_what_computes_it_and_on_nothing_else(copied, tmp_path):
-    """A report, a test, a command, a run's folder: nothing of it is in a case. An engine, the floor, the oracle are."""
+    """No report, test, command or run folder is in a case; an engine, `anchorline` and the oracle are."""
     case, taken = run_case(SPEC), []
 
     def taken_after(*changed: str) -> bool:

@@ -112,11 +112,11 @@ def resume(
     """
     started = time.perf_counter()
     with _one_speaks():
-        from torchtrain.config import load_config
+        from torchtrain.config_history import load_config_of_run
 
         if not os.path.lexists(resolve("", folder) / "config.yaml"):
             raise UserError(f"{folder}: holds no run of ours; give the folder of one (run.folder in its config)")
-        config = load_config(folder / "config.yaml", overrides or [], of_run=True)
+        config = load_config_of_run(folder / "config.yaml", overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
 
         from torchtrain.run.recipe import resume as run  # isort: skip

@@ -1,7 +1,7 @@
 """One config: YAML in, a strict and frozen schema out.
 
 Every value stands in one place. A key the schema does not know is an error that suggests the nearest one; a key written
-twice is an error too. `load_config` is the only road in, for the command line and for Python.
+twice is an error too. `load_config` is the only way in, for the command line and for Python.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,18 @@ PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
 # RoPE takes positions in float32, which holds every whole number up to here.
 MOST_TOKENS = 2**24
 
+EXAMPLE = "train.steps=20"  # of an override, for messages
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Theta = Annotated[float, Field(gt=1, le=1e38)]  # the largest power of ten in float32, in which frequencies are computed
 Stretch = Annotated[float, Field(ge=1e-6, le=MOST_TOKENS)]  # of positions, of which there are MOST_TOKENS
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-CountOrNone = Annotated[int, Field(ge=0, lt=2**31)]
-Rows = Annotated[int, Field(ge=1, le=2**16)]  # in memory at a time: more would not be addressable
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+SmallCount = Annotated[int, Field(ge=1, le=2**16)]  # of what is at work at a time: more would not be addressable
 Real = Annotated[float, Field(gt=0, le=1e30)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 PathText = Annotated[str, Field(min_length=1, max_length=4095)]  # characters: Linux takes no longer path
-
-# What a run did that was begun before a setting existed: its resolved config, which holds every default, lacks the
-# setting. Only where today's default means something else.
-_BEFORE = {"data": {"special_tokens": "control"}}
 
 
 class Section(BaseModel):
@@ -224,17 +222,17 @@ class TrainConfig(Section):
 
     steps: Count = 2000
     sequences_per_step: Count = Field(default=8, description="rows in one optimizer step (the global batch)")
-    micro_batch: Rows = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
+    micro_batch: SmallCount = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
     learning_rate: Real = 2e-5
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: CountOrNone = 0
+    warmup_steps: CountOrZero = 0
     min_learning_rate_share: Share = Field(default=0.0, description="where cosine and linear end, as a share")
     weight_decay: Annotated[float, Field(ge=0, le=1e30)] = 0.1
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     epsilon: Real = 1e-8
     clip_norm: Real | None = 1.0
     loss_chunk: Count = Field(default=1024, description="tokens whose logits exist at one time")
-    skip_bad_steps: CountOrNone = Field(
+    skip_bad_steps: CountOrZero = Field(
         default=0,
         description="steps of the run that may be left out because loss or gradient is not finite (or a spike)",
     )
@@ -260,7 +258,7 @@ class DistributedConfig(Section):
     train.sequences_per_step holds beyond them is gradient accumulation.
     """
 
-    sequence_parallel: Rows = Field(
+    sequence_parallel: SmallCount = Field(
         default=1, description="processes that share a row (DeepSpeed Ulysses); divides the processes and the heads"
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
@@ -286,7 +284,7 @@ class DistributedConfig(Section):
 class SaveConfig(Section):
     """What is kept of a run: checkpoints to go on from, and models to use."""
 
-    every: CountOrNone = Field(
+    every: CountOrZero = Field(
         default=100, description="steps between two checkpoints, from which `torchtrain resume` goes on; 0 makes none"
     )
     keep: Count = Field(default=2, description="checkpoints that are kept, the last ones")
@@ -320,7 +318,9 @@ class HeldOutConfig(Section):
 class Config(Section):
     """The whole of a run."""
 
-    FORMER_NAMES: ClassVar[dict[str, str]] = {"eval": "held_out"}  # of sections; only run folders may still use them
+    FORMER_NAMES: ClassVar[dict[str, str]] = {
+        "eval": "held_out"
+    }  # of sections; read by `config_history`, told to users
 
     run: RunConfig
     model: ModelConfig
@@ -343,39 +343,13 @@ class Config(Section):
         return self
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, validate.
-
-    Args:
-        path: the file.
-        overrides: change its values.
-        of_run: it is the resolved config that a run left: a setting that it lacks is younger than the run.
 
     Raises:
         UserError: see `anchorline.settings.load`.
     """
-    example = "train.steps=20"
-    if of_run:
-        return settings.load(Config, path, overrides, example=example, upgrade=rename_sections, prepare=older_meaning)
-    return settings.load(Config, path, overrides, example=example, prepare=_empty_sections)
-
-
-def rename_sections(resolved: settings.Tree) -> settings.Tree:
-    """Return a run's resolved config with today's names of sections.
-
-    One that has both names is left as it is, to be refused.
-    """
-    now = {old: new for old, new in Config.FORMER_NAMES.items() if new not in resolved}
-    return {now.get(name, name): section for name, section in resolved.items()}
-
-
-def older_meaning(resolved: settings.Tree) -> settings.Tree:
-    """Return a run's resolved config by today's names, with what the run did wherever a setting is younger."""
-    tree = _empty_sections(rename_sections(resolved))
-    for name, values in _BEFORE.items():
-        if isinstance(tree.get(name), dict):
-            tree[name] = values | tree[name]
-    return tree
+    return settings.load(Config, path, overrides, example=EXAMPLE, prepare=fill_empty_sections)
 
 
 def dump_config(config: Config) -> str:
@@ -383,6 +357,6 @@ def dump_config(config: Config) -> str:
     return settings.dump(config.model_dump(mode="json"))
 
 
-def _empty_sections(tree: settings.Tree) -> settings.Tree:
-    """`train:` with nothing under it is an empty section."""
+def fill_empty_sections(tree: settings.Tree) -> settings.Tree:
+    """Return the tree with an empty section for one under which nothing stands, such as a bare `train:`."""
     return {name: {} if section is None else section for name, section in tree.items()}

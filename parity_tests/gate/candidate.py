@@ -1,4 +1,4 @@
-"""The candidate's side of a case: the trainer's own road, from documents to twenty steps, on one rank or several.
+"""The candidate's side of a case: the trainer's own code path, from documents to twenty steps, on one rank or several.
 
 Everything is built anew in each call, from the packer to the optimizer: what is patched takes effect.
 

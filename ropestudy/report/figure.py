@@ -1,6 +1,6 @@
 """A figure is a caption and a few panels; a panel is drawn once, and shown as SVG on the page and as PNG in a folder.
 
-Every colour is one of the floor's palette: in a PNG it is what stands there, on the page it follows the reader's
+Every colour is one of `anchorline.page.colours`: in a PNG it is what stands there, on the page it follows the reader's
 scheme.
 """
 

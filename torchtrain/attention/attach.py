@@ -15,6 +15,7 @@ from torchtrain.attention.engines import resolve_engine
 from torchtrain.attention.hf import announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, hides_nothing
 from torchtrain.attention.separation import check_separation
+from torchtrain.marks import IGNORED
 
 logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -114,7 +115,7 @@ def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if getattr(model, "_anchor_saw_labels", False):
         return
     model._anchor_saw_labels = True  # type: ignore[assignment]
-    used = labels != -100
+    used = labels != IGNORED
     shifted = (labels[:, :-1] == tokens[:, 1:]) | ~used[:, :-1]
     if bool(shifted.all() & (used & (labels != tokens)).any()):
         raise UserError(

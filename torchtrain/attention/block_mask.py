@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtrain.attention.rule import ANCHOR, PADDING, visible
+from torchtrain.attention.rule import visible
+from torchtrain.marks import ANCHOR, PADDING
 
 BLOCK = 128
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from anchorline.errors import UserError
 from torchtrain.attention.block_mask import BLOCK
 from torchtrain.attention.plan import AttentionPlan
-from torchtrain.attention.rule import PADDING
+from torchtrain.marks import PADDING
 
 
 def attend_flex(

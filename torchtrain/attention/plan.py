@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.attention.block_mask import make_block_mask
-from torchtrain.attention.rule import ANCHOR, PADDING, check_document_ids
+from torchtrain.attention.rule import check_document_ids
+from torchtrain.marks import ANCHOR, PADDING
 
 
 @dataclass(frozen=True, eq=False)

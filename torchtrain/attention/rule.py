@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from anchorline.errors import UserError
-
-ANCHOR = 0
-PADDING = -1
+from torchtrain.marks import ANCHOR, PADDING
 
 
 def visible(document_q: Tensor, document_k: Tensor, index_q: Tensor, index_k: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from typing import Any
 from anchorline.errors import UserError
 from anchorline.settings import validate
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, versions
-from torchtrain.config import Config, older_meaning
+from torchtrain.config import Config
+from torchtrain.config_history import restore_meaning
 
 # What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and
 # their order stay the same; of these, only how sums are cut (micro-batches, chunks, ranks) moves a result, by its
@@ -38,7 +39,7 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
         UserError: a setting that decides the numbers is another: says which, as it was and as it is; or the first is
             not a config.
     """
-    before = validate(Config, older_meaning(dict(was)), "the run's config")
+    before = validate(Config, restore_meaning(dict(was)), "the run's config")
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     if changes := [change for change in found if not is_free(change[0])]:
         raise UserError(f"{_tell_changes(changes)}; undo that, or train anew with a run.folder of its own")

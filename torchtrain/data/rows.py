@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtrain.config import PackConfig
-
-IGNORED, PADDING, ANCHOR = -100, -1, 0
+from torchtrain.marks import ANCHOR, IGNORED, PADDING
 
 
 class SpanTokens(NamedTuple):

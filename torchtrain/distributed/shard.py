@@ -10,8 +10,8 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtrain.data.rows import IGNORED, PADDING
 from torchtrain.distributed.world import World
+from torchtrain.marks import IGNORED, PADDING
 
 # What fills the end of rows whose length the ranks do not divide: no document, no label, nothing sees it.
 _FILL = {"input_ids": 0, "position_ids": 0, "document_ids": PADDING, "shift_labels": IGNORED, "domain_ids": -1}

@@ -1,8 +1,8 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-`train` and `resume` say what is done, one thing after another; both lead to `_Run.train`. It is the same on one process
-and on many: every rank runs it, rank 0 writes and speaks, and what any rank finds wrong under `World.together` stops
-all of them.
+`train` and `resume` open a run's folder (`torchtrain.run.opening`) and lead to `_Run.train`, which says what is done,
+one thing after another. It is the same on one process and on many: every rank runs it, rank 0 writes and speaks, and
+what any rank finds wrong under `World.together` stops all of them.
 """
 
 import math
@@ -20,10 +20,8 @@ import torch
 from rich.console import Console
 
 from anchorline.errors import UserError
-from anchorline.files import FileEntry, entry_of, replace_file, resolve
-from torchtrain.checkpoint.identity import check_config, check_identity, describe_changes
+from anchorline.files import replace_file, resolve
 from torchtrain.checkpoint.manifest import Manifest
-from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.world import World, join
@@ -32,15 +30,14 @@ from torchtrain.planning.flops import FlopCounter
 from torchtrain.run.finite import check_finite
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.journal import Journal
-from torchtrain.run.lock import hold
+from torchtrain.run.opening import Opening
 from torchtrain.run.report import plot, tell_tokenising
-from torchtrain.run.session import Session, layout_of
+from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
-from torchtrain.run.sources import local_sources
 from torchtrain.run.steps import take_steps
 from torchtrain.run.termination import Termination
 from torchtrain.run.writers import check_writers
-from torchtrain.training.events import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
+from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
 
@@ -79,13 +76,10 @@ def train(
         Terminated: SIGTERM was obeyed, and what there was is saved.
     """
     started = time.perf_counter() if started is None else started
-    with Termination() as termination, join(config) as world, ExitStack() as held:
+    with Termination() as termination, join(config) as world, ExitStack() as locks:
         run = _Run(config, console, world, termination, started)
         run.check()
-        run.check_place(replace)
-        setup = run.set_up()
-        run.make_folder(setup, replace, held)
-        return run.train(setup)
+        return run.train(run.opening.open_new(run.set_up, replace, locks))
 
 
 def resume(
@@ -110,18 +104,11 @@ def resume(
         OtherRankFailed, Terminated: as `train`.
     """
     started = time.perf_counter() if started is None else started
-    with Termination() as termination, join(config) as world, ExitStack() as held:
+    with Termination() as termination, join(config) as world, ExitStack() as locks:
         run = _Run(config, console, world, termination, started)
         run.check()
-        run.hold_folder(held)
-        identity = run.read_identity()
-        if step is None and run.is_finished():
-            run.say(f"{run.folder.path}: is finished; its model is in {run.folder.model}")
-            return None
-        checkpoint = run.open_checkpoint(step)
-        setup = run.set_up(partial(check_identity, identity if checkpoint is None else checkpoint.identity))
-        run.rewind(checkpoint, setup)
-        return run.train(setup, checkpoint)
+        opened = run.opening.open_existing(run.set_up, step, locks)
+        return None if opened is None else run.train(*opened)
 
 
 class _Run:
@@ -136,7 +123,7 @@ class _Run:
         self.say = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
         with world.together():
             self.folder = RunFolder(config.run.folder)
-        self.checkpoints = Checkpoints(self.folder.checkpoints)
+        self.opening = Opening(config, self.folder, world, termination, self.say)
 
     def check(self) -> None:
         """Check what needs neither model nor data."""
@@ -144,115 +131,6 @@ class _Run:
             resolve("data.cache", self.config.data.cache)
             check_layout(self.config, self.world.size)
             check_writers(self.config)
-
-    # --- the folder of a run that begins ------------------------------------------------------------------------------
-
-    def check_place(self, replace: bool) -> None:
-        """Check that the folder can be made."""
-        with self.world.together():
-            if self.leads:
-                self.folder.check(replace, self.config.data.cache, local_sources(self.config))
-
-    def make_folder(self, setup: Setup, replace: bool, held: ExitStack) -> None:
-        """Make the folder, and hold it for as long as `held` lasts."""
-        with self.world.together():
-            if self.leads:
-                sources = local_sources(self.config)
-                held.enter_context(self.folder.create(self.config, setup.record, replace, sources))
-        self._see_folder()
-
-    # --- the folder of a run that goes on -----------------------------------------------------------------------------
-
-    def hold_folder(self, held: ExitStack) -> None:
-        """Hold the folder for as long as `held` lasts."""
-        with self.world.together():
-            if self.leads:
-                self.folder.check_run()
-                held.enter_context(hold(self.folder.record))
-        self._see_folder()
-
-    def read_identity(self) -> dict[str, Any]:
-        """Return what the run was made of when it was begun; check that its config is the one that goes on."""
-        with self.world.together():
-            record = self.folder.check_run()
-            check_config(record["config"], self.config)
-        return record["identity"]
-
-    def is_finished(self) -> bool:
-        """Whether there is nothing left to do; the model of a finished run is checked."""
-        finished = False
-        with self.world.together():
-            if self.leads and self.folder.finished:
-                self.folder.check_model()
-                finished = True
-        return self.world.from_first(finished)
-
-    def open_checkpoint(self, step: int | None) -> Manifest | None:
-        """Choose the checkpoint that the run goes on from, and check that it can; None: it begins anew."""
-        with self.world.together():
-            if self.leads:
-                self.folder.sweep()
-                if step != 0:
-                    self.checkpoints.sweep()
-                    self._check_not_gone()
-        checkpoint = None if step == 0 else self.checkpoints.open(step, self.world)
-        if checkpoint is None:
-            self.say(f"begin     anew in {self.folder.path}" + ("" if step == 0 else ": it has no checkpoint"))
-        else:
-            self.say(f"go on     from step {checkpoint.progress.step:,} of {self.folder.path}")
-        done, events = _locate(checkpoint)
-        with self.world.together():
-            if checkpoint is not None:
-                check_config(checkpoint.config, self.config)
-            if self.leads:
-                check_beginning(self.folder.metrics, events)
-                self.folder.check_forgetting(done, self.config.train.steps)
-        return checkpoint
-
-    def rewind(self, checkpoint: Manifest | None, setup: Setup) -> None:
-        """Remove what the run left after the checkpoint."""
-        if checkpoint is not None and (
-            changed := describe_changes(checkpoint, layout_of(self.config, setup, self.world))
-        ):
-            self.say(f"warning   the last digits may differ from those of an uninterrupted run: {changed}")
-        done, events = _locate(checkpoint)
-        with self.world.together():
-            if self.leads:  # in this order: killed in between, it is taken up at the same step
-                self.folder.reopen()
-                if checkpoint is None:
-                    with MetricsFile(self.folder.timing) as timing:
-                        timing.write("begin", {"step": 0})
-                    self.checkpoints.give_up()
-                    self.checkpoints.sweep()
-                self.checkpoints.forget_after(done)
-                self.folder.forget_after(done, self.config.train.steps)
-                rewind(self.folder.metrics, events)
-
-    def _see_folder(self) -> None:
-        """Check that all ranks see the run that rank 0 made or found."""
-        record = self.world.from_first(entry_of(self.folder.record) if self.leads else NOTHING)
-        with self.world.together():
-            self.folder.check_shared(record)
-        self.termination.advice = f"to go on from the last checkpoint: torchtrain resume {self.folder.path}"
-
-    def _check_not_gone(self) -> None:
-        """Check that there are checkpoints where there were some: their disk may not be mounted."""
-        if self.checkpoints.steps():
-            return
-        anew = f"or begin anew: torchtrain resume {self.folder.path} --step 0"
-        try:
-            saved = self.folder.last_saved()
-        except UserError as error:
-            raise UserError(
-                f"{error}; whether there were checkpoints cannot be told: mend it, remove it, {anew}"
-            ) from None
-        if saved is not None:
-            raise UserError(
-                f"{self.checkpoints.folder}: its checkpoints are gone, and there was one of step {saved}; mount their "
-                f"disk or put them back, {anew}"
-            )
-
-    # --- both ---------------------------------------------------------------------------------------------------------
 
     def set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None) -> Setup:
         """Make model and rows; see `torchtrain.run.setup.set_up`."""
@@ -319,6 +197,8 @@ class _Run:
         """
         setup, strategy, train = session.setup, session.strategy, self.config.train
         losses = HeldOut(setup.store.domains, setup.own_positions)
+        # Ulysses attention is built for forwards of `train.micro_batch` rows. One process goes row by row, as it did
+        # before there were more, so that its losses keep their bits whatever the micro-batch is.
         micro_batch = 1 if self.world.size == 1 else train.micro_batch
         rows_at_a_time = micro_batch * self.world.data_parallel
         advance = journal.display.task("held out", -(-len(setup.held_out) // rows_at_a_time))
@@ -355,11 +235,6 @@ class _Run:
             if self.leads:
                 replace_file(self.folder.plot, plot(read_metrics(self.folder.metrics)))
                 self.folder.finish(step)
-
-
-def _locate(checkpoint: Manifest | None) -> tuple[int, FileEntry]:
-    """Return how many steps a checkpoint holds, and the beginning of `metrics.jsonl` that belongs to them."""
-    return (0, NOTHING) if checkpoint is None else (checkpoint.progress.step, checkpoint.progress.metrics)
 
 
 def _check_held_out(losses: HeldOut, step: int) -> None:

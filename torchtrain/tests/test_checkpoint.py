@@ -97,7 +97,7 @@ def test_nothing_is_removed_before_the_new_one_is_there(checkpoints, monkeypatch
 
 
 def test_the_one_just_saved_is_kept_whatever_else_is_there(checkpoints):
-    """A run that was taken up at an earlier step, by whatever road."""
+    """A run that was taken up at an earlier step, by whatever way."""
     strategy = make_strategy(updates=0)
     for step in (2, 4):
         save(checkpoints, step, strategy)

@@ -1,10 +1,13 @@
 """The schema: strict, with every mistake in one line that names the field, the value and the fix."""
 
+from typing import get_args
+
 import pytest
 import yaml
 
 from anchorline.errors import UserError
-from torchtrain.config import PAPER_ROPE_THETA, Config, RopeConfig, Source, dump_config, load_config
+from torchtrain.attention import ENGINES
+from torchtrain.config import PAPER_ROPE_THETA, Config, ModelConfig, RopeConfig, Source, dump_config, load_config
 
 MINIMAL = """
 run: {folder: runs/x}
@@ -199,3 +202,7 @@ def test_paper_theta_of_every_length(load):
 def test_a_source_says_nothing_by_an_empty_name(field):
     with pytest.raises(ValueError, match=rf"{field}\n.*at least 1 character"):
         Source(**({"dataset": "a/b", field: ""}))
+
+
+def test_the_schema_names_every_engine():
+    assert get_args(ModelConfig.model_fields["attention"].annotation) == ("auto", *ENGINES)

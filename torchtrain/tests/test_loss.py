@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from torchtrain.training.loss import IGNORE, chunked_cross_entropy
+from torchtrain.marks import IGNORED
+from torchtrain.training.loss import chunked_cross_entropy
 
 M, V = 6, 11
 EPS = torch.finfo(torch.float64).eps
@@ -15,7 +16,7 @@ EPS = torch.finfo(torch.float64).eps
 
 def naive(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
     """Each token's loss, 0 where it has no label, from the logits of all."""
-    losses = F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    losses = F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(labels.shape)
 
 
@@ -25,7 +26,7 @@ def case(B: int, T: int, masked: list[bool], seed: int = 0, dtype: torch.dtype =
     head = nn.Linear(M, V, bias=False, dtype=dtype)
     hidden = torch.randn(B, T, M, generator=generator, dtype=dtype).requires_grad_()
     labels = torch.randint(V, (B, T), generator=generator)
-    labels[torch.tensor(masked).view(B, T)] = IGNORE
+    labels[torch.tensor(masked).view(B, T)] = IGNORED
     return head, hidden, labels
 
 

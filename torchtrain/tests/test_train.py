@@ -15,6 +15,7 @@ import torchtrain
 from anchorline.errors import UserError
 from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
 from torchtrain.data import PackedRows, collate, prepare, split_documents
+from torchtrain.marks import IGNORED
 from torchtrain.modeling.head import hidden_states
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend
@@ -24,7 +25,6 @@ from torchtrain.run.setup import pack_rows
 from torchtrain.tests.tiny import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
-from torchtrain.training.loss import IGNORE
 from torchtrain.training.optimizer import Optimizer
 from torchtrain.training.step import accumulate, step_batches
 from torchtrain.training.strategy import Replicated
@@ -233,7 +233,7 @@ def test_unevenly_masked_labels_give_the_mean_over_tokens_not_of_means(model):
     for labelled in (1, 30, 0, 7):
         tokens = torch.randint(256, (1, 40), generator=generator)
         labels = torch.randint(256, (1, 40), generator=generator)
-        labels[:, labelled:] = IGNORE
+        labels[:, labelled:] = IGNORED
         ids = {"document_ids": torch.ones_like(tokens), "position_ids": torch.arange(40)[None]}
         batches.append({"input_ids": tokens, "shift_labels": labels, "domain_ids": torch.zeros_like(tokens), **ids})
     losses, _ = accumulate(Replicated(model, None), batches, ["only"], chunk=4)
@@ -242,7 +242,7 @@ def test_unevenly_masked_labels_give_the_mean_over_tokens_not_of_means(model):
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     model.set_attn_implementation("sdpa")
     logits = model(whole["input_ids"], use_cache=False).logits
-    naive = F.cross_entropy(logits.flatten(0, 1), whole["shift_labels"].flatten(), ignore_index=IGNORE)
+    naive = F.cross_entropy(logits.flatten(0, 1), whole["shift_labels"].flatten(), ignore_index=IGNORED)
     naive.backward()
     assert losses.overall.tokens == 38
     assert losses.overall.value == pytest.approx(naive.item(), rel=38 * EPS)
@@ -267,8 +267,8 @@ def test_losses_by_domain_are_those_of_each_document_alone(model, tree, write_co
             labels = batch["shift_labels"][0, own]
             logits = model(batch["input_ids"][:, own], use_cache=False).logits[0]
             domain = store.domains[int(batch["domain_ids"][0, own][-1])]
-            sums[domain] += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum").item()
-            counts[domain] += int((labels != IGNORE).sum())
+            sums[domain] += F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").item()
+            counts[domain] += int((labels != IGNORED).sum())
     assert min(counts.values()) > 0
     for domain, mean in losses.by_domain.items():
         assert mean.tokens == counts[domain]
@@ -285,7 +285,7 @@ def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree,
     assert result.by_domain == losses.by_domain
 
     blind = [
-        {**row, "shift_labels": np.where(row["position_ids"] < 50, IGNORE, row["shift_labels"])} for row in held_out
+        {**row, "shift_labels": np.where(row["position_ids"] < 50, IGNORED, row["shift_labels"])} for row in held_out
     ]
     new, _ = accumulate(Replicated(model, None), [collate([row]) for row in blind], store.domains, chunk=37)
     assert 0 < new.overall.tokens < losses.overall.tokens
@@ -296,7 +296,7 @@ def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree,
 def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
     tokens = torch.zeros(1, 8, dtype=torch.long)
     batch = {"input_ids": tokens, "position_ids": torch.arange(8)[None], "document_ids": tokens + 1}
-    batch |= {"shift_labels": tokens + IGNORE, "domain_ids": tokens}
+    batch |= {"shift_labels": tokens + IGNORED, "domain_ids": tokens}
     losses, _ = accumulate(Replicated(model, None), [batch], ["only"], chunk=4)
     assert losses.overall.value is None
     assert not any(g.any() for g in gradients(model))

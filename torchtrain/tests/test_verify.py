@@ -12,6 +12,7 @@ import yaml
 from anchorline.errors import UserError
 from torchtrain.checkpoint.identity import check_config, check_identity
 from torchtrain.config import load_config
+from torchtrain.config_history import load_config_of_run
 from torchtrain.data import prepare
 from torchtrain.data.store import TOKENS
 from torchtrain.run.setup import set_up
@@ -98,11 +99,11 @@ def test_a_run_from_before_a_setting_goes_on_with_what_it_did(tree, write_config
     del was["data"]["special_tokens"]
     old = tmp_path / "old.yaml"
     old.write_text(yaml.safe_dump(was))
-    config = load_config(old, of_run=True)
+    config = load_config_of_run(old)
     assert config.data.special_tokens == "control"
     check_config(was, config)
     with pytest.raises(UserError, match=r"data\.special_tokens: 'control' in the run, 'text' now"):
-        check_config(was, load_config(old, ["data.special_tokens=text"], of_run=True))
+        check_config(was, load_config_of_run(old, ["data.special_tokens=text"]))
     assert load_config(old).data.special_tokens == "text"
 
 
@@ -111,17 +112,17 @@ def test_a_run_from_before_a_section_was_renamed_goes_on_with_what_it_said(tree,
     was["eval"] = was.pop("held_out")
     old = tmp_path / "old.yaml"
     old.write_text(yaml.safe_dump(was))
-    config = load_config(old, of_run=True)
+    config = load_config_of_run(old)
     assert config.held_out.sequences == tree["held_out"]["sequences"]
     check_config(was, config)
-    check_config(was, load_config(old, ["held_out.sequences=2"], of_run=True))
+    check_config(was, load_config_of_run(old, ["held_out.sequences=2"]))
     with pytest.raises(UserError, match=r"^held_out\.sequences: 2 in the run, 3 now"):
-        check_config(was, load_config(old, ["held_out.sequences=3"], of_run=True))
+        check_config(was, load_config_of_run(old, ["held_out.sequences=3"]))
     # A new name is not overruled by an old one beside it, nor an old name taken from a user.
-    for file, overrides, of_run in (
-        (old, ["eval.sequences=3"], True),
-        (write_config(tree), ["eval.sequences=3"], True),
-        (old, [], False),
+    for load, file, overrides in (
+        (load_config_of_run, old, ["eval.sequences=3"]),
+        (load_config_of_run, write_config(tree), ["eval.sequences=3"]),
+        (load_config, old, []),
     ):
         with pytest.raises(UserError, match=r"eval: unknown key; did you mean held_out\?$"):
-            load_config(file, overrides, of_run=of_run)
+            load(file, overrides)

@@ -91,7 +91,7 @@ def check_beginning(path: Path, entry: FileEntry) -> None:
         )
 
 
-def rewind(path: Path, entry: FileEntry) -> None:
+def rewind_metrics(path: Path, entry: FileEntry) -> None:
     """Cut a file of events, which `check_beginning` has passed, back to what it was."""
     path.touch()
     os.truncate(path, entry.bytes)

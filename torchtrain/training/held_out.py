@@ -13,7 +13,7 @@ from torchtrain.attention import make_plan
 from torchtrain.data import collate
 from torchtrain.distributed.shard import deal_out, pad, part_of
 from torchtrain.distributed.world import World
-from torchtrain.training.loss import IGNORE
+from torchtrain.marks import IGNORED
 from torchtrain.training.losses import Losses, Mean
 from torchtrain.training.strategy import Replicated, Strategy
 
@@ -74,7 +74,7 @@ def measure_held_out(
         part = {name: tensor.to(world.device) for name, tensor in part_of(batch, world).items()}
         _, each_Bt = strategy.losses(part, plan, chunk)
         result.add(each_Bt, part)
-        new_Bt = (part["position_ids"] >= result.own_positions) & (part["shift_labels"] != IGNORE)
+        new_Bt = (part["position_ids"] >= result.own_positions) & (part["shift_labels"] != IGNORED)
         result.new_positions.add(each_Bt[new_Bt])
         total, tokens = world.sum([result.overall.total, result.overall.tokens])
         on_row(f"loss {Mean(total, int(tokens))}")

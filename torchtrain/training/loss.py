@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-IGNORE = -100
+from torchtrain.marks import IGNORED
 
 
 def chunked_cross_entropy(
@@ -31,7 +31,7 @@ def chunked_cross_entropy(
         The sum, a scalar to call backward on, in float32 (or in hidden's dtype if that is wider); and each token's loss
         [..], detached, 0 where there is no label. Of no labels at all the sum is 0, with a gradient of zeros.
     """
-    labelled = shift_labels != IGNORE
+    labelled = shift_labels != IGNORED
     hidden_nM, labels_n = hidden[labelled], shift_labels[labelled]
     losses_n = chunked_loss(head, hidden_nM, labels_n, chunk, calls)
     each = losses_n.new_zeros(shift_labels.shape)

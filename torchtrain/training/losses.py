@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtrain.distributed.world import World
-from torchtrain.training.loss import IGNORE
+from torchtrain.marks import IGNORED
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Losses:
 
     def add(self, each_BT: Tensor, batch: Mapping[str, Tensor]) -> None:
         """Count one batch: the loss of each token, and the batch for its labels and domains."""
-        labelled_BT = batch["shift_labels"] != IGNORE
+        labelled_BT = batch["shift_labels"] != IGNORED
         self.overall.add(each_BT[labelled_BT])
         for index, mean in enumerate(self.by_domain.values()):
             mean.add(each_BT[labelled_BT & (batch["domain_ids"] == index)])

@@ -15,7 +15,7 @@ from torchtrain.config import TrainConfig
 from torchtrain.data import collate
 from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import ALONE, World
-from torchtrain.training.loss import IGNORE
+from torchtrain.marks import IGNORED
 from torchtrain.training.losses import Losses
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.strategy import Strategy
@@ -127,5 +127,5 @@ def accumulate(
 
 def count_labels(parts: list[dict[str, Any]], world: World) -> float:
     """Return how many tokens of a step have a label, those of all ranks: what every rank divides its losses by."""
-    (labels,) = world.sum([sum(int((part["shift_labels"] != IGNORE).sum()) for part in parts)])
+    (labels,) = world.sum([sum(int((part["shift_labels"] != IGNORED).sum()) for part in parts)])
     return labels

@@ -4,7 +4,7 @@ import torch
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import attention
-from torchtrain.attention.rule import ANCHOR
+from torchtrain.marks import ANCHOR
 
 
 def _make(attend):

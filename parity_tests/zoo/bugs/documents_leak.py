@@ -1,5 +1,5 @@
 """Documents of a row attend to one another: what transformers' detection of packing does under a cache, put straight
-into the plan, since our own road asks for no cache and passes the documents itself."""
+into the plan, since our own code path asks for no cache and passes the documents itself."""
 
 from torch import Tensor
 

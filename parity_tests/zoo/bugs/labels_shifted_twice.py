@@ -5,11 +5,11 @@ from torch import Tensor
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import batches
-from torchtrain.training.loss import IGNORE
+from torchtrain.marks import IGNORED
 
 
 def _shift(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return batch | {"shift_labels": F.pad(batch["shift_labels"][:, 1:], (0, 1), value=IGNORE)}
+    return batch | {"shift_labels": F.pad(batch["shift_labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
 BUG = Bug(

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import swap
-from torchtrain.training.loss import IGNORE
+from torchtrain.marks import IGNORED
 from torchtrain.training.step import count_labels
 from torchtrain.training.strategy import Replicated
 
@@ -15,7 +15,7 @@ _losses = Replicated.losses
 
 def _mean_losses(self, part, plan, chunk):
     total, each_Bt = _losses(self, part, plan, chunk)
-    return total / (part["shift_labels"] != IGNORE).sum().clamp(min=1), each_Bt
+    return total / (part["shift_labels"] != IGNORED).sum().clamp(min=1), each_Bt
 
 
 @contextmanager

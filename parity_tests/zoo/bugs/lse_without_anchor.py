@@ -5,7 +5,7 @@ from torch import Tensor
 from parity_tests.zoo import Bug, plain
 from parity_tests.zoo.patch import every_engine
 from torchtrain.attention.plan import AttentionPlan
-from torchtrain.attention.rule import ANCHOR
+from torchtrain.marks import ANCHOR
 
 
 def _attend(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, None]:

@@ -2,13 +2,14 @@
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import wrap
-from torchtrain.training.loss import IGNORE, chunked_cross_entropy
+from torchtrain.marks import IGNORED
+from torchtrain.training.loss import chunked_cross_entropy
 
 
 def _make(original):
     def dilute(head, hidden, shift_labels, chunk):
         total, each = original(head, hidden, shift_labels, chunk)
-        share = (shift_labels != IGNORE).float().mean()
+        share = (shift_labels != IGNORED).float().mean()
         return total * share, each * share
 
     return dilute

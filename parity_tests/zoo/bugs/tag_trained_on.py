@@ -4,7 +4,8 @@ import numpy as np
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import wrap
-from torchtrain.data.rows import ANCHOR, IGNORED, build_row
+from torchtrain.data.rows import build_row
+from torchtrain.marks import ANCHOR, IGNORED
 
 
 def _make(build):

@@ -1,4 +1,4 @@
-"""The arrows of the design: who may import whom. Shared code would be wrong in the same way on both sides."""
+"""Who may import whom. Shared code would be wrong in the same way on both sides."""
 
 import ast
 import subprocess
