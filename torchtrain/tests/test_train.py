@@ -24,7 +24,7 @@ from torchtrain.run.setup import pack_rows
 from torchtrain.tests.tiny import FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
-from torchtrain.training.loss import IGNORE
+from torchtrain.training.labels import IGNORE
 from torchtrain.training.optimizer import Optimizer
 from torchtrain.training.step import accumulate, step_batches
 from torchtrain.training.strategy import Replicated

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import batches
-from torchtrain.training.loss import IGNORE
+from torchtrain.training.labels import IGNORE
 
 
 def _shifted(batch: dict[str, Tensor]) -> dict[str, Tensor]:

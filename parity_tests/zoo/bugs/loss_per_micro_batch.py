@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import swap
-from torchtrain.training.loss import IGNORE
+from torchtrain.training.labels import IGNORE
 from torchtrain.training.step import count_labels
 from torchtrain.training.strategy import Replicated
 
