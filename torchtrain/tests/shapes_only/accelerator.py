@@ -34,7 +34,9 @@ class ShapesAccelerator(CPU_Accelerator):
 @contextmanager
 def deepspeed_on_shapes() -> Iterator[None]:
     """Let DeepSpeed take the device of shapes for the machine's accelerator."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.zero import linear, utils
+    from deepspeed.utils import groups
 
     before = real_accelerator.ds_accelerator
     real_accelerator.set_accelerator(ShapesAccelerator())
@@ -48,3 +50,6 @@ def deepspeed_on_shapes() -> Iterator[None]:
             yield
     finally:
         real_accelerator.ds_accelerator = before
+        # What registration left in the process.
+        parallel_state_sp._release_sequence_parallel_groups()
+        groups.mpu = None

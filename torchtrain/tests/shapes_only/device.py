@@ -59,8 +59,8 @@ class Held(NamedTuple):
 class ShapesOnly(TorchDispatchMode):
     """A context manager: inside it, tensors on `DEVICE` are watched.
 
-    `now` and `peak` are bytes; `reset_peak` begins to look for another one. `waits` counts what the host waited for and
-    where; `copies` counts bytes from the host.
+    `now` and `peak` are bytes. `waits` counts what the host waited for and where, `copies` bytes from the host,
+    `launches` operations. `reset` begins anew.
     """
 
     def __init__(self) -> None:
@@ -84,9 +84,16 @@ class ShapesOnly(TorchDispatchMode):
         super().__exit__(*args)
         self._stack.close()
 
-    def reset_peak(self) -> None:
-        """Look for the most from now on."""
+    def reset(self) -> None:
+        """Watch from now on: forget what was noted, but for what is alive."""
         self.peak, self._peak_born, self._freed = self.now, self._born, []
+        for counter in (self.waits, self.copies, self.launches):
+            counter.clear()
+
+    def forget(self, x: Tensor) -> None:
+        """Do not count a tensor that a program keeps for its shape alone, on torch's `meta` device on a GPU, too."""
+        number = self._known[x.untyped_storage()]
+        self.now -= self._alive.pop(number).size
 
     def at_peak(self) -> list[Held]:
         """Return what lived when most was held, the largest first."""
@@ -127,11 +134,12 @@ class ShapesOnly(TorchDispatchMode):
         self.waits[what, _place()] += 1
 
     def _answer(self, packet: Any, args: Any) -> Any:
-        """Answer as if every number were 1 and every answer the longest there could be."""
+        """Answer as if every number were 1, nothing were wrong, and every answer the longest there could be."""
         self._wait(packet.__name__.strip("_"))
         x: Tensor = args[0]
         if packet is aten._local_scalar_dense:
-            return True if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
+            flag = x.dtype in (torch.bool, torch.uint8)  # an overflow, a norm that is not finite
+            return False if flag else 1.0 if x.dtype.is_floating_point else 1
         if packet in (aten.equal, aten.is_nonzero):
             return True
         if packet is aten.nonzero:
@@ -161,8 +169,8 @@ class ShapesOnly(TorchDispatchMode):
         storage = x.untyped_storage()
         if storage in self._known:
             return
-        self._known[storage] = True
         self._born += 1
+        self._known[storage] = self._born
         held = Held(storage.nbytes(), _place(), func._schema.name, tuple(x.shape), x.dtype)
         self._alive[self._born] = held
         self.now += held.size
@@ -171,7 +179,9 @@ class ShapesOnly(TorchDispatchMode):
         weakref.finalize(storage, self._free, self._born)
 
     def _free(self, number: int) -> None:
-        held = self._alive.pop(number)
+        held = self._alive.pop(number, None)
+        if held is None:  # forgotten
+            return
         self.now -= held.size
         if number <= self._peak_born:
             self._freed.append((number, held))
