@@ -133,6 +133,15 @@ def here() -> tuple[int, int, int]:
     return rank, size, local_rank
 
 
+def here_beside() -> int:
+    """Return how many processes of the run are on this machine, as torchrun gives it; 1 without it.
+
+    Raises:
+        UserError: the variable is not such a number.
+    """
+    return _number("LOCAL_WORLD_SIZE", 1, 1, _MOST_PROCESSES)
+
+
 _ADVICE = "start processes with torchrun, which sets it"
 _MOST_PROCESSES = 2**16
 

@@ -114,12 +114,13 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         # A micro-batch's gradient in the model's dtype becomes the step's by a float32 copy, or is the step's itself.
         adding = (_FLOAT32 if again else 0) - (0 if bytes_each < _FLOAT32 or again else _FLOAT32)
         activations, summed = passes.most(_FLOAT32, adding, again)
+    elif stage == 1 and offload == "none":
+        # A micro-batch's gradient stays until the next one's takes its place. In bfloat16 the step's is kept besides, in float32.
+        gradients = _FLOAT32 * (BUCKET if bytes_each == _FLOAT32 else count)
+        activations, summed = passes.most(bytes_each, 0, again)
     elif stage == 1:
-        # DeepSpeed keeps the step's gradient whole, and a micro-batch's until the next one's takes its place.
-        gradients = _FLOAT32 * count
-        if offload != "none":
-            gradients += _FLOAT32 * (part + BUCKET) + bytes_each * largest
-        activations, summed = passes.most(bytes_each if offload == "none" else 0, 0, again)
+        gradients = _FLOAT32 * (count + part + BUCKET) + bytes_each * largest
+        activations, summed = passes.most(0, 0, again)
     else:
         if stage == 2:
             gradients = _FLOAT32 * part + bytes_each * (BUCKET + (largest if offload != "none" else 0))
@@ -129,6 +130,8 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
             weights += bytes_each * min(count, max(GATHERED, largest) + BUCKET)
         # The sum over ranks is taken in float32, of a bucket or of a larger parameter alone, which stage 2 copies.
         adding = _FLOAT32 + (bytes_each if stage == 2 else 0)
+        if stage == 3 and offload != "none":  # its part on the way to the host, and that in float64 for the norm
+            adding += (_FLOAT32 + 2 * _FLOAT32) / processes
         activations, summed = passes.most(0, adding, again, BUCKET)
     return Memory(
         weights=weights,

@@ -34,6 +34,7 @@ class ShapesAccelerator(CPU_Accelerator):
 @contextmanager
 def deepspeed_on_shapes() -> Iterator[None]:
     """Let DeepSpeed take the device of shapes for the machine's accelerator."""
+    from deepspeed.comm import comm
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.zero import linear, utils
     from deepspeed.utils import groups
@@ -43,6 +44,10 @@ def deepspeed_on_shapes() -> Iterator[None]:
     try:
         # What rank 0 says, as numbers that the device would have to hold.
         with (
+            # Groups of ranks, which would outlast this one.
+            patch.dict(vars(groups)),
+            patch.dict(vars(comm)),
+            patch.dict(vars(parallel_state_sp)),
             patch.object(linear, "get_accelerator", CPU_Accelerator),  # it asks for a name that torch.autocast knows
             patch.object(utils, "assert_lst_len_same_as_other_ranks", lambda given: None),
             patch.object(utils, "get_lst_from_rank0", lambda given: given),
@@ -50,6 +55,3 @@ def deepspeed_on_shapes() -> Iterator[None]:
             yield
     finally:
         real_accelerator.ds_accelerator = before
-        # What registration left in the process.
-        parallel_state_sp._release_sequence_parallel_groups()
-        groups.mpu = None

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -215,15 +216,20 @@ def _place() -> Place:
     frame: Any = sys._getframe(2)
     within = ""
     while frame is not None:
-        name = frame.f_code.co_filename.replace("\\", "/")
-        part = next((part for part in _NAMED if part in name), None)
-        if part is not None and _OWN not in name:
-            file = name.rpartition(part)[2]
-            if part == "/torchtrain/":
-                return Place(file, frame.f_lineno, frame.f_code.co_name, within)
-            within = within or f"{part[1:-1]}/{file}:{frame.f_lineno} {frame.f_code.co_name}"
+        part, file = _named(frame.f_code.co_filename)
+        if part == "torchtrain":
+            return Place(file, frame.f_lineno, frame.f_code.co_name, within)
+        if part:
+            within = within or f"{part}/{file}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return Place("", 0, "", within)
+
+
+@cache
+def _named(path: str) -> tuple[str, str]:
+    """Return of which package that is named a file is, and its path there; empty where it is of none."""
+    part = next((part for part in _NAMED if part in path and _OWN not in path), "")
+    return part.strip("/"), path.rpartition(part)[2] if part else ""
 
 
 @contextmanager
