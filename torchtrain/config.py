@@ -34,6 +34,9 @@ Real = Annotated[float, Field(gt=0, le=1e30)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 PathText = Annotated[str, Field(min_length=1, max_length=4095)]  # characters: Linux takes no longer path
 
+# What `distributed.offload` needs of `distributed.zero_stage`.
+LEAST_STAGE = {"none": 0, "optimizer": 1, "all": 3}
+
 
 class Section(BaseModel):
     """Base of every section: no unknown keys, no silent conversions, no nan, nothing changed after loading."""
@@ -272,7 +275,7 @@ class DistributedConfig(Section):
 
     @model_validator(mode="after")
     def _offload_has_a_stage(self) -> Self:
-        needed = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        needed = LEAST_STAGE[self.offload]
         if self.zero_stage < needed:
             raise ValueError(
                 f"offload {self.offload!r} needs zero_stage {needed} or more, and zero_stage is {self.zero_stage}; "

@@ -27,7 +27,7 @@ def run_ranks(count: int, device: torch.device, run: Callable[[World], _Result])
     meeting, this_thread = threading.Barrier(count), threading.local()
     given: list[Tensor] = [torch.empty(0)] * count
 
-    def all_reduce(tensor: Tensor) -> None:
+    def all_reduce(tensor: Tensor, group: None = None) -> None:
         given[this_thread.rank] = tensor
         meeting.wait(_PATIENCE)
         total = given[0].clone()

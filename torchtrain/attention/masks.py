@@ -91,6 +91,16 @@ def hides_nothing(mask: Tensor, tokens: int) -> bool:
     return fits and remember("_anchor_hides_nothing", mask, lambda: bool((mask == 1).all()))
 
 
+def hide_nothing(ids_BT: Tensor) -> Tensor:
+    """Return a padding mask [B, T] of ones, boolean on the ids' device, that `hides_nothing` knows without a look.
+
+    Without a mask transformers asks the positions whether documents are packed, and the host waits for the device.
+    """
+    mask_BT = torch.ones(ids_BT.shape, dtype=torch.bool, device=ids_BT.device)
+    remember("_anchor_hides_nothing", mask_BT, lambda: True)
+    return mask_BT
+
+
 def is_generating() -> bool:
     """Whether transformers' `generate` is among the callers. Asked only on the way to an error."""
     generate = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class World:
     size: int = 1
     sequence_parallel: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    host: Any = None  # process group of numbers on the host; None: the default one takes them
 
     @property
     def data_parallel(self) -> int:
@@ -51,11 +52,14 @@ class World:
         return self.rank % self.sequence_parallel
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up each value over all ranks, in float64: counts below 2 ** 53 stay exact."""
+        """Add up each value over all ranks, in float64: counts below 2 ** 53 stay exact.
+
+        They go from host to host: no rank waits for its device.
+        """
         if self.size == 1:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.host)
         return total.tolist()
 
     def wait(self) -> None:
@@ -129,6 +133,15 @@ def here() -> tuple[int, int, int]:
     return rank, size, local_rank
 
 
+def here_beside() -> int:
+    """Return how many processes of the run are on this machine, as torchrun gives it; 1 without it.
+
+    Raises:
+        UserError: the variable is not such a number.
+    """
+    return _number("LOCAL_WORLD_SIZE", 1, 1, _MOST_PROCESSES)
+
+
 _ADVICE = "start processes with torchrun, which sets it"
 _MOST_PROCESSES = 2**16
 
@@ -183,7 +196,8 @@ def join(config: Config) -> Iterator[World]:
     else:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    world = World(rank, size, config.distributed.sequence_parallel, device)
+    host = dist.new_group(backend="gloo") if cuda and size > 1 else None  # NCCL takes what lies on a GPU alone
+    world = World(rank, size, config.distributed.sequence_parallel, device, host)
     ended = False
     try:
         with heartbeat(rank, size):

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 def hidden_states(model: "PreTrainedModel", batch: dict[str, Tensor], plan: Any = None) -> Tensor:
     """Run the model without its head: [B, T, M], under the batch's documents and positions."""
+    from torchtrain.attention.masks import hide_nothing
+
     return model.base_model(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
         document_ids=batch["document_ids"],
+        attention_mask=hide_nothing(batch["input_ids"]),
         plan=plan,
         use_cache=False,
     ).last_hidden_state

@@ -4,10 +4,11 @@ Whatever a folder holds, a library's word of it reaches the user as one line (`r
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
@@ -29,6 +30,9 @@ _SETTINGS = (
     "model.safetensors.index.json",
 )
 _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_template.jinja")
+# Shapes of models that the hub gives only to who asks it by name: what is planned needs nobody. Named by their ids, as
+# on the hub.
+PUBLISHED = Path(__file__).parent / "published"
 # Where a config leaves these, building or running the model would take for ever, or end in an overflow.
 _SIZES = {
     "vocab_size": 2**24,
@@ -56,7 +60,8 @@ def resolve_source(
         source: `model.source`: `smollm2`, a folder with a config.json, or a hub id.
         cache: where `smollm2` is converted to.
         say: takes the line that the conversion begins, or that the hub is asked.
-        weights: whether they are needed, too: a hub's are then fetched.
+        weights: whether they are needed, too: a hub's are then fetched. Without them the shapes that come with this
+            package stand for the hub's.
         trust_remote_code: whether the model's own code is needed, too.
 
     Raises:
@@ -64,6 +69,8 @@ def resolve_source(
     """
     if source == "smollm2":
         return str(smollm2_folder(cache, say))
+    if not weights and (shapes := _published(source)) is not None:
+        return str(shapes)
     wanted = (*hub.CONFIGS, *(hub.WEIGHTS if weights else ()), *(hub.CODE if trust_remote_code else ()))
     folder = hub.find_model(source, "model.source", wanted, say)
     for name in _SETTINGS:
@@ -77,6 +84,20 @@ def resolve_source(
         instead = f"; {quoted(found)} may run code when it is read, so convert it to safetensors" if found else ""
         raise UserError(f"model.source {quoted(source)}: the folder holds no weights in *.safetensors{instead}")
     return str(folder)
+
+
+def _published(source: str) -> Path | None:
+    """Return the folder of a published model's config.json by its hub id; None where a folder has that name, which goes
+    first.
+    """
+    if source not in published_models() or os.path.lexists(os.path.join(source, "config.json")):
+        return None
+    return PUBLISHED / source
+
+
+def published_models() -> dict[str, dict[str, Any]]:
+    """Return the models whose shapes come with this package, by id: `weights` (how many) and `source` (where from)."""
+    return read_json(PUBLISHED / "index.json", "torchtrain/modeling/published")
 
 
 @contextmanager

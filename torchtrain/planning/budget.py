@@ -4,12 +4,16 @@ Reads the config and the model's config.json; no weights, no data.
 
 Memory is per GPU, for P weights on N processes, b bytes each:
 
-    weights     P b, spread over N by ZeRO 3, which then gathers up to GATHERED of them at a time
-    gradients   4 P (summed in float32), spread from ZeRO 2 on, where buckets come on top
+    weights     P b, spread over N by ZeRO 3, which then gathers up to GATHERED of them at a time and fetches a
+                bucket ahead
+    gradients   4 P (summed in float32), spread from ZeRO 2 on; with ZeRO buckets come on top, and with 1 a
+                micro-batch's own
     optimizer   12 P: float32 masters and two moments (8 P for a float32 model without ZeRO), spread from ZeRO 1 on
-    activations and logits: counted by `torchtrain.planning.memory`
+    activations, with the logits of a chunk: counted by `torchtrain.planning.memory`, together with the gradients that
+                there are at each moment
 
-What `distributed.offload` keeps in host memory does not count for the GPU.
+What `distributed.offload` keeps in host memory does not count for the GPU. `torchtrain/tests/shapes_only` holds all of
+it against what DeepSpeed and the step make.
 """
 
 import statistics
@@ -18,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
-from torchtrain.config import Config
+from torchtrain.config import LEAST_STAGE, Config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET, GATHERED
 from torchtrain.modeling.check import check_config
@@ -39,19 +45,19 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each GPU, and on the host for all processes together."""
+    """Bytes on each GPU at the moment at which it holds most, and on the hosts of all processes together."""
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int
-    logits: int
-    host: int
+    activations: int  # with the logits of a chunk
+    host: int  # while it trains
+    load: int  # on the hosts before that: every process reads all weights
 
     @property
     def gpu(self) -> int:
         """All that one GPU holds at most."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
@@ -91,34 +97,52 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     count, largest = sum(sizes), max(sizes)
     bytes_each = model.dtype.itemsize
     stage, offload = config.distributed.zero_stage, config.distributed.offload
+    part = -(-count // processes)
 
-    def spread(size: int, from_stage: int) -> int:
-        return -(-size // processes) if stage >= from_stage else size
-
-    weights = spread(count * bytes_each, 3)
-    gradients = spread(count * _FLOAT32, 2)
+    weights = bytes_each * (part if stage == 3 else count)
     masters = 0 if stage == 0 and bytes_each == _FLOAT32 else 1
-    optimizer = spread((masters + 2) * _FLOAT32 * count, 1)
-    host = optimizer if offload != "none" else 0
+    optimizer = (masters + 2) * _FLOAT32 * (part if stage else count)
+    host = 0
     if offload != "none":
-        optimizer = 0
-        if stage >= 2:
-            host, gradients = host + gradients, 0
+        host, optimizer = optimizer + _FLOAT32 * part, 0  # gradients go to where they are used
     if offload == "all":
         host, weights = host + weights, 0
-    if stage:
-        # A bucket, and its sum over ranks in float32. A parameter that is larger goes alone.
-        gradients += max(BUCKET, largest) * (_FLOAT32 + _FLOAT32)
-    if stage == 3:
-        weights += min(count, max(GATHERED, largest)) * bytes_each
-    tokens = -(-config.pack.sequence_length // config.distributed.sequence_parallel)
+
+    rows_at_a_time = config.train.micro_batch * (processes // config.distributed.sequence_parallel)
+    again = config.train.sequences_per_step > rows_at_a_time
+    passes = shapes.run(config)
+    gradients = 0
+    if stage == 0:
+        # A micro-batch's gradient in the model's dtype becomes the step's by a float32 copy, or is the step's itself.
+        adding = (_FLOAT32 if again else 0) - (0 if bytes_each < _FLOAT32 or again else _FLOAT32)
+        activations, summed = passes.most(_FLOAT32, adding, again)
+    elif stage == 1 and offload == "none":
+        # A micro-batch's gradient stays until the next one's takes its place. In bfloat16 the step's is kept besides,
+        # in float32.
+        gradients = _FLOAT32 * (BUCKET if bytes_each == _FLOAT32 else count)
+        activations, summed = passes.most(bytes_each, 0, again)
+    elif stage == 1:
+        gradients = _FLOAT32 * (count + part + BUCKET) + bytes_each * largest
+        activations, summed = passes.most(0, 0, again)
+    else:
+        if stage == 2:
+            gradients = _FLOAT32 * part + bytes_each * (BUCKET + (largest if offload != "none" else 0))
+        else:
+            gradients = _FLOAT32 * (BUCKET + (part if offload == "none" else 0))
+            # What is fetched ahead is held twice while it arrives.
+            weights += bytes_each * min(count, max(GATHERED, largest) + BUCKET)
+        # The sum over ranks is taken in float32, of a bucket or of a larger parameter alone, which stage 2 copies.
+        adding = _FLOAT32 + (bytes_each if stage == 2 else 0)
+        if stage == 3 and offload != "none":  # its part on the way to the host, and that in float64 for the norm
+            adding += (_FLOAT32 + 2 * _FLOAT32) / processes
+        activations, summed = passes.most(0, adding, again, BUCKET)
     return Memory(
         weights=weights,
-        gradients=gradients,
+        gradients=gradients + summed,
         optimizer=optimizer,
-        activations=shapes.activations(config.model, config.train.micro_batch, tokens),
-        logits=shapes.logits(config.model, config.train.micro_batch * tokens, config.train.loss_chunk),
+        activations=activations,
         host=host * processes,
+        load=bytes_each * count * processes,
     )
 
 
@@ -192,16 +216,18 @@ def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
 def remedies(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory]:
     """Return the overrides, one after another, that bring a run into `limit` bytes a GPU, and its memory with them.
 
-    Cheapest first: what costs nothing, then recomputation, then communication, then transfers to the host. The list may
-    not suffice; the memory tells.
+    Cheapest first: what costs nothing, then recomputation, then communication, then transfers to the host. Together
+    they are a config that `load_config` takes. The list may not suffice; the memory tells.
     """
     taken: dict[str, int | str | bool] = {}
     held = memory(config, shapes, processes)
     for section, values in _changes(config, processes):
         if held.gpu <= limit:
             break
-        changed = config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-        if changed == config:
+        if "zero_stage" in values:  # an earlier change may have gone further
+            values |= {"zero_stage": max(values["zero_stage"], config.distributed.zero_stage)}
+        changed = _revise(config, section, values)
+        if changed is None or changed == config:
             continue
         try:
             check_layout(changed, processes)
@@ -215,7 +241,16 @@ def remedies(config: Config, shapes: Shapes, processes: int, limit: int) -> tupl
     return [f"{name}={str(value).lower()}" for name, value in taken.items()], held
 
 
-def _changes(config: Config, processes: int) -> Iterator[tuple[str, dict[str, int | str | bool]]]:
+def _revise(config: Config, section: str, values: dict[str, Any]) -> Config | None:
+    """Return a config with other values in a section, validated as a file is; None where they do not go together."""
+    tree = config.model_dump()
+    try:
+        return Config.model_validate(tree | {section: tree[section] | values})
+    except ValidationError:
+        return None
+
+
+def _changes(config: Config, processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for stage in range(config.distributed.zero_stage + 1, 4):
         yield "distributed", {"zero_stage": stage}
     yield "model", {"activation_checkpointing": True}
@@ -223,5 +258,6 @@ def _changes(config: Config, processes: int) -> Iterator[tuple[str, dict[str, in
     for shared in range(config.distributed.sequence_parallel + 1, processes + 1):
         if processes % shared == 0:
             yield "distributed", {"sequence_parallel": shared}
-    yield "distributed", {"offload": "optimizer"}
-    yield "distributed", {"offload": "all"}
+    for offload, stage in LEAST_STAGE.items():
+        if offload != "none":
+            yield "distributed", {"zero_stage": stage, "offload": offload}

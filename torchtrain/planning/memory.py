@@ -1,16 +1,21 @@
-"""What a forward and a backward pass hold in memory, counted on torch's meta device: shapes without numbers.
+"""What a step holds in memory while it runs, counted on torch's meta device: shapes without numbers.
 
-Every tensor that transformers, autograd and checkpointing make is counted while it lives, so no formula of a model's
-activations stands here. Attention is stood in for by tensors that FlashAttention and the exchange between ranks would
-hold. On a GPU the allocator's fragments, the CUDA context (about half a GB) and NCCL's buffers come on top.
+Every tensor that transformers, autograd, checkpointing, the gathering of keys and the loss make is counted while it
+lives, so no formula of a model's activations stands here. Stood in for are the attention kernel, by what FlashAttention
+makes and keeps, and the exchange between ranks, by the copies that DeepSpeed's Ulysses makes. On a GPU the allocator's
+fragments, the CUDA context (about half a GB) and NCCL's buffers come on top.
 
-Legend: B batch · t tokens of this rank's part · H query heads · K key/value heads · D head_dim · M model width · V
-vocabulary.
+Activations and gradients do not peak together: in a step of one micro-batch gradients grow while activations go. So
+each moment is kept with the gradients that there are by then.
+
+Legend: B batch · T tokens of a row · t tokens of this rank's part · H query heads · K key/value heads · D head_dim · S
+ranks that share a row · N query tokens · M gathered keys.
 """
 
 import copy
 import weakref
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchtrain.config import ModelConfig
-from torchtrain.modeling.head import head_of
+from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
+from torchtrain.attention.plan import AttentionPlan, make_plan
+from torchtrain.config import Config, ModelConfig
+from torchtrain.data.rows import ANCHOR
+from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.modeling.source import read_by_library
-from torchtrain.training.loss import chunked_loss
+from torchtrain.training.labels import Labels
+from torchtrain.training.loss import chunked_cross_entropy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _STAND_IN = "anchorline_shapes_only"
+# Tokens of a document. Each brings a copy of the anchor's keys, which counts where documents are a few tokens long.
+_DOCUMENT = 1024
 
 
 class PeakBytes(TorchDispatchMode):
@@ -86,9 +97,6 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
         )
     if settings.activation_checkpointing:
         enable_checkpointing(model)
-    for parameter in model.parameters():
-        # Gradients are counted elsewhere; here each lives until it is added to the step's.
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model.train()
 
 
@@ -96,6 +104,61 @@ def enable_checkpointing(model: "PreTrainedModel") -> None:
     """Recompute each layer in the backward pass, as `load_for_training` sets it up."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
+
+
+class Moment(NamedTuple):
+    """What a pass holds at one time, besides weights and what the step keeps of gradients."""
+
+    held: int  # bytes
+    summed: int  # of how many weights the step has a gradient by then
+    adding: int  # how many weights the gradient has that is just being added to the step's; 0 most of the time
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and a backward pass, moment by moment."""
+
+    moments: tuple[Moment, ...]
+    weights: int
+
+    def most(self, kept: float, adding: float, again: bool, bucket: int = 0) -> tuple[int, int]:
+        """Return (activations, gradients) in bytes at the moment at which most is held.
+
+        Args:
+            kept: bytes that the GPU keeps of a weight's gradient.
+            adding: bytes more of one that is being added to the step's.
+            again: the step has gradients from the start, those of an earlier micro-batch.
+            bucket: weights whose gradients are added at a time, if one parameter has not more.
+        """
+
+        def split(moment: Moment) -> tuple[int, int]:
+            more = adding * max(moment.adding, bucket) if moment.adding else 0
+            return round(moment.held + more), round(kept * (self.weights if again else moment.summed))
+
+        return max(map(split, self.moments), key=sum)
+
+
+class _Watch(PeakBytes):
+    """Counts a pass; a gradient that is added to the step's is that one's, and no longer the pass's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.summed = 0
+        self.moments: dict[tuple[int, int], int] = {}
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        super()._count(storage)
+        self._note()
+
+    def _note(self, adding: int = 0) -> None:
+        key = (self.summed, adding)
+        self.moments[key] = max(self.now, self.moments.get(key, 0))
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Add a gradient to the step's."""
+        self.summed += parameter.numel()
+        self._note(adding=parameter.numel())
+        parameter.grad = None
 
 
 class Shapes:
@@ -108,7 +171,7 @@ class Shapes:
     def __init__(self, config: "PretrainedConfig") -> None:
         self.config = config
         self._models: dict[tuple[str, bool], PreTrainedModel] = {}
-        self._counted: dict[tuple[Any, ...], int] = {}
+        self._passes: dict[tuple[Any, ...], Pass] = {}
 
     def model(self, settings: ModelConfig) -> "PreTrainedModel":
         """Return the model of `shape_of_model`."""
@@ -117,65 +180,82 @@ class Shapes:
             self._models[key] = shape_of_model(self.config, settings)
         return self._models[key]
 
-    def activations(self, settings: ModelConfig, rows: int, tokens: int) -> int:
-        """As `activation_bytes`."""
-        key = (settings.dtype, settings.activation_checkpointing, rows, tokens)
-        if key not in self._counted:
-            self._counted[key] = activation_bytes(self.model(settings), rows, tokens)
-        return self._counted[key]
-
-    def logits(self, settings: ModelConfig, tokens: int, chunk: int) -> int:
-        """As `logits_bytes`; layers recomputed or not do not matter."""
-        key = ("logits", settings.dtype, tokens, chunk)
-        if key not in self._counted:
-            self._counted[key] = logits_bytes(self.model(settings), tokens, chunk)
-        return self._counted[key]
+    def run(self, config: Config) -> Pass:
+        """Count the passes of a run's micro-batch on one rank, every token labelled."""
+        model, train, pack = config.model, config.train, config.pack
+        shared = config.distributed.sequence_parallel
+        key = (model.dtype, model.activation_checkpointing, train.micro_batch, pack.sequence_length, shared)
+        key = (*key, pack.base_variant, train.loss_chunk)
+        if key not in self._passes:
+            plan = _plan(pack.base_variant, train.micro_batch, -(-pack.sequence_length // shared) * shared)
+            self._passes[key] = count_pass(self.model(model), plan, shared, train.loss_chunk)
+        return self._passes[key]
 
 
-def activation_bytes(model: "PreTrainedModel", rows: int, tokens: int) -> int:
-    """Return what the decoder holds at most in a forward and backward pass over [rows, tokens of this rank's part]."""
+def _plan(variant: str, rows: int, tokens: int) -> AttentionPlan:
+    """Plan rows of documents of `_DOCUMENT` tokens."""
+    ids_T = torch.ones(tokens, dtype=torch.long) if variant == "full" else 1 + torch.arange(tokens) // _DOCUMENT
+    if variant == "anchor":
+        ids_T[0] = ANCHOR
+    return make_plan(ids_T.repeat(rows, 1)).to("meta")
+
+
+def count_pass(model: "PreTrainedModel", plan: AttentionPlan, shared: int, chunk: int) -> Pass:
+    """Run a forward and a backward pass, on the meta device, and count what it holds.
+
+    Args:
+        model: of `shape_of_model`.
+        plan: of whole rows, on the meta device.
+        shared: ranks that share a row.
+        chunk: tokens whose logits exist at one time.
+    """
+    B, T = plan.document_ids_BT.shape
+    t = T // shared
     with torch.device("meta"):
-        ids_Bt = torch.zeros(rows, tokens, dtype=torch.long)
-        positions_Bt = torch.arange(tokens).expand(rows, -1)
-    # Without a mask transformers looks into the positions, which have no numbers here. The stand-in drops it.
-    mask_Bt = torch.ones_like(ids_Bt)
-    with PeakBytes(model) as count:
-        hidden_BtM = model.base_model(
-            input_ids=ids_Bt, position_ids=positions_Bt, attention_mask=mask_Bt, use_cache=False
-        ).last_hidden_state
-        hidden_BtM.backward(torch.empty_like(hidden_BtM))
-    return count.peak
+        index_n = torch.arange(B * t)
+        part = {
+            "input_ids": torch.zeros(B, t, dtype=torch.long),
+            "position_ids": torch.arange(t).expand(B, -1),
+            "document_ids": plan.document_ids_BT,
+        }
+    with _Watch(model) as watch:
+        hooks = [p.register_post_accumulate_grad_hook(watch.take) for p in model.parameters()]
+        hidden_BtM = hidden_states(model, part, _Shared(plan, shared))
+        total, _ = chunked_cross_entropy(head_of(model), hidden_BtM, Labels(index_n, index_n), chunk)
+        del hidden_BtM
+        total.backward()
+        for hook in hooks:
+            hook.remove()
+    moments = tuple(Moment(held, *key) for key, held in watch.moments.items())
+    return Pass(moments, weights=sum(p.numel() for p in model.parameters()))
 
 
-def logits_bytes(model: "PreTrainedModel", tokens: int, chunk: int) -> int:
-    """Return what the loss holds at most, with `chunk` of the rank's tokens at a time, all of them labelled."""
-    head = head_of(model)
-    width, dtype = model.config.get_text_config().hidden_size, model.dtype
-    hidden_nM = torch.empty(tokens, width, dtype=dtype, device="meta", requires_grad=True)
-    labels_n = torch.zeros(tokens, dtype=torch.long, device="meta")
-    with PeakBytes(model) as count:
-        chunked_loss(head, hidden_nM, labels_n, chunk).sum().backward()
-    return count.peak
+@dataclass(frozen=True)
+class _Shared:
+    """What a pass hands to its stand-in for attention."""
+
+    plan: AttentionPlan
+    ranks: int
 
 
 class _Flash(torch.autograd.Function):
     """What FlashAttention makes and keeps: output and log-sum-exp; in the backward pass three gradients."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHtD: Tensor, k_BKtD: Tensor, v_BKtD: Tensor) -> Tensor:
-        out_BHtD = torch.empty_like(q_BHtD)
-        lse_BHt = q_BHtD.new_empty(q_BHtD.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(q_BHtD, k_BKtD, v_BKtD, out_BHtD, lse_BHt)
-        return out_BHtD
+    def forward(ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor) -> Tensor:
+        out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
+        lse_HN = q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float32)
+        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, out_NHD, lse_HN)
+        return out_NHD
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        q_BHtD, k_BKtD, v_BKtD, *_ = ctx.saved_tensors
-        return torch.empty_like(q_BHtD), torch.empty_like(k_BKtD), torch.empty_like(v_BKtD)
+        q_NHD, k_MKD, v_MKD, *_ = ctx.saved_tensors
+        return torch.empty_like(q_NHD), torch.empty_like(k_MKD), torch.empty_like(v_MKD)
 
 
-class _Copy(torch.autograd.Function):
-    """A copy each way: the exchange of parts for heads, and the gathering of keys by document."""
+class _Exchange(torch.autograd.Function):
+    """What an all-to-all makes: as much as it was given, each way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -186,7 +266,34 @@ class _Copy(torch.autograd.Function):
         return torch.empty_like(gradients[0])
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    q_BHtD, k_BKtD, v_BKtD = (_Copy.apply(x) for x in (query, key, value))
-    out_BHtD = _Flash.apply(q_BHtD, _Copy.apply(k_BKtD), _Copy.apply(v_BKtD))
-    return _Copy.apply(out_BHtD).transpose(1, 2).contiguous(), None  # pyright: ignore[reportOptionalMemberAccess]
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, plan: _Shared, **__: Any
+) -> tuple[Tensor, None]:
+    """Transformers' calling convention, as `torchtrain.attention.hf` and, where ranks share rows, Ulysses follow it."""
+    ranks, plan_ = plan.ranks, plan.plan
+    q_BHTD, k_BKTD, v_BKTD = (
+        (query, key, value) if ranks == 1 else (_heads_for_parts(x, ranks) for x in (query, key, value))
+    )
+    q_NHD = gather_queries(q_BHTD.transpose(1, 2), plan_)
+    k_MKD, v_MKD = (gather_keys(x.transpose(1, 2), plan_) for x in (k_BKTD, v_BKTD))
+    out_BTHD = scatter_queries(_Flash.apply(q_NHD, k_MKD, v_MKD), plan_)  # pyright: ignore[reportArgumentType]
+    return (out_BTHD if ranks == 1 else _parts_for_heads(out_BTHD, ranks)), None
+
+
+def _heads_for_parts(x_BHtD: Tensor, S: int) -> Tensor:
+    """Give parts of all heads for whole rows of some heads [B, H / S, T, D], as `UlyssesSPAttentionHF` does."""
+    B, H, t, D = x_BHtD.shape
+    x_tBHD = x_BHtD.permute(2, 0, 1, 3)
+    if H < S:
+        x_tBHD = x_tBHD.repeat_interleave(S // H, dim=2)
+    x_StBHD = x_tBHD.reshape(t, B, S, max(H // S, 1), D).permute(2, 0, 1, 3, 4).contiguous()
+    exchanged: Tensor = _Exchange.apply(x_StBHD)  # pyright: ignore[reportAssignmentType]
+    return exchanged.reshape(S * t, B, -1, D).permute(1, 2, 0, 3).contiguous()
+
+
+def _parts_for_heads(out_BTHD: Tensor, S: int) -> Tensor:
+    """The way back: [B, t, all heads x D]."""
+    B, T = out_BTHD.shape[:2]
+    x_TBE = out_BTHD.transpose(0, 1).reshape(T, B, -1)
+    exchanged: Tensor = _Exchange.apply(x_TBE.reshape(S, T // S, B, -1).contiguous())  # pyright: ignore
+    return exchanged.permute(1, 2, 0, 3).reshape(T // S, B, -1).contiguous().transpose(0, 1)

@@ -119,12 +119,13 @@ def memory_table(memory: Memory, limit: int, processes: int) -> Table:
     table = Table(title=f"Memory of each GPU ({processes} of {limit / GIB:g} GiB)")
     table.add_column("what")
     table.add_column("GiB", justify="right")
-    for name in ("weights", "gradients", "optimizer", "activations", "logits"):
+    for name in ("weights", "gradients", "optimizer", "activations"):
         table.add_row(name, f"{getattr(memory, name) / GIB:.2f}")
     table.add_section()
     table.add_row("all", f"{memory.gpu / GIB:.2f}")
+    table.add_row("host memory, all processes, while loading", f"{memory.load / GIB:.2f}")
     if memory.host:
-        table.add_row("host memory, all processes", f"{memory.host / GIB:.2f}")
+        table.add_row("host memory, all processes, while training", f"{memory.host / GIB:.2f}")
     return table
 
 

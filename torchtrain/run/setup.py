@@ -32,6 +32,7 @@ from torchtrain.data import (
 from torchtrain.data import identity as data_identity
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
+from torchtrain.distributed.threads import share_cores
 from torchtrain.distributed.world import ALONE, World, here
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.load import load_for_training
@@ -114,6 +115,8 @@ def set_up(
     say(f"loading {config.model.source}")
     model = load_for_training(source, model_config, config.model, engine, device)
     say(f"model     {config.model.source}: {model.num_parameters():,} parameters in {config.model.dtype} on {device}")
+    if threads := share_cores(config.distributed, device):
+        say(f"threads   {threads}")
     if world.size > 1:
         say(f"processes {world.size}: {describe_layout(config, world)}")
     say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")

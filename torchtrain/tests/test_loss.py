@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchtrain.marks import IGNORED
+from torchtrain.training.labels import find_labels
 from torchtrain.training.loss import chunked_cross_entropy
 
 M, V = 6, 11
@@ -41,7 +42,7 @@ def masked_rows(draw):
 def test_equals_the_naive_twin_in_value_and_gradients(drawn):
     B, T, masked, chunk = drawn
     head, hidden, labels = case(B, T, masked)
-    total, each = chunked_cross_entropy(head, hidden, labels, chunk)
+    total, each = chunked_cross_entropy(head, hidden, find_labels(labels), chunk)
     gradients = torch.autograd.grad(total, [hidden, head.weight])
 
     expected = naive(head, hidden, labels)
@@ -70,7 +71,7 @@ class Recorder(nn.Module):
 def test_only_labelled_rows_reach_the_head_and_only_a_chunk_at_a_time():
     head, hidden, labels = case(2, 10, [True] * 4 + [False] * 3 + [True] * 3 + [False] * 10)
     recorder = Recorder(head)
-    total, _ = chunked_cross_entropy(recorder, hidden, labels, chunk=5)
+    total, _ = chunked_cross_entropy(recorder, hidden, find_labels(labels), chunk=5)
     assert recorder.rows == [5, 5, 3]
     total.backward()
     assert sorted(recorder.rows) == sorted([5, 5, 3] * 2)  # once more in the backward pass, not kept
@@ -78,7 +79,7 @@ def test_only_labelled_rows_reach_the_head_and_only_a_chunk_at_a_time():
 
 def test_no_labels_at_all_give_zero_with_zero_gradients():
     head, hidden, labels = case(1, 4, [True] * 4)
-    total, each = chunked_cross_entropy(head, hidden, labels, chunk=2)
+    total, each = chunked_cross_entropy(head, hidden, find_labels(labels), chunk=2)
     total.backward()
     assert total.item() == 0
     assert not each.any()
@@ -88,7 +89,7 @@ def test_no_labels_at_all_give_zero_with_zero_gradients():
 
 def test_losses_of_half_precision_logits_are_taken_in_float32():
     head, hidden, labels = case(1, 8, [False] * 8, dtype=torch.bfloat16)
-    total, each = chunked_cross_entropy(head, hidden, labels, chunk=3)
+    total, each = chunked_cross_entropy(head, hidden, find_labels(labels), chunk=3)
     assert total.dtype == each.dtype == torch.float32
     logits = torch.cat([head(part) for part in hidden[0].split(3)]).float()
     assert torch.equal(each[0], F.cross_entropy(logits, labels[0], reduction="none").detach())
@@ -98,4 +99,4 @@ def test_a_label_beyond_the_vocabulary_is_an_error():
     head, hidden, labels = case(1, 2, [False, False])
     labels[0, 0] = V
     with pytest.raises(IndexError):
-        chunked_cross_entropy(head, hidden, labels, chunk=2)
+        chunked_cross_entropy(head, hidden, find_labels(labels), chunk=2)

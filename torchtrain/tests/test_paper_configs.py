@@ -8,19 +8,13 @@ import zstandard
 
 from torchtrain.config import BASE_VARIANTS, PAPER_ROPE_THETA, Config, Source, load_config
 from torchtrain.data.corpus import Document, read
-from torchtrain.modeling.rope import extend
-from torchtrain.tests.tiny import tiny_config
+from torchtrain.modeling.source import published_models
+from torchtrain.planning.budget import model_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))
 
-# What the models' own config.json files say: family, positions, theta.
-MODELS = {
-    "meta-llama/Llama-2-7b-hf": ("llama", 4096, 1e4),
-    "meta-llama/Meta-Llama-3-8B": ("llama", 8192, 5e5),
-    "mistralai/Mistral-7B-v0.3": ("mistral", 32768, 1e6),
-    "Qwen/Qwen1.5-1.8B": ("qwen2", 32768, 1e6),
-}
+MODELS = published_models()
 
 
 @pytest.fixture(params=PAPER, ids=lambda path: path.stem)
@@ -92,10 +86,7 @@ def test_it_reads_slimpajama_as_it_lies_on_the_hub(paper, slimpajama):
 
 def test_rope_gets_the_papers_base_and_length(paper):
     _, config = paper
-    family, positions, theta = MODELS[config.model.source]
-    rope = {"rope_type": "default", "rope_theta": theta}
-    own = tiny_config(family, max_position_embeddings=positions, rope_parameters=rope)
-    extended = extend(own, config.rope, config.pack.sequence_length)
+    extended = model_config(config)
     assert extended.max_position_embeddings == config.pack.sequence_length
     assert extended.rope_parameters == {
         "rope_type": "default",
@@ -108,8 +99,8 @@ def test_every_model_and_variant_is_there():
     assert len(runs) == len(PAPER)
     for variant in BASE_VARIANTS:
         assert ("meta-llama/Llama-2-7b-hf", 65536, variant) in runs
-    for source in MODELS:
-        assert (source, 131072, "anchor") in runs
+    assert {source for source, length, variant in runs if (length, variant) == (131072, "anchor")} <= set(MODELS)
+    assert len({source for source, _, _ in runs}) == 4
 
 
 def test_runs_of_one_model_and_length_differ_in_nothing_but_the_variant():

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchtrain.attention import make_plan
 from torchtrain.data import collate
 from torchtrain.distributed.shard import deal_out, pad, part_of
 from torchtrain.distributed.world import World
-from torchtrain.marks import IGNORED
 from torchtrain.training.losses import Losses, Mean
 from torchtrain.training.strategy import Replicated, Strategy
 
@@ -33,6 +33,10 @@ class HeldOut(Losses):
         super().__init__(domains)
         self.own_positions = own_positions
         self.new_positions = Mean()
+
+    def masks(self, part: Mapping[str, Tensor]) -> list[Tensor]:
+        """As `Losses.masks`."""
+        return [*super().masks(part), part["position_ids"] >= self.own_positions]
 
     def means(self) -> list[Mean]:
         """As `Losses.means`."""
@@ -71,11 +75,12 @@ def measure_held_out(
     for numbers in deal_out(rows, micro_batch, world):
         batch = pad(collate(numbers), world.sequence_parallel)
         plan = make_plan(batch["document_ids"]).to(world.device)
-        part = {name: tensor.to(world.device) for name, tensor in part_of(batch, world).items()}
+        part = part_of(batch, world)
+        part = part | {"labels": result.labels_of(part)}
+        part = {name: x.to(world.device) for name, x in part.items()}
         _, each_Bt = strategy.losses(part, plan, chunk)
-        result.add(each_Bt, part)
-        new_Bt = (part["position_ids"] >= result.own_positions) & (part["shift_labels"] != IGNORED)
-        result.new_positions.add(each_Bt[new_Bt])
+        result.add(each_Bt, part["labels"])
+        result.read()
         total, tokens = world.sum([result.overall.total, result.overall.tokens])
         on_row(f"loss {Mean(total, int(tokens))}")
     result.sum_over(world)

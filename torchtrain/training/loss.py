@@ -1,6 +1,6 @@
 """Cross entropy over a large vocabulary without ever holding the logits of a whole row.
 
-Legend: N tokens · n tokens that have a label · M model width · V vocabulary.
+Legend: n tokens that have a label · M model width · V vocabulary.
 """
 
 import torch
@@ -8,21 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchtrain.marks import IGNORED
+from torchtrain.training.labels import Labels
 
 
 def chunked_cross_entropy(
-    head: nn.Module, hidden: Tensor, shift_labels: Tensor, chunk: int, *, calls: int = 0
+    head: nn.Module, hidden: Tensor, labels: Labels, chunk: int, *, calls: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of the labels, `chunk` tokens at a time.
 
-    Tokens without a label (-100) never reach the head. A chunk's logits are dropped after its losses are taken and made
+    Tokens without a label never reach the head. A chunk's logits are dropped after its losses are taken and made
     anew in the backward pass, so at most [chunk, V] logits exist at a time.
 
     Args:
         head: maps [n, M] to logits [n, V].
         hidden: hidden states [.., M].
-        shift_labels: the next token of each, int64 [..], -100 where no loss is taken.
+        labels: which tokens of the flattened [..] have one; on hidden's device. Nothing here waits for it.
         chunk: tokens whose logits exist at one time.
         calls: how often the head is called at least, if need be on no tokens. Ranks that hold a part of its weights
             each (ZeRO 3) must call it equally often, however many labels each has.
@@ -31,11 +31,10 @@ def chunked_cross_entropy(
         The sum, a scalar to call backward on, in float32 (or in hidden's dtype if that is wider); and each token's loss
         [..], detached, 0 where there is no label. Of no labels at all the sum is 0, with a gradient of zeros.
     """
-    labelled = shift_labels != IGNORED
-    hidden_nM, labels_n = hidden[labelled], shift_labels[labelled]
-    losses_n = chunked_loss(head, hidden_nM, labels_n, chunk, calls)
-    each = losses_n.new_zeros(shift_labels.shape)
-    each[labelled] = losses_n.detach()
+    hidden_nM = hidden.flatten(0, -2).index_select(0, labels.index_n)
+    losses_n = chunked_loss(head, hidden_nM, labels.labels_n, chunk, calls)
+    each = losses_n.new_zeros(hidden.shape[:-1])
+    each.view(-1).index_copy_(0, labels.index_n, losses_n.detach())
     return losses_n.sum(), each
 
 

@@ -1,16 +1,19 @@
 """Losses summed per group of tokens: over all, and per domain.
 
-Legend: B batch · T tokens of a row · n tokens.
+Sums stay on the device until they are read. How many tokens there are is known on the host.
+
+Legend: B batch · t tokens of this rank's part · G groups.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchtrain.distributed.world import World
-from torchtrain.marks import IGNORED
+from torchtrain.training.labels import Labels, find_labels
 
 
 @dataclass
@@ -19,11 +22,6 @@ class Mean:
 
     total: float = 0.0
     tokens: int = 0
-
-    def add(self, losses_n: Tensor) -> None:
-        """Count the losses of n tokens."""
-        self.total += losses_n.double().sum().item()
-        self.tokens += losses_n.numel()
 
     @property
     def value(self) -> float | None:
@@ -43,20 +41,40 @@ class Losses:
     def __init__(self, domains: Sequence[str]) -> None:
         self.overall = Mean()
         self.by_domain = {domain: Mean() for domain in domains}
+        self._sums_G: Tensor | None = None  # float64, of what was added and not yet read
 
-    def add(self, each_BT: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch: the loss of each token, and the batch for its labels and domains."""
-        labelled_BT = batch["shift_labels"] != IGNORED
-        self.overall.add(each_BT[labelled_BT])
-        for index, mean in enumerate(self.by_domain.values()):
-            mean.add(each_BT[labelled_BT & (batch["domain_ids"] == index)])
+    def labels_of(self, part: Mapping[str, Tensor]) -> Labels:
+        """Find on the host the labels of a micro-batch's part [B, t], and those of each mean."""
+        return find_labels(part["shift_labels"], self.masks(part))
+
+    def masks(self, part: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return which tokens [B, t] each of `means` but the first takes."""
+        return [part["domain_ids"] == index for index in range(len(self.by_domain))]
+
+    def add(self, each_Bt: Tensor, labels: Labels) -> None:
+        """Count one micro-batch: the loss of each token, and what `labels_of` found, on the same device."""
+        losses_n = each_Bt.flatten().index_select(0, labels.index_n)
+        groups = [losses_n, *(losses_n.index_select(0, group) for group in labels.groups)]
+        sums_G = torch.stack([group.double().sum() for group in groups])
+        self._sums_G = sums_G if self._sums_G is None else self._sums_G + sums_G
+        for mean, group in zip(self.means(), groups, strict=True):
+            mean.tokens += len(group)
+
+    def read(self) -> None:
+        """Bring what was added into the means: the host waits for the device."""
+        if self._sums_G is None:
+            return
+        for mean, total in zip(self.means(), self._sums_G.tolist(), strict=True):
+            mean.total += total
+        self._sums_G = None
 
     def means(self) -> list[Mean]:
         """Everything that is counted, always in the same order."""
         return [self.overall, *self.by_domain.values()]
 
     def sum_over(self, world: World) -> None:
-        """Add up what all ranks have counted, each its own tokens."""
+        """Read, and add up what all ranks have counted, each its own tokens."""
+        self.read()
         means = self.means()
         sums = world.sum([x for mean in means for x in (mean.total, mean.tokens)])
         for mean, total, tokens in zip(means, sums[::2], sums[1::2], strict=True):

@@ -7,6 +7,7 @@ model's dtype: the head's gradient is a sum over the chunks of `train.loss_chunk
 that costs).
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -41,9 +42,10 @@ class Optimizer:
         If that is not finite, nothing is updated.
         """
         norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
-        if not norm.isfinite():
+        found = norm.item()  # the one time that a step waits for the device besides reading its losses
+        if not math.isfinite(found):
             self.drop()
-            return norm.item()
+            return found
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.masters, self.clip_norm, norm)
         for group in self.adamw.param_groups:
@@ -53,7 +55,7 @@ class Optimizer:
         with torch.no_grad():
             for parameter, master in self._pairs():
                 parameter.copy_(master)
-        return norm.item()
+        return found
 
     def drop(self) -> None:
         """Forget the gradients of this step."""

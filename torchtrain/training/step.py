@@ -15,7 +15,6 @@ from torchtrain.config import TrainConfig
 from torchtrain.data import collate
 from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import ALONE, World
-from torchtrain.marks import IGNORED
 from torchtrain.training.losses import Losses
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.strategy import Strategy
@@ -107,17 +106,18 @@ def accumulate(
     """
     world = strategy.world
     batches = [pad(batch, world.sequence_parallel) for batch in batches]
-    parts = [part_of(batch, world) for batch in batches]
-    labels = count_labels(parts, world)
     losses, live_pairs = Losses(domains), 0
+    parts = [part_of(batch, world) for batch in batches]
+    parts = [part | {"labels": losses.labels_of(part)} for part in parts]
+    labels = count_labels(parts, world)
     for number, (batch, part) in enumerate(zip(batches, parts, strict=True), start=1):
         plan = make_plan(batch["document_ids"])
         live_pairs += plan.live_pairs
-        part = {name: tensor.to(world.device, non_blocking=True) for name, tensor in part.items()}
+        part = {name: x.to(world.device, non_blocking=True) for name, x in part.items()}
         total, each_Bt = strategy.losses(part, plan.to(world.device), chunk)
         # No token of the step has a label: a gradient of zeros.
         strategy.backward(total / max(labels, 1), last=number == len(batches))
-        losses.add(each_Bt, part)
+        losses.add(each_Bt, part["labels"])
         if on_losses is not None:
             on_losses(each_Bt, part)
     losses.sum_over(world)
@@ -127,5 +127,5 @@ def accumulate(
 
 def count_labels(parts: list[dict[str, Any]], world: World) -> float:
     """Return how many tokens of a step have a label, those of all ranks: what every rank divides its losses by."""
-    (labels,) = world.sum([sum(int((part["shift_labels"] != IGNORED).sum()) for part in parts)])
+    (labels,) = world.sum([sum(len(part["labels"]) for part in parts)])
     return labels

@@ -126,7 +126,7 @@ class Replicated(Strategy):
     def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
         """See `Strategy`."""
         hidden_BtM = hidden_states(self.model, part, plan)
-        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["shift_labels"], chunk)
+        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["labels"], chunk)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """See `Strategy`."""
@@ -233,4 +233,4 @@ class _WithLoss(nn.Module):
     def forward(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
         hidden_BtM = hidden_states(self.model, part, plan)
         calls = -(-part["shift_labels"].numel() // chunk) if self.evenly else 0
-        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["shift_labels"], chunk, calls=calls)
+        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["labels"], chunk, calls=calls)

@@ -2,16 +2,14 @@
 
 from parity_tests.zoo import Bug
 from parity_tests.zoo.patch import wrap
-from torchtrain.marks import IGNORED
+from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
 
 
 def _make(original):
-    def whole_chunks(head, hidden, shift_labels, chunk):
-        counted = shift_labels != IGNORED
-        place = counted.flatten().cumsum(0).view_as(shift_labels)
-        kept = int(counted.sum()) // chunk * chunk
-        return original(head, hidden, shift_labels.masked_fill(place > kept, IGNORED), chunk)
+    def whole_chunks(head, hidden, labels, chunk):
+        kept = len(labels) // chunk * chunk
+        return original(head, hidden, Labels(labels.index_n[:kept], labels.labels_n[:kept]), chunk)
 
     return whole_chunks
 

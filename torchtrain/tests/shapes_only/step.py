@@ -1,0 +1,121 @@
+"""The trainer's own step on the device of shapes: model, strategy and rows of a config, at full size, on one rank of
+any number.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchtrain.attention.hf import implementation_name, register
+from torchtrain.config import Config
+from torchtrain.data import collate
+from torchtrain.data.rows import Segment, build_row
+from torchtrain.distributed.world import World
+from torchtrain.distributed.zero import import_deepspeed
+from torchtrain.planning.budget import model_config
+from torchtrain.planning.memory import enable_checkpointing
+from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
+from torchtrain.training.step import accumulate
+from torchtrain.training.strategy import Strategy, Zero, make_strategy
+
+DOMAINS = ["text"]
+ENGINE = "flash"
+DOCUMENT = 1060  # tokens, the mean of SlimPajama's
+
+
+@contextmanager
+def rank_of(config: Config, processes: int, rank: int = 0) -> Iterator[World]:
+    """Be one rank of many, whose collectives return at once and move nothing."""
+    world = World(rank, processes, config.distributed.sequence_parallel, DEVICE)
+    with ExitStack() as stack:
+        if processes > 1 or config.distributed.zero_stage:
+            import_deepspeed()
+            from torchtrain.tests.shapes_only.accelerator import deepspeed_on_shapes
+
+            place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(processes)}
+            stack.enter_context(patch.dict(os.environ, place))
+            stack.enter_context(deepspeed_on_shapes())
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+            stack.callback(dist.destroy_process_group)
+            stack.callback(ALL_ATTENTION_FUNCTIONS._local_mapping.pop, implementation_name(ENGINE), None)
+        yield world
+
+
+def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = None) -> Strategy:
+    """Build model and strategy, as `set_up` and `train` do after the weights are read.
+
+    Args:
+        config: a run's; its model is one whose shapes come with the package, or a folder.
+        world: of `rank_of`.
+        watch: what watches.
+        layers: fewer than the model's, to be quick; memory grows by the same bytes with each.
+    """
+    register()
+    own = model_config(config)
+    own.num_hidden_layers = layers or own.num_hidden_layers
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(
+            own, dtype=getattr(torch, config.model.dtype), attn_implementation=implementation_name(ENGINE)
+        )
+    if config.model.activation_checkpointing:
+        enable_checkpointing(model)
+    strategy = make_strategy(model.train(), ENGINE, config, world)
+    if isinstance(strategy, Zero):
+        for x in tree_leaves(getattr(strategy.deepspeed.optimizer, "round_robin_bit16_meta", [])):
+            watch.forget(x)
+    return strategy
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step on shapes, after a first one, which made the optimizer's state."""
+
+    before: int  # bytes that the device holds between two steps
+    peak: int
+    at_peak: list[Held]
+    waits: Counter[tuple[str, Place]]
+    copies: Counter[Place]
+    launches: int
+
+
+def measure(config: Config, processes: int, layers: int | None = None) -> Measured:
+    """Take two steps of a config on the first of many ranks, and measure the second. Other arguments as `make`."""
+    with rank_of(config, processes) as world, ShapesOnly() as watch:
+        strategy = make(config, world, watch, layers)
+        rows = batches(config, world)
+        for _ in range(2):
+            watch.reset()
+            before = watch.now
+            accumulate(strategy, rows, DOMAINS, config.train.loss_chunk)
+            strategy.step(config.train.learning_rate)
+        found = Measured(
+            before, watch.peak, watch.at_peak(), watch.waits.copy(), watch.copies.copy(), sum(watch.launches.values())
+        )
+        if isinstance(strategy, Zero):
+            strategy.deepspeed.destroy()
+        return found
+
+
+def batches(config: Config, world: World) -> list[dict[str, Tensor]]:
+    """Return a step's micro-batches, on the host: full rows of documents of `DOCUMENT` tokens, packed as the config
+    says.
+    """
+    pack, train = config.pack, config.train
+    length = pack.sequence_length - 1
+    sizes = [DOCUMENT] * (length // DOCUMENT) + [length % DOCUMENT] * (length % DOCUMENT > 0)
+    segments = [Segment(np.ones(size, dtype=np.int64), 0, ()) for size in sizes]
+    row = build_row(segments, pack, [1], 0, np.random.default_rng(0))
+    turns = train.sequences_per_step // (train.micro_batch * world.data_parallel)
+    return [collate([row] * train.micro_batch)] * turns

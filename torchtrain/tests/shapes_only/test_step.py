@@ -1,0 +1,149 @@
+"""The trainer's own step on shapes: where the host waits for the device, and what it holds, against `plan`."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtrain.config import Config, load_config
+from torchtrain.distributed.shard import part_of
+from torchtrain.planning import budget
+from torchtrain.planning.memory import Shapes
+from torchtrain.tests.shapes_only import step
+from torchtrain.tests.tiny import tiny_config
+from torchtrain.training import strategy as strategies
+from torchtrain.training.losses import Losses
+
+PAPER = {path.stem: path for path in sorted((Path(__file__).parents[3] / "configs" / "paper").glob("*.yaml"))}
+ALONE = ["distributed.sequence_parallel=1", "distributed.zero_stage=0", "distributed.offload=none"]
+
+
+@pytest.fixture
+def tiny(tree, write_config, monkeypatch):
+    """Return a function from overrides to a config of a tiny model that flash can run."""
+    monkeypatch.setattr(step, "model_config", lambda config: tiny_config())
+    return lambda *overrides: load_config(write_config(tree), ["model.dtype=bfloat16", *overrides])
+
+
+# What a step of one rank says that it waits for: its losses, and its gradient's norm.
+SAID = {("copy to the host", "training/losses.py", "read"): 1}
+SAID |= {("local_scalar_dense", "training/optimizer.py", "step"): 1}
+
+
+def waits(found: step.Measured) -> dict[tuple[str, str, str], int]:
+    return {(what, place.file, place.function): count for (what, place), count in found.waits.items()}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["pack.variant=anchor", "train.sequences_per_step=3"],
+        ["pack.variant=intra_reset", "train.micro_batch=2"],
+        ["pack.variant=full+interleave", "model.activation_checkpointing=true"],
+        ["model.dtype=float32", "rope.type=yarn", "rope.theta=keep", "train.clip_norm=null"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_a_step_waits_for_the_device_where_it_says_so_and_nowhere_else(tiny, overrides):
+    assert waits(step.measure(tiny(*overrides), 1)) == SAID
+
+
+MISTAKES = {
+    "an item": lambda losses_n: losses_n * losses_n.sum().item(),
+    "a boolean index": lambda losses_n: losses_n[losses_n > 0],
+    "a copy to the host": lambda losses_n: losses_n.cpu().to(losses_n.device),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_misplaced_wait_is_seen_once_a_micro_batch(tiny, monkeypatch, name):
+    real = strategies.chunked_cross_entropy
+
+    def waiting(*args):
+        total, each = real(*args)
+        MISTAKES[name](each.flatten())
+        return total, each
+
+    monkeypatch.setattr(strategies, "chunked_cross_entropy", waiting)
+    found = waits(step.measure(tiny("train.sequences_per_step=3"), 1))
+    assert {count for place, count in found.items() if place not in SAID} == {3}
+
+
+def test_a_tensor_that_stayed_on_the_host_is_refused(tiny, monkeypatch):
+    def left_behind(self, part):
+        labels = real(self, part)
+        monkeypatch.setattr(type(labels), "to", lambda self, *_, **__: self)
+        return labels
+
+    real = Losses.labels_of
+    monkeypatch.setattr(Losses, "labels_of", left_behind)
+    with pytest.raises(RuntimeError, match="same device"):
+        step.measure(tiny(), 1)
+
+
+def test_rows_are_full_and_cut_among_the_ranks_that_share_them(tiny):
+    config = tiny("distributed.sequence_parallel=2", "pack.sequence_length=4096", "train.sequences_per_step=4")
+    with step.rank_of(config, 4, rank=3) as world:
+        rows = step.batches(config, world)
+        assert len(rows) == 2
+        assert (rows[0]["document_ids"] >= 0).all()
+        assert part_of(rows[0], world)["input_ids"].shape == (1, 2048)
+
+
+# --- at full size -----------------------------------------------------------------------------------------------------
+
+
+def at_full_depth(config: Config, processes: int) -> tuple[float, float]:
+    """Return (held, planned) bytes. Layers are alike, so two depths tell those of all."""
+    own = budget.model_config(config)
+    layers, few = own.num_hidden_layers, (2, 3)
+    held, planned = [], []
+    for depth in few:
+        held.append(step.measure(config, processes, depth).peak)
+        own.num_hidden_layers = depth
+        planned.append(budget.memory(config, Shapes(own), processes).gpu)
+    return tuple(first + (layers - few[0]) * (second - first) for first, second in (held, planned))  # type: ignore
+
+
+@pytest.mark.parametrize(("length", "micro_batches"), [("64k", 2), ("128k", 1)])
+def test_plan_of_llama2_7b_on_one_rank_is_what_its_step_holds(length, micro_batches):
+    # Few and large chunks of the loss are quicker, and far below what a layer holds.
+    overrides = [*ALONE, f"train.sequences_per_step={micro_batches}", "train.loss_chunk=8192"]
+    held, planned = at_full_depth(load_config(PAPER[f"llama2-7b-{length}-anchor"], overrides), 1)
+    assert held > 100 * budget.GIB
+    assert planned == pytest.approx(held, rel=0.05)
+
+
+@pytest.mark.parametrize("length", ["64k", "128k"])
+def test_plan_of_llama2_7b_on_eight_ranks_is_what_its_step_holds(length):
+    """As the paper's runs: ZeRO 3, Ulysses over eight ranks, the optimizer in host memory, by DeepSpeed's own engine.
+
+    `benchmarks/shapes.sh` does this for every config of the paper.
+    """
+    config = load_config(PAPER[f"llama2-7b-{length}-anchor"], ["train.sequences_per_step=1"])
+    held, planned = at_full_depth(config, 8)
+    assert planned == pytest.approx(held, rel=0.05)
+
+
+STAGES = [
+    *((stage, "none", dtype) for stage in (1, 2, 3) for dtype in ("bfloat16", "float32")),
+    *((1, "optimizer", "bfloat16"), (2, "optimizer", "bfloat16"), (3, "optimizer", "bfloat16"), (3, "all", "bfloat16")),
+]
+
+
+@pytest.mark.parametrize(("stage", "offload", "dtype"), STAGES)
+def test_plan_of_each_stage_is_what_deepspeed_holds(tiny, monkeypatch, stage, offload, dtype):
+    """A model with a head that is larger than a bucket, on eight ranks that have rows of their own."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 64_000, "head_dim": 128}
+    own = tiny_config(**sizes, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False)
+    monkeypatch.setattr(step, "model_config", lambda config: own)
+    config = tiny(
+        f"model.dtype={dtype}",
+        "model.activation_checkpointing=true",
+        "pack.sequence_length=4096",
+        "train.loss_chunk=1024",
+        "train.sequences_per_step=16",
+        f"distributed.zero_stage={stage}",
+        f"distributed.offload={offload}",
+    )
+    planned, held = budget.memory(config, Shapes(own), 8).gpu, step.measure(config, 8).peak
+    assert planned == pytest.approx(held, rel=0.05)
