@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torchtrain.attention.hf import implementation_name, register
 from torchtrain.config import Config
 from torchtrain.data import collate
-from torchtrain.data.rows import Segment, build_row
+from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.planning.budget import model_config
@@ -115,7 +115,7 @@ def batches(config: Config, world: World) -> list[dict[str, Tensor]]:
     pack, train = config.pack, config.train
     length = pack.sequence_length - 1
     sizes = [DOCUMENT] * (length // DOCUMENT) + [length % DOCUMENT] * (length % DOCUMENT > 0)
-    segments = [Segment(np.ones(size, dtype=np.int64), 0, ()) for size in sizes]
+    segments = [SpanTokens(np.ones(size, dtype=np.int64), 0, ()) for size in sizes]
     row = build_row(segments, pack, [1], 0, np.random.default_rng(0))
     turns = train.sequences_per_step // (train.micro_batch * world.data_parallel)
     return [collate([row] * train.micro_batch)] * turns
