@@ -6,6 +6,7 @@ imported: its own dependencies are not needed.
 """
 
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -93,14 +94,31 @@ def _convert(source: Path, folder: Path) -> None:
     from torchtrain.modeling.save import save_folder
 
     read: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32, trust_remote_code=False)
+    with _read_once():
+        model = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**read, trust_remote_code=False)
     # save_pretrained refuses a model that was quantised: the same weights in a model that never was.
     config = model.config
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
-    save_folder(plain, AutoTokenizer.from_pretrained(**read, trust_remote_code=False), folder)
+    save_folder(plain, tokenizer, folder)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Let transformers parse the file once, not three times, and make the table of names once, not for each module."""
+    import gguf
+
+    made = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, make in made.items():
+            setattr(gguf, name, functools.cache(make))
+        yield
+    finally:
+        for name, make in made.items():
+            setattr(gguf, name, make)
 
 
 @contextmanager
