@@ -126,7 +126,9 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         activations, summed = passes.most(0, 0, again)
     else:
         if stage == 2:
-            gradients = _FLOAT32 * part + bytes_each * (BUCKET + (largest if offload != "none" else 0))
+            # Of a float32 model every parameter that reaches into a rank's part is kept whole.
+            gradients = _FLOAT32 * (part if bytes_each < _FLOAT32 else max(part, largest))
+            gradients += bytes_each * largest if offload != "none" else 0
         else:
             gradients = _FLOAT32 * (BUCKET + (part if offload == "none" else 0))
             # What is fetched ahead is held twice while it arrives.
@@ -135,7 +137,7 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         adding = _FLOAT32 + (bytes_each if stage == 2 else 0)
         if stage == 3 and offload != "none":  # its part on the way to the host, and that in float64 for the norm
             adding += (_FLOAT32 + 2 * _FLOAT32) / processes
-        activations, summed = passes.most(0, adding, again, BUCKET)
+        activations, summed = passes.most(0, adding, again, BUCKET, bytes_each * BUCKET if stage == 2 else 0)
     return Memory(
         weights=weights,
         gradients=gradients + summed,

@@ -121,7 +121,7 @@ class Pass:
     moments: tuple[Moment, ...]
     weights: int
 
-    def most(self, kept: float, adding: float, again: bool, bucket: int = 0) -> tuple[int, int]:
+    def most(self, kept: float, adding: float, again: bool, bucket: int = 0, begun: int = 0) -> tuple[int, int]:
         """Return (activations, gradients) in bytes at the moment at which most is held.
 
         Args:
@@ -129,10 +129,12 @@ class Pass:
             adding: bytes more of one that is being added to the step's.
             again: the step has gradients from the start, those of an earlier micro-batch.
             bucket: weights whose gradients are added at a time, if one parameter has not more.
+            begun: bytes more from the pass's first gradient on.
         """
 
         def split(moment: Moment) -> tuple[int, int]:
             more = adding * max(moment.adding, bucket) if moment.adding else 0
+            more += begun if moment.summed else 0
             return round(moment.held + more), round(kept * (self.weights if again else moment.summed))
 
         return max(map(split, self.moments), key=sum)

@@ -9,7 +9,7 @@ from collections import Counter
 
 from torchtrain.config import load_config
 from torchtrain.planning import budget
-from torchtrain.tests.shapes_only.step import measure
+from torchtrain.tests.shapes_only.step import FEW, at_full_depth, measure, plan
 
 
 def main() -> None:
@@ -18,16 +18,23 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("-n", "--processes", type=int, default=1)
-    parser.add_argument("--layers", type=int, help="of the model; default: all")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--layers", type=int, help="of the model; default: all")
+    depth.add_argument(
+        "--extrapolate", action="store_true", help="take two depths, and tell those of all layers by them"
+    )
     arguments = parser.parse_intermixed_args()
     config = load_config(arguments.config, arguments.overrides)
-    own = budget.model_config(config)
-    own.num_hidden_layers = arguments.layers or own.num_hidden_layers
-    planned = budget.memory(config, budget.Shapes(own), arguments.processes)
-    started = time.perf_counter()
-    found = measure(config, arguments.processes, arguments.layers)
     gib = budget.GIB
-    print(f"planned   {planned.gpu / gib:.2f} GiB, {planned.gpu / found.peak - 1:+.2%}")
+    started = time.perf_counter()
+    if arguments.extrapolate:
+        held, planned = at_full_depth(config, arguments.processes)
+        print(f"all layers  planned {planned / gib:.2f} GiB, held {held / gib:.2f} GiB, {planned / held - 1:+.2%}")
+        print(f"below: {FEW[0]} layers")
+    layers = FEW[0] if arguments.extrapolate else arguments.layers
+    found = measure(config, arguments.processes, layers)
+    planned = plan(config, arguments.processes, layers)
+    print(f"planned   {planned / gib:.2f} GiB, {planned / found.peak - 1:+.2%}")
     print(f"held      {found.peak / gib:.2f} GiB at most, {found.before / gib:.2f} GiB between steps")
     print(f"launches  {found.launches:,}; two steps on shapes took {time.perf_counter() - started:.0f} s")
     print("held when most was held, GiB:")

@@ -24,14 +24,15 @@ from torchtrain.data import collate
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import import_deepspeed
-from torchtrain.planning.budget import model_config
-from torchtrain.planning.memory import enable_checkpointing
+from torchtrain.planning.budget import memory, model_config
+from torchtrain.planning.memory import Shapes, enable_checkpointing
 from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
 from torchtrain.training.step import accumulate
 from torchtrain.training.strategy import Strategy, Zero, make_strategy
 
 DOMAINS = ["text"]
 ENGINE = "flash"
+FEW = (4, 6)  # depths that stand for all: from a few layers on ZeRO 3 has gathered as many weights as it may
 DOCUMENT = 1060  # tokens, the mean of SlimPajama's
 
 
@@ -106,6 +107,21 @@ def measure(config: Config, processes: int, layers: int | None = None) -> Measur
         if isinstance(strategy, Zero):
             strategy.deepspeed.destroy()
         return found
+
+
+def plan(config: Config, processes: int, layers: int | None = None) -> int:
+    """Return the bytes that `torchtrain plan` says a GPU holds."""
+    own = model_config(config)
+    own.num_hidden_layers = layers or own.num_hidden_layers
+    return memory(config, Shapes(own), processes).gpu
+
+
+def at_full_depth(config: Config, processes: int, few: tuple[int, int] = FEW) -> tuple[float, float]:
+    """Return (held, planned) bytes. Layers are alike, so two depths tell those of all."""
+    more = (model_config(config).num_hidden_layers - few[0]) / (few[1] - few[0])
+    held = [measure(config, processes, layers).peak for layers in few]
+    planned = [plan(config, processes, layers) for layers in few]
+    return held[0] + more * (held[1] - held[0]), planned[0] + more * (planned[1] - planned[0])
 
 
 def batches(config: Config, world: World) -> list[dict[str, Tensor]]:
