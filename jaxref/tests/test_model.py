@@ -1,5 +1,8 @@
 """The decoder against a twin in numpy loops, its roundings site by site, and its isolation by gradients."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -165,10 +168,7 @@ def test_no_gradient_from_what_is_invisible(family, variant):
         assert reached == {token} | {k for k in range(TOKENS) if visible(documents[0], token, k)}
 
 
-def test_the_compiler_drops_no_rounding():
-    """Op by op or compiled, every rounded tap is the same: float64 leaves no chance of two results astride a bfloat16
-    tie.
-    """
+def compare_compiled_and_plain():
     decoder, rounding = tiny("llama", num_hidden_layers=1), replace(HF_BF16, carrier="float64")
     _, compiled = decoder(*row("anchor"), rounding, taps=True)
     with jax.disable_jit():
@@ -176,6 +176,20 @@ def test_the_compiler_drops_no_rounding():
     for name in compiled:
         if not name.endswith("lse"):  # the one tap that is not rounded
             np.testing.assert_array_equal(compiled[name], plain[name], err_msg=name)
+
+
+@pytest.mark.parametrize("flags", ["the tests' own", "XLA's own"])
+def test_the_compiler_drops_no_rounding(flags):
+    """Op by op or compiled, every rounded tap is the same: float64 leaves no chance of two results astride a bfloat16
+    tie. With the quick compiler of the tests (conftest.py), and as users have it.
+    """
+    if flags == "the tests' own":
+        compare_compiled_and_plain()
+        return
+    code = f"from {__name__} import compare_compiled_and_plain; compare_compiled_and_plain()"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_one_block_is_compiled_however_many_layers():

@@ -114,10 +114,8 @@ def test_plan_of_llama2_7b_on_eight_ranks_is_what_its_step_holds():
     assert step.plan(longer, 8, step.FEW[0]) == pytest.approx(step.measure(longer, 8, step.FEW[0]).peak, rel=0.05)
 
 
-STAGES = [
-    *((stage, "none", dtype) for stage in (1, 2, 3) for dtype in ("bfloat16", "float32")),
-    *((1, "optimizer", "bfloat16"), (2, "optimizer", "bfloat16"), (3, "optimizer", "bfloat16"), (3, "all", "bfloat16")),
-]
+# Of 3 stages, 2 dtypes and 3 kinds of offload those that differ most.
+STAGES = [(1, "none", "bfloat16"), (2, "none", "float32"), (2, "optimizer", "bfloat16"), (3, "all", "bfloat16")]
 
 
 @pytest.mark.parametrize(("stage", "offload", "dtype"), STAGES)
