@@ -1,0 +1,20 @@
+"""`torchtrain.tests.forks` on the stand-in for CUDA: what it forks sees four GPUs, NCCL and their attention kernels.
+
+    python -m torchtrain.tests.cuda.server
+
+Everything here is done before torch's first question for its devices, so the order of the lines counts.
+"""
+
+# ruff: noqa: E402, I001
+from torchtrain.tests.cuda import standin
+
+DEVICE = standin.load()
+
+from torchtrain.tests.cuda import collectives, kernels
+from torchtrain.tests import forks
+
+collectives.install()
+KERNELS = kernels.install()
+
+if __name__ == "__main__":
+    forks._serve()
