@@ -8,8 +8,8 @@ all of them.
 import math
 import random
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from torchtrain.run.sources import local_sources
 from torchtrain.run.steps import take_steps
 from torchtrain.run.termination import Termination
 from torchtrain.run.writers import check_writers
+from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import NOTHING, MetricsFile, check_beginning, read_metrics, rewind
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
@@ -79,7 +80,7 @@ def train(
         Terminated: SIGTERM was obeyed, and what there was is saved.
     """
     started = time.perf_counter() if started is None else started
-    with Termination() as termination, join(config) as world, ExitStack() as held:
+    with Termination() as termination, _place(config) as world, ExitStack() as held:
         run = _Run(config, console, world, termination, started)
         run.check()
         run.check_place(replace)
@@ -110,7 +111,7 @@ def resume(
         OtherRankFailed, Terminated: as `train`.
     """
     started = time.perf_counter() if started is None else started
-    with Termination() as termination, join(config) as world, ExitStack() as held:
+    with Termination() as termination, _place(config) as world, ExitStack() as held:
         run = _Run(config, console, world, termination, started)
         run.check()
         run.hold_folder(held)
@@ -122,6 +123,13 @@ def resume(
         setup = run.set_up(partial(check_identity, identity if checkpoint is None else checkpoint.identity))
         run.rewind(checkpoint, setup)
         return run.train(setup, checkpoint)
+
+
+@contextmanager
+def _place(config: Config) -> Iterator[World]:
+    """Join the other processes, and compute as the config asks, for as long as the block lasts."""
+    with deterministic(config.train.deterministic), join(config) as world:
+        yield world
 
 
 class _Run:
