@@ -8,9 +8,13 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <ATen/native/CPUFallback.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/unfold_cpu_dispatch.h>
 #include <ATen/ops/view_cpu_dispatch.h>
@@ -311,6 +315,49 @@ const std::set<std::string> WAITING = {"aten::nonzero",    "aten::masked_select"
 
 bool is_mask(const at::Tensor& x) { return x.defined() && (x.dtype() == at::kBool || x.dtype() == at::kByte); }
 
+// What is empty may be resized, which borrowed memory cannot.
+at::Tensor borrow_tensor(const at::Tensor& x) {
+  if (!x.defined() || !x.is_cuda()) return x;
+  return x.numel() ? host(x) : at::empty(x.sizes(), x.options().device(at::kCPU));
+}
+
+// Put the host's view of the same memory in an argument's place: strides and all, so that the bits are the CPU's.
+void borrow(c10::IValue& argument) {
+  if (argument.isTensor()) {
+    argument = borrow_tensor(argument.toTensor());
+  } else if (argument.isTensorList()) {
+    c10::List<at::Tensor> borrowed;
+    for (const at::Tensor& x : argument.toTensorVector()) borrowed.push_back(borrow_tensor(x));
+    argument = borrowed;
+  } else if (argument.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> borrowed;
+    for (std::optional<at::Tensor> x : argument.toOptionalTensorList()) {
+      borrowed.push_back(x ? std::optional<at::Tensor>(borrow_tensor(*x)) : x);
+    }
+    argument = borrowed;
+  } else if (argument.isDevice()) {
+    argument = c10::Device(at::kCPU);
+  }
+}
+
+at::Tensor give_tensor(const at::Tensor& x, c10::Device place) {
+  if (!x.defined() || x.is_cuda()) return x;
+  at::Tensor given = at::empty_strided(x.sizes(), x.strides(), x.options().device(place));
+  host(given).copy_(x);
+  return given;
+}
+
+// Put a result on the device.
+void give(c10::IValue& result, c10::Device place) {
+  if (result.isTensor()) {
+    result = give_tensor(result.toTensor(), place);
+  } else if (result.isTensorList()) {
+    c10::List<at::Tensor> given;
+    for (const at::Tensor& x : result.toTensorVector()) given.push_back(give_tensor(x, place));
+    result = given;
+  }
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& name = schema.name();
@@ -343,27 +390,39 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     }
   }
-  // The fallback puts results where the first tensor is: a single number of the host moves there first.
-  for (size_t i = 0; device && i < count; i++) {
-    auto& argument = (*stack)[stack->size() - count + i];
-    if (!argument.isTensor() || !argument.toTensor().defined()) continue;
-    const auto& x = argument.toTensor();
-    if (x.is_cuda()) break;
-    bool wrapped = x.unsafeGetTensorImpl()->is_wrapped_number();
-    at::Tensor moved = x.to(*device);
-    moved.unsafeGetTensorImpl()->set_wrapped_number(wrapped);
-    argument = moved;
-    break;
-  }
-  OnDevice on(device.value_or(c10::Device(CUDA, current)));
-  bool before = std::exchange(inside, true);
+  const c10::Device place = device.value_or(c10::Device(CUDA, current));
+
+  const std::vector<c10::IValue> given(stack->end() - count, stack->end());
+  for (auto argument = stack->end() - count; argument != stack->end(); ++argument) borrow(*argument);
+  const bool before = std::exchange(inside, true);
   try {
-    at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   } catch (...) {
     inside = before;
     throw;
   }
   inside = before;
+
+  const auto returns = schema.returns().size();
+  for (size_t i = 0; i < returns; i++) {
+    auto& result = (*stack)[stack->size() - returns + i];
+    const auto* alias = schema.returns()[i].alias_info();
+    if (!alias) {
+      give(result, place);
+      continue;
+    }
+    TORCH_CHECK(alias->isWrite(), name, " makes a view, and the stand-in for CUDA has no kernel for it");
+    for (size_t j = 0; j < count; j++) {
+      const auto* of = schema.arguments()[j].alias_info();
+      if (!of || !of->isWrite() || of->beforeSets() != alias->beforeSets()) continue;
+      if (given[j].isTensor() && given[j].toTensor().sizes() != result.toTensor().sizes()) {  // it was empty
+        given[j].toTensor().resize_(result.toTensor().sizes());
+        host(given[j].toTensor()).copy_(result.toTensor());
+      }
+      result = given[j];
+      break;
+    }
+  }
 }
 }  // namespace
 
@@ -386,6 +445,15 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
+// scaled_dot_product_attention asks this for its kernel, and takes the plain one where nobody answers.
+namespace at::native {
+int64_t choose_kernel(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double dropout,
+                      bool causal, std::optional<double> scale, bool gqa) {
+  return at::_fused_sdp_choice(q, k, v, mask, dropout, causal, scale, gqa);  // `kernels.py` has it
+}
+REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &choose_kernel)
+}  // namespace at::native
+
 TORCH_LIBRARY(standin, m) { m.def("host(Tensor(a) x) -> Tensor(a)"); }
 TORCH_LIBRARY_IMPL(standin, CUDA, m) { m.impl("host", host); }
 TORCH_LIBRARY_IMPL(standin, CPU, m) { m.impl("host", host); }
@@ -393,6 +461,18 @@ TORCH_LIBRARY_IMPL(standin, CPU, m) { m.impl("host", host); }
 extern "C" {
 int standin_start() {  // whether torch has taken the hooks
   c10::SetAllocator(CUDA, &allocator, 10);
+  // Where the CPU has a kernel, it runs here too, and not what composes the operator of others: the bits are the CPU's.
+  auto& dispatcher = c10::Dispatcher::singleton();
+  static std::vector<c10::RegistrationHandleRAII> kept;
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0 || name.name == "aten::_fused_sdp_choice") continue;
+    auto op = dispatcher.findOp(name);
+    if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    kept.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA,
+                                           c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>(), std::nullopt,
+                                           nullptr, "the stand-in for CUDA"));
+  }
   return at::detail::getCUDAHooks().hasCUDA();
 }
 int standin_devices() { return DEVICES; }

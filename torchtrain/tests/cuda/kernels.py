@@ -5,15 +5,13 @@
 - The kernels of `scaled_dot_product_attention`, and torch's choice between them
   (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of 2.13).
 
-FlashAttention's backward pass adds dq up in whatever order blocks end. Here it comes with noise of that size unless it
+FlashAttention's backward pass adds dq up in whatever order blocks end. Here its last place is drawn unless it
 is asked to be deterministic, so that what relies on its bits is found out.
 
 Legend: N query tokens · M key tokens · H query heads · K key/value heads · D head_dim.
 """
 
-import importlib.machinery
 import math
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -52,9 +50,9 @@ def _check_flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, ma
 
 
 def _in_any_order(dq: Tensor) -> Tensor:
-    """Return what another order of the same sum may give, another each time."""
+    """Return what another order of the same sum may give, another each time: the last place moves here and there."""
     noise = torch.empty_like(dq, dtype=torch.float64).uniform_(-1, 1, generator=_ORDERS)
-    return (dq.double() * (1 + 1e-3 * noise)).to(dq.dtype)
+    return (dq.double() * (1 + torch.finfo(dq.dtype).eps * noise)).to(dq.dtype)
 
 
 _ORDERS = torch.Generator()
@@ -130,14 +128,56 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
-def install_flash_attn() -> None:
-    """Put a package `flash_attn` where Python finds it."""
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "flash_attn")
-        module.__path__ = []  # type: ignore[attr-defined]
-        module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
-        sys.modules[name] = module
+# --- FlashAttention 3 and 4, as torch's adapters call them (torch/nn/attention/_fa3.py, _fa4.py) ------------------------
+
+
+def _fa3_fwd(q, k, v, k_new, v_new, qv, out, cu_q, cu_k, cu_new, used_q, used_k, max_q, max_k, *rest):
+    assert k_new is v_new is qv is out is cu_new is used_q is used_k is None
+    scale, causal = rest[9:11]
+    out, lse = _newer_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale)
+    return out, lse, None, None
+
+
+def _fa3_bwd(do, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, *rest):
+    args = (do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal)
+    for into, gradient in zip((dq, dk, dv), _flash_backward(*args, deterministic=rest[3], scale=scale), strict=True):
+        into.copy_(gradient)
+
+
+def _fa4_fwd(
+    q, k, v, *, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, **rest
+):
+    assert return_lse
+    assert rest.pop("num_splits") == 1
+    assert rest.pop("window_size_right") == 0
+    assert all(x is None for x in rest.values()), rest
+    return _newer_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+
+
+def _fa4_bwd(q, k, v, out, do, lse, *, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, deterministic, **rest):
+    longest = (int(torch.ops.standin.host(cu).diff().max()) for cu in (cu_seqlens_q, cu_seqlens_k))
+    args = (do, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *longest, 0.0, causal)
+    return _flash_backward(*args, deterministic=deterministic, scale=softmax_scale)
+
+
+def _newer_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale) -> tuple[Tensor, Tensor]:
+    _check_flash(q, k, v, cu_q, cu_k, max_q, max_k)
+    return _on_host(slow._forward, q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale)[:2]
+
+
+def flash_attn_3() -> dict[str, types.ModuleType]:
+    """FlashAttention-3's package, by name; its operators are torch's from then on."""
+    torch.ops.flash_attn_3 = types.SimpleNamespace(fwd=_fa3_fwd, bwd=_fa3_bwd)
+    return {"flash_attn_interface": types.ModuleType("flash_attn_interface")}
+
+
+def flash_attn_4() -> dict[str, types.ModuleType]:
+    """FlashAttention-4's package, by name, in which `__` stands for a dot."""
+    names = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    package, cute, interface = (types.ModuleType(name) for name in names)
+    package.__path__ = cute.__path__ = []  # type: ignore[attr-defined]
+    interface._flash_attn_fwd, interface._flash_attn_bwd = _fa4_fwd, _fa4_bwd  # type: ignore[attr-defined]
+    return dict(zip((name.replace(".", "__") for name in names), (package, cute, interface), strict=True))
 
 
 # --- scaled_dot_product_attention -------------------------------------------------------------------------------------
@@ -155,27 +195,32 @@ def _choose(q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, enable
         return SDPBackend.EFFICIENT_ATTENTION.value
     if torch.backends.cuda.math_sdp_enabled():
         return SDPBackend.MATH.value
-    return SDPBackend.ERROR.value
+    raise RuntimeError("No available kernel. Aborting execution.")
 
 
 def _heads_first(x_BKnD: Tensor, heads: int) -> Tensor:
     return x_BKnD.double().repeat_interleave(heads // x_BKnD.shape[1], dim=1)
 
 
+def _logits(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    logits = (q.double() @ _heads_first(k, q.shape[1]).mT) * scale
+    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)  # aligned top-left
+    return logits.masked_fill(hidden, -math.inf) if causal else logits
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    H, n, m = q.shape[1], q.shape[2], k.shape[2]
-    logits = (q.double() @ _heads_first(k, H).mT) * scale
-    if causal:  # aligned top-left
-        logits = logits.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(1), -math.inf)
-    return (logits.softmax(-1) @ _heads_first(v, H)).to(q.dtype), logits.logsumexp(-1).float()
+    logits = _logits(q, k, causal, scale)
+    return (logits.softmax(-1) @ _heads_first(v, q.shape[1])).to(q.dtype), logits.logsumexp(-1).float()
 
 
 def _sdpa_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        out, _ = _sdpa(*leaves, causal, scale)
-        found = torch.autograd.grad(out, leaves, grad.double())
-    return tuple(x.to(q.dtype) for x in found)
+    B, H, K = q.shape[0], q.shape[1], k.shape[1]
+    probs, do = _logits(q, k, causal, scale).softmax(-1), grad.double()
+    dprobs = do @ _heads_first(v, H).mT
+    dlogits = probs * (dprobs - (probs * dprobs).sum(-1, keepdim=True)) * scale
+    per_head = (dlogits.mT @ q.double(), probs.mT @ do)
+    dk, dv = (x.view(B, K, H // K, *x.shape[2:]).sum(2) for x in per_head)
+    return tuple(x.to(q.dtype) for x in (dlogits @ _heads_first(k, H), dk, dv))
 
 
 def _check_dense(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:

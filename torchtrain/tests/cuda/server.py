@@ -8,7 +8,7 @@ Everything here is done before torch's first question for its devices, so the or
 # ruff: noqa: E402, I001
 from torchtrain.tests.cuda import standin
 
-DEVICE = standin.load()
+standin.load()
 
 from torchtrain.tests.cuda import collectives, kernels
 from torchtrain.tests import forks

@@ -26,6 +26,7 @@ from typing import Any
 SOURCE = Path(__file__).with_name("device.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 _OURS = str(SOURCE.parents[2])  # the trainer's folder
+DEVICE: Any = None  # the library, once it is loaded
 
 
 def why_not() -> str | None:
@@ -87,6 +88,7 @@ def load() -> Any:
     Raises:
         RuntimeError: torch is there already.
     """
+    global DEVICE
     if "torch" in sys.modules:
         raise RuntimeError("torch asks for its devices when it is imported: load the stand-in before")
     os.environ["DS_ACCELERATOR"] = "cuda"
@@ -97,6 +99,7 @@ def load() -> Any:
 
     assert device.standin_start(), "torch has not taken the stand-in for its CUDA"
     _set_up(torch, device)
+    DEVICE = device
     return device
 
 
@@ -175,7 +178,7 @@ def _set_up(torch: Any, device: Any) -> None:
 
 
 @contextlib.contextmanager
-def waits(device: Any) -> Iterator[Counter[str]]:
+def waits() -> Iterator[Counter[str]]:
     """Count what the host waits for the device for while the block lasts, and float64 there, by where in the trainer.
 
     Keys are "PLACE: WHAT", such as "training/losses.py add: item"; in a backward pass, on a thread of torch's, PLACE is
@@ -187,11 +190,11 @@ def waits(device: Any) -> Iterator[Counter[str]]:
     def note(what: bytes) -> None:
         seen[f"{_place()}: {what.decode()}"] += 1
 
-    device.standin_watch(note)
+    DEVICE.standin_watch(note)
     try:
         yield seen
     finally:
-        device.standin_watch(None)
+        DEVICE.standin_watch(None)
 
 
 def _place() -> str:
