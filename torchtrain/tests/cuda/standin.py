@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -198,7 +199,7 @@ def waits() -> Iterator[Counter[str]]:
 
 
 def _place() -> str:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OURS) and not file.startswith(str(SOURCE.parent)):

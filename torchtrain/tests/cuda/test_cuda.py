@@ -6,7 +6,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from torchtrain.tests.cuda import checks, standin
+from torchtrain.tests.cuda import bugs, checks, standin
 from torchtrain.tests.forks import Forks
 from torchtrain.tests.runs import assert_same, content, make_place
 
@@ -20,18 +20,40 @@ def forks():
     server.close()
 
 
+def run_main(forks, module, folder):
+    """Run a module's main on the stand-in; return what it wrote."""
+    answer = forks.run(str(folder / "found"), log=folder / "log", main=module.__name__)
+    assert answer["codes"] == [0], (folder / "log").read_text(encoding="utf-8")
+    return json.loads((folder / "found").read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def found(forks, tmp_path_factory):
     """Each check's traceback, or None."""
-    folder = tmp_path_factory.mktemp("checks")
-    answer = forks.run(str(folder / "found"), log=folder / "log", main=checks.__name__)
-    assert answer["codes"] == [0], (folder / "log").read_text(encoding="utf-8")
-    return json.loads((folder / "found").read_text(encoding="utf-8"))
+    return run_main(forks, checks, tmp_path_factory.mktemp("checks"))
 
 
 @pytest.mark.parametrize("name", checks.CHECKS)
 def test_attention(found, name):
     assert found[name] is None, found[name]
+
+
+@pytest.fixture(scope="module")
+def killed(forks, tmp_path_factory):
+    """What finds each bug."""
+    return run_main(forks, bugs, tmp_path_factory.mktemp("bugs"))
+
+
+@pytest.mark.parametrize("name", bugs.BUGS)
+def test_bugs_of_devices_are_found(killed, name):
+    verdict = killed["found"][name]
+    assert verdict is not None
+    assert bugs.BUGS[name].by in verdict
+
+
+def test_a_step_waits_for_the_device_only_where_it_says_so(killed):
+    assert killed["waits"] == []
+    assert set(killed["correct"].values()) == {None}  # and repeats with the same bits, so that no bug is found in vain
 
 
 @pytest.fixture(scope="module")
