@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from anchorline.errors import UserError
-from parity_tests.tolerance import judge
 from torchtrain.attention import attend, flash, flex, make_plan, resolve_engine
+from torchtrain.tests import test_engines
 from torchtrain.tests.cuda import kernels
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import named_batch
@@ -109,18 +109,8 @@ def on_cuda(
 
 
 def assert_by_the_rule(engine: str, dtype: torch.dtype, ids_BT: Tensor | None = None, **shape: int) -> None:
-    """Truth is dense in float64 on the host; the allowance is what dense errs there in the candidate's dtype."""
-    ids_BT = named_batch() if ids_BT is None else ids_BT
-    got, lse = on_cuda(engine, dtype, ids_BT, **shape)
-    inputs = draw_qkv(ids_BT, dtype=dtype, **shape)
-    truth, truth_lse = attend_with_gradients("dense", *(x.double() for x in inputs), ids_BT)
-    reference, reference_lse = attend_with_gradients("dense", *inputs, ids_BT)
-    for name in NAMES:
-        verdict = judge(got[name].double(), truth[name], reference[name].double(), str(dtype).split(".")[1])
-        assert verdict.passed, f"{engine} {dtype} {name}: {verdict}"
-        assert (got[name][ids_BT == -1] == 0).all(), name
-    if lse is not None:
-        assert judge(lse, truth_lse, reference_lse, "float32").passed
+    """As `test_engines` has it, with the engine on the device and all else on the host."""
+    test_engines.assert_by_the_rule(engine, named_batch() if ids_BT is None else ids_BT, dtype, device="cuda", **shape)
 
 
 # --- engines ------------------------------------------------------------------------------------------------------------
