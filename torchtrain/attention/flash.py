@@ -134,6 +134,12 @@ def _activate(engine: str, device: torch.device) -> None:
         ) from None
 
 
+def leave_newer() -> None:
+    """Give torch its own kernel back where `flash3` or `flash4` stands in its place: between two measurements, say."""
+    if _active() is not None:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
 def attend_flash(
     q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float, engine: str = "flash"
 ) -> tuple[Tensor, Tensor]:

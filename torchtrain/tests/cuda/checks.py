@@ -63,12 +63,19 @@ def in_one_order() -> Iterator[None]:
 
 
 @contextmanager
-def modules(**found: types.ModuleType | None) -> Iterator[None]:
-    """Let these packages be found, or not (None), under names in which `__` stands for a dot."""
+def modules(**found: types.ModuleType) -> Iterator[None]:
+    """Let these packages be found, under names in which `__` stands for a dot."""
     flash._import_flash_attn.cache_clear()
-    with patch.dict(sys.modules, {name.replace("__", "."): module for name, module in found.items()}):
+    names = [name.replace("__", ".") for name in found]
+    before = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(zip(names, found.values(), strict=True))  # not patch.dict: what torch imports meanwhile stays
+    try:
         yield
-    flash._import_flash_attn.cache_clear()
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(before)
+        flash._import_flash_attn.cache_clear()
 
 
 @contextmanager
@@ -310,7 +317,6 @@ def newer_generations_that_are_not_there() -> None:
 @check
 def newer_generations() -> None:
     """Through torch's own adapters, with stand-ins of the two packages; one generation a process."""
-    restore = torch.nn.attention.restore_flash_attention_impl
     for engine, other, packages in (
         ("flash3", "flash4", kernels.flash_attn_3()),
         ("flash4", "flash3", kernels.flash_attn_4()),
@@ -324,7 +330,7 @@ def newer_generations() -> None:
                 with modules(**flash_attn()):  # which is not torch's
                     assert resolve_engine("flash", "cuda", BF16) == "flash"
             finally:
-                restore()
+                flash.leave_newer()
     assert resolve_engine("flash", "cuda", BF16) == "flash"
 
 

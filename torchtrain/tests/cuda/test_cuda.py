@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(standin.why_not() is not None, reason=standin.wh
 
 @pytest.fixture(scope="module")
 def forks():
+    standin.build()  # here, where its refusal is seen
     server = Forks("torchtrain.tests.cuda.server", DS_ACCELERATOR="cuda")
     yield server
     server.close()
