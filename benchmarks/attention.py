@@ -25,6 +25,7 @@ from torch import Tensor
 from anchorline.errors import UserError
 from anchorline.files import save
 from torchtrain.attention import ENGINES, attend, make_plan, resolve_engine
+from torchtrain.attention.flash import leave_newer
 from torchtrain.attention.plan import AttentionPlan
 
 
@@ -56,6 +57,7 @@ def _compare(
     H, K, D = sizes
     dtype = torch.bfloat16
     row = {"engine": engine, "tokens": T, "heads": [H, K, D], "dtype": "bfloat16"}
+    leave_newer()  # of the engine before
     try:
         resolve_engine(engine, device, dtype)
     except UserError as error:

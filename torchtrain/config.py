@@ -58,8 +58,9 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="dtype of weights and activations; bfloat16 keeps float32 master weights"
     )
-    attention: Literal["auto", "flash", "flex", "sdpa", "dense"] = Field(
-        default="auto", description="attention engine; auto says what it chose"
+    attention: Literal["auto", "flash", "flash3", "flash4", "flex", "sdpa", "dense"] = Field(
+        default="auto",
+        description="attention engine; auto says what it chose, never flash3 (Hopper) and flash4 (Hopper, Blackwell)",
     )
     activation_checkpointing: bool = Field(default=False, description="recompute each layer in the backward pass")
     trust_remote_code: bool = Field(
@@ -235,6 +236,11 @@ class TrainConfig(Section):
     epsilon: Real = 1e-8
     clip_norm: Real | None = 1.0
     loss_chunk: Count = Field(default=1024, description="tokens whose logits exist at one time")
+    deterministic: bool = Field(
+        default=False,
+        description="add up in one order on a GPU, too, so that a run repeats and resumes with the same bits; costs "
+        "time and memory of FlashAttention's backward pass",
+    )
     skip_bad_steps: CountOrZero = Field(
         default=0,
         description="steps of the run that may be left out because loss or gradient is not finite (or a spike)",

@@ -32,7 +32,7 @@ def attach(model: _Model, engine: str = "auto") -> _Model:
     Args:
         model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
             compilation.
-        engine: `auto`, `flash`, `flex`, `sdpa` or `dense`.
+        engine: `auto`, or one of `torchtrain.attention.ENGINES`.
 
     Returns:
         The same model.

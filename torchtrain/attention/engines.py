@@ -4,13 +4,14 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from anchorline.errors import UserError
 from torchtrain.attention.dense import attend_dense
-from torchtrain.attention.flash import HALF, attend_flash, flash_provider
+from torchtrain.attention.flash import HALF, NEWER, attend_flash, capability, find_kernel
 from torchtrain.attention.flex import attend_flex
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.sdpa import attend_sdpa
@@ -19,6 +20,7 @@ Engine = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], tuple[Tensor, 
 
 ENGINES: dict[str, Engine] = {
     "flash": attend_flash,
+    **{engine: partial(attend_flash, engine=engine) for engine in NEWER},
     "flex": attend_flex,
     "sdpa": attend_sdpa,
     "dense": attend_dense,
@@ -33,14 +35,12 @@ def resolve_engine(name: str, device: torch.device | str, dtype: torch.dtype, *,
     """
     device = torch.device(device)
     if name == "auto":
-        capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        return "flash" if capable and dtype in HALF else "sdpa"
+        capable = device.type == "cuda" and capability(device) >= (8, 0)
+        name = "flash" if capable and dtype in HALF else "sdpa"
     if name not in ENGINES:
         raise UserError(f"attention {name!r}: unknown engine; choose auto, {', '.join(ENGINES)}")
-    if name == "flash":
-        flash_provider(device)
-        if device.type == "cuda" and dtype not in HALF:
-            raise UserError(f"attention flash: dtype {dtype}; it takes bfloat16 and float16, choose sdpa or flex")
+    if name == "flash" or name in NEWER:
+        find_kernel(name, device, dtype)
     if name == "flex" and training and device.type != "cuda":
         raise UserError(f"attention flex: no backward pass on {device.type}; choose sdpa (or auto)")
     return name
@@ -62,7 +62,7 @@ def attend(
         k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K, query head h reads key/value head h // (H / K).
         v_BTKD: values [B, T, K, D].
         documents: a plan from `make_plan`, or document_ids [B, T] (then the plan is built in this very call).
-        engine: `auto`, `flash`, `flex`, `sdpa` or `dense`.
+        engine: `auto`, or one of `ENGINES`.
         scale: factor on the logits; default D ** -0.5.
 
     Returns:

@@ -1,67 +1,172 @@
-"""Engine `flash`: FlashAttention-2 varlen, from the `flash-attn` package where installed, else from torch itself.
+"""The engines that are FlashAttention: one varlen call under the plan.
 
-Both take packed [tokens, heads, D] tensors with cu_seqlens and align causal masking bottom-right, which is what the
-plan is built for. Upstream: flash_attn/flash_attn_interface.py (flash_attn_varlen_func), torch/nn/attention/varlen.py.
+`flash` is FlashAttention-2, from the `flash-attn` package where it is installed, else from torch itself. `flash3` (on
+Hopper) and `flash4` (on Hopper and Blackwell) are the newer generations, which torch takes from their packages into its
+own kernel's place. All take packed [tokens, heads, D] tensors with cu_seqlens and align causal masking bottom-right,
+which is what the plan is built for.
+
+Upstream: flash_attn/flash_attn_interface.py (flash_attn_varlen_func), torch/nn/attention/varlen.py and _registry.py
+(activate_flash_attention_impl).
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N query tokens · M gathered keys.
 """
 
-import importlib.util
+import importlib
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
-from anchorline.errors import UserError
-from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
+from anchorline.errors import UserError, one_line
+from torchtrain.attention.gather import attend_nothing, gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan
 
 HALF = (torch.float16, torch.bfloat16)
+Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], tuple[Tensor, Tensor]]
 
 
-def flash_provider(device: torch.device) -> str:
-    """Name what runs `flash` on this device: `flash-attn` or `torch.nn.attention.varlen`.
+@dataclass(frozen=True)
+class Newer:
+    """A generation that torch does not have itself."""
+
+    torch_name: str  # for activate_flash_attention_impl
+    majors: tuple[int, ...]  # compute capabilities
+    gpus: str
+    package: str
+
+
+NEWER = {
+    "flash3": Newer("FA3", (9,), "a Hopper", "flash_attn_interface (the folder hopper of flash-attention)"),
+    "flash4": Newer("FA4", (9, 10), "a Hopper or Blackwell", "flash-attn-4"),
+}
+
+
+def find_kernel(engine: str, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Return what runs `flash`, `flash3` or `flash4` on this device in this dtype; a process keeps its first answer.
 
     Raises:
-        UserError: no kernel for this device.
+        UserError: no kernel for this device or dtype, or a package that is missing or cannot be imported.
     """
-    if device.type == "cuda":
-        if torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
-            name = torch.cuda.get_device_name(device)
-            raise UserError(f"attention flash: {name} is older than sm80 (Ampere); choose sdpa or flex")
-        return "flash-attn" if importlib.util.find_spec("flash_attn") else "torch.nn.attention.varlen"
-    # torch has no FlashAttention kernel off CUDA; a kernel somebody registered (the tests do, on a CPU) counts.
-    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", device.type.upper()):
-        return "torch.nn.attention.varlen"
-    raise UserError(f"attention flash: needs a CUDA device, this is {device.type}; choose sdpa (or auto)")
+    if device.type != "cuda":
+        # torch has no FlashAttention kernel off CUDA; a kernel somebody registered (the tests do, on a CPU) counts.
+        own = engine == "flash" and torch._C._dispatch_has_kernel_for_dispatch_key(
+            "aten::_flash_attention_forward", device.type.upper()
+        )
+        if own:
+            return _call_torch_varlen
+        raise UserError(f"attention {engine}: needs a CUDA device, this is {device.type}; choose sdpa (or auto)")
+    if dtype not in HALF:
+        raise UserError(f"attention {engine}: dtype {dtype}; it takes bfloat16 and float16, choose sdpa or flex")
+    if engine in NEWER:
+        _activate(engine, device)
+        return _call_torch_varlen
+    if torch.version.hip is None and capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"attention flash: {name} is older than sm80 (Ampere); choose sdpa or flex")
+    if _import_flash_attn() is not None:
+        return _call_flash_attn
+    if (active := _active()) is not None:
+        raise UserError(
+            f"attention flash: torch runs {active} in this process in its place; choose that, one a process"
+        )
+    return _call_torch_varlen
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _import_flash_attn() -> Callable[..., Any] | None:
+    """Import flash-attn's varlen function; None where the package is not installed.
+
+    flash-attn-4 alone makes a package `flash_attn` without it.
+
+    Raises:
+        UserError: it is installed and cannot be imported.
+    """
+    try:
+        return importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
+    except ModuleNotFoundError as error:
+        if error.name in ("flash_attn", "flash_attn.flash_attn_interface"):
+            return None
+        reason: Exception = error
+    except Exception as error:  # a library built for another torch or CUDA fails in many ways
+        reason = error
+    raise UserError(
+        f"attention flash: flash-attn is installed and cannot be imported: {type(reason).__name__}: "
+        f"{one_line(reason)}; "
+        f"install one built for torch {torch.__version__}, or remove it: torch has a kernel of its own"
+    ) from None
+
+
+def _active() -> str | None:
+    """Name the generation that stands in the place of torch's own kernel, if one does."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # younger than what it tells of
+    return None if current is None else current()
+
+
+def _activate(engine: str, device: torch.device) -> None:
+    """Put a newer generation in the place of torch's own kernel, once in a process.
+
+    Raises:
+        UserError: the GPU is another, so is what stands there already, or the package cannot be imported.
+    """
+    newer, active = NEWER[engine], _active()
+    if capability(device)[0] not in newer.majors:
+        raise UserError(f"attention {engine}: {torch.cuda.get_device_name(device)} is not {newer.gpus}; choose flash")
+    if active == newer.torch_name:
+        return
+    if active is not None:
+        raise UserError(f"attention {engine}: torch runs {active} in this process; choose that, one a process")
+    try:
+        torch.nn.attention.activate_flash_attention_impl(newer.torch_name)
+    except Exception as error:  # of the package's import, which fails in many ways
+        raise UserError(
+            f"attention {engine}: torch {torch.__version__} cannot load it: {type(error).__name__}: {one_line(error)}; "
+            f"install {newer.package}, or choose flash"
+        ) from None
+
+
+def leave_newer() -> None:
+    """Give torch its own kernel back where `flash3` or `flash4` stands in its place: between two measurements, say."""
+    if _active() is not None:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 def attend_flash(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float, engine: str = "flash"
 ) -> tuple[Tensor, Tensor]:
     """Attend with one varlen call. Returns out [B, T, H, D] and the detached float32 log-sum-exp [B, H, T].
 
+    The backward pass adds dq up in no fixed order, unless `torch.use_deterministic_algorithms(True)` is set.
+
     Raises:
-        UserError: no kernel for the device, a dtype other than float16 and bfloat16 on CUDA, a head_dim that is over
-            256 or no multiple of 8.
+        UserError: as `find_kernel`, and a head_dim that is over 256 or no multiple of 8.
     """
-    provider = flash_provider(q_BTHD.device)
-    D = q_BTHD.shape[-1]
-    if q_BTHD.is_cuda and q_BTHD.dtype not in HALF:
-        raise UserError(f"attention flash: dtype {q_BTHD.dtype}; it takes bfloat16 and float16, choose sdpa or flex")
+    kernel = find_kernel(engine, q_BTHD.device, q_BTHD.dtype)
+    B, T, H, D = q_BTHD.shape
     if D % 8 or D > 256:
-        raise UserError(f"attention flash: head_dim {D} is over 256 or no multiple of 8; choose sdpa or flex")
+        raise UserError(f"attention {engine}: head_dim {D} is over 256 or no multiple of 8; choose sdpa or flex")
+    if not plan.seqlens_q:  # nothing but padding: the kernels refuse to be called with no segment
+        lse_BHT = torch.full((B, H, T), float("-inf"), dtype=torch.float32, device=q_BTHD.device)
+        return attend_nothing(q_BTHD, k_BTKD, v_BTKD), lse_BHT
     q_NHD, k_MKD, v_MKD = gather_queries(q_BTHD, plan), gather_keys(k_BTKD, plan), gather_keys(v_BTKD, plan)
-    call = _call_flash_attn if provider == "flash-attn" else _call_torch_varlen
-    out_NHD, lse_HN = call(q_NHD, k_MKD, v_MKD, plan, scale)
+    out_NHD, lse_HN = kernel(q_NHD, k_MKD, v_MKD, plan, scale)
     lse_BTH = scatter_queries(lse_HN.detach().T, plan, fill=float("-inf"))
     return scatter_queries(out_NHD, plan), lse_BTH.transpose(1, 2)
 
 
 def _call_flash_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-
+    flash_attn_varlen_func = _import_flash_attn()
+    assert flash_attn_varlen_func is not None
     out_NHD, lse_HN, _ = flash_attn_varlen_func(
         q,
         k,
@@ -72,6 +177,7 @@ def _call_flash_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale
         plan.max_seqlen_k,
         softmax_scale=scale,
         causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # which torch's own kernel asks by itself
         return_attn_probs=True,  # the only way to the log-sum-exp; without dropout no probabilities are made
     )
     return out_NHD, lse_HN
@@ -80,8 +186,6 @@ def _call_flash_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale
 def _call_torch_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    # torch 2.11 has no enable_gqa: its kernel takes fewer key/value heads without being told.
-    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     out_NHD, lse_HN = varlen_attn(
         q,
         k,
@@ -93,6 +197,14 @@ def _call_torch_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, sca
         return_aux=AuxRequest(lse=True),
         scale=scale,
         window_size=(-1, 0),  # causal, aligned bottom-right
-        **gqa,
+        **_gqa(),
     )
     return out_NHD, lse_HN
+
+
+@cache
+def _gqa() -> dict[str, Any]:
+    """torch 2.11 has no enable_gqa: its kernel takes fewer key/value heads without being told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

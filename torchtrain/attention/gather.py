@@ -59,3 +59,8 @@ def scatter_queries(x: Tensor, plan: AttentionPlan, fill: float = 0.0) -> Tensor
         return x.reshape(B, T, *x.shape[1:])
     full = x.new_full((B * T, *x.shape[1:]), fill)
     return full.index_copy(0, plan.q_index_N, x).view(B, T, *x.shape[1:])
+
+
+def attend_nothing(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+    """Return the output [B, T, H, D] of rows that are nothing but padding: zeros that carry a graph to all three."""
+    return torch.zeros_like(q_BTHD) + sum(x[:0].sum() for x in (q_BTHD, k_BTKD, v_BTKD))

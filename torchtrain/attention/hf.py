@@ -53,13 +53,14 @@ ARGUMENTS_REFUSED = (
 def implementation_name(engine: str) -> str:
     """Name of an engine among transformers' attention implementations: `auto` is `anchor`, `sdpa` is `anchor_sdpa`.
 
-    `flash` is `anchor_varlen`: transformers takes every name with "flash" in it for a kernel of its own to look up.
+    `flash` is `anchor_varlen`, `flash3` `anchor_varlen3`: transformers takes every name with "flash" in it for a kernel
+    of its own to look up.
     """
-    return {"auto": "anchor", "flash": "anchor_varlen"}.get(engine, f"anchor_{engine}")
+    return "anchor" if engine == "auto" else f"anchor_{engine.replace('flash', 'varlen')}"
 
 
 def register() -> None:
-    """Register `anchor` (engine chosen by `auto`), `anchor_varlen`, `anchor_flex`, `anchor_sdpa` and `anchor_dense`.
+    """Register `anchor` (engine chosen by `auto`), and `implementation_name` of each of `ENGINES`.
 
     Registration is global to the process and may be repeated. It changes no model: choose with
     `model.set_attn_implementation("anchor")` or `from_pretrained(..., attn_implementation="anchor")`.

@@ -7,31 +7,50 @@ queries a document and never a mask.
 In half precision on a CPU it computes in float32 and rounds the output and each gradient once: torch's CPU kernel sums
 dk and dv over blocks of queries in bfloat16, which errs more than FlashAttention's roundings explain (docs/LOG.md).
 
+On CUDA torch falls back, in silence, to a kernel that holds all pairs of a document, H x n x n, where its others do not
+fit. Here that one is never taken: key/value heads are repeated where the others do not take fewer of them, and what
+still does not fit is refused.
+
+Upstream: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · n tokens of one segment.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtrain.attention.gather import gather_keys, scatter_queries
+from anchorline.errors import UserError
+from torchtrain.attention.flash import HALF, capability
+from torchtrain.attention.gather import attend_nothing, gather_keys, scatter_queries
 from torchtrain.attention.plan import AttentionPlan
 
 
 def attend_sdpa(
     q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
 ) -> tuple[Tensor, None]:
-    """Attend segment by segment. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp."""
+    """Attend segment by segment. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp.
+
+    Raises:
+        UserError: on CUDA torch has no kernel for this dtype and head_dim but the one that holds all pairs.
+    """
     if not plan.seqlens_q:
-        return torch.zeros_like(q_BTHD) + 0 * q_BTHD, None  # nothing but padding: zeros that still carry a graph
+        return attend_nothing(q_BTHD, k_BTKD, v_BTKD), None
     dtype = q_BTHD.dtype
     if q_BTHD.device.type == "cpu":
         q_BTHD, k_BTKD, v_BTKD = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q_BTHD, k_BTKD, v_BTKD))
+    elif q_BTHD.is_cuda and not _takes_fewer_heads(q_BTHD):
+        copies = q_BTHD.shape[2] // k_BTKD.shape[2]
+        k_BTKD, v_BTKD = (x.repeat_interleave(copies, dim=2) for x in (k_BTKD, v_BTKD))
     q_n, k_n, v_n = (gather_keys(x, plan).split(plan.seqlens_k) for x in (q_BTHD, k_BTKD, v_BTKD))
-    outs = [
-        _attend_causal(q_nHD, k_nKD, v_nKD, scale)[-n:]
-        for q_nHD, k_nKD, v_nKD, n in zip(q_n, k_n, v_n, plan.seqlens_q, strict=True)
-    ]
+    with _without_all_pairs(q_BTHD):
+        outs = [
+            _attend_causal(q_nHD, k_nKD, v_nKD, scale)[-n:]
+            for q_nHD, k_nKD, v_nKD, n in zip(q_n, k_n, v_n, plan.seqlens_q, strict=True)
+        ]
     return scatter_queries(torch.cat(outs).to(dtype), plan), None
 
 
@@ -39,3 +58,29 @@ def _attend_causal(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, scale: float) ->
     q_1HnD, k_1KnD, v_1KnD = (x.transpose(0, 1)[None] for x in (q_nHD, k_nKD, v_nKD))
     out_1HnD = F.scaled_dot_product_attention(q_1HnD, k_1KnD, v_1KnD, is_causal=True, scale=scale, enable_gqa=True)
     return out_1HnD[0].transpose(0, 1)
+
+
+def _takes_fewer_heads(q: Tensor) -> bool:
+    """Whether SDPA's FlashAttention runs here, the one of its kernels that takes fewer key/value heads."""
+    return q.dtype in HALF and capability(q.device) >= (8, 0)
+
+
+@contextmanager
+def _without_all_pairs(q_BTHD: Tensor) -> Iterator[None]:
+    """Forbid SDPA's plain kernel on CUDA while the block lasts. On a CPU it is chosen in no case that matters here."""
+    if not q_BTHD.is_cuda:
+        yield
+        return
+    allowed = torch.backends.cuda.math_sdp_enabled()
+    torch.backends.cuda.enable_math_sdp(False)
+    try:
+        yield
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        raise UserError(
+            f"attention sdpa: on {torch.cuda.get_device_name(q_BTHD.device)} torch has no kernel for {q_BTHD.dtype} "
+            f"and head_dim {q_BTHD.shape[3]} but one that holds all pairs of a document; choose flash or flex"
+        ) from None
+    finally:
+        torch.backends.cuda.enable_math_sdp(allowed)

@@ -20,6 +20,7 @@ FREE = (
     "log",
     "train.micro_batch",
     "train.loss_chunk",
+    "train.deterministic",
     "train.skip_bad_steps",
     "train.loss_spike",
     "model.activation_checkpointing",

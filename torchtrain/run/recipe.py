@@ -8,8 +8,8 @@ what any rank finds wrong under `World.together` stops all of them.
 import math
 import random
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.steps import take_steps
 from torchtrain.run.termination import Termination
 from torchtrain.run.writers import check_writers
+from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
@@ -76,7 +77,7 @@ def train(
         Terminated: SIGTERM was obeyed, and what there was is saved.
     """
     started = time.perf_counter() if started is None else started
-    with Termination() as termination, join(config) as world, ExitStack() as locks:
+    with Termination() as termination, _place(config) as world, ExitStack() as locks:
         run = _Run(config, console, world, termination, started)
         run.check()
         return run.train(run.opening.open_new(run.set_up, replace, locks))
@@ -104,11 +105,18 @@ def resume(
         OtherRankFailed, Terminated: as `train`.
     """
     started = time.perf_counter() if started is None else started
-    with Termination() as termination, join(config) as world, ExitStack() as locks:
+    with Termination() as termination, _place(config) as world, ExitStack() as locks:
         run = _Run(config, console, world, termination, started)
         run.check()
         opened = run.opening.open_existing(run.set_up, step, locks)
         return None if opened is None else run.train(*opened)
+
+
+@contextmanager
+def _place(config: Config) -> Iterator[World]:
+    """Join the other processes, and compute as the config asks, for as long as the block lasts."""
+    with deterministic(config.train.deterministic), join(config) as world:
+        yield world
 
 
 class _Run:

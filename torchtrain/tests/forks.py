@@ -28,11 +28,16 @@ ROOT = Path(__file__).parents[2]
 
 
 class Forks:
-    """The server's other end, until `close`."""
+    """The server's other end, until `close`.
 
-    def __init__(self) -> None:
+    Args:
+        module: the server's.
+        environment: of the server, besides this process's.
+    """
+
+    def __init__(self, module: str = "torchtrain.tests.forks", **environment: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "torchtrain.tests.forks"],
+            [sys.executable, "-m", module],
             cwd=ROOT,
             env=os.environ
             | {
@@ -40,7 +45,8 @@ class Forks:
                 "HF_HUB_OFFLINE": "1",
                 "TOKENIZERS_PARALLELISM": "false",
                 "DS_ACCELERATOR": "cpu",
-            },
+            }
+            | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -43,7 +43,7 @@ class Place:
         return codes if len(codes) > 1 else codes[0]
 
 
-def make_place(folder: Path, forks: Forks, model: Path, corpus: Path, **changes: dict[str, Any]) -> Place:
+def make_place(folder: Path, forks: Forks, model: Path, corpus: Path, /, **changes: dict[str, Any]) -> Place:
     """A config of six steps that saves every other and keeps three models; `changes` by section."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"folder": "x", "seed": 3},

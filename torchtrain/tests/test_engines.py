@@ -39,18 +39,18 @@ def attend_with_gradients(engine, q, k, v, weight, ids_BT):
     return dict(zip(NAMES, [out.detach(), *zero], strict=True)), lse
 
 
-def assert_by_the_rule(engine, ids_BT, dtype, judged_as=None, **shape):
+def assert_by_the_rule(engine, ids_BT, dtype, judged_as=None, device="cpu", **shape):
     """Truth is dense in float64; the allowance is what dense errs in the candidate's dtype (or in `judged_as`)."""
     judged_as = judged_as or dtype
     q, k, v, weight = draw_qkv(ids_BT, dtype=judged_as, **shape)
-    got, lse = attend_with_gradients(engine, *(x.to(dtype) for x in (q, k, v, weight)), ids_BT)
+    got, lse = attend_with_gradients(engine, *(x.to(device, dtype) for x in (q, k, v, weight)), ids_BT.to(device))
     truth, truth_lse = attend_with_gradients("dense", *(x.double() for x in (q, k, v, weight)), ids_BT)
     reference, reference_lse = attend_with_gradients("dense", q, k, v, weight, ids_BT)
     for what in NAMES:
-        verdict = judge(got[what].double(), truth[what], reference[what].double(), str(judged_as).split(".")[1])
+        verdict = judge(got[what].cpu().double(), truth[what], reference[what].double(), str(judged_as).split(".")[1])
         assert verdict.passed, f"{engine} {what}: {verdict}"
     if lse is not None:
-        assert judge(lse, truth_lse, reference_lse, "float32").passed
+        assert judge(lse.cpu(), truth_lse, reference_lse, "float32").passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

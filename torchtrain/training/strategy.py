@@ -83,7 +83,8 @@ class Strategy(ABC):
     def weights(self) -> dict[str, Tensor] | None:
         """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others.
 
-        All ranks must call it.
+        Names of one tensor (tied embeddings) have one there, too: apart they would be written twice. All ranks must
+        call it.
         """
 
 
@@ -147,7 +148,11 @@ class Replicated(Strategy):
 
     def weights(self) -> dict[str, Tensor] | None:
         """See `Strategy`."""
-        return {name: x.cpu() for name, x in self.model.state_dict().items()} if self.world.rank == 0 else None
+        if self.world.rank:
+            return None
+        state = self.model.state_dict(keep_vars=True)
+        once = {id(x): x.detach().cpu() for x in state.values()}
+        return {name: once[id(x)] for name, x in state.items()}
 
 
 class Zero(Strategy):
@@ -210,12 +215,12 @@ class Zero(Strategy):
 
     def weights(self) -> dict[str, Tensor] | None:
         """See `Strategy`. One parameter at a time is whole."""
-        state = {}
-        for name, x in self.model.state_dict(keep_vars=True).items():
+        state, once = self.model.state_dict(keep_vars=True), {}
+        for x in {id(x): x for x in state.values()}.values():
             with self._gathered([x] if self.cut and isinstance(x, nn.Parameter) else []):
                 if self.world.rank == 0:
-                    state[name] = x.detach().to("cpu", copy=True)
-        return state if self.world.rank == 0 else None
+                    once[id(x)] = x.detach().to("cpu", copy=True)
+        return {name: once[id(x)] for name, x in state.items()} if self.world.rank == 0 else None
 
 
 class _WithLoss(nn.Module):
