@@ -197,7 +197,7 @@ def _wrong_rotations(
 
 
 def _wrong_pairs(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:
-    """Pairs that err by more than the whole array may: the rounding errors of pairs that turn fast are above the mean."""
+    """Pairs that err by more than the whole array may: the roundings of pairs that turn fast are above the mean."""
     square_C = sum(np.split(np.square(array - truth).mean((0, 1, 2)), 2))
     C = len(square_C)
     wrong_C = np.sqrt(square_C / (2 * C)) > measure.allowance
