@@ -139,11 +139,15 @@ def open_config(source: str, trust_remote_code: bool = False) -> "PretrainedConf
     Raises:
         UserError: it cannot be read, or it is not a causal language model's that transformers knows.
     """
+    import torch
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     with read_by_library(source, "its config.json is refused", trust_remote_code):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
+        if not isinstance(dtype := config.dtype, torch.dtype | None):
+            raise ValueError(f"dtype {quoted(dtype)} is not the name of one of torch's")
+        type(config).from_dict(config.to_dict())  # as it is read back, and saved, later on
     own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
         raise UserError(

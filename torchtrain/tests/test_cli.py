@@ -209,6 +209,7 @@ def test_a_cache_in_the_runs_folder(call, tree, tmp_path, inside):
         ({"hidden_size": "abc"}, "its config.json is refused: .*'hidden_size' expected int, got str"),
         ({"num_attention_heads": 5}, r"its config.json is refused: .*\(32\) is not a multiple of .* \(5\)"),
         ({"rope_parameters": {"rope_type": "linear"}}, "its config.json is refused: .*factor"),
+        ({"dtype": 0.5}, "its config.json is refused: dtype 0.5 is not the name of one of torch's"),
         (
             {"intermediate_size": 64},
             r"6 weights do not fit its config.json, the first is model\.layers\.0\.mlp\.down_proj\.weight: \[32, 48\] "
