@@ -221,6 +221,8 @@ def plan(
         out.print(memory_table(memory, limit, processes))
         bound = "" if work.exact else "at most "
         hint = "" if work.exact else " (attention counted as full: give --document-tokens)"
+        if (published := budget.published_shapes(config)) is not None:
+            print(f"model     the shapes of {published} come with torchtrain; the hub was not asked")
         print(f"weights   {work.weights:,}")
         print(f"tokens    {work.tokens:,} in {config.train.steps:,} steps")
         print(f"FLOPs     {bound}{work.flops:.3g}{hint}")

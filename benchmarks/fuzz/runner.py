@@ -49,7 +49,7 @@ def run(given: Input, folder: Path, seconds: float) -> Ended:
         if code is None:
             time.sleep(0.01)
     if code is None:
-        os.kill(child, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
     took, said = time.monotonic() - started, log.read_text(errors="backslashreplace")
     if code is None:
@@ -75,6 +75,7 @@ def _fault(given: Input, code: int, said: str, made: set[str]) -> str:
 
 def _be_the_command(given: Input, folder: Path, log: Path) -> None:
     code = 99
+    os.setsid()  # so that what it starts ends with it
     try:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, 1)

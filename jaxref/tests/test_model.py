@@ -192,7 +192,7 @@ def test_the_compiler_drops_no_rounding(flags):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_one_block_is_compiled_however_many_layers():
+def test_one_layer_is_compiled_however_many_there_are():
     decoder, arguments = tiny("llama", num_hidden_layers=5, hidden_size=14), row("full")
     before = _run_layer._cache_size()
     decoder(*arguments, EXACT)

@@ -39,6 +39,11 @@ class Newer:
     gpus: str
     package: str
 
+    @property
+    def capabilities(self) -> str:
+        """Return the compute capabilities, for a message."""
+        return " or ".join(f"{major}.x" for major in self.majors)
+
 
 NEWER = {
     "flash3": Newer("FA3", (9,), "a Hopper", "flash_attn_interface (the folder hopper of flash-attention)"),
@@ -47,7 +52,7 @@ NEWER = {
 
 
 def find_kernel(engine: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return what runs `flash`, `flash3` or `flash4` on this device in this dtype; a process keeps its first answer.
+    """Return what runs `flash`, `flash3` or `flash4` on this device in this dtype.
 
     Raises:
         UserError: no kernel for this device or dtype, or a package that is missing or cannot be imported.
@@ -72,7 +77,7 @@ def find_kernel(engine: str, device: torch.device, dtype: torch.dtype) -> Kernel
         return _call_flash_attn
     if (active := _active()) is not None:
         raise UserError(
-            f"attention flash: torch runs {active} in this process in its place; choose that, one a process"
+            f"attention flash: {_engine_of(active)} stands in its place in this process; choose that, one a process"
         )
     return _call_torch_varlen
 
@@ -107,6 +112,10 @@ def _import_flash_attn() -> Callable[..., Any] | None:
     ) from None
 
 
+def _engine_of(torch_name: str) -> str:
+    return next((engine for engine, newer in NEWER.items() if newer.torch_name == torch_name), torch_name)
+
+
 def _active() -> str | None:
     """Name the generation that stands in the place of torch's own kernel, if one does."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # younger than what it tells of
@@ -121,11 +130,15 @@ def _activate(engine: str, device: torch.device) -> None:
     """
     newer, active = NEWER[engine], _active()
     if capability(device)[0] not in newer.majors:
-        raise UserError(f"attention {engine}: {torch.cuda.get_device_name(device)} is not {newer.gpus}; choose flash")
+        has, name = ".".join(map(str, capability(device))), torch.cuda.get_device_name(device)
+        raise UserError(
+            f"attention {engine}: needs {newer.gpus} (compute capability {newer.capabilities}), {name} has {has}; "
+            "choose flash"
+        )
     if active == newer.torch_name:
         return
     if active is not None:
-        raise UserError(f"attention {engine}: torch runs {active} in this process; choose that, one a process")
+        raise UserError(f"attention {engine}: {_engine_of(active)} runs in this process; choose that, one a process")
     try:
         torch.nn.attention.activate_flash_attention_impl(newer.torch_name)
     except Exception as error:  # of the package's import, which fails in many ways
@@ -137,7 +150,7 @@ def _activate(engine: str, device: torch.device) -> None:
 
 def leave_newer() -> None:
     """Give torch its own kernel back where `flash3` or `flash4` stands in its place: between two measurements, say."""
-    if _active() is not None:
+    if _active() is not None:  # who can tell of it can restore it, too
         torch.nn.attention.restore_flash_attention_impl()
 
 

@@ -62,7 +62,7 @@ def _attend_causal(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, scale: float) ->
 
 def _takes_fewer_heads(q: Tensor) -> bool:
     """Whether SDPA's FlashAttention runs here, the one of its kernels that takes fewer key/value heads."""
-    return q.dtype in HALF and capability(q.device) >= (8, 0)
+    return q.dtype in HALF and q.shape[-1] <= 256 and capability(q.device) >= (8, 0)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from torchtrain.config import Config
 from torchtrain.config_history import restore_meaning
 
 # What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and
-# their order stay the same; of these, only how sums are cut (micro-batches, chunks, ranks) moves a result, by its
-# rounding.
+# their order stay the same; of these, only how sums are cut and in which order they are taken (micro-batches, chunks,
+# ranks, `train.deterministic`) moves a result, by its rounding.
 FREE = (
     "run.folder",
     "data.cache",

@@ -49,6 +49,7 @@ class ProcessLayout(_Part):
     loss_chunk: int
     device: str
     attention: str  # the engine
+    deterministic: bool = False  # on a GPU
 
 
 class Manifest(_Part):

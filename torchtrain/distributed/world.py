@@ -134,12 +134,13 @@ def here() -> tuple[int, int, int]:
 
 
 def here_beside() -> int:
-    """Return how many processes of the run are on this machine, as torchrun gives it; 1 without it.
+    """Return how many processes of the run are on this machine, as torchrun gives it; without it, one for each GPU.
 
     Raises:
         UserError: the variable is not such a number.
     """
-    return _number("LOCAL_WORLD_SIZE", 1, 1, _MOST_PROCESSES)
+    most = max(1, min(here()[1], torch.cuda.device_count()))
+    return _number("LOCAL_WORLD_SIZE", most, 1, _MOST_PROCESSES)
 
 
 _ADVICE = "start processes with torchrun, which sets it"
@@ -181,12 +182,13 @@ def join(config: Config) -> Iterator[World]:
     if size == 1 and config.distributed.zero_stage == 0:
         yield World(device=device)
         return
-    backend = "nccl" if cuda else "gloo"
+    backend, host = "nccl" if cuda else "gloo", None
     if size > 1:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         try:
             with obey_signals(rank, place):
                 dist.init_process_group(backend, device_id=device if cuda else None)
+                host = _join_hosts() if cuda else None
         except dist.DistError as error:
             reason = quoted_reason(str(error).partition("\n")[0])
             raise UserError(
@@ -196,7 +198,6 @@ def join(config: Config) -> Iterator[World]:
     else:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    host = dist.new_group(backend="gloo") if cuda and size > 1 else None  # NCCL takes what lies on a GPU alone
     world = World(rank, size, config.distributed.sequence_parallel, device, host)
     ended = False
     try:
@@ -212,6 +213,19 @@ def join(config: Config) -> Iterator[World]:
         # Where something is wrong the others may still wait in a collective, and this would wait for them.
         if ended or size == 1:
             dist.destroy_process_group()
+
+
+def _join_hosts() -> Any:
+    """Make a group for what lies on the host, which NCCL does not take."""
+    try:
+        return dist.new_group(backend="gloo")
+    except RuntimeError as error:  # of gloo, where a host's name leads to an address that others cannot reach
+        if isinstance(error, dist.DistError):
+            raise
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME {quoted(os.environ.get('GLOO_SOCKET_IFNAME'))}: the hosts cannot connect: "
+            f"{quoted_reason(str(error).partition(chr(10))[0])}; set it to the network interface that they share"
+        ) from None
 
 
 def _is_lost(error: RuntimeError) -> bool:

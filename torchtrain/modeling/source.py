@@ -69,7 +69,7 @@ def resolve_source(
     """
     if source == "smollm2":
         return str(smollm2_folder(cache, say))
-    if not weights and (shapes := _published(source)) is not None:
+    if not weights and (shapes := published(source)) is not None:
         return str(shapes)
     wanted = (*hub.CONFIGS, *(hub.WEIGHTS if weights else ()), *(hub.CODE if trust_remote_code else ()))
     folder = hub.find_model(source, "model.source", wanted, say)
@@ -86,7 +86,7 @@ def resolve_source(
     return str(folder)
 
 
-def _published(source: str) -> Path | None:
+def published(source: str) -> Path | None:
     """Return the folder of a published model's config.json by its hub id; None where a folder has that name, which goes
     first.
     """

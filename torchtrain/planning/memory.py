@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.config import Config, ModelConfig
-from torchtrain.data.rows import ANCHOR
+from torchtrain.marks import ANCHOR
 from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.modeling.source import read_by_library
 from torchtrain.training.labels import Labels

@@ -205,6 +205,7 @@ def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
         loss_chunk=train.loss_chunk,
         device=setup.record["device"],
         attention=setup.engine,
+        deterministic=train.deterministic and world.device.type == "cuda",
     )
 
 

@@ -65,7 +65,8 @@ def test_what_moves_last_digits_is_told(saved):
     assert describe_changes(manifest, LAYOUT) == ""
     assert {"torch", "transformers", "numpy", "safetensors", "deepspeed", "python"} < manifest.versions.keys()
     older = manifest.model_copy(update={"versions": versions() | {"torch": "1.0"}})
-    here = LAYOUT.model_copy(update={"processes": 2, "device": "a GPU", "attention": "flash"})
+    here = LAYOUT.model_copy(update={"processes": 2, "device": "a GPU", "attention": "flash", "deterministic": True})
     told = "processes 1 then, 2 now, device cpu then, a GPU now, attention sdpa then, flash now, "
+    told += "deterministic False then, True now, "
     assert describe_changes(older, here) == f"{told}torch 1.0 then, {torch.__version__} now"
     assert list(differences({"a": 1}, {"b": 1})) == [("a", 1, "nothing"), ("b", "nothing", 1)]

@@ -190,6 +190,7 @@ def test_7b_at_128k_fits_on_eight_gpus_of_80_gib_in_the_papers_setting(call):
     assert result.exit_code == 0, result.output
     assert "\nfits " in result.stdout
     assert "weights   6,738,415,616" in result.stdout
+    assert "the shapes of meta-llama/Llama-2-7b-hf come with torchtrain" in result.stdout
     assert "tokens    2,097,152,000 in 2,000 steps" in result.stdout
     assert "at most" not in result.stdout
     assert "host memory, all processes, while training" in result.stdout

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
@@ -26,7 +28,8 @@ def deterministic(asked: bool) -> Iterator[None]:
     if not asked:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses cuBLAS without; read at its first use
+    workspace = os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # torch refuses cuBLAS without; read at its first use
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
@@ -37,3 +40,5 @@ def deterministic(asked: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = filled
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)

@@ -203,7 +203,8 @@ def _place() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_OURS) and not file.startswith(str(SOURCE.parent)):
+        own = file.startswith(_OURS) and not file.startswith(str(SOURCE.parent))
+        if own and not frame.f_code.co_name.startswith("<"):  # a comprehension is a frame up to Python 3.11
             return f"{Path(file).relative_to(_OURS)} {frame.f_code.co_name}"
         frame = frame.f_back
     return "autograd"

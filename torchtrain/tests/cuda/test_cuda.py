@@ -1,4 +1,4 @@
-"""The CUDA code path without a GPU, on the stand-in (`standin.py`): attention, whole runs, resuming, offload, many ranks."""
+"""The CUDA code path without a GPU, on the stand-in (`standin.py`): attention, runs, resuming, offload, many ranks."""
 
 import json
 import signal

@@ -131,7 +131,7 @@ def batches(config: Config, world: World) -> list[dict[str, Tensor]]:
     pack, train = config.pack, config.train
     length = pack.sequence_length - 1
     sizes = [DOCUMENT] * (length // DOCUMENT) + [length % DOCUMENT] * (length % DOCUMENT > 0)
-    segments = [SpanTokens(np.ones(size, dtype=np.int64), 0, ()) for size in sizes]
-    row = build_row(segments, pack, [1], 0, np.random.default_rng(0))
+    spans = [SpanTokens(np.ones(size, dtype=np.int64), 0, ()) for size in sizes]
+    row = build_row(spans, pack, [1], 0, np.random.default_rng(0))
     turns = train.sequences_per_step // (train.micro_batch * world.data_parallel)
     return [collate([row] * train.micro_batch)] * turns
