@@ -353,7 +353,7 @@ class Config(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides, validate.
+    """Read a YAML file, apply `section.key=value` overrides, validate: all in `anchorline.settings.load`.
 
     Raises:
         UserError: see `anchorline.settings.load`.

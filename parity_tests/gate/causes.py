@@ -198,7 +198,8 @@ def _wrong_rotations(
 
 def _wrong_pairs(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:
     """Pairs that err by more than the whole array may: the roundings of pairs that turn fast are above the mean."""
-    square_C = sum(np.split(np.square(array - truth).mean((0, 1, 2)), 2))
+    first_C, second_C = np.split(np.square(array - truth).mean((0, 1, 2)), 2)
+    square_C = first_C + second_C
     C = len(square_C)
     wrong_C = np.sqrt(square_C / (2 * C)) > measure.allowance
     if wrong_C.all() or not wrong_C.any():

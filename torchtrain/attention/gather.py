@@ -1,11 +1,11 @@
 """Gather the tokens a plan names, with a backward pass that is deterministic.
 
-An anchor row is gathered once for its own segment and once more for every document, so its gradient is a sum over
+An anchor token is gathered once for its own segment and once more for every document, so its gradient is a sum over
 copies. `index_select`'s own backward adds them with atomics on a GPU, in any order and in the tensor's dtype; here the
-copies of each anchor row are summed in float32, in document order. Same mathematics: the tests hold it against
+copies of each anchor token are summed in float32, in document order. Same mathematics: the tests hold it against
 `index_select`.
 
-Legend: B batch · T tokens of a row · N query tokens · M gathered keys · K heads · D head_dim · R anchor rows · C
+Legend: B batch · T tokens of a row · N query tokens · M gathered keys · K heads · D head_dim · R anchor tokens · C
 copies.
 """
 
@@ -40,7 +40,7 @@ class _GatherKeys(torch.autograd.Function):
 
 
 def gather_keys(x_BTKD: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return [M, K, D]: for each segment the anchor rows, then the document's own rows, of keys or values."""
+    """Return [M, K, D]: for each segment the anchor's tokens, then the document's own, of keys or values."""
     if plan.keys_in_order:
         return x_BTKD.flatten(0, 1)
     return _GatherKeys.apply(x_BTKD, plan)  # type: ignore[return-value]

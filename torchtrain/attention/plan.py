@@ -35,12 +35,12 @@ class AttentionPlan:
 
     document_ids_BT: Tensor
     q_index_N: Tensor  # token of each query, ordered by segment
-    k_index_M: Tensor  # token of each key, ordered by segment: anchor rows, then the document's own
+    k_index_M: Tensor  # token of each key, ordered by segment: the anchor's tokens, then the document's own
     cu_seqlens_q: Tensor  # int32 [S + 1]
     cu_seqlens_k: Tensor  # int32 [S + 1]
     own_slot_N: Tensor  # where in M each query's own key stands
-    anchor_index_R: Tensor  # token of each anchor row
-    anchor_slot_RC: Tensor  # where in M its copies for the documents stand; -1 fills the rows with fewer copies
+    anchor_index_R: Tensor  # the anchors' tokens
+    anchor_slot_RC: Tensor  # where in M the copies of each for the documents stand; -1 fills up where there are fewer
     seqlens_q: tuple[int, ...] = field(repr=False)  # per segment, on the host
     seqlens_k: tuple[int, ...] = field(repr=False)
     queries_in_order: bool  # q_index_N is 0, 1, .. B * T - 1: nothing to gather

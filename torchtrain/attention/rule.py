@@ -1,5 +1,7 @@
 """The mask rule, stated once for the trainer. Every engine lowers it; none restates it.
 
+`dense` and `flex` call `visible`. `sdpa` and `flash` do not: `make_plan` lowers the rule to segments for them.
+
     visible(q, k) = k <= q and document[q] != -1 and document[k] != -1
                     and (document[k] == document[q] or document[k] == 0)
 

@@ -115,7 +115,7 @@ def accumulate(
         live_pairs += plan.live_pairs
         part = {name: x.to(world.device, non_blocking=True) for name, x in part.items()}
         total, each_Bt = strategy.losses(part, plan.to(world.device), chunk)
-        # No token of the step has a label: a gradient of zeros.
+        # max: a step in which no token has a label gets a gradient of zeros.
         strategy.backward(total / max(labels, 1), last=number == len(batches))
         losses.add(each_Bt, part["labels"])
         if on_losses is not None:

@@ -136,6 +136,7 @@ class Replicated(Strategy):
             for master in self.optimizer.masters:
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
+                # A sum, not a mean: the losses were divided by the labels of all ranks (`accumulate`).
                 dist.all_reduce(master.grad)
 
     def step(self, learning_rate: float) -> float:
