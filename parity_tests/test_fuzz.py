@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.fuzz.kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
-EACH = 4  # inputs of a kind
+EACH = 2  # inputs of a kind
 
 
 def test_damaged_inputs_give_one_line():

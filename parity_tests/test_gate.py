@@ -170,9 +170,8 @@ def test_clipping_and_epsilon_count_in_the_step():
 # -- a case ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_whole_case_passes(dtype):
-    spec = CaseSpec(dtype=dtype, stages=("forward", "loss", "gradients", "step"))
+def test_a_whole_case_passes():
+    spec = CaseSpec(dtype="bfloat16", stages=("forward", "loss", "gradients", "step"))
     case = run_case(spec)
     assert case.problem is None
     assert case.first_divergence is None, case.first_divergence
