@@ -1,6 +1,6 @@
 #!/bin/sh
 # Every config of the paper at full size on a device of shapes, without a GPU: memory of one of eight ranks against `torchtrain plan`,
-# what is held when most is, every wait of the host for the device by its line, and what is copied to it. About five minutes.
+# what is held when most is, every wait of the host for the device by its line, and what is copied to it.
 #     benchmarks/shapes.sh [FOLDER]      default: benchmarks/results; one NAME.shapes.txt each
 # DeepSpeed's offloaded optimizer would lie in the memory of this machine, so two depths stand for all layers: they are alike.
 cd "$(dirname "$0")/.." || exit 2

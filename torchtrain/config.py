@@ -327,9 +327,8 @@ class HeldOutConfig(Section):
 class Config(Section):
     """The whole of a run."""
 
-    FORMER_NAMES: ClassVar[dict[str, str]] = {
-        "eval": "held_out"
-    }  # of sections; read by `config_history`, told to users
+    # Of sections; `config_history` reads them, and a user who writes one is told today's.
+    FORMER_NAMES: ClassVar[dict[str, str]] = {"eval": "held_out"}
 
     run: RunConfig
     model: ModelConfig

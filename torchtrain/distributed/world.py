@@ -34,7 +34,7 @@ class World:
     size: int = 1
     sequence_parallel: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    host: Any = None  # process group of numbers on the host; None: the default one takes them
+    host: dist.ProcessGroup | None = None  # process group of numbers on the host; None: the default one takes them
 
     @property
     def data_parallel(self) -> int:
@@ -215,7 +215,7 @@ def join(config: Config) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _join_hosts() -> Any:
+def _join_hosts() -> Any:  # torch: a group, or a number for who is not in it
     """Make a group for what lies on the host, which NCCL does not take."""
     try:
         return dist.new_group(backend="gloo")

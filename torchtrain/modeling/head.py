@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from torchtrain.attention.masks import hide_nothing
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def hidden_states(model: "PreTrainedModel", batch: dict[str, Tensor], plan: Any = None) -> Tensor:
     """Run the model without its head: [B, T, M], under the batch's documents and positions."""
-    from torchtrain.attention.masks import hide_nothing
-
     return model.base_model(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],

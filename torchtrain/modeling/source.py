@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
@@ -30,8 +30,9 @@ _SETTINGS = (
     "model.safetensors.index.json",
 )
 _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_template.jinja")
-# Shapes of models that the hub gives only to who asks it by name: what is planned needs nobody. Named by their ids, as
-# on the hub.
+# The shapes of the paper's models, for planning without a hub: index.json has how many weights each has, a folder of
+# its id the config.json published there, without dtype and versions. They are typed in, not fetched: a test holds the
+# number of weights.
 PUBLISHED = Path(__file__).parent / "published"
 # Where a config leaves these, building or running the model would take for ever, or end in an overflow.
 _SIZES = {
@@ -69,7 +70,7 @@ def resolve_source(
     """
     if source == "smollm2":
         return str(smollm2_folder(cache, say))
-    if not weights and (shapes := published(source)) is not None:
+    if not weights and (shapes := find_published(source)) is not None:
         return str(shapes)
     wanted = (*hub.CONFIGS, *(hub.WEIGHTS if weights else ()), *(hub.CODE if trust_remote_code else ()))
     folder = hub.find_model(source, "model.source", wanted, say)
@@ -86,7 +87,7 @@ def resolve_source(
     return str(folder)
 
 
-def published(source: str) -> Path | None:
+def find_published(source: str) -> Path | None:
     """Return the folder of a published model's config.json by its hub id; None where a folder has that name, which goes
     first.
     """
@@ -95,8 +96,8 @@ def published(source: str) -> Path | None:
     return PUBLISHED / source
 
 
-def published_models() -> dict[str, dict[str, Any]]:
-    """Return the models whose shapes come with this package, by id: `weights` (how many) and `source` (where from)."""
+def published_models() -> dict[str, int]:
+    """Return the models whose shapes come with this package: by id, how many weights each has."""
     return read_json(PUBLISHED / "index.json", "torchtrain/modeling/published")
 
 

@@ -31,7 +31,7 @@ from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET, GATHERED
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.rope import extend
-from torchtrain.modeling.source import open_config, published, resolve_source
+from torchtrain.modeling.source import find_published, open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter, peak_of
 from torchtrain.planning.memory import Shapes
 from torchtrain.training.events import read_metrics
@@ -86,7 +86,7 @@ def model_config(config: Config) -> "PretrainedConfig":
 
 def published_shapes(config: Config) -> str | None:
     """Return whose shapes `model_config` takes from this package, not from the hub; None if they are the user's."""
-    return None if published(config.model.source) is None else config.model.source
+    return None if find_published(config.model.source) is None else config.model.source
 
 
 def memory(config: Config, shapes: Shapes, processes: int) -> Memory:

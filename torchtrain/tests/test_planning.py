@@ -262,7 +262,7 @@ def test_the_model_of_every_paper_config_needs_nobody(path, monkeypatch):
     config = load_config(path)
     shapes = Shapes(budget.model_config(config))
     weights = sum(p.numel() for p in shapes.model(config.model).parameters())
-    assert weights == published_models()[config.model.source]["weights"]
+    assert weights == published_models()[config.model.source]
 
 
 def test_a_folder_goes_before_a_published_model_of_the_same_name(tmp_path, monkeypatch):

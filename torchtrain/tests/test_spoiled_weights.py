@@ -11,20 +11,25 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.run.status import status_lines
 
 
-@pytest.mark.parametrize("save", [1, 0])
-@pytest.mark.parametrize("what", ["nan", "inf"])
-def test_weights_that_the_last_step_spoils_are_not_exported(fresh, monkeypatch, save, what):
-    train, here = fresh
+def spoil(monkeypatch, at, value):
+    """Let one weight become `value` in the update of that number."""
     real, calls = torch.optim.AdamW.step, []
 
     def step(optimizer, *arguments):
         out = real(optimizer, *arguments)
         calls.append(1)
-        if len(calls) == 2:
-            optimizer.param_groups[0]["params"][1].data.view(-1)[7] = float(what)
+        if len(calls) == at:
+            optimizer.param_groups[0]["params"][1].data.view(-1)[7] = value
         return out
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
+
+
+@pytest.mark.parametrize("save", [1, 0])
+@pytest.mark.parametrize("what", ["nan", "inf"])
+def test_weights_that_the_last_step_spoils_are_not_exported(fresh, monkeypatch, save, what):
+    train, here = fresh
+    spoil(monkeypatch, at=2, value=float(what))
     with pytest.raises(
         UserError, match=r"(master of )?model\.layers\.0\.\S+ is not finite after step 2; .*learning_rate"
     ):
@@ -38,16 +43,7 @@ def test_weights_that_the_last_step_spoils_are_not_exported(fresh, monkeypatch, 
 def test_weights_that_a_step_spoils_are_named_by_the_next(fresh, monkeypatch):
     """However many bad steps may be left out: leaving them out is of no use."""
     train, here = fresh
-    real, calls = torch.optim.AdamW.step, []
-
-    def step(optimizer, *arguments):
-        out = real(optimizer, *arguments)
-        calls.append(1)
-        if len(calls) == 1:
-            optimizer.param_groups[0]["params"][1].data.view(-1)[7] = float("nan")
-        return out
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    spoil(monkeypatch, at=1, value=float("nan"))
     with pytest.raises(UserError, match=r"model\.layers\.0\.\S+ is not finite before step 2; so the loss is nan"):
         train(here / "run", "save.every=0", "train.steps=4", "train.skip_bad_steps=4")
 
