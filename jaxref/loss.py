@@ -107,15 +107,29 @@ def mean_and_gradients(
     sum is divided before it is differentiated, as a trainer does it.
     Raises ValueError as `batch_nll` does, and for a batch in which no token is counted.
     """
+    value, _, gradients = mean_nll_and_gradients(decoder, batch, rounding, query_block, chunk, count)
+    return value, gradients
+
+
+def mean_nll_and_gradients(
+    decoder: Decoder,
+    batch: Mapping[str, Any],
+    rounding: Rounding,
+    query_block: int | None = None,
+    chunk: int = 1024,
+    count: int | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Return what `mean_and_gradients` does and, between the two, the loss of every token [B, T], of the same pass."""
     counted = int((np.asarray(batch["shift_labels"]) != IGNORED).sum()) if count is None else count
     if counted < 1:
         raise ValueError("shift_labels: every label is -100, so the batch has no loss")
 
-    def mean(decoder: Decoder) -> jax.Array:
-        return batch_nll(decoder, batch, rounding, query_block, chunk).sum() / counted
+    def mean(decoder: Decoder) -> tuple[jax.Array, jax.Array]:
+        nll_BT = batch_nll(decoder, batch, rounding, query_block, chunk)
+        return nll_BT.sum() / counted, nll_BT
 
-    value, gradients = jax.value_and_grad(mean)(decoder)
-    return value, to_arrays(gradients)
+    (value, nll_BT), gradients = jax.value_and_grad(mean, has_aux=True)(decoder)
+    return value, nll_BT, to_arrays(gradients)
 
 
 @partial(jax.jit, static_argnames="rounding")

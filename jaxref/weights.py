@@ -8,6 +8,7 @@ Nothing here changes a bit of a parameter, except `cast`, which is asked to.
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
     Matrices are [outputs, inputs].
     """
-    return {name: leaf.shape for name, leaf in _name_leaves(nnx.split(_abstract(config))[1])}
+    return {name: leaf.shape for name, leaf in _name_leaves(_abstract(config)[1])}
 
 
 def to_arrays(decoder: Decoder) -> dict[str, jax.Array]:
@@ -58,7 +59,7 @@ def from_arrays(config: DecoderConfig, arrays: Mapping[str, Any]) -> Decoder:
         head, table = np.asarray(arrays.pop("lm_head.weight")), np.asarray(arrays["model.embed_tokens.weight"])
         if head.dtype != table.dtype or head.tobytes() != table.tobytes():
             raise UserError("tie_word_embeddings: true, but lm_head.weight differs from model.embed_tokens.weight")
-    graph, state = nnx.split(_abstract(config))
+    graph, state = _abstract(config)
     leaves = [jnp.asarray(arrays[name]) for name, _ in _name_leaves(state)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
@@ -114,9 +115,10 @@ def save_hf(folder: str | Path, decoder: Decoder) -> None:
         write_file(made / "config.json", (json.dumps(decoder.config.to_hf(), indent=2) + "\n").encode())
 
 
-def _abstract(config: DecoderConfig) -> Decoder:
-    """Make a decoder of shapes, which costs nothing."""
-    return nnx.eval_shape(lambda: Decoder(config, None))
+@lru_cache(maxsize=64)
+def _abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """Make a decoder of shapes, which costs no memory, and split it."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, None)))
 
 
 def _name_leaves(state: nnx.State) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxref.layout import lay_out
-from jaxref.loss import IGNORED, batch_nll, mean_and_gradients, token_nll
+from jaxref.loss import IGNORED, mean_nll_and_gradients, token_nll
 from jaxref.model import Decoder
 from jaxref.optim import step
 from jaxref.rounding import Rounding, preset
@@ -155,24 +155,27 @@ def _loss(key: _Key, name: str) -> Arrays:
 
 @cache
 def _gradients(key: _Key, name: str) -> Arrays:
-    gradients = _step_gradients(*_side(key, name), key)
+    _, gradients = _losses_and_gradients(*_side(key, name), key)
     return {f"gradients.{parameter}": np.asarray(gradient) for parameter, gradient in gradients.items()}
 
 
-def _step_gradients(decoder: Decoder, rounding: Rounding, key: _Key) -> dict[str, Any]:
-    """Of a step of two micro-batches: each rounded where its parameter is stored, the sum taken in the carrier."""
+def _losses_and_gradients(decoder: Decoder, rounding: Rounding, key: _Key) -> tuple[np.ndarray, dict[str, Any]]:
+    """Of a step of two micro-batches: the loss of every token; gradients, each rounded where its parameter is stored,
+    the sum taken in the carrier.
+    """
     batch, parts = _layout(key)
     labelled = int((batch["shift_labels"] != IGNORED).sum())
-    each = [mean_and_gradients(decoder, part, rounding, _block(key), count=labelled)[1] for part in parts]
+    found = [mean_nll_and_gradients(decoder, part, rounding, _block(key), count=labelled) for part in parts]
+    _, nll, each = zip(*found, strict=True)
     wide = jnp.float64 if rounding.carrier == "float64" else jnp.float32
-    return {parameter: sum(gradients[parameter].astype(wide) for gradients in each) for parameter in each[0]}
+    sums = {parameter: sum(gradients[parameter].astype(wide) for gradients in each) for parameter in each[0]}
+    return np.concatenate(nll), sums
 
 
 @cache
 def _trajectory(key: _Key, name: str, schedule: Schedule, warmup_steps: int) -> Arrays:
     """The rate of each step, the loss of every token before it, its gradient's norm; all steps take the same rows."""
     decoder, rounding = _side(key, name)
-    batch, _ = _layout(key)
     spec = key.spec.model_copy(update={"schedule": schedule, "warmup_steps": warmup_steps})
     train = train_of(spec, trajectory=True)
     rates = rates_of(train)
@@ -181,8 +184,7 @@ def _trajectory(key: _Key, name: str, schedule: Schedule, warmup_steps: int) -> 
     state, norms = optimizer.init(masters), []
     found = {"trajectory.rates": rates if name == "exact" else rates.astype(np.float32)}
     for number in range(train.steps):
-        found[f"trajectory.{number}"] = np.asarray(batch_nll(decoder, batch, rounding))
-        gradients = _step_gradients(decoder, rounding, key)
+        found[f"trajectory.{number}"], gradients = _losses_and_gradients(decoder, rounding, key)
         masters, state, norm = step(optimizer, masters, state, gradients)
         norms.append(float(norm))
         decoder = cast(from_arrays(decoder.config, masters), "float64" if name == "exact" else key.dtype)
