@@ -14,7 +14,7 @@ from parity_tests.oracle import adamw_of
 from parity_tests.tolerance import judge
 from torchtrain.config import TrainConfig
 from torchtrain.training.optimizer import Optimizer
-from torchtrain.training.step import accumulate
+from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Replicated
 
 TRAIN = TrainConfig(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5, loss_chunk=7)
@@ -36,12 +36,16 @@ def labelled_batch(vocabulary: int) -> dict[str, torch.Tensor]:
     return batch
 
 
+def ready(batches):
+    return make_micro_batches(batches, ["only"])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_one_adamw_step_with_clipping_and_decay(family):
     """Both sides step from the same gradients: a first step is close to the sign of each, which rounding may turn."""
     model = tiny_model(family, torch.float32, "anchor")
     optimizer = Optimizer(model, TRAIN)
-    accumulate(Replicated(model, None), [labelled_batch(model.config.vocab_size)], ["only"], chunk=7)
+    accumulate(Replicated(model, None), ready([labelled_batch(model.config.vocab_size)]), ["only"], chunk=7)
     before = {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
     gradients = {name: p.grad.clone().numpy() for name, p in model.named_parameters()}
     norm = optimizer.step(TRAIN.learning_rate)
@@ -68,10 +72,10 @@ def test_any_split_into_micro_batches_has_the_same_gradient():
     gradients = []
     for batches in ([batch], [{name: x[i : i + 1] for name, x in batch.items()} for i in range(2)]):
         model = tiny_model("llama", torch.float64, "anchor")
-        accumulate(Replicated(model, None), batches, ["only"], chunk=7)
+        accumulate(Replicated(model, None), ready(batches), ["only"], chunk=7)
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     reference = tiny_model("llama", torch.float32, "anchor")
-    accumulate(Replicated(reference, None), [batch], ["only"], chunk=7)
+    accumulate(Replicated(reference, None), ready([batch]), ["only"], chunk=7)
     for name, p in reference.named_parameters():
         # Split and whole differ by float64 sum order, judged by what float32 errs.
         assert judge(gradients[1][name], gradients[0][name], p.grad.double(), "float32").passed, name

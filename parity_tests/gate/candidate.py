@@ -5,7 +5,7 @@ Everything is built anew in each call, from the packer to the optimizer: what is
 Legend: B batch · T tokens of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,7 @@ class _TokenLosses:
         self._world = world
         self.rows: dict[int, np.ndarray] = {}
 
-    def __call__(self, each_BT: Tensor, part: dict[str, Any]) -> None:
+    def __call__(self, each_BT: Tensor, part: Mapping[str, Any]) -> None:
         # Micro-batches are dealt out to the ranks in turn.
         self.rows[self._world.rank + len(self.rows) * self._world.size] = _numpy(each_BT[0])
 
@@ -147,7 +147,7 @@ def _one_step(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tuple[
         names[id(parameter)]: master for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True)
     }
     tokens = _TokenLosses(world)
-    losses, _ = accumulate(strategy, step_batches(packed, 0, train, world), DOMAINS, train.loss_chunk, tokens)
+    losses, _ = accumulate(strategy, step_batches(packed, 0, train, DOMAINS, world), DOMAINS, train.loss_chunk, tokens)
     assert losses.overall.value is not None, "no token has a label"
     if "loss" in stages:
         arrays["loss"] = np.array([losses.overall.value])
@@ -169,7 +169,7 @@ def _trajectory(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tupl
     found: list[StepResult] = []
     tokens: dict[str, _TokenLosses] = {}
     for number in range(train.steps):
-        batches = step_batches(packed, number, train, world)
+        batches = step_batches(packed, number, train, DOMAINS, world)
         tokens[f"trajectory.{number}"] = takes = _TokenLosses(world)
         found.append(take_step(strategy, batches, DOMAINS, number, train, lambda _: None, takes))
     rates, norms = [step.learning_rate for step in found], [step.gradient_norm for step in found]

@@ -27,7 +27,18 @@ def run_ranks(count: int, device: torch.device, run: Callable[[World], _Result])
     meeting, this_thread = threading.Barrier(count), threading.local()
     given: list[Tensor] = [torch.empty(0)] * count
 
-    def all_reduce(tensor: Tensor, group: None = None) -> None:
+    class Later:
+        """A sum that is made when it is waited for, on the rank's own thread."""
+
+        def __init__(self, tensor: Tensor) -> None:
+            self._tensor = tensor
+
+        def wait(self) -> None:
+            all_reduce(self._tensor)
+
+    def all_reduce(tensor: Tensor, group: None = None, async_op: bool = False) -> Later | None:
+        if async_op:
+            return Later(tensor)
         given[this_thread.rank] = tensor
         meeting.wait(_PATIENCE)
         total = given[0].clone()
@@ -35,6 +46,7 @@ def run_ranks(count: int, device: torch.device, run: Callable[[World], _Result])
             total += other
         meeting.wait(_PATIENCE)  # all have read before anyone writes
         tensor.copy_(total)
+        return None
 
     def on_rank(rank: int) -> _Result:
         this_thread.rank = rank

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from torchtrain.attention import engines, hf
 from torchtrain.attention.plan import make_plan
+from torchtrain.training.micro_batch import make_micro_batch
 from torchtrain.training.schedule import learning_rate
-from torchtrain.training.step import accumulate
 from torchtrain.training.strategy import Replicated
 
 Context = AbstractContextManager[Any]
@@ -144,12 +144,9 @@ def batches(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Context
     """Train on `change(batch)` for every micro-batch, a dict of int64 [B, T]."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(strategy: Any, batches: list[dict[str, Tensor]], *args: Any) -> Any:
-            return original(strategy, [change(dict(batch)) for batch in batches], *args)
+        return lambda batch, *args: original(change(dict(batch)), *args)
 
-        return changed
-
-    return wrap(accumulate, make)
+    return wrap(make_micro_batch, make)
 
 
 def settings(**changes: Any) -> Context:

@@ -66,14 +66,21 @@ class AttentionPlan:
         """FlexAttention's lowering, built on first use and kept for the other layers."""
         return make_block_mask(self.document_ids_BT)
 
+    def pin_memory(self) -> "AttentionPlan":
+        """Return the plan with its tensors in page-locked memory."""
+        return dataclasses.replace(self, **{name: x.pin_memory() for name, x in self._tensors().items()})
+
     def to(self, device: torch.device | str) -> "AttentionPlan":
         """Return the plan with its tensors on `device`."""
         device = torch.empty(0, device=device).device  # "cuda" is "cuda:0" once something is there
-        tensors = {f.name: v for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        tensors = self._tensors()
         if all(t.device == device for t in tensors.values()):
             return self
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: v for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
 
 
 def make_plan(document_ids_BT: Tensor) -> AttentionPlan:

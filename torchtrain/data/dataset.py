@@ -16,7 +16,8 @@ from torchtrain.data.store import TokenStore
 
 
 class PackedRows:
-    """Rows of packed documents, each reachable at once; the same for any worker, rank and order of access.
+    """Rows of packed documents, each reachable at once; the same for any worker, rank and order of access. Threads may
+    share one.
 
     A map-style data set over the first epoch (`len`, `[i]`); `row_at` goes on, with a new order of documents each
     epoch.
@@ -57,7 +58,7 @@ class PackedRows:
             )
         self._overhead = tag_lengths[store.document_domains[self.documents]]
         self._plans: dict[int, PackPlan] = {}
-        self._rows: list[int] = []
+        self._rows: dict[int, int] = {}
         if not len(self):
             raise UserError(
                 f"pack.last 'drop' leaves no row: {self.plan(0).dropped_tokens} tokens do not fill "
@@ -87,19 +88,19 @@ class PackedRows:
 
     def plan(self, epoch: int) -> PackPlan:
         """Return the plan of an epoch, with its counts of tokens, padding and what is dropped."""
-        if epoch not in self._plans:
-            # Two are kept, for batches that reach over the end of an epoch.
-            if len(self._plans) == 2:
-                del self._plans[next(iter(self._plans))]
+        plan = self._plans.get(epoch)
+        if plan is None:
             lengths = self.store.lengths[self.documents]
-            self._plans[epoch] = PackPlan(lengths, self._capacity, self._overhead, self.seed, epoch, self.pack.last)
-        return self._plans[epoch]
+            plan = PackPlan(lengths, self._capacity, self._overhead, self.seed, epoch, self.pack.last)
+            # Two are kept, for batches that reach over the end of an epoch. Replaced whole: other threads read it.
+            self._plans = dict([*list(self._plans.items())[-1:], (epoch, plan)])
+        return plan
 
     def _rows_of(self, epoch: int) -> int:
         # Without tags every order gives as many rows; with them a plan tells.
         epoch = epoch if self._overhead.any() else 0
-        while len(self._rows) <= epoch:
-            self._rows.append(len(self.plan(len(self._rows))))
+        if epoch not in self._rows:
+            self._rows[epoch] = len(self.plan(epoch))
         return self._rows[epoch]
 
     def _row(self, epoch: int, row: int) -> dict[str, np.ndarray]:

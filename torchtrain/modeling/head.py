@@ -3,6 +3,7 @@
 Legend: B batch · T tokens of a row · M model width · V vocabulary.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def hidden_states(model: "PreTrainedModel", batch: dict[str, Tensor], plan: Any = None) -> Tensor:
+def hidden_states(model: "PreTrainedModel", batch: Mapping[str, Tensor], plan: Any = None) -> Tensor:
     """Run the model without its head: [B, T, M], under the batch's documents and positions."""
     return model.base_model(
         input_ids=batch["input_ids"],

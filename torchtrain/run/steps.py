@@ -12,6 +12,7 @@ from torchtrain.planning.flops import FlopCounter, peak_flops
 from torchtrain.run.finite import check_finite
 from torchtrain.run.setup import Setup
 from torchtrain.training.guard import Guard
+from torchtrain.training.micro_batch import make_ahead
 from torchtrain.training.step import StepResult, step_batches, take_step
 from torchtrain.training.strategy import Strategy
 
@@ -72,17 +73,19 @@ def take_steps(
     """
     world = strategy.world
     peak = peak_flops(world.device, setup.model.dtype)
-    for step in range(first, train.steps):
+    domains, steps = setup.store.domains, range(first, train.steps)
+    ahead = make_ahead(lambda step: step_batches(setup.rows, step, train, domains, world), steps, world.device)
+    for step in steps:
         started = time.perf_counter()
-        batches = step_batches(setup.rows, step, train, world)
-        result = take_step(strategy, batches, setup.store.domains, step, train, guard.fault_of_loss)
+        batches = next(ahead)
+        result = take_step(strategy, batches, domains, step, train, guard.fault_of_loss)
         fault = result.fault or guard.fault_of_norm(result.gradient_norm)
         if fault is None:
             guard.note_good(result.losses.overall.value)
         else:
             _leave_out(strategy, guard, step + 1, fault, result)
         seconds = time.perf_counter() - started
-        (tokens,) = world.sum([sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)])
+        (tokens,) = world.sum([sum(batch.tokens for batch in batches)])
         tokens = int(tokens) // world.sequence_parallel
         tokens_seen += tokens
         flops = counter.flops(tokens, result.losses.overall.tokens, result.live_pairs)

@@ -33,7 +33,7 @@ from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.modeling.head import head_of, hidden_states
-from torchtrain.training.step import accumulate
+from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Replicated, Strategy, Zero, make_strategy
 
 ENGINE = "sdpa"
@@ -97,7 +97,8 @@ def logits(strategy: Strategy, batches: list[dict[str, Tensor]]) -> np.ndarray:
 def trained(strategy: Strategy, batches: list[dict[str, Tensor]], config: Config) -> dict[str, np.ndarray]:
     """One step: losses, gradients, norm, moments and weights."""
     names = {id(p): name for name, p in strategy.model.named_parameters()}
-    losses, pairs = accumulate(strategy, batches, DOMAINS, config.train.loss_chunk)
+    ready = make_micro_batches(batches, DOMAINS, strategy.world)
+    losses, pairs = accumulate(strategy, ready, DOMAINS, config.train.loss_chunk)
     arrays: dict[str, Any] = {"loss": [losses.overall.total, losses.overall.tokens], "pairs": pairs}
     arrays |= {f"domains.{name}": [mean.total, mean.tokens] for name, mean in losses.by_domain.items()}
     state = gradient_and_moment(strategy)

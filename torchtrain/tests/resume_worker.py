@@ -27,7 +27,7 @@ from torchtrain.config import Config
 from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.tests import distributed_worker as worker
-from torchtrain.training.step import accumulate
+from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Strategy, make_strategy
 
 
@@ -50,11 +50,12 @@ def save(checkpoints: Checkpoints, strategy: Strategy, step: int) -> None:
 def _make_bad_steps(strategy: Strategy, batches: list[dict[str, torch.Tensor]], config: Config) -> None:
     """A step that is dropped, and one whose gradient is not a number."""
     rate, chunk = config.train.learning_rate, config.train.loss_chunk
-    accumulate(strategy, batches, worker.DOMAINS, chunk)
+    ready = make_micro_batches(batches, worker.DOMAINS, strategy.world)
+    accumulate(strategy, ready, worker.DOMAINS, chunk)
     strategy.drop()
     real = strategy.backward
     strategy.backward = lambda loss, last: real(loss * float("nan"), last)  # type: ignore[method-assign]
-    accumulate(strategy, batches, worker.DOMAINS, chunk)
+    accumulate(strategy, ready, worker.DOMAINS, chunk)
     strategy.backward = real  # type: ignore[method-assign]
     assert not math.isfinite(strategy.step(rate))
 
@@ -85,7 +86,8 @@ def run(case: dict[str, Any], rank: int, size: int) -> None:
     if case.get("bad_steps"):
         _make_bad_steps(strategy, batches, config)
     for step in range(first + 1, first + 1 + case["steps"]):
-        losses, _ = accumulate(strategy, batches, worker.DOMAINS, config.train.loss_chunk)
+        ready = make_micro_batches(batches, worker.DOMAINS, world)
+        losses, _ = accumulate(strategy, ready, worker.DOMAINS, config.train.loss_chunk)
         strategy.step(config.train.learning_rate)
         arrays[f"loss.{step}"] = [losses.overall.total, losses.overall.tokens]
         save(checkpoints, strategy, step)

@@ -26,7 +26,7 @@ from torchtrain.tests.tiny import FAMILIES, POSITIONS, VOCABULARY, tiny_config, 
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.optimizer import Optimizer
-from torchtrain.training.step import accumulate, step_batches
+from torchtrain.training.step import accumulate, make_micro_batches, step_batches
 from torchtrain.training.strategy import Replicated
 
 EPS = torch.finfo(torch.float64).eps
@@ -176,8 +176,8 @@ def test_a_step_is_the_same_however_it_is_cut_into_micro_batches(tree, write_con
         model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=2 * POSITIONS)
         model.set_attn_implementation("anchor_sdpa")
         cut = settings.model_copy(update={"micro_batch": micro_batch})
-        batches = step_batches(rows, 0, cut)
-        assert [len(batch["input_ids"]) for batch in batches] == [micro_batch] * (4 // micro_batch)
+        batches = step_batches(rows, 0, cut, store.domains)
+        assert [len(batch.part["input_ids"]) for batch in batches] == [micro_batch] * (4 // micro_batch)
         losses, pairs = accumulate(Replicated(model, None), batches, store.domains, chunk=37)
         taken = [p.grad.clone() for p in model.parameters()]
         Optimizer(model, cut).step(rate)
@@ -221,8 +221,8 @@ def test_longrope_takes_the_same_factors_whatever_the_micro_batch(tree, write_co
 def test_the_order_of_rows_does_not_depend_on_the_micro_batch(tree, write_config):
     _, rows, _, _ = packed(tree, write_config)
     for step in (0, 3):
-        cuts = [step_batches(rows, step, TrainConfig(sequences_per_step=6, micro_batch=m)) for m in (1, 2, 3, 6)]
-        whole = [torch.cat([batch["input_ids"] for batch in batches]) for batches in cuts]
+        cuts = [step_batches(rows, step, TrainConfig(sequences_per_step=6, micro_batch=m), []) for m in (1, 2, 3, 6)]
+        whole = [torch.cat([batch.part["input_ids"] for batch in batches]) for batches in cuts]
         assert all(torch.equal(whole[0], other) for other in whole)
         assert torch.equal(whole[0][0], torch.from_numpy(rows.row_at(6 * step)["input_ids"]))
 
@@ -236,7 +236,7 @@ def test_unevenly_masked_labels_give_the_mean_over_tokens_not_of_means(model):
         labels[:, labelled:] = IGNORED
         ids = {"document_ids": torch.ones_like(tokens), "position_ids": torch.arange(40)[None]}
         batches.append({"input_ids": tokens, "shift_labels": labels, "domain_ids": torch.zeros_like(tokens), **ids})
-    losses, _ = accumulate(Replicated(model, None), batches, ["only"], chunk=4)
+    losses, _ = accumulate(Replicated(model, None), make_micro_batches(batches, ["only"]), ["only"], chunk=4)
     taken = gradients(model)
 
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -254,12 +254,12 @@ def test_unevenly_masked_labels_give_the_mean_over_tokens_not_of_means(model):
 
 def test_losses_by_domain_are_those_of_each_document_alone(model, tree, write_config):
     _, rows, _, store = packed(tree, write_config, "pack.variant=intra_reset")
-    batches = step_batches(rows, 0, TrainConfig(sequences_per_step=3))
+    batches = step_batches(rows, 0, TrainConfig(sequences_per_step=3), store.domains)
     losses, _ = accumulate(Replicated(model, None), batches, store.domains, chunk=37)
 
     model.set_attn_implementation("sdpa")
     sums, counts = dict.fromkeys(store.domains, 0.0), dict.fromkeys(store.domains, 0)
-    for batch in batches:
+    for batch in (batch.part for batch in batches):
         for document in batch["document_ids"][0].unique():
             if document < 0:
                 continue
@@ -280,14 +280,16 @@ def test_evaluation_is_the_loss_of_training_and_knows_new_positions(model, tree,
     _, _, held_out, store = packed(tree, write_config)
     result = measure_held_out(model, held_out, HeldOut(store.domains, own_positions=50), chunk=37)
     assert model.training
-    losses, _ = accumulate(Replicated(model, None), [collate([row]) for row in held_out], store.domains, chunk=37)
+    batches = make_micro_batches([collate([row]) for row in held_out], store.domains)
+    losses, _ = accumulate(Replicated(model, None), batches, store.domains, chunk=37)
     assert result.overall == losses.overall
     assert result.by_domain == losses.by_domain
 
     blind = [
         {**row, "shift_labels": np.where(row["position_ids"] < 50, IGNORED, row["shift_labels"])} for row in held_out
     ]
-    new, _ = accumulate(Replicated(model, None), [collate([row]) for row in blind], store.domains, chunk=37)
+    batches = make_micro_batches([collate([row]) for row in blind], store.domains)
+    new, _ = accumulate(Replicated(model, None), batches, store.domains, chunk=37)
     assert 0 < new.overall.tokens < losses.overall.tokens
     assert result.new_positions.tokens == new.overall.tokens
     assert result.new_positions.total == pytest.approx(new.overall.total, rel=new.overall.tokens * EPS)
@@ -297,7 +299,7 @@ def test_a_step_without_a_label_changes_nothing_but_by_decay(model):
     tokens = torch.zeros(1, 8, dtype=torch.long)
     batch = {"input_ids": tokens, "position_ids": torch.arange(8)[None], "document_ids": tokens + 1}
     batch |= {"shift_labels": tokens + IGNORED, "domain_ids": tokens}
-    losses, _ = accumulate(Replicated(model, None), [batch], ["only"], chunk=4)
+    losses, _ = accumulate(Replicated(model, None), make_micro_batches([batch], ["only"]), ["only"], chunk=4)
     assert losses.overall.value is None
     assert not any(g.any() for g in gradients(model))
 
@@ -360,7 +362,7 @@ def test_missing_weights(load, model_folder, tmp_path):
 
 def test_activation_checkpointing_changes_no_number(tree, write_config, model_folder):
     _, rows, _, store = packed(tree, write_config)
-    batches = step_batches(rows, 0, TrainConfig(sequences_per_step=2))
+    batches = step_batches(rows, 0, TrainConfig(sequences_per_step=2), store.domains)
     results = []
     for on in ("false", "true"):
         config = load_config(write_config(tree), [f"model.activation_checkpointing={on}"])

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtrain.attention import make_plan
 from torchtrain.data import collate
-from torchtrain.distributed.shard import deal_out, pad, part_of
+from torchtrain.distributed.shard import deal_out
 from torchtrain.distributed.world import World
 from torchtrain.training.losses import Losses, Mean
+from torchtrain.training.micro_batch import make_micro_batch
 from torchtrain.training.strategy import Replicated, Strategy
 
 if TYPE_CHECKING:
@@ -73,13 +73,9 @@ def measure_held_out(
     world = strategy.world
     model.eval()
     for numbers in deal_out(rows, micro_batch, world):
-        batch = pad(collate(numbers), world.sequence_parallel)
-        plan = make_plan(batch["document_ids"]).to(world.device)
-        part = part_of(batch, world)
-        part = part | {"labels": result.labels_of(part)}
-        part = {name: x.to(world.device) for name, x in part.items()}
-        _, each_Bt = strategy.losses(part, plan, chunk)
-        result.add(each_Bt, part["labels"])
+        batch = make_micro_batch(collate(numbers), world, result.labels_of).to(world.device)
+        _, each_Bt = strategy.losses(batch.part, batch.plan, chunk)
+        result.add(each_Bt, batch.labels)
         result.read()
         total, tokens = world.sum([result.overall.total, result.overall.tokens])
         on_row(f"loss {Mean(total, int(tokens))}")

@@ -30,6 +30,10 @@ class Labels:
     def __len__(self) -> int:
         return len(self.index_n)
 
+    def pin_memory(self) -> "Labels":
+        """Return them in page-locked memory."""
+        return Labels(self.index_n.pin_memory(), self.labels_n.pin_memory(), tuple(x.pin_memory() for x in self.groups))
+
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Labels":
         """Return them with their tensors on `device`."""
         index_n, labels_n, *groups = (

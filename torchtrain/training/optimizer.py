@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtrain.config import TrainConfig
+from torchtrain.distributed.gradient_sums import GradientSums
 
 
 class Optimizer:
@@ -60,6 +61,14 @@ class Optimizer:
     def drop(self) -> None:
         """Forget the gradients of this step."""
         self.adamw.zero_grad(set_to_none=True)
+
+    def sum_over_ranks(self) -> GradientSums:
+        """Let gradients be added up over ranks as soon as they are whole; return what begins and ends it."""
+        sums = GradientSums(self.masters)
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            # Hooks run in the order in which they were made: the gradient is in its master by then.
+            parameter.register_post_accumulate_grad_hook(lambda _, master=master: sums.note(master))
+        return sums
 
     def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters that have a master of their own."""

@@ -3,23 +3,23 @@
 Legend: B batch · T tokens of a row · t tokens of this rank's part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from torchtrain.attention import make_plan
 from torchtrain.config import TrainConfig
 from torchtrain.data import collate
-from torchtrain.distributed.shard import pad, part_of, rows_of_rank
+from torchtrain.distributed.shard import rows_of_rank
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.training.losses import Losses
+from torchtrain.training.micro_batch import MicroBatch, make_micro_batch
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.strategy import Strategy
 
-OnLosses = Callable[[Tensor, dict[str, Any]], None]
+OnLosses = Callable[[Tensor, Mapping[str, Any]], None]
 
 
 class Rows(Protocol):
@@ -45,19 +45,30 @@ class StepResult:
         return {**self.losses.as_dict(), "learning_rate": self.learning_rate, "gradient_norm": self.gradient_norm}
 
 
-def step_batches(rows: Rows, step: int, train: TrainConfig, world: World = ALONE) -> list[dict[str, Tensor]]:
-    """Return this rank's micro-batches of a step, whole rows [B, T] on the host.
+def step_batches(
+    rows: Rows, step: int, train: TrainConfig, domains: Sequence[str], world: World = ALONE
+) -> list[MicroBatch]:
+    """Return this rank's micro-batches of a step, on the host.
 
     Rows follow each other by number, through epochs; those of a step are the same however they are dealt out.
     """
     numbers = rows_of_rank(step * train.sequences_per_step, train.sequences_per_step, train.micro_batch, world)
-    return [collate([rows.row_at(i) for i in micro_batch]) for micro_batch in numbers]
+    batches = [collate([rows.row_at(i) for i in micro_batch]) for micro_batch in numbers]
+    return make_micro_batches(batches, domains, world)
+
+
+def make_micro_batches(
+    batches: Sequence[dict[str, Tensor]], domains: Sequence[str], world: World = ALONE
+) -> list[MicroBatch]:
+    """Return what `accumulate` takes of whole rows [B, T] on the host."""
+    labels_of = Losses(domains).labels_of
+    return [make_micro_batch(batch, world, labels_of) for batch in batches]
 
 
 def take_step(
     strategy: Strategy,
-    batches: list[dict[str, Tensor]],
-    domains: list[str],
+    batches: Sequence[MicroBatch],
+    domains: Sequence[str],
     step: int,
     train: TrainConfig,
     fault_of_loss: Callable[[float | None], str | None],
@@ -86,8 +97,8 @@ def take_step(
 
 def accumulate(
     strategy: Strategy,
-    batches: list[dict[str, Tensor]],
-    domains: list[str],
+    batches: Sequence[MicroBatch],
+    domains: Sequence[str],
     chunk: int,
     on_losses: OnLosses | None = None,
 ) -> tuple[Losses, int]:
@@ -95,7 +106,7 @@ def accumulate(
 
     Args:
         strategy: its model in training mode.
-        batches: this rank's micro-batches of the step, whole rows [B, T] on the host.
+        batches: this rank's micro-batches of the step, on the host.
         domains: names, by index.
         chunk: tokens whose logits exist at one time.
         on_losses: called after each micro-batch with the loss of every token [B, t], detached, and this rank's part of
@@ -105,27 +116,22 @@ def accumulate(
         The losses, and the live (query, key) pairs, both of the whole step.
     """
     world = strategy.world
-    batches = [pad(batch, world.sequence_parallel) for batch in batches]
-    losses, live_pairs = Losses(domains), 0
-    parts = [part_of(batch, world) for batch in batches]
-    parts = [part | {"labels": losses.labels_of(part)} for part in parts]
-    labels = count_labels(parts, world)
-    for number, (batch, part) in enumerate(zip(batches, parts, strict=True), start=1):
-        plan = make_plan(batch["document_ids"])
-        live_pairs += plan.live_pairs
-        part = {name: x.to(world.device, non_blocking=True) for name, x in part.items()}
-        total, each_Bt = strategy.losses(part, plan.to(world.device), chunk)
+    losses = Losses(domains)
+    labels = count_labels(batches, world)
+    for number, batch in enumerate(batches, start=1):
+        batch = batch.to(world.device)
+        total, each_Bt = strategy.losses(batch.part, batch.plan, chunk)
         # max: a step in which no token has a label gets a gradient of zeros.
         strategy.backward(total / max(labels, 1), last=number == len(batches))
-        losses.add(each_Bt, part["labels"])
+        losses.add(each_Bt, batch.labels)
         if on_losses is not None:
-            on_losses(each_Bt, part)
+            on_losses(each_Bt, batch.part)
     losses.sum_over(world)
-    (live_pairs,) = world.sum([live_pairs])
+    (live_pairs,) = world.sum([sum(batch.plan.live_pairs for batch in batches)])
     return losses, int(live_pairs) // world.sequence_parallel
 
 
-def count_labels(parts: list[dict[str, Any]], world: World) -> float:
+def count_labels(batches: Sequence[MicroBatch], world: World) -> float:
     """Return how many tokens of a step have a label, those of all ranks: what every rank divides its losses by."""
-    (labels,) = world.sum([sum(len(part["labels"]) for part in parts)])
+    (labels,) = world.sum([sum(len(batch.labels) for batch in batches)])
     return labels

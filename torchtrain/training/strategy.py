@@ -12,13 +12,11 @@ Legend: B batch · T tokens of a row · t tokens of this rank's part.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtrain.attention import AttentionPlan
@@ -52,7 +50,7 @@ class Strategy(ABC):
         self.model, self.world = model, world
 
     @abstractmethod
-    def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    def losses(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
         """Run the model on this rank's part of a micro-batch.
 
         Returns:
@@ -117,6 +115,7 @@ class Replicated(Strategy):
     def __init__(self, model: "PreTrainedModel", train: TrainConfig | None, world: World = ALONE) -> None:
         super().__init__(model, world)
         self._optimizer = None if train is None else Optimizer(model, train)
+        self._sums = None if train is None or world.size == 1 else self.optimizer.sum_over_ranks()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -124,20 +123,18 @@ class Replicated(Strategy):
         assert self._optimizer is not None, "made without settings of an optimizer"
         return self._optimizer
 
-    def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    def losses(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
         """See `Strategy`."""
         hidden_BtM = hidden_states(self.model, part, plan)
         return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["labels"], chunk)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """See `Strategy`."""
+        if last and self._sums is not None:
+            self._sums.begin()
         loss.backward()
-        if last and self.world.size > 1:
-            for master in self.optimizer.masters:
-                if master.grad is None:
-                    master.grad = torch.zeros_like(master)
-                # A sum, not a mean: the losses were divided by the labels of all ranks (`accumulate`).
-                dist.all_reduce(master.grad)
+        if last and self._sums is not None:
+            self._sums.finish()  # a sum, not a mean: the losses were divided by the labels of all ranks (`accumulate`)
 
     def step(self, learning_rate: float) -> float:
         """See `Strategy`."""
@@ -184,7 +181,7 @@ class Zero(Strategy):
         self._divisor = gradient_divisor(config, world)
         self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
 
-    def losses(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    def losses(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
         """See `Strategy`."""
         return self.deepspeed(part, plan, chunk)
 
@@ -236,7 +233,7 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model, self.evenly = model, evenly
 
-    def forward(self, part: dict[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
         hidden_BtM = hidden_states(self.model, part, plan)
         calls = -(-part["shift_labels"].numel() // chunk) if self.evenly else 0
         return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["labels"], chunk, calls=calls)

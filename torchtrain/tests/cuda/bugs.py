@@ -29,7 +29,7 @@ from torchtrain.config import TrainConfig
 from torchtrain.distributed.world import World
 from torchtrain.tests.cuda import standin
 from torchtrain.tests.tiny import POSITIONS, VOCABULARY, tiny_model
-from torchtrain.training import held_out, loss, losses, optimizer, step
+from torchtrain.training import held_out, labels, loss, losses, micro_batch, optimizer, step
 from torchtrain.training.strategy import Replicated
 
 DEVICE = torch.device("cuda", 1)
@@ -66,7 +66,7 @@ def rows(number: int) -> dict[str, Tensor]:
     """A micro-batch [2, T]: an anchor, three documents, padding."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, 256, (2, POSITIONS), generator=generator)
-    index = torch.arange(POSITIONS).expand(2, -1)
+    index = torch.arange(POSITIONS).expand(2, -1).clone()
     ids = torch.where(index == 0, 0, 1 + index // 20).masked_fill(index > POSITIONS - 5, -1)
     labels = tokens.roll(-1, 1).masked_fill(ids < 1, -100)
     assert tokens.max() < VOCABULARY
@@ -88,13 +88,13 @@ def trial(engine: str) -> Outcome:
     torch.cuda.set_device(DEVICE)
     torch.use_deterministic_algorithms(True)
     try:
+        domains = ["first", "second"]
         with standin.waits() as waits:
-            counted, _ = step.accumulate(strategy, [rows(0), rows(1)], ["first", "second"], chunk=50)
+            batches = step.make_micro_batches([rows(0), rows(1)], domains, strategy.world)
+            counted, _ = step.accumulate(strategy, batches, domains, chunk=50)
             norm = strategy.step(1e-3)
             apart = [{name: x[0].numpy() for name, x in rows(i).items()} for i in (2, 3)]
-            held = held_out.measure_held_out(
-                model, apart, held_out.HeldOut(["first", "second"], 40), 50, strategy=strategy
-            )
+            held = held_out.measure_held_out(model, apart, held_out.HeldOut(domains, 40), 50, strategy=strategy)
     finally:
         torch.use_deterministic_algorithms(False)
     means = [mean.total for found in (counted, held) for mean in found.means()]
@@ -207,12 +207,12 @@ BUGS: dict[str, Bug] = {
     ),
     "cpu_in_the_attention": Bug(
         "a `.cpu()` and back in every layer",
-        "copy to the host",
+        "copy to the device",
         lambda: _around(flash, "gather_queries", lambda real: lambda x, p: real(x.cpu().to(x.device), p)),
     ),
     "norm_on_the_host": Bug(
         "the gradient's norm clipped with on the host",
-        "copy to the host",
+        "copy to the device",
         lambda: _around(nn.utils, "get_total_norm", lambda real: lambda g: real(g).cpu()),
     ),
     "queries_by_a_mask": Bug(
@@ -241,6 +241,16 @@ BUGS: dict[str, Bug] = {
         "RoPE's angles in float64",
         "float64",
         lambda: _around(modeling_llama.LlamaRotaryEmbedding, "forward", _double_rope),
+    ),
+    "not_pinned": Bug(
+        "a batch in memory that may be paged out",
+        "copy to the device",
+        lambda: patch.object(micro_batch.MicroBatch, "pin_memory", lambda self: self),
+    ),
+    "copies_waited_for": Bug(
+        "labels sent without `non_blocking`",
+        "training/labels.py to: copy to the device",
+        lambda: _around(labels.Labels, "to", lambda real: lambda self, device, **_: real(self, device)),
     ),
     "wrong_device": Bug(
         "the output made on the first GPU by every process",

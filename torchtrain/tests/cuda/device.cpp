@@ -228,6 +228,9 @@ void transfer(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
       return;
     }
     if (!inside) wait_for_device("copy to the host");
+  } else if (from.is_cpu() && to.is_cuda() && from.numel() && !inside) {
+    // As cudaMemcpyAsync has it: from memory that may be paged out it returns when all is copied.
+    if (!non_blocking || !is_pinned(from.const_data_ptr())) wait_for_device("copy to the device");
   }
   host(to).copy_(host(from));
 }

@@ -126,6 +126,8 @@ class ShapesOnly(TorchDispatchMode):
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_meta]
         if packet in _COPIES and made and tensors and not all(x.is_meta for x in tensors):
             self.copies[_place()] += made[0].nbytes
+            if not _goes_on(packet, args, kwargs):
+                self._wait("copy to the device")
         for x in made:
             self._count(x, func)
         if made and not func.is_view:
@@ -194,6 +196,14 @@ def _copied(packet: Any, args: Any, kwargs: Any) -> tuple[Tensor, torch.device]:
     if packet is aten._to_copy:
         return args[0], torch.device(kwargs.get("device") or args[0].device)
     return (args[1], args[0].device) if packet is aten.copy_ else (args[0], args[1].device)
+
+
+def _goes_on(packet: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the host does not wait for a copy to the device, if it is from page-locked memory (which is not seen
+    here).
+    """
+    place = {aten.copy_: 2, aten._copy_from: 2}.get(packet, len(args))
+    return bool(args[place] if len(args) > place else kwargs.get("non_blocking"))
 
 
 def _check_one_device(func: Any, tensors: list[Tensor], args: Any) -> None:

@@ -27,7 +27,7 @@ from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.planning.budget import memory, model_config
 from torchtrain.planning.memory import Shapes, enable_checkpointing
 from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
-from torchtrain.training.step import accumulate
+from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Strategy, Zero, make_strategy
 
 DOMAINS = ["text"]
@@ -95,7 +95,7 @@ def measure(config: Config, processes: int, layers: int | None = None) -> Measur
     """Take two steps of a config on the first of many ranks, and measure the second. Other arguments as `make`."""
     with rank_of(config, processes) as world, ShapesOnly() as watch:
         strategy = make(config, world, watch, layers)
-        rows = batches(config, world)
+        rows = make_micro_batches(batches(config, world), DOMAINS, world)
         for _ in range(2):
             watch.reset()
             before = watch.now

@@ -46,6 +46,8 @@ WAITS = {
     "to": (lambda x, y: x.to("cpu", non_blocking=True), "copy to the host"),
     "tolist": (lambda x, y: x.tolist(), "copy to the host"),
     "copy_": (lambda x, y: torch.empty(4).copy_(x), "copy to the host"),
+    "to the device": (lambda x, y: torch.zeros(3).to(DEVICE), "copy to the device"),
+    "copy_ to the device": (lambda x, y: x.copy_(torch.zeros(4)), "copy to the device"),
     "boolean index": (lambda x, y: x[y], "boolean index"),
     "boolean index, written to": (lambda x, y: x.__setitem__(y, 1.0), "boolean index"),
     "nonzero": (lambda x, y: y.nonzero(), "nonzero"),
@@ -66,7 +68,8 @@ NO_WAITS = {
     "index": lambda x: x[torch.zeros(3, dtype=torch.long, device=DEVICE)],
     "index_select": lambda x: x.index_select(0, torch.zeros(3, dtype=torch.long, device=DEVICE)),
     "where": lambda x: torch.where(x > 0, x, 0.0),
-    "to the device": lambda x: torch.zeros(3).to(DEVICE),
+    "to the device": lambda x: torch.zeros(3).to(DEVICE, non_blocking=True),
+    "copy_ to the device": lambda x: x.copy_(torch.zeros(4), non_blocking=True),
     "a number": lambda x: x * 3.0 + torch.tensor(1.0),
     "sum": lambda x: x.double().sum() + x.max(),
 }
