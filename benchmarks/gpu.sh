@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# What a GPU should show, in under 9 minutes: the tests marked gpu, then anchor against full attention per engine.
-#     benchmarks/gpu.sh [FOLDER]      results land in FOLDER (default: benchmarks/results)
-# PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it.
+# What a GPU should show, in under 9 minutes: the tests marked gpu (every engine and its backward pass to 128K against the
+# oracle, whole runs: killed and resumed, spread over all GPUs, memory against the plan), then anchor against full
+# attention per engine.
+#     benchmarks/gpu.sh [FOLDER]      results land in FOLDER (default: benchmarks/results/gpu); begin with summary.md
+# PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it. `datasets` and
+# a network are not needed beyond that.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:-benchmarks/results}
+out=${1:-benchmarks/results/gpu}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 mkdir -p "$out"
 
@@ -14,14 +17,19 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 
 "$python" -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "gpu.sh: torch sees no CUDA device")'
 
-echo "==> tests marked gpu"
 status=0
-# Only the files that have such tests: the others may import packages that a GPU machine lacks.
-mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' jaxref torchtrain parity_tests)
-timeout 360 "$python" -m pytest "${files[@]}" -m gpu -q --durations=10 --junitxml "$out/gpu-tests.xml" 2>&1 | tee "$out/gpu-tests.txt" || status=$?
+run() { # NAME SECONDS FILES...: the tests marked gpu of some files, for so long at most
+    local name=$1 seconds=$2
+    shift 2
+    echo "==> tests marked gpu: $name"
+    timeout "$seconds" "$python" -m pytest "$@" -m gpu -q --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
+}
+run engines 150 parity_tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py
+run runs 240 parity_tests/test_gpu_runs.py
 
 echo "==> anchor against full attention"
-timeout 150 "$python" benchmarks/attention.py --out "$out/attention.json" 2>&1 | tee "$out/attention.txt" || status=$?
+timeout 120 "$python" benchmarks/attention.py --length 8192 --length 32768 --length 131072 --out "$out/attention.json" 2>&1 | tee "$out/attention.txt" || status=$?
 
+"$python" benchmarks/gpu_summary.py "$out" | tee "$out/summary.md"
 echo "==> results in $out"
 exit $status

@@ -55,6 +55,60 @@ def run_oracle(
     return {name: np.asarray(x, dtype=np.float64) for name, x in results.items()}
 
 
+def run_oracle_by_documents(
+    rounding: Rounding,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    document_ids_BT: Tensor,
+    query_block: int | None = None,
+) -> Arrays:
+    """`run_oracle` on one row, without the log-sum-exp, in the work of its documents alone: the anchor by itself, then
+    each document behind a copy of it, whose gradients are added up.
+
+    That is the same function, because no document sees another; `test_the_oracle_by_documents` holds the two together.
+    """
+    (ids_T,) = document_ids_BT
+    arrays = {name: np.zeros(x.shape) for name, x in {"out": q, "dq": q, "dk": k, "dv": v}.items()}
+    anchor = (ids_T == 0).nonzero().flatten()
+    for document in ids_T[ids_T >= 0].unique():
+        own = (ids_T == document).nonzero().flatten()
+        index = own if document == 0 else torch.cat([anchor, own])
+        copies = len(index) - len(own)
+        weight_of_own = weight[:, index].clone()
+        weight_of_own[:, :copies] = 0  # what a copy puts out, nobody takes
+        part = ids_T[index][None]
+        found = run_oracle(rounding, q[:, index], k[:, index], v[:, index], weight_of_own, part, query_block)
+        arrays["out"][:, own.numpy()] = found["out"][:, copies:]
+        for name in ("dq", "dk", "dv"):
+            arrays[name][:, index.numpy()] += found[name]
+    return arrays
+
+
+def compare_engine_by_documents(
+    engine: str,
+    document_ids_BT: Tensor,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    query_block: int | None = None,
+    device: str = "cpu",
+) -> dict[str, Verdict]:
+    """As `compare_engine`, for one row that is too long for the oracle to see at once."""
+    drawn = draw(document_ids_BT, heads, kv_heads, head_dim, dtype)
+    q, k, v, weight = (x.to(device) for x in drawn)
+    candidate = run_engine(engine, q, k, v, weight, document_ids_BT.to(device))
+    truth, reference = (
+        run_oracle_by_documents(preset(name), *drawn, document_ids_BT, query_block)
+        for name in ("exact", preset_name(engine, dtype))
+    )
+    judged_as = str(dtype).removeprefix("torch.")
+    return {name: judge(candidate[name], truth[name], reference[name], judged_as) for name in truth}
+
+
 def compare_engine(
     engine: str,
     document_ids_BT: Tensor,

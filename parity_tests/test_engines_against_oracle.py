@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from parity_tests.engines import compare_engine
+from jaxref.rounding import preset
+from parity_tests.engines import compare_engine, compare_engine_by_documents, draw, run_oracle, run_oracle_by_documents
+from parity_tests.tolerance import judge
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import named_batch
 
@@ -46,6 +48,27 @@ def test_flex_forward_on_a_cpu():
     """In bf16 only: torch's compiled CPU kernel takes a 20-bit exponential, beyond float32's allowance."""
     ids_BT = packed(130, 1, 57, 61, anchor=3, padding=5)
     assert_all_pass(compare_engine("flex", ids_BT, torch.bfloat16, backward=False), "out")
+
+
+def test_the_oracle_by_documents():
+    """The two differ by the order of sums in float64, judged by what float32 errs."""
+    ids_BT = packed(8, 8, anchor=2, padding=2)
+    drawn = draw(ids_BT, 4, 2, 16, torch.float32)
+    whole, coarse = (run_oracle(preset(name), *drawn, ids_BT) for name in ("exact", "fp32"))
+    for name, x in run_oracle_by_documents(preset("exact"), *drawn, ids_BT).items():
+        assert judge(x, whole[name], coarse[name], "float32").passed, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [32_768, 65_536, 131_072])
+@pytest.mark.parametrize("engine", ["flash", "flex", "sdpa"])
+def test_documents_of_long_rows_on_a_gpu(engine, length):
+    """Documents of two lengths, so that the oracle compiles two programs and no more."""
+    ids_BT = packed(*[2047, 1024] * ((length - 1) // 3071), anchor=1)
+    verdicts = compare_engine_by_documents(
+        engine, ids_BT, torch.bfloat16, heads=4, kv_heads=2, head_dim=128, query_block=512, device="cuda"
+    )
+    assert_all_pass(verdicts, "out", "dq", "dk", "dv")
 
 
 @pytest.mark.gpu

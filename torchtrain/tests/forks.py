@@ -126,12 +126,13 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "removal": ("torchtrain.checkpoint.store", "set_aside", _die, True),
     "export": ("torchtrain.run.folder", "commit", _die, False),
     "exported": ("torchtrain.run.folder", "commit", _die, True),
-    "evaluation": ("torchtrain.training.held_out", "make_plan", _die, True),
+    "evaluation": ("torchtrain.training.held_out", "make_micro_batch", _die, True),
     "plot": ("torchtrain.run.recipe", "plot", _die, True),
 }  # fmt: skip
 
 
-def _arm(phase: str, nth: int, number: int, error: int | str | None) -> None:
+def arm(phase: str, nth: int, number: int, error: int | str | None) -> None:
+    """Do at the `nth` time of a phase what `Forks.run` says: send this process a signal, or raise."""
     module, name, deed, real_first = PHASES[phase]
     target: Any = importlib.import_module(module)
     *owners, leaf = name.split(".")
@@ -162,7 +163,7 @@ def _child(request: dict[str, Any], rank: int, port: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     if request["at"] and request.get("rank", rank) == rank:
-        _arm(request["at"], request["nth"], request.get("signal", signal.SIGKILL), request.get("error"))
+        arm(request["at"], request["nth"], request.get("signal", signal.SIGKILL), request.get("error"))
     for name, value in request.get("set", {}).items():
         module, _, leaf = name.rpartition(".")
         setattr(importlib.import_module(module), leaf, value)

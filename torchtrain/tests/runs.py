@@ -16,9 +16,9 @@ STEPS = 6
 
 
 class Place:
-    """A folder with a config; runs in it are the same but for their name."""
+    """A folder with a config; runs in it are the same but for their name. `forks` runs them; None: somebody else."""
 
-    def __init__(self, folder: Path, forks: Forks, tree: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, forks: Forks | None, tree: dict[str, Any]) -> None:
         self.folder, self.forks, self.tree = folder, forks, tree
         self.seconds = 0.0  # of the last run
         self.answer: dict[str, Any] = {}  # that the server gave of it
@@ -38,12 +38,13 @@ class Place:
         return self.log(name).splitlines()[-1]
 
     def _run(self, *argv: str, name: str, **kill: Any) -> Any:
+        assert self.forks is not None
         answer = self.forks.run(*argv, log=self.folder / f"{name}.log", **kill)
         codes, self.seconds, self.answer = answer["codes"], max(answer["seconds"]), answer
         return codes if len(codes) > 1 else codes[0]
 
 
-def make_place(folder: Path, forks: Forks, model: Path, corpus: Path, /, **changes: dict[str, Any]) -> Place:
+def make_place(folder: Path, forks: Forks | None, model: Path, corpus: Path, /, **changes: dict[str, Any]) -> Place:
     """A config of six steps that saves every other and keeps three models; `changes` by section."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"folder": "x", "seed": 3},

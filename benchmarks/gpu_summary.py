@@ -1,0 +1,71 @@
+"""Say in Markdown what `benchmarks/gpu.sh` left in a folder, for who was not there: what ran, passed, failed, why what
+was skipped, what was measured.
+
+    python benchmarks/gpu_summary.py benchmarks/results/gpu
+"""
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+from anchorline.environment import git_state, versions
+
+LIBRARIES = ("torch", "transformers", "deepspeed", "flash-attn", "flash-attn-4", "jax", "numpy")
+
+
+def main(folder: Path) -> None:
+    """Print the summary of a folder."""
+    for line in (*_machine(), *_tests(folder), *_attention(folder)):
+        print(line)
+
+
+def _machine() -> Iterator[str]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    commit, dirty = git_state(Path(__file__).parents[1])
+    yield f"# {len(gpus)} x {gpus[0] if gpus else 'no GPU'}"
+    yield ""
+    yield f"Commit {commit}{', changed' if dirty else ''}; CUDA {torch.version.cuda};"
+    yield ", ".join(f"{name} {version}" for name, version in versions(LIBRARIES).items())
+
+
+def _tests(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.glob("*.xml")):
+        yield from ("", f"## {path.stem}", "", "| test | result | s | measured, or why |", "| --- | --- | ---: | --- |")
+        for case in ElementTree.parse(path).iter("testcase"):
+            kind, why = "passed", ""
+            for child in case:
+                if child.tag in ("failure", "error", "skipped"):
+                    kind, why = child.tag, (child.get("message") or "").split("\n")[0]
+            measured = [f"{item.get('name')} {item.get('value')}" for item in case.iter("property")]
+            name, said = case.get("name", ""), "; ".join([*measured, why] if why else measured)
+            yield f"| {_cell(name)} | {kind} | {float(case.get('time', 0)):.1f} | {_cell(said)} |"
+
+
+def _attention(folder: Path) -> Iterator[str]:
+    path = folder / "attention.json"
+    if not path.exists():
+        return
+    yield from ("", "## Anchor against full attention, forward and backward", "")
+    yield "| engine | tokens | full / anchor, of time | of live pairs | TFLOP/s anchor | full |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for row in json.loads(path.read_text(encoding="utf-8"))["results"]:
+        if "skipped" in row:
+            yield f"| {row['engine']} | {row['tokens']} | {_cell(row['skipped'])} | | | |"
+            continue
+        ratio, pairs, speed = row["full_over_anchor"], row["live_pairs_full_over_anchor"], row["tflops"]
+        yield (
+            f"| {row['engine']} | {row['tokens']} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | "
+            f"{pairs:.1f} | {speed['anchor']:.0f} | {speed['full']:.0f} |"
+        )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
