@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 from unittest.mock import patch
 from xml.etree import ElementTree
 
@@ -24,12 +25,13 @@ from parity_tests.gate.material import SIZES, TRAIN, decoder_config, rows, tiny_
 from parity_tests.gate.ranks import run_ranks
 from parity_tests.gate.run import run_gate
 from parity_tests.gate.sources import ROOT, sources_of
-from parity_tests.gate.spec import STAGES, CaseSpec, GateConfig, expand, load_gate
+from parity_tests.gate.spec import STAGES, CaseSpec, Engine, GateConfig, expand, load_gate
 from parity_tests.oracle import rates_of
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import read_report
 from parity_tests.zoo import discover
 from parity_tests.zoo.patch import attention, frequencies, positions
+from torchtrain.attention import ENGINES
 from torchtrain.data import rows as packer
 from torchtrain.training import step
 from torchtrain.training.optimizer import Optimizer
@@ -194,6 +196,11 @@ def test_biases_are_judged_with_their_weights():
     ]
     assert measure.shape == [2 * SIZES["head_dim"], SIZES["hidden_size"] + 1]
     assert case.passed
+
+
+def test_a_gate_knows_every_engine_of_the_trainer():
+    assert set(get_args(Engine)) == set(ENGINES)
+    assert "needs a CUDA device" in str(why_not_here(CaseSpec(engine="flash3", dtype="bfloat16")))
 
 
 def test_the_oracle_remembers_and_does_not_look_at_the_engine():

@@ -26,7 +26,7 @@ from parity_tests.report.schema import Group
 from torchtrain.config import PackConfig
 
 Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
-Engine = Literal["dense", "sdpa", "flex", "flash"]
+Engine = Literal["dense", "sdpa", "flex", "flash", "flash3", "flash4"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
 
