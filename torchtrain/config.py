@@ -189,10 +189,18 @@ class PackConfig(Section):
     chunks: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
         default=4, description="pieces a document is cut into by +interleave"
     )
+    split: Literal["even", "random"] = Field(
+        default="even", description="where +interleave cuts: pieces of near equal length, or at random points"
+    )
     cross_document_targets: bool = Field(
         default=False, description="train a document's last token to predict the next document's first (the authors')"
     )
     last: Literal["pad", "drop"] = Field(default="pad", description="what becomes of the last, unfilled row")
+    strategy: Literal["sequential", "best_fit", "by_length"] = Field(
+        default="sequential",
+        description="how rows are filled: documents end to end (the paper's); only what is longer than a row cut, each "
+        "piece where least room is left; or end to end by length, the rows of a step alike",
+    )
 
     @model_validator(mode="after")
     def _variant_is_known(self) -> Self:
@@ -203,6 +211,12 @@ class PackConfig(Section):
             raise ValueError(f"variant {self.variant!r}: after {base!r} may stand +tag and/or +interleave, each once")
         if "tag" in extras and "{domain}" not in self.tag_template:
             raise ValueError("tag_template must contain {domain}")
+        return self
+
+    @model_validator(mode="after")
+    def _some_row_is_the_last(self) -> Self:
+        if self.strategy == "best_fit" and self.last == "drop":
+            raise ValueError("strategy best_fit leaves room in many rows, so that none is the last; set last to pad")
         return self
 
     @property

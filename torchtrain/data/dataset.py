@@ -30,6 +30,7 @@ class PackedRows:
         anchor_ids: tokens that open every row.
         tag_ids: domain -> the tokens of its tag; {} without +tag.
         pad_id: fills the last row.
+        together: rows of a step; `pack.strategy` by_length makes them alike.
 
     Raises:
         UserError: there are no documents, anchor and tag leave no room in a row, or `pack.last: drop` leaves no row.
@@ -44,9 +45,10 @@ class PackedRows:
         anchor_ids: Sequence[int],
         tag_ids: Mapping[int, Sequence[int]],
         pad_id: int,
+        together: int = 1,
     ) -> None:
         self.store, self.documents, self.pack, self.seed = store, np.asarray(documents), pack, seed
-        self.anchor_ids, self.tag_ids, self.pad_id = anchor_ids, tag_ids, pad_id
+        self.anchor_ids, self.tag_ids, self.pad_id, self._together = anchor_ids, tag_ids, pad_id, together
         if not len(self.documents):
             raise UserError("no documents to pack: lower data.held_out_share or give more data")
         tag_lengths = np.array([len(tag_ids.get(domain, ())) for domain in range(len(store.domains))], dtype=np.int64)
@@ -91,14 +93,17 @@ class PackedRows:
         plan = self._plans.get(epoch)
         if plan is None:
             lengths = self.store.lengths[self.documents]
-            plan = PackPlan(lengths, self._capacity, self._overhead, self.seed, epoch, self.pack.last)
+            last, strategy = self.pack.last, self.pack.strategy
+            plan = PackPlan(
+                lengths, self._capacity, self._overhead, self.seed, epoch, last, strategy, together=self._together
+            )
             # Two are kept, for batches that reach over the end of an epoch. Replaced whole: other threads read it.
             self._plans = dict([*list(self._plans.items())[-1:], (epoch, plan)])
         return plan
 
     def _rows_of(self, epoch: int) -> int:
-        # Without tags every order gives as many rows; with them a plan tells.
-        epoch = epoch if self._overhead.any() else 0
+        # Without tags every order gives as many rows, laid end to end; else a plan tells.
+        epoch = epoch if self._overhead.any() and self.pack.strategy != "best_fit" else 0
         if epoch not in self._rows:
             self._rows[epoch] = len(self.plan(epoch))
         return self._rows[epoch]

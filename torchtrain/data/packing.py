@@ -1,7 +1,13 @@
 """The packing plan: from document lengths and a seed to the spans of any row, before a token is read.
 
-Documents are shuffled, laid end to end and cut where a row is full; a document that is cut goes on in the next row as a
-new span. The plan knows nothing of workers or ranks, so the order of rows does not depend on them.
+- `sequential`, the paper's: documents are shuffled, laid end to end and cut where a row is full; a document that is cut
+  goes on in the next row as a new span.
+- `by_length`: the same with documents in the order of their lengths; then rows that have as much attention to compute
+  are taken together, so that nobody waits long for the longest. Which of these groups come when is shuffled.
+- `best_fit` (arXiv 2404.10830): only what is longer than a row is cut. All pieces, the largest first, go where the
+  least room is left; rows have room left over.
+
+The plan knows nothing of workers or ranks, so the order of rows does not depend on them.
 """
 
 from bisect import bisect_right
@@ -9,8 +15,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from torchtrain.data.best_fit import fit
+
 # What a random stream is for: the head of its spawn key, so that no two purposes share one.
-SHUFFLE, INTERLEAVE, HELD_OUT = range(3)
+SHUFFLE, INTERLEAVE, HELD_OUT, ROWS = range(4)
+
+Strategy = Literal["sequential", "best_fit", "by_length"]
 
 
 def random_stream(seed: int, *key: int) -> np.random.Generator:
@@ -37,9 +47,11 @@ class PackPlan:
         lengths: int [n], tokens of each document, all positive.
         capacity: tokens that a row holds, its anchor not counted.
         overhead: int [n], what each span of a document spends besides its own tokens (its tag), less than `capacity`.
-        seed: seeds the order of documents.
+        seed: seeds the order of documents and of rows.
         epoch: each has an order of its own.
-        last: `pad` keeps a last row that is not full, `drop` leaves it out.
+        last: `pad` keeps a last row that is not full, `drop` leaves it out; `best_fit` knows no such row.
+        strategy: how rows are filled.
+        together: rows that are taken at a time, of like lengths in `by_length`: a step's.
     """
 
     def __init__(
@@ -50,40 +62,70 @@ class PackPlan:
         seed: int,
         epoch: int = 0,
         last: Literal["pad", "drop"] = "pad",
+        strategy: Strategy = "sequential",
+        together: int = 1,
     ) -> None:
         assert lengths.shape == overhead.shape
         assert lengths.min(initial=1) > 0, "a document without tokens"
         assert overhead.max(initial=0) < capacity, "a span's overhead fills the row"
-        self._order = random_stream(seed, SHUFFLE, epoch).permutation(len(lengths))
-        self._lengths = lengths[self._order].astype(np.int64)
-        overhead = overhead[self._order].astype(np.int64)
-        bounds, room = _cut(self._lengths, overhead, capacity)
-        if last == "drop" and room:
-            bounds.pop()
-        # Row i goes from bounds[i] to bounds[i + 1], each (place in the order, token of that document).
-        self._bounds = np.array(bounds, dtype=np.int64)
-
-        place, token = self._bounds.T
-        past_last_span = place[1:] + (token[1:] > 0)
-        overhead_before = np.concatenate([[0], np.cumsum(overhead)])
-        self.tokens = int(self._lengths[: place[-1]].sum() + token[-1])
-        self.dropped_tokens = int(self._lengths.sum()) - self.tokens
-        self.overhead_tokens = int((overhead_before[past_last_span] - overhead_before[place[:-1]]).sum())
+        assert last == "pad" or strategy != "best_fit"
+        order = random_stream(seed, SHUFFLE, epoch).permutation(len(lengths))
+        if strategy == "by_length":
+            order = order[np.argsort(lengths[order], kind="stable")]
+        own, spent = lengths[order].astype(np.int64), overhead[order].astype(np.int64)
+        if strategy == "best_fit":
+            spans = fit(own, spent, capacity)
+        else:
+            bounds, room = _cut(own, spent, capacity)
+            if last == "drop" and room:
+                bounds.pop()
+            spans = _spans_between(np.array(bounds, dtype=np.int64), own)
+        place, self._start, self._stop, self._first = spans
+        self._document = order[place]
+        self._row = np.arange(len(self._first) - 1)
+        if strategy == "best_fit":
+            self._row = random_stream(seed, ROWS, epoch).permutation(self._row)
+        elif strategy == "by_length":
+            pairs = np.add.reduceat((self._stop - self._start) ** 2, self._first[:-1])
+            by_pairs = np.argsort(pairs, kind="stable")
+            self._row = _shuffle_groups(by_pairs, together, random_stream(seed, ROWS, epoch))
+        self.tokens = int((self._stop - self._start).sum())
+        self.dropped_tokens = int(own.sum()) - self.tokens
+        self.overhead_tokens = int(spent[place].sum())
         self.padding_tokens = len(self) * capacity - self.tokens - self.overhead_tokens
+        self.cuts = int((self._start > 0).sum())  # how often a document goes on in another row
 
     def __len__(self) -> int:
-        return len(self._bounds) - 1
+        return len(self._row)
 
     def spans(self, row: int) -> list[Span]:
         """Return what a row holds, in storage order."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a plan of {len(self)}")
-        (first, start), (last, stop) = self._bounds[row].tolist(), self._bounds[row + 1].tolist()
-        spans = []
-        for place in range(first, last + (stop > 0)):
-            end = stop if place == last else int(self._lengths[place])
-            spans.append(Span(int(self._order[place]), start if place == first else 0, end))
-        return spans
+        filled = int(self._row[row])
+        part = slice(int(self._first[filled]), int(self._first[filled + 1]))
+        columns = (self._document[part], self._start[part], self._stop[part])
+        return [Span(*span) for span in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def _spans_between(bounds: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return place, start and stop of every span, and the number of each row's first, from where rows begin and end."""
+    place, token = bounds.T
+    count = place[1:] + (token[1:] > 0) - place[:-1]
+    first = np.concatenate([[0], np.cumsum(count)])
+    places = np.repeat(place[:-1] - first[:-1], count) + np.arange(first[-1])
+    start, stop = np.zeros(len(places), dtype=np.int64), lengths[places]
+    start[first[:-1]] = token[:-1]
+    ends_inside = token[1:] > 0
+    stop[first[1:][ends_inside] - 1] = token[1:][ends_inside]
+    return places, start, stop, first
+
+
+def _shuffle_groups(rows: np.ndarray, together: int, random: np.random.Generator) -> np.ndarray:
+    """Shuffle groups of rows that follow each other; what is left over for a whole group stays at the end."""
+    whole = len(rows) // together * together
+    groups = rows[:whole].reshape(-1, together)
+    return np.concatenate([groups[random.permutation(len(groups))].reshape(-1), rows[whole:]])
 
 
 def _cut(lengths: np.ndarray, overhead: np.ndarray, capacity: int) -> tuple[list[tuple[int, int]], int]:

@@ -41,11 +41,11 @@ def build_row(
     neither. Under `cross_document_targets` anchor and last tokens predict what stands next in the row; tags still
     neither predict nor are predicted.
 
-    +interleave: every span is cut into `pack.chunks` pieces of near equal length (one token each if it has fewer), its
-    tag stays with the first, and all pieces are merged in a random order that keeps each span's own. Under full the row
-    is stored as merged; under intra and anchor the spans stay whole and take the positions of the merged row, which
-    computes the same. Under intra_reset positions count within each document whatever lies between, so it changes
-    nothing.
+    +interleave: every span is cut into `pack.chunks` pieces (one token each if it has fewer), of near equal length or
+    at random points as `pack.split` says. Its tag stays with the first, and all pieces are merged in a random order
+    that keeps each span's own. Under full the row is stored as merged; under intra and anchor the spans stay whole and
+    take the positions of the merged row, which computes the same. Under intra_reset positions count within each
+    document whatever lies between, so it changes nothing.
 
     Args:
         spans: at least one; with anchor and tags no more than T tokens.
@@ -88,7 +88,7 @@ def build_row(
     if pack.base_variant == "intra_reset":
         row["position_ids"] = _restart_positions(row["document_ids"])
     elif pack.interleave:
-        merged_T = _merge(spans, len(anchor_ids), T, pack.chunks, random)
+        merged_T = _merge(spans, len(anchor_ids), T, pack, random)
         if pack.base_variant == "full":
             row = {name: array if name == "position_ids" else array[merged_T] for name, array in row.items()}
         else:
@@ -112,17 +112,25 @@ def _restart_positions(document_ids_T: np.ndarray) -> np.ndarray:
 
 
 def _merge(
-    spans: Sequence[SpanTokens], anchor_tokens: int, T: int, chunks: int, random: np.random.Generator
+    spans: Sequence[SpanTokens], anchor_tokens: int, T: int, pack: PackConfig, random: np.random.Generator
 ) -> np.ndarray:
     """Return the storage index of each token of the merged row, int64 [T]: anchor first, padding last."""
     pieces, start = [], anchor_tokens
     for tokens, _, tag in spans:
         text = start + len(tag)
         end = text + len(tokens)
-        first, *others = np.array_split(np.arange(text, end), min(chunks, len(tokens)))
+        first, *others = _split(np.arange(text, end), pack, random)
         pieces.append(iter([np.concatenate([np.arange(start, text), first]), *others]))
         start = end
     # A shuffled list that names each span once a piece: every merge that keeps the spans' own order is equally likely.
-    counts = [min(chunks, len(span.tokens)) for span in spans]
+    counts = [min(pack.chunks, len(span.tokens)) for span in spans]
     turns = random.permutation(np.repeat(np.arange(len(spans)), counts))
     return np.concatenate([np.arange(anchor_tokens), *(next(pieces[turn]) for turn in turns), np.arange(start, T)])
+
+
+def _split(index: np.ndarray, pack: PackConfig, random: np.random.Generator) -> list[np.ndarray]:
+    """Cut a span's storage indices into its pieces; at random points, each set of them is equally likely."""
+    pieces = min(pack.chunks, len(index))
+    if pack.split == "even":
+        return np.array_split(index, pieces)
+    return np.split(index, 1 + np.sort(random.choice(len(index) - 1, pieces - 1, replace=False)))

@@ -122,8 +122,10 @@ def set_up(
     say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
     say(f"variant   {describe_variant(config.pack)}")
     say(f"rope      {describe_rope(model_config)}")
-    say(f"data      {len(store.domains)} domains, {rows.plan(0).tokens:,} training tokens in {len(rows):,} rows")
-    dropped = rows.plan(0).dropped_tokens
+    plan = rows.plan(0)
+    say(f"data      {len(store.domains)} domains, {plan.tokens:,} training tokens in {len(rows):,} rows")
+    say(f"packing   {config.pack.strategy}: {plan.cuts:,} cuts, {plan.padding_tokens:,} tokens of padding")
+    dropped = plan.dropped_tokens
     if missing := _left_out(store, dropped):
         say(f"left out  {missing}")
     if store.copies:
@@ -168,7 +170,7 @@ def pack_rows(
     """
     train, held = split.train, split.held_out
 
-    def pack_documents(documents: np.ndarray, last: str) -> PackedRows:
+    def pack_documents(documents: np.ndarray, last: str, together: int = 1) -> PackedRows:
         return PackedRows(
             store,
             documents,
@@ -177,6 +179,7 @@ def pack_rows(
             anchor_ids(tokenizer, config.pack),
             tag_ids(tokenizer, config.pack, store.domains),
             pad_id(tokenizer),
+            together,
         )
 
     if not len(held):

@@ -102,3 +102,87 @@ def test_a_row_outside_the_plan_is_refused():
     for row in (-1, 2):
         with pytest.raises(IndexError, match="of a plan of 2"):
             plan.spans(row)
+
+
+def fill_best(sizes, capacity):
+    """The twin of best fit decreasing: look at every row; of two with as little room the one filled last."""
+    rows: list[list[int]] = []  # of each: its room, and when it was filled
+    row_of = {}
+    for time, piece in enumerate(sorted(range(len(sizes)), key=lambda i: -sizes[i])):
+        fits = [number for number, (room, _) in enumerate(rows) if room >= sizes[piece]]
+        if fits:
+            number = min(fits, key=lambda i: (rows[i][0], -rows[i][1]))
+        else:
+            number = len(rows)
+            rows.append([capacity, time])
+        rows[number] = [rows[number][0] - sizes[piece], time]
+        row_of[piece] = number
+    return row_of
+
+
+@given(documents, st.integers(5, 20), st.integers(0, 3), st.integers(0, 2))
+def test_best_fit_is_that_of_the_twin_and_cuts_only_what_is_longer_than_a_row(documents, capacity, seed, epoch):
+    lengths, overhead = np.array(documents).T
+    plan = PackPlan(lengths, capacity, overhead, seed, epoch, strategy="best_fit")
+    rows = spans_of(plan)
+    order = random_stream(seed, 0, epoch).permutation(len(lengths)).tolist()
+    pieces = [
+        Span(document, start, min(start + capacity - overhead[document], lengths[document]))
+        for document in order
+        for start in range(0, lengths[document], capacity - overhead[document])
+    ]
+    row_of = fill_best([stop - start + overhead[document] for document, start, stop in pieces], capacity)
+    expected = [[] for _ in range(max(row_of.values()) + 1)]
+    for piece, span in enumerate(pieces):
+        expected[row_of[piece]].append(span)
+    assert sorted(rows) == sorted(expected)
+    assert plan.tokens == lengths.sum()
+    assert plan.dropped_tokens == 0
+    assert plan.cuts == sum(
+        -(-length // (capacity - spent)) - 1 for length, spent in zip(lengths, overhead, strict=True)
+    )
+    assert plan.padding_tokens == len(rows) * capacity - plan.tokens - plan.overhead_tokens >= 0
+
+
+@given(documents, st.integers(5, 20), st.integers(0, 3), st.integers(1, 4), st.sampled_from(["pad", "drop"]))
+def test_by_length_lays_documents_end_to_end_by_length_and_shuffles_groups(documents, capacity, seed, together, last):
+    lengths, overhead = np.array(documents).T
+    plan = PackPlan(lengths, capacity, overhead, seed, 0, last, "by_length", together)
+    order = sorted(random_stream(seed, 0, 0).permutation(len(lengths)).tolist(), key=lambda i: lengths[i])
+    expected, room = fill_token_by_token(order, lengths, overhead, capacity)
+    if last == "drop" and room:
+        expected.pop()
+    expected.sort(key=lambda row: sum((span.stop - span.start) ** 2 for span in row))
+    rows, whole = spans_of(plan), len(expected) // together * together
+    groups = [expected[i : i + together] for i in range(0, whole, together)]
+    found = [rows[i : i + together] for i in range(0, whole, together)]
+    assert sorted(found) == sorted(groups), "a step's rows have as many pairs, in whichever order steps come"
+    assert rows[whole:] == expected[whole:]
+
+
+def test_whatever_the_strategy_epochs_and_seeds_have_orders_of_their_own():
+    lengths, none = np.arange(1, 200), np.zeros(199, dtype=int)
+    for strategy in ("sequential", "best_fit", "by_length"):
+        drawn = ((0, 0), (0, 0), (0, 1), (1, 0))
+        plans = [spans_of(PackPlan(lengths, 250, none, *numbers, strategy=strategy)) for numbers in drawn]
+        assert plans[0] == plans[1]
+        assert plans[0] not in (plans[2], plans[3])
+
+
+def test_fewest_cuts_and_like_rows():
+    random = np.random.default_rng(0)
+    lengths = np.minimum(random.lognormal(6, 1.5, 3000).astype(int) + 1, 20_000)
+    plans = {
+        name: PackPlan(lengths, 4096, np.zeros_like(lengths), 0, strategy=name, together=8)
+        for name in ("sequential", "best_fit", "by_length")
+    }
+    must = int(((lengths - 1) // 4096).sum())
+    assert plans["best_fit"].cuts == must < plans["sequential"].cuts
+    assert plans["best_fit"].padding_tokens < 0.01 * lengths.sum(), "little more than the last row of the others"
+
+    def imbalance(plan):
+        pairs = [sum((span.stop - span.start) ** 2 for span in row) for row in spans_of(plan)]
+        steps = np.array(pairs[: len(pairs) // 8 * 8]).reshape(-1, 8)
+        return (steps.max(1) / steps.mean(1)).mean()
+
+    assert imbalance(plans["by_length"]) - 1 < (imbalance(plans["sequential"]) - 1) / 10
