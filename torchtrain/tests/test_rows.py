@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtrain.config import PackConfig
-from torchtrain.data import rows
-from torchtrain.data.rows import SpanTokens, build_row
+from torchtrain.data.rows import SpanTokens, _split, build_row
 from torchtrain.run.setup import describe_variant
 
 X = -100
@@ -191,12 +190,12 @@ def test_random_split_points_are_every_set_of_points_alike():
     pack = PackConfig(sequence_length=5, variant="full+interleave", chunks=3, split="random")
     counts = Counter()
     for seed in range(3000):
-        pieces = rows._split(np.arange(5), pack, np.random.default_rng(seed))
+        pieces = _split(np.arange(5), pack, np.random.default_rng(seed))
         assert np.concatenate(pieces).tolist() == [0, 1, 2, 3, 4]
         counts[tuple(len(piece) for piece in pieces)] += 1
     assert set(counts) == {(1, 1, 3), (1, 3, 1), (3, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)}
     # 500 of each are expected; six standard deviations of a binomial.
     assert all(abs(count - 500) < 6 * (3000 * 5 / 36) ** 0.5 for count in counts.values())
-    assert [len(piece) for piece in rows._split(np.arange(2), pack, np.random.default_rng(0))] == [1, 1]
+    assert [len(piece) for piece in _split(np.arange(2), pack, np.random.default_rng(0))] == [1, 1]
     even = pack.model_copy(update={"split": "even"})
-    assert [piece.tolist() for piece in rows._split(np.arange(5), even, None)] == [[0, 1], [2, 3], [4]]
+    assert [piece.tolist() for piece in _split(np.arange(5), even, None)] == [[0, 1], [2, 3], [4]]
