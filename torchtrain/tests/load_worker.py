@@ -2,9 +2,12 @@
 
 Each case is loaded twice, whole and then cut up by DeepSpeed's engine, and cut up as it is read; each takes a step. A
 rank leaves what differs in OUT as NAME-RANK.json: a list of names, empty if all bits are the same. A case with
-`mistake` is loaded the second way alone, and leaves what was said.
+`mistake` is loaded the second way alone, and leaves what was said; one with `memory` leaves by how many bytes the
+process grew at most, loaded the second way and then the first.
 """
 
+import ctypes
+import gc
 import json
 import sys
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import core_model_loading
 from transformers.models.mistral.modeling_mistral import MistralMLP
 
 from anchorline.errors import UserError
@@ -26,6 +30,8 @@ from torchtrain.modeling.source import open_config
 from torchtrain.tests.distributed_worker import DOMAINS, ENGINE, config_of, forget, micro_batches
 from torchtrain.training.step import accumulate
 from torchtrain.training.strategy import Zero, make_strategy
+
+_MMAP_THRESHOLD = -3  # malloc.h: from how many bytes on memory comes from the system, page by page
 
 
 def load(config: Config, world: World, cut: bool) -> Any:
@@ -82,10 +88,44 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(x.flatten().view(torch.uint8) for x in (a, b)))
 
 
-def run(case: dict[str, Any], rank: int, size: int) -> list[str]:
+def growth(config: Config, world: World, cut: bool) -> int:
+    """Bytes of its own that the process has more than before, when it has most: looked at as each weight comes.
+
+    Pages of a mapped file are not its own: ranks of a machine share them, and the system takes them back.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed is given back, and not kept for later
+    gc.collect()
+    libc.malloc_trim(0)
+    before = most = own_bytes()
+    real = core_model_loading.set_param_for_module
+
+    def look(*args: Any) -> None:
+        nonlocal most
+        real(*args)
+        most = max(most, own_bytes())
+
+    core_model_loading.set_param_for_module = look
+    try:
+        model = load(config, world, cut)
+    finally:
+        core_model_loading.set_param_for_module = real
+    assert model.training
+    return max(most, own_bytes()) - before
+
+
+def own_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+def run(case: dict[str, Any], rank: int, size: int) -> list[Any]:
     """One case on this rank."""
     config = config_of(case)
     world = World(rank, size, config.distributed.sequence_parallel)
+    if "memory" in case:
+        return [growth(config, world, cut) for cut in (True, False)]
     if "mistake" not in case:
         return differences(case, config, world)
     if case["mistake"] == rank:

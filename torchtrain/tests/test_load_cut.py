@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from anchorline.errors import quoted
+from torchtrain.config import ModelConfig
+from torchtrain.planning.memory import shape_of_model
 from torchtrain.tests.forks import forks
 from torchtrain.tests.tiny import SIZES, tiny_config
 
@@ -71,6 +73,8 @@ MISTAKES: dict[str, tuple[int | None, str]] = {
     "scaled": (None, "model.source: cohere does more than one linear layer to make logits"),
     "leaking": (None, "model.layers.0.mlp (MistralMLP): carries one document into another"),
 }
+# 38 million weights, none of more than 1 in 70 of all.
+LARGE = tiny_config("mistral", hidden_size=512, intermediate_size=1024, num_hidden_layers=16, head_dim=128)
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -81,6 +85,7 @@ def folder(tmp_path_factory) -> Path:
     for name in {item["model"] for found in SAME.values() for item in found}:
         model, _, stored = name.partition("-")
         write_model(CONFIGS[model], getattr(torch, stored), folder / name)
+    AutoModelForCausalLM.from_config(LARGE, dtype=torch.float32).save_pretrained(folder / "large-float32")
     write_model(CONFIGS["scaled"], torch.float32, folder / "scaled")
     for name in ("whole", "leaking"):
         write_model(CONFIGS["plain"], torch.float32, folder / name)
@@ -134,6 +139,7 @@ def found(folder):
         out.mkdir()
         cases = list(SAME[processes])
         if processes == 2:
+            cases.append(case("large", "float32", "bfloat16") | {"memory": True})
             for name, (rank, _) in MISTAKES.items():
                 model = name if rank is None else "whole"
                 cases.append(case(model, "", "float32") | {"name": name, "mistake": rank, "broken": str(folder / name)})
@@ -145,7 +151,7 @@ def found(folder):
         assert done["codes"] == [0] * processes, log.read_text()[-6000:]
         return out
 
-    def of(processes: int, name: str) -> list[list[str]]:
+    def of(processes: int, name: str) -> list[list[Any]]:
         return [json.loads((launch(processes) / f"{name}-{rank}.json").read_text()) for rank in range(processes)]
 
     return of
@@ -164,3 +170,12 @@ def test_a_mistake_is_one_line_of_one_rank_or_of_all(found, folder, name):
     (_, message), (line,) = MISTAKES[name], [line for lines in found(2, name) for line in lines]
     assert message.format(quoted(str(folder / name))) in line
     assert line.startswith("rank 1:") == message.startswith("rank 1:")
+
+
+def test_no_rank_holds_the_model(found):
+    """Of a file of another dtype, a part of which cannot just be mapped. The host's memory is the device's here, so each
+    of two ranks must have half of the model; to that comes what is read and cut at one time, and what the checks make.
+    """
+    whole = sum(p.numel() for p in shape_of_model(LARGE, ModelConfig(source="large")).parameters()) * 2
+    for cut, uncut in found(2, case("large", "float32", "bfloat16")["name"]):
+        assert whole / 2 < cut < whole < uncut
