@@ -173,8 +173,8 @@ def test_a_mistake_is_one_line_of_one_rank_or_of_all(found, folder, name):
 
 
 def test_no_rank_holds_the_model(found):
-    """Of a file of another dtype, a part of which cannot just be mapped. The host's memory is the device's here, so each
-    of two ranks must have half of the model; to that comes what is read and cut at one time, and what the checks make.
+    """Of a file of another dtype, a part of which cannot just be mapped. The host's memory is the device's here, so
+    each of two ranks must have half of the model; to that comes what is cut at one time, and what the checks make.
     """
     whole = sum(p.numel() for p in shape_of_model(LARGE, ModelConfig(source="large")).parameters()) * 2
     for cut, uncut in found(2, case("large", "float32", "bfloat16")["name"]):
