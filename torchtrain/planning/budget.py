@@ -4,8 +4,8 @@ Reads the config and the model's config.json; no weights, no data.
 
 Memory is per GPU, for P weights on N processes, b bytes each:
 
-    weights     P b, spread over N by ZeRO 3, which then gathers up to GATHERED of them at a time and fetches a
-                bucket ahead
+    weights     P b, spread over N by ZeRO 3, which then gathers them for the modules that run
+                (`torchtrain.planning.gathering`)
     gradients   4 P (summed in float32), spread from ZeRO 2 on; with ZeRO buckets come on top, and with 1 a
                 micro-batch's own
     optimizer   12 P: float32 masters and two moments (8 P for a float32 model without ZeRO), spread from ZeRO 1 on
@@ -28,7 +28,7 @@ from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import LEAST_STAGE, Config
 from torchtrain.distributed.layout import check_heads, check_layout
-from torchtrain.distributed.zero import BUCKET, GATHERED
+from torchtrain.distributed.zero import BUCKET
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import find_published, open_config, resolve_source
@@ -120,15 +120,15 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     if stage == 0:
         # A micro-batch's gradient in the model's dtype becomes the step's by a float32 copy, or is the step's itself.
         adding = (_FLOAT32 if again else 0) - (0 if bytes_each < _FLOAT32 or again else _FLOAT32)
-        activations, summed = passes.most(_FLOAT32, adding, again)
+        activations, summed, _ = passes.most(_FLOAT32, adding, again)
     elif stage == 1 and offload == "none":
         # A micro-batch's gradient stays until the next one's takes its place. In bfloat16 the step's is kept besides,
         # in float32.
         gradients = _FLOAT32 * (BUCKET if bytes_each == _FLOAT32 else count)
-        activations, summed = passes.most(bytes_each, 0, again)
+        activations, summed, _ = passes.most(bytes_each, 0, again)
     elif stage == 1:
         gradients = _FLOAT32 * (count + part + BUCKET) + bytes_each * largest
-        activations, summed = passes.most(0, 0, again)
+        activations, summed, _ = passes.most(0, 0, again)
     else:
         if stage == 2:
             # Of a float32 model every parameter that reaches into a rank's part is kept whole.
@@ -136,13 +136,13 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
             gradients += bytes_each * largest if offload != "none" else 0
         else:
             gradients = _FLOAT32 * (BUCKET + (part if offload == "none" else 0))
-            # What is fetched ahead is held twice while it arrives.
-            weights += bytes_each * min(count, max(GATHERED, largest) + BUCKET)
         # The sum over ranks is taken in float32, of a bucket or of a larger parameter alone, which stage 2 copies.
         adding = _FLOAT32 + (bytes_each if stage == 2 else 0)
         if stage == 3 and offload != "none":  # its part on the way to the host, and that in float64 for the norm
             adding += (_FLOAT32 + 2 * _FLOAT32) / processes
-        activations, summed = passes.most(0, adding, again, BUCKET, bytes_each * BUCKET if stage == 2 else 0)
+        begun, gathered = (bytes_each * BUCKET, 0) if stage == 2 else (0, bytes_each)
+        activations, summed, whole = passes.most(0, adding, again, BUCKET, begun, gathered)
+        weights += whole
     return Memory(
         weights=weights,
         gradients=gradients + summed,
