@@ -183,13 +183,13 @@ def _cut_as_they_come(cutter: "Cutter") -> Iterator[None]:
     before = os.environ.get(ahead)
 
     def set_and_cut(model: "PreTrainedModel", target_name: str, *args: Any) -> None:
+        path, _, name = target_name.rpartition(".")
+        module = model.get_submodule(path)
+        before = getattr(module, name, None)
         real(model, target_name, *args)
-        module, _, name = target_name.rpartition(".")
-        parameter = getattr(model.get_submodule(module), name, None)
-        tied = model.all_tied_weights_keys
-        if target_name in tied or target_name in tied.values() or not isinstance(parameter, nn.Parameter):
-            return
-        if not parameter.is_meta:  # as it stays where the file's does not fit
+        parameter, tied = getattr(module, name, None), model.all_tied_weights_keys
+        is_new = isinstance(parameter, nn.Parameter) and parameter is not before  # as it is unless shapes differ
+        if is_new and target_name not in tied and target_name not in tied.values():
             cutter.cut(parameter)
 
     core_model_loading.set_param_for_module, os.environ[ahead] = set_and_cut, "1"

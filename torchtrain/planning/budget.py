@@ -12,6 +12,11 @@ Memory is per GPU, for P weights on N processes, b bytes each:
     activations, with the logits of a chunk: counted by `torchtrain.planning.memory`, together with the gradients that
                 there are at each moment
 
+Until the first step, each GPU holds its weights and masters; with ZeRO 3 the parts of both, what its gradients will be
+summed in, and the largest weight, which a check gathers. Each host process holds the whole model, or, with ZeRO 3, the
+one weight that is read and its tied one, and then its part, which DeepSpeed moves to the host and back. (Of a file of
+the run's dtype they are only mapped.)
+
 What `distributed.offload` keeps in host memory does not count for the GPU. `torchtrain/tests/shapes_only` holds all of
 it against what DeepSpeed and the step make.
 """
@@ -51,13 +56,24 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int  # with the logits of a chunk
+    load: int  # on each GPU before the first step
     host: int  # while it trains
-    load: int  # on the hosts before that: every process reads all weights
+    host_load: int  # before that
 
     @property
     def gpu(self) -> int:
         """All that one GPU holds at most."""
+        return max(self.step, self.load)
+
+    @property
+    def step(self) -> int:
+        """All that one GPU holds at most once it trains."""
         return self.weights + self.gradients + self.optimizer + self.activations
+
+    @property
+    def hosts(self) -> int:
+        """All that the hosts hold at most."""
+        return max(self.host, self.host_load)
 
 
 @dataclass(frozen=True)
@@ -149,8 +165,28 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         optimizer=optimizer,
         activations=activations,
         host=host * processes,
-        load=bytes_each * count * processes,
+        load=_load(bytes_each, count, largest, part, config),
+        host_load=_host_load(bytes_each, count, largest, part, config) * processes,
     )
+
+
+def _load(bytes_each: int, count: int, largest: int, part: int, config: Config) -> int:
+    """Bytes on each GPU until the first step; sizes as in `memory`."""
+    stage, offload = config.distributed.zero_stage, config.distributed.offload
+    if stage == 0:
+        return (bytes_each + (_FLOAT32 if bytes_each < _FLOAT32 else 0)) * count
+    if stage < 3:  # DeepSpeed copies weights into one tensor by way of the host where there is no room for both
+        return bytes_each * count + (_FLOAT32 * part if offload == "none" else 0)
+    parts = (0 if offload == "all" else bytes_each) + (2 * _FLOAT32 if offload == "none" else 0)
+    return parts * part + _FLOAT32 * BUCKET + bytes_each * largest
+
+
+def _host_load(bytes_each: int, count: int, largest: int, part: int, config: Config) -> int:
+    """Bytes on the host of a process until the first step; sizes as in `memory`."""
+    if config.distributed.zero_stage < 3:
+        return bytes_each * count
+    kept = bytes_each * part if config.distributed.offload == "all" else 0
+    return kept + bytes_each * max(2 * largest, part)
 
 
 def work(config: Config, shapes: Shapes, document_tokens: int | None) -> Work:

@@ -171,7 +171,7 @@ def test_float32_masters_and_moments_are_what_the_optimizer_holds(config_of):
         own_masters = [m for m, p in zip(optimizer.masters, optimizer.parameters, strict=True) if m is not p]
         assert held.optimizer == sum(x.nbytes for x in [*states, *own_masters])
         assert held.gradients == gradients
-        assert held.weights == held.load == sum(p.nbytes for p in model.parameters())
+        assert held.weights == held.host_load == sum(p.nbytes for p in model.parameters())
 
 
 def test_each_stage_spreads_one_thing_more(config_of):
@@ -191,7 +191,12 @@ def test_each_stage_spreads_one_thing_more(config_of):
     offloaded = memory("distributed.zero_stage=3", "distributed.offload=all")
     assert (offloaded.optimizer, offloaded.weights, offloaded.gradients) == (0, gathered, 4 * BUCKET)
     assert offloaded.host == 4 * (3 * count + count + -(-2 * count // 4))
-    assert offloaded.load == 4 * 2 * count
+    assert offloaded.host_load == 4 * (-(-2 * count // 4) + 2 * 2 * largest)
+    assert offloaded.load == 4 * BUCKET + 2 * largest
+    assert [s.host_load for s in stages] == [4 * 2 * count] * 3 + [4 * max(4 * largest, -(-2 * count // 4))]
+    assert [s.load for s in stages[:3]] == [6 * count, 3 * count, 3 * count]
+    assert stages[3].load == 4 * BUCKET + 2 * largest + -(-2 * count // 4) + 2 * count
+    assert all(s.load < s.gpu for s in stages)
     kept = memory("distributed.zero_stage=2", "distributed.offload=optimizer").gradients
     assert kept == part + 2 * largest
     halved = memory("distributed.sequence_parallel=2", CHECKPOINTING)
@@ -320,7 +325,26 @@ def test_llama3_70b_on_32_ranks_fits_by_plan():
     own = budget.model_config(config)
     held = budget.memory(config, Shapes(own), 32)
     assert held.gpu < 80 * budget.GIB
-    assert held.load == 32 * 2 * 70_553_706_496
+    head = 128_256 * 8_192
+    assert held.host_load == 32 * 2 * max(2 * head, -(-70_553_706_496 // 32))
+    assert held.load < held.gpu
+
+
+def test_hosts_that_hold_too_little_are_named_with_when(call, tree, write_config):
+    fits = call(write_config(tree), "--host-memory", 1)
+    assert (fits.exit_code, "hosts" in fits.stdout) == (0, False)
+    loads = call(write_config(tree), "--host-memory", 1e-6)
+    assert loads.exit_code == 1
+    assert "GiB while it loads, more than --host-memory" in loads.stdout
+    offloaded = ["distributed.zero_stage=2", "distributed.offload=optimizer"]
+    assert "while it trains" in call(write_config(tree), "--host-memory", 1e-6, *offloaded).stdout
+
+
+def test_what_does_not_fit_while_it_loads_says_so(call, tree, write_config, monkeypatch):
+    monkeypatch.setattr(budget, "_load", lambda *_: 2**40)
+    result = call(write_config(tree))
+    assert result.exit_code == 1
+    assert "more than there is while it loads" in result.stdout
 
 
 def test_what_cannot_fit_says_so(call, tree, write_config):

@@ -149,6 +149,17 @@ def test_plan_of_llama2_7b_on_eight_ranks_is_what_its_step_holds():
     assert step.plan(longer, 8, step.FEW[0]) == pytest.approx(step.measure(longer, 8, step.FEW[0]).peak, rel=0.05)
 
 
+def test_llama3_70b_on_32_ranks_loads_and_steps_as_planned():
+    """By the loader that cuts weights up as they are read; a few of its layers, which are all alike."""
+    overrides = ["model.source=meta-llama/Meta-Llama-3-70B", "distributed.offload=none", "train.sequences_per_step=4"]
+    config, layers = load_config(PAPER["llama3-8b-128k-anchor"], overrides), 2
+    found, own = step.measure(config, 32, layers), budget.model_config(config)
+    own.num_hidden_layers = layers
+    planned = budget.memory(config, Shapes(own), 32)
+    assert planned.step == pytest.approx(found.peak, rel=0.05)
+    assert planned.load == pytest.approx(found.load, rel=0.05)
+
+
 # Of 3 stages, 2 dtypes and 3 kinds of offload those that differ most.
 STAGES = [(1, "none", "bfloat16"), (2, "none", "float32"), (2, "optimizer", "bfloat16"), (3, "all", "bfloat16")]
 
