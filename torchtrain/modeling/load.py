@@ -188,8 +188,9 @@ def _cut_as_they_come(cutter: "Cutter") -> Iterator[None]:
         before = getattr(module, name, None)
         real(model, target_name, *args)
         parameter, tied = getattr(module, name, None), model.all_tied_weights_keys
-        is_new = isinstance(parameter, nn.Parameter) and parameter is not before  # as it is unless shapes differ
-        if is_new and target_name not in tied and target_name not in tied.values():
+        if not isinstance(parameter, nn.Parameter) or parameter is before:  # a buffer; or the file's does not fit
+            return
+        if target_name not in tied and target_name not in tied.values():
             cutter.cut(parameter)
 
     core_model_loading.set_param_for_module, os.environ[ahead] = set_and_cut, "1"

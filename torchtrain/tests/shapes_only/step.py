@@ -90,7 +90,7 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
 
 
 def load(own: PretrainedConfig, config: Config, world: World, watch: ShapesOnly) -> PreTrainedModel:
-    """Load a model that is cut up as it is read, from files with holes in them; but for the checks, which need numbers."""
+    """Load a model that is cut up as it is read, from files with holes in them; the checks, which need numbers, not."""
     read, begin = core_model_loading._materialize_copy, modeling_utils.convert_and_load_state_dict_in_model
 
     def read_shape(*args: Any) -> Tensor:
