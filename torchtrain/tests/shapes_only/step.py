@@ -71,8 +71,7 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
         layers: fewer than the model's, to be quick; memory grows by the same bytes with each.
     """
     register()
-    own = model_config(config)
-    own.num_hidden_layers = layers or own.num_hidden_layers
+    own = _with_layers(model_config(config), layers)
     if config.distributed.zero_stage == 3:
         model = load(own, config, world, watch)
     else:
@@ -87,6 +86,15 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
         for x in tree_leaves(getattr(strategy.deepspeed.optimizer, "round_robin_bit16_meta", [])):
             watch.forget(x)
     return strategy
+
+
+def _with_layers(own: PretrainedConfig, layers: int | None) -> PretrainedConfig:
+    """Give a model fewer layers, if any number is given."""
+    if layers is not None:
+        own.num_hidden_layers = layers
+        if getattr(own, "layer_types", None):
+            own.layer_types = own.layer_types[:layers]
+    return own
 
 
 def load(own: PretrainedConfig, config: Config, world: World, watch: ShapesOnly) -> PreTrainedModel:
@@ -148,8 +156,7 @@ def measure(config: Config, processes: int, layers: int | None = None) -> Measur
 
 def plan(config: Config, processes: int, layers: int | None = None) -> int:
     """Return the bytes that `torchtrain plan` says a GPU holds."""
-    own = model_config(config)
-    own.num_hidden_layers = layers or own.num_hidden_layers
+    own = _with_layers(model_config(config), layers)
     return memory(config, Shapes(own), processes).gpu
 
 
