@@ -170,6 +170,10 @@ def plan(
     gpu_memory: Annotated[
         float, typer.Option("--memory", min=1e-6, max=2**20, callback=finite, help="GiB of each GPU")
     ] = 80,
+    host_memory: Annotated[
+        float | None,
+        typer.Option("--host-memory", min=1e-6, max=2**30, callback=finite, help="GiB of all hosts together"),
+    ] = None,
     document_tokens: Annotated[
         int | None,
         typer.Option(min=1, max=MOST, help="mean tokens of a document, which says how much attention is left"),
@@ -227,11 +231,18 @@ def plan(
         print(f"tokens    {work.tokens:,} in {config.train.steps:,} steps")
         print(f"FLOPs     {bound}{work.flops:.3g}{hint}")
         print(f"time      {time_line(seconds, bound)}")
+        over = host_memory is not None and memory.hosts > host_memory * budget.GIB
+        if over:
+            when = "loads" if memory.host_load > memory.host else "trains"
+            print(f"hosts     hold {memory.hosts / budget.GIB:.1f} GiB while it {when}, more than --host-memory")
+        if memory.gpu <= limit and over:
+            raise typer.Exit(1)
         if memory.gpu <= limit:
             print(f"fits      {memory.gpu / limit:.0%} of the memory; the CUDA context, NCCL and fragments come on top")
             return
         changes, after = budget.remedies(config, shapes, processes, limit)
-        print(f"too much  {(memory.gpu - limit) / budget.GIB:.1f} GiB more than there is")
+        when = " while it loads" if memory.load > memory.step else ""
+        print(f"too much  {(memory.gpu - limit) / budget.GIB:.1f} GiB more than there is{when}")
         verdict = "fits" if after.gpu <= limit else "is still too much: take more or larger GPUs"
         print(f"change    {' '.join(changes) or 'nothing helps'}: {after.gpu / budget.GIB:.1f} GiB, {verdict}")
         raise typer.Exit(1)

@@ -26,6 +26,10 @@ from torchtrain.errors import OtherRankFailed, RankLost
 _Value = TypeVar("_Value")
 
 
+class _Agreed(UserError):  # noqa: N818
+    """A mistake that all ranks know of: the others have left, and wait for no word of it."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process's place. Made by `join`; `ALONE` is a process that has no other."""
@@ -86,6 +90,8 @@ class World:
         mistake = None
         try:
             yield
+        except _Agreed:  # in a block like this within this one
+            raise
         except UserError as error:
             mistake = error
         except OSError as error:
@@ -104,7 +110,7 @@ class World:
             raise OtherRankFailed(f"rank {speaker} stopped")
         text = told[speaker]
         assert text is not None
-        raise UserError(text if all(other == text for other in told) else f"rank {speaker}: {text}")
+        raise _Agreed(text if all(other == text for other in told) else f"rank {speaker}: {text}")
 
 
 ALONE = World()

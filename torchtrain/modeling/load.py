@@ -1,9 +1,20 @@
-"""Weights into a model, whole or not at all: to train it, or to evaluate it with transformers' own attention."""
+"""Weights into a model, all or none: to train it, or to evaluate it with transformers' own attention.
 
+Under ZeRO 3 each weight is cut up among the ranks as it is read, by transformers' own loader, which matches names,
+converts and ties: its own road for ZeRO 3 reads the whole model into the first rank's memory, and takes it for granted
+that every weight fits. A file of the run's dtype is mapped, not read, so a rank touches its own parts of it alone; of
+another dtype one weight at a time is converted.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
@@ -15,9 +26,18 @@ from torchtrain.modeling.source import first_line, open_config, read_by_library
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from torchtrain.distributed.cut import Cutter
+
+_SAMPLES, _SAMPLE = 64, 2**14  # pieces of a file, and bytes of a piece
+
 
 def load_for_training(
-    source: str, config: "PretrainedConfig", model: ModelConfig, engine: str, device: torch.device
+    source: str,
+    config: "PretrainedConfig",
+    model: ModelConfig,
+    engine: str,
+    device: torch.device,
+    cutter: "Cutter | None" = None,
 ) -> "PreTrainedModel":
     """Load a model in training mode with this config and attention engine, and check what training relies on.
 
@@ -27,20 +47,32 @@ def load_for_training(
         model: dtype and activation checkpointing.
         engine: what `torchtrain.attention.resolve_engine` returned.
         device: where to.
+        cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
 
     Raises:
         UserError: weights missing, cut off, of another shape or not finite, attention that cannot be replaced, or a
             check that fails (`torchtrain.modeling.check`, `torchtrain.attention.separation`).
+        OtherRankFailed: with a cutter: another rank found one of these, and says so.
     """
     from torchtrain.attention.hf import implementation_name, register
     from torchtrain.attention.separation import check_separation
 
     register()
-    loaded = _load(
-        source, config, getattr(torch, model.dtype), implementation_name(engine), device, model.trust_remote_code
-    )
-    check_head(loaded)
-    check_separation(loaded)
+    with nullcontext() if cutter is None else cutter.world.together():  # before ranks gather what they hold
+        loaded = _load(
+            source,
+            config,
+            getattr(torch, model.dtype),
+            implementation_name(engine),
+            device,
+            model.trust_remote_code,
+            cutter,
+        )
+    if cutter is not None:
+        _check_same_files(source, cutter)
+    with nullcontext() if cutter is None else cutter.whole_where_used(loaded):
+        check_head(loaded)
+        check_separation(loaded)
     if model.activation_checkpointing:
         # Renamed within the versions we support; both take the arguments of torch's checkpoint first.
         enable = getattr(loaded, "activation_checkpointing_enable", loaded.gradient_checkpointing_enable)
@@ -91,6 +123,7 @@ def _load(
     attention: str,
     device: torch.device,
     trust_remote_code: bool,
+    cutter: "Cutter | None" = None,
 ) -> "PreTrainedModel":
     """Load all weights that the config names, each finite.
 
@@ -99,7 +132,8 @@ def _load(
     from transformers import AutoModelForCausalLM
 
     _check_weights(source)
-    with read_by_library(source, "the model cannot be built", trust_remote_code):
+    cutting = nullcontext() if cutter is None else _cut_as_they_come(cutter)
+    with read_by_library(source, "the model cannot be built", trust_remote_code), cutting:
         loaded: PreTrainedModel
         loaded, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             source,
@@ -120,13 +154,84 @@ def _load(
         )
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.source {quoted(source)}: {len(missing)} weights are missing, the first is {missing[0]}")
-    if (name := first_not_finite(loaded.named_parameters())) is not None:
+    if cutter is None:
+        held = loaded.named_parameters()
+    else:
+        for parameter in loaded.parameters():
+            if not cutter.is_cut(parameter):
+                cutter.cut(parameter)
+        held = ((name, cutter.own_part(parameter)) for name, parameter in loaded.named_parameters())
+    if (name := first_not_finite(held)) is not None:
         raise UserError(
             f"model.source {quoted(source)}: {name} holds a number that is not finite in "
             f"{str(loaded.dtype).removeprefix('torch.')}; copy or download it again, or choose another model or "
             "model.dtype"
         )
     return loaded.to(device)  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def _cut_as_they_come(cutter: "Cutter") -> Iterator[None]:
+    """Let transformers' loader hand each weight to a cutter as soon as the model has it.
+
+    Tied weights stay whole until it has compared them. Upstream: transformers 5.17 to 5.23, core_model_loading.py.
+    """
+    from transformers import core_model_loading
+
+    real = core_model_loading.set_param_for_module
+    ahead = "HF_DEACTIVATE_ASYNC_LOAD"  # threads that read ahead would fill the host's memory
+    before = os.environ.get(ahead)
+
+    def set_and_cut(model: "PreTrainedModel", target_name: str, *args: Any) -> None:
+        path, _, name = target_name.rpartition(".")
+        module = model.get_submodule(path)
+        before = getattr(module, name, None)
+        real(model, target_name, *args)
+        parameter, tied = getattr(module, name, None), model.all_tied_weights_keys
+        if not isinstance(parameter, nn.Parameter) or parameter is before:  # a buffer; or the file's does not fit
+            return
+        if target_name not in tied and target_name not in tied.values():
+            cutter.cut(parameter)
+
+    core_model_loading.set_param_for_module, os.environ[ahead] = set_and_cut, "1"
+    try:
+        yield
+    finally:
+        core_model_loading.set_param_for_module = real
+        os.environ.pop(ahead)
+        if before is not None:
+            os.environ[ahead] = before
+
+
+def _check_same_files(source: str, cutter: "Cutter") -> None:
+    """Check that all ranks read the same weights: each keeps parts of its own, which must make one model.
+
+    Raises:
+        UserError: a rank's files differ from the first's, in size or in what stands at `_SAMPLES` places.
+        OtherRankFailed: on the ranks whose files do not.
+    """
+    with cutter.world.together():
+        own = _sample(source)
+    first = cutter.world.from_first(own)
+    with cutter.world.together():
+        if own != first:
+            raise UserError(
+                f"model.source {quoted(source)}: the weights here are not those of rank 0; copy the same model to "
+                "every machine"
+            )
+
+
+def _sample(source: str) -> str:
+    """Return a digest of the files of weights by `_SAMPLES` pieces of each, the header among them."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(source).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for number in range(_SAMPLES):
+                file.seek(size * number // _SAMPLES)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
 
 
 def _check_weights(source: str) -> None:

@@ -4,13 +4,18 @@ Reads the config and the model's config.json; no weights, no data.
 
 Memory is per GPU, for P weights on N processes, b bytes each:
 
-    weights     P b, spread over N by ZeRO 3, which then gathers up to GATHERED of them at a time and fetches a
-                bucket ahead
+    weights     P b, spread over N by ZeRO 3, which then gathers them for the modules that run
+                (`torchtrain.planning.gathering`)
     gradients   4 P (summed in float32), spread from ZeRO 2 on; with ZeRO buckets come on top, and with 1 a
                 micro-batch's own
     optimizer   12 P: float32 masters and two moments (8 P for a float32 model without ZeRO), spread from ZeRO 1 on
     activations, with the logits of a chunk: counted by `torchtrain.planning.memory`, together with the gradients that
                 there are at each moment
+
+Until the first step, each GPU holds its weights and masters; with ZeRO 3 the parts of both, what its gradients will be
+summed in, and the largest weight, which a check gathers. Each host process holds the whole model, or, with ZeRO 3, the
+one weight that is read and its tied one, and then its part, which DeepSpeed moves to the host and back. (Of a file of
+the run's dtype they are only mapped.)
 
 What `distributed.offload` keeps in host memory does not count for the GPU. `torchtrain/tests/shapes_only` holds all of
 it against what DeepSpeed and the step make.
@@ -28,7 +33,7 @@ from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import LEAST_STAGE, Config
 from torchtrain.distributed.layout import check_heads, check_layout
-from torchtrain.distributed.zero import BUCKET, GATHERED
+from torchtrain.distributed.zero import BUCKET
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import find_published, open_config, resolve_source
@@ -51,13 +56,24 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int  # with the logits of a chunk
+    load: int  # on each GPU before the first step
     host: int  # while it trains
-    load: int  # on the hosts before that: every process reads all weights
+    host_load: int  # before that
 
     @property
     def gpu(self) -> int:
         """All that one GPU holds at most."""
+        return max(self.step, self.load)
+
+    @property
+    def step(self) -> int:
+        """All that one GPU holds at most once it trains."""
         return self.weights + self.gradients + self.optimizer + self.activations
+
+    @property
+    def hosts(self) -> int:
+        """All that the hosts hold at most."""
+        return max(self.host, self.host_load)
 
 
 @dataclass(frozen=True)
@@ -120,15 +136,15 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     if stage == 0:
         # A micro-batch's gradient in the model's dtype becomes the step's by a float32 copy, or is the step's itself.
         adding = (_FLOAT32 if again else 0) - (0 if bytes_each < _FLOAT32 or again else _FLOAT32)
-        activations, summed = passes.most(_FLOAT32, adding, again)
+        activations, summed, _ = passes.most(_FLOAT32, adding, again)
     elif stage == 1 and offload == "none":
         # A micro-batch's gradient stays until the next one's takes its place. In bfloat16 the step's is kept besides,
         # in float32.
         gradients = _FLOAT32 * (BUCKET if bytes_each == _FLOAT32 else count)
-        activations, summed = passes.most(bytes_each, 0, again)
+        activations, summed, _ = passes.most(bytes_each, 0, again)
     elif stage == 1:
         gradients = _FLOAT32 * (count + part + BUCKET) + bytes_each * largest
-        activations, summed = passes.most(0, 0, again)
+        activations, summed, _ = passes.most(0, 0, again)
     else:
         if stage == 2:
             # Of a float32 model every parameter that reaches into a rank's part is kept whole.
@@ -136,21 +152,41 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
             gradients += bytes_each * largest if offload != "none" else 0
         else:
             gradients = _FLOAT32 * (BUCKET + (part if offload == "none" else 0))
-            # What is fetched ahead is held twice while it arrives.
-            weights += bytes_each * min(count, max(GATHERED, largest) + BUCKET)
         # The sum over ranks is taken in float32, of a bucket or of a larger parameter alone, which stage 2 copies.
         adding = _FLOAT32 + (bytes_each if stage == 2 else 0)
         if stage == 3 and offload != "none":  # its part on the way to the host, and that in float64 for the norm
             adding += (_FLOAT32 + 2 * _FLOAT32) / processes
-        activations, summed = passes.most(0, adding, again, BUCKET, bytes_each * BUCKET if stage == 2 else 0)
+        begun, gathered = (bytes_each * BUCKET, 0) if stage == 2 else (0, bytes_each)
+        activations, summed, whole = passes.most(0, adding, again, BUCKET, begun, gathered)
+        weights += whole
     return Memory(
         weights=weights,
         gradients=gradients + summed,
         optimizer=optimizer,
         activations=activations,
         host=host * processes,
-        load=bytes_each * count * processes,
+        load=_load(bytes_each, count, largest, part, config),
+        host_load=_host_load(bytes_each, count, largest, part, config) * processes,
     )
+
+
+def _load(bytes_each: int, count: int, largest: int, part: int, config: Config) -> int:
+    """Bytes on each GPU until the first step; sizes as in `memory`."""
+    stage, offload = config.distributed.zero_stage, config.distributed.offload
+    if stage == 0:
+        return (bytes_each + (_FLOAT32 if bytes_each < _FLOAT32 else 0)) * count
+    if stage < 3:  # DeepSpeed copies weights into one tensor by way of the host where there is no room for both
+        return bytes_each * count + (_FLOAT32 * part if offload == "none" else 0)
+    parts = (0 if offload == "all" else bytes_each) + (2 * _FLOAT32 if offload == "none" else 0)
+    return parts * part + _FLOAT32 * BUCKET + bytes_each * largest
+
+
+def _host_load(bytes_each: int, count: int, largest: int, part: int, config: Config) -> int:
+    """Bytes on the host of a process until the first step; sizes as in `memory`."""
+    if config.distributed.zero_stage < 3:
+        return bytes_each * count
+    kept = bytes_each * part if config.distributed.offload == "all" else 0
+    return kept + bytes_each * max(2 * largest, part)
 
 
 def work(config: Config, shapes: Shapes, document_tokens: int | None) -> Work:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
+from torchtrain.distributed.cut import whole_shape
 from torchtrain.modeling.head import head_of
 
 if TYPE_CHECKING:
@@ -64,9 +65,10 @@ class FlopCounter:
         head = head_of(model).get_parameter("weight")
         outside = {id(head)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shapes = [whole_shape(p) for p in model.parameters() if id(p) not in outside]
         return cls(
-            matrix_weights=sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in outside),
-            head_weights=head.numel(),
+            matrix_weights=sum(shape.numel() for shape in shapes if len(shape) >= 2),
+            head_weights=whole_shape(head).numel(),
             attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
         )
 

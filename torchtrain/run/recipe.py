@@ -158,7 +158,7 @@ class _Run:
             As the function `train`.
         """
         config, folder = self.config, self.folder
-        counter = FlopCounter.of(setup.model)  # before a strategy cuts the weights up
+        counter = FlopCounter.of(setup.model)
         strategy = make_strategy(setup.model, setup.engine, config, self.world)
         with Journal(config, folder, self.world, self.console) as journal:
             session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.say)

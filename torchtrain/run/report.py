@@ -122,8 +122,9 @@ def memory_table(memory: Memory, limit: int, processes: int) -> Table:
     for name in ("weights", "gradients", "optimizer", "activations"):
         table.add_row(name, f"{getattr(memory, name) / GIB:.2f}")
     table.add_section()
-    table.add_row("all", f"{memory.gpu / GIB:.2f}")
-    table.add_row("host memory, all processes, while loading", f"{memory.load / GIB:.2f}")
+    table.add_row("all", f"{memory.step / GIB:.2f}")
+    table.add_row("while loading", f"{memory.load / GIB:.2f}")
+    table.add_row("host memory, all processes, while loading", f"{memory.host_load / GIB:.2f}")
     if memory.host:
         table.add_row("host memory, all processes, while training", f"{memory.host / GIB:.2f}")
     return table

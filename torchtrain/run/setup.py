@@ -30,6 +30,7 @@ from torchtrain.data import (
     tokenizer_identity,
 )
 from torchtrain.data import identity as data_identity
+from torchtrain.distributed.cut import Cutter, whole_shape
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.threads import share_cores
@@ -113,8 +114,11 @@ def set_up(
     rows, held_out = pack_rows(config, store, tokenizer, split)
 
     say(f"loading {config.model.source}")
-    model = load_for_training(source, model_config, config.model, engine, device)
-    say(f"model     {config.model.source}: {model.num_parameters():,} parameters in {config.model.dtype} on {device}")
+    # ZeRO 3 has no room for the whole model anywhere, so it is cut up while it is read.
+    cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
+    model = load_for_training(source, model_config, config.model, engine, device, cutter)
+    count = sum(whole_shape(parameter).numel() for parameter in model.parameters())
+    say(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
     if threads := share_cores(config.distributed, device):
         say(f"threads   {threads}")
     if world.size > 1:

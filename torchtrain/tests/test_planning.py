@@ -17,10 +17,11 @@ from anchorline.errors import UserError
 from torchtrain.cli import app
 from torchtrain.config import ModelConfig, TrainConfig, load_config
 from torchtrain.distributed.layout import check_layout
-from torchtrain.distributed.zero import BUCKET, GATHERED
+from torchtrain.distributed.zero import BUCKET
 from torchtrain.modeling.source import PUBLISHED, published_models, resolve_source
 from torchtrain.planning import budget
 from torchtrain.planning.flops import FlopCounter
+from torchtrain.planning.gathering import Use, count_gathered
 from torchtrain.planning.memory import Moment, Pass, PeakBytes, Shapes, shape_of_model
 from torchtrain.tests.shapes_only import step
 from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model, tiny_settings
@@ -99,13 +100,43 @@ def test_more_tokens_rows_and_chunks_hold_more_and_ranks_that_share_them_less(co
 
 def test_the_moment_at_which_most_is_held_depends_on_what_is_kept_of_gradients():
     passes = Pass((Moment(100, 0, 0), Moment(60, 10, 0), Moment(50, 10, 5), Moment(0, 20, 0)), weights=20)
-    assert passes.most(0, 0, again=False) == (100, 0)
-    assert passes.most(5, 0, again=False) == (60, 50)
-    assert passes.most(20, 0, again=False) == (0, 400)
-    assert passes.most(20, 0, again=True) == (100, 400)
-    assert passes.most(0, 11, again=False) == (105, 0)
-    assert passes.most(0, 11, again=False, bucket=7) == (127, 0)
-    assert passes.most(0, 0, again=False, begun=41) == (101, 0)
+    assert passes.most(0, 0, again=False) == (100, 0, 0)
+    assert passes.most(5, 0, again=False) == (60, 50, 0)
+    assert passes.most(20, 0, again=False) == (0, 400, 0)
+    assert passes.most(20, 0, again=True) == (100, 400, 0)
+    assert passes.most(0, 11, again=False) == (105, 0, 0)
+    assert passes.most(0, 11, again=False, bucket=7) == (127, 0, 0)
+    assert passes.most(0, 0, again=False, begun=41) == (101, 0, 0)
+
+
+def test_what_zero_3_has_gathered():
+    """Weights of three modules, the last of which is larger than all that may be there, forward and backward."""
+    sizes = [200_000, 200_000, 900_000, 50]
+    forward = [Use(begins, module, (module,)) for module in range(3) for begins in (True, False)]
+    backward = [use._replace(begins=not use.begins, backward=True) for use in reversed(forward)]
+
+    def count(most: int, bucket: int) -> list[int]:
+        return [count - sizes[3] for count in count_gathered([*forward, *backward], sizes, most, bucket)]
+
+    alone = [0, 2, 0, 2, 0, 9, 9, 9, 0, 2, 0, 2, 0]
+    assert [n // 100_000 for n in count(1, 0)] == alone, "nothing is fetched ahead; what is used next stays"
+    ahead = count(500_000, 300_000)
+    assert ahead[1] // 100_000 == 13, "the first comes with what follows, though that is over the limit"
+    stays = [0, 13, 13, 24, 24, 13, 13, 13, 4, 4, 2, 2, 0]
+    assert [n // 100_000 for n in count(10**7, 10**7)] == stays, "what came together is twice there while it is taken"
+
+
+def test_weights_that_are_computed_with_again_are_there_until_their_gradients():
+    sizes = [10**6]
+    uses = [
+        Use(True, 0, (0,), again=True),
+        Use(False, 0, (0,), again=True),
+        Use(True, 1, ()),
+        Use(False, 1, (), backward=True),
+        Use(True, 0, (0,), backward=True),
+        Use(False, 0, (0,), backward=True),
+    ]
+    assert [count // 10**6 for count in count_gathered(uses, sizes, 0, 0)] == [0, 1, 1, 1, 1, 2, 0]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -140,7 +171,7 @@ def test_float32_masters_and_moments_are_what_the_optimizer_holds(config_of):
         own_masters = [m for m, p in zip(optimizer.masters, optimizer.parameters, strict=True) if m is not p]
         assert held.optimizer == sum(x.nbytes for x in [*states, *own_masters])
         assert held.gradients == gradients
-        assert held.weights == held.load == sum(p.nbytes for p in model.parameters())
+        assert held.weights == held.host_load == sum(p.nbytes for p in model.parameters())
 
 
 def test_each_stage_spreads_one_thing_more(config_of):
@@ -155,12 +186,17 @@ def test_each_stage_spreads_one_thing_more(config_of):
     assert [stage.optimizer for stage in stages] == [12 * count, 3 * count, 3 * count, 3 * count]
     whole, part = 4 * count, count
     assert [s.gradients for s in stages] == [whole, whole + 2 * count, part, part + 4 * BUCKET]
-    gathered = min(count, GATHERED) * 2
+    gathered = count * 2  # parameters as small as these stay whole
     assert [stage.weights for stage in stages] == [2 * count] * 3 + [-(-2 * count // 4) + gathered]
     offloaded = memory("distributed.zero_stage=3", "distributed.offload=all")
     assert (offloaded.optimizer, offloaded.weights, offloaded.gradients) == (0, gathered, 4 * BUCKET)
     assert offloaded.host == 4 * (3 * count + count + -(-2 * count // 4))
-    assert offloaded.load == 4 * 2 * count
+    assert offloaded.host_load == 4 * (-(-2 * count // 4) + 2 * 2 * largest)
+    assert offloaded.load == 4 * BUCKET + 2 * largest
+    assert [s.host_load for s in stages] == [4 * 2 * count] * 3 + [4 * max(4 * largest, -(-2 * count // 4))]
+    assert [s.load for s in stages[:3]] == [6 * count, 3 * count, 3 * count]
+    assert stages[3].load == 4 * BUCKET + 2 * largest + -(-2 * count // 4) + 2 * count
+    assert all(s.load < s.gpu for s in stages)
     kept = memory("distributed.zero_stage=2", "distributed.offload=optimizer").gradients
     assert kept == part + 2 * largest
     halved = memory("distributed.sequence_parallel=2", CHECKPOINTING)
@@ -289,7 +325,26 @@ def test_llama3_70b_on_32_ranks_fits_by_plan():
     own = budget.model_config(config)
     held = budget.memory(config, Shapes(own), 32)
     assert held.gpu < 80 * budget.GIB
-    assert held.load == 32 * 2 * 70_553_706_496
+    head = 128_256 * 8_192
+    assert held.host_load == 32 * 2 * max(2 * head, -(-70_553_706_496 // 32))
+    assert held.load < held.gpu
+
+
+def test_hosts_that_hold_too_little_are_named_with_when(call, tree, write_config):
+    fits = call(write_config(tree), "--host-memory", 1)
+    assert (fits.exit_code, "hosts" in fits.stdout) == (0, False)
+    loads = call(write_config(tree), "--host-memory", 1e-6)
+    assert loads.exit_code == 1
+    assert "GiB while it loads, more than --host-memory" in loads.stdout
+    offloaded = ["distributed.zero_stage=2", "distributed.offload=optimizer"]
+    assert "while it trains" in call(write_config(tree), "--host-memory", 1e-6, *offloaded).stdout
+
+
+def test_what_does_not_fit_while_it_loads_says_so(call, tree, write_config, monkeypatch):
+    monkeypatch.setattr(budget, "_load", lambda *_: 2**40)
+    result = call(write_config(tree))
+    assert result.exit_code == 1
+    assert "more than there is while it loads" in result.stdout
 
 
 def test_what_cannot_fit_says_so(call, tree, write_config):

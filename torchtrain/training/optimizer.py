@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtrain.config import TrainConfig
+from torchtrain.distributed.cut import whole_shape
 from torchtrain.distributed.gradient_sums import GradientSums
 
 
@@ -78,8 +79,8 @@ class Optimizer:
 def adamw(parameters: Sequence[Tensor], train: TrainConfig) -> torch.optim.AdamW:
     """Return torch's AdamW over parameters, decaying those of two or more dimensions; its learning rate is still 0."""
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.epsilon, fused=True)

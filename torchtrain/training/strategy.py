@@ -31,6 +31,7 @@ from torchtrain.distributed.zero import (
     leave_out,
 )
 from torchtrain.modeling.head import head_of, hidden_states
+from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, adamw
 
@@ -170,14 +171,19 @@ class Zero(Strategy):
         parameters = [p for p in model.parameters() if p.requires_grad]
         mpu = split_attention(model, attention, config.train.micro_batch, world)
         self.cut = config.distributed.zero_stage == 3
+        with_loss = _WithLoss(model, self.cut)
         with redirect_stdout(StringIO()):  # its optimizer for bfloat16 prints the memory at every turn, asked or not
             self.deepspeed, *_ = deepspeed.initialize(
-                model=_WithLoss(model, self.cut),
+                model=with_loss,
                 optimizer=adamw(parameters, config.train),
                 config=deepspeed_config(config, world),
                 mpu=mpu,
                 dist_init_required=False,
             )
+        if self.cut:
+            # The head is called for one chunk of tokens after another, and would be gathered for each.
+            for parameter in head_of(model).parameters():
+                deepspeed.zero.register_external_parameter(with_loss.loss, parameter)
         self._divisor = gradient_divisor(config, world)
         self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
 
@@ -231,9 +237,18 @@ class _WithLoss(nn.Module):
 
     def __init__(self, model: "PreTrainedModel", evenly: bool) -> None:
         super().__init__()
-        self.model, self.evenly = model, evenly
+        self.model, self.evenly, self.loss = model, evenly, _Loss()
 
     def forward(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
         hidden_BtM = hidden_states(self.model, part, plan)
         calls = -(-part["shift_labels"].numel() // chunk) if self.evenly else 0
-        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["labels"], chunk, calls=calls)
+        return self.loss(head_of(self.model), hidden_BtM, part["labels"], chunk, calls)
+
+
+class _Loss(nn.Module):
+    """All chunks of a micro-batch: as a module, so that ZeRO 3 gathers the head once for it."""
+
+    def forward(
+        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, calls: int
+    ) -> tuple[Tensor, Tensor]:
+        return chunked_cross_entropy(head, hidden_BtM, labels, chunk, calls=calls)

@@ -3,10 +3,13 @@ any number.
 """
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,18 +18,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, core_model_loading, modeling_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from torchtrain.attention import separation
 from torchtrain.attention.hf import implementation_name, register
 from torchtrain.config import Config
 from torchtrain.data import collate
 from torchtrain.data.rows import SpanTokens, build_row
+from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import import_deepspeed
+from torchtrain.modeling import load as loading
 from torchtrain.planning.budget import memory, model_config
 from torchtrain.planning.memory import Shapes, enable_checkpointing
 from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
+from torchtrain.tests.shapes_only.source import write_source
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Strategy, Zero, make_strategy
 
@@ -55,7 +62,7 @@ def rank_of(config: Config, processes: int, rank: int = 0) -> Iterator[World]:
 
 
 def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = None) -> Strategy:
-    """Build model and strategy, as `set_up` and `train` do after the weights are read.
+    """Load the model and make its strategy, as `set_up` and `train` do. Weights that stay whole are not read.
 
     Args:
         config: a run's; its model is one whose shapes come with the package, or a folder.
@@ -64,14 +71,16 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
         layers: fewer than the model's, to be quick; memory grows by the same bytes with each.
     """
     register()
-    own = model_config(config)
-    own.num_hidden_layers = layers or own.num_hidden_layers
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(
-            own, dtype=getattr(torch, config.model.dtype), attn_implementation=implementation_name(ENGINE)
-        )
-    if config.model.activation_checkpointing:
-        enable_checkpointing(model)
+    own = _with_layers(model_config(config), layers)
+    if config.distributed.zero_stage == 3:
+        model = load(own, config, world, watch)
+    else:
+        with torch.device(DEVICE):
+            model = AutoModelForCausalLM.from_config(
+                own, dtype=getattr(torch, config.model.dtype), attn_implementation=implementation_name(ENGINE)
+            )
+        if config.model.activation_checkpointing:
+            enable_checkpointing(model)
     strategy = make_strategy(model.train(), ENGINE, config, world)
     if isinstance(strategy, Zero):
         for x in tree_leaves(getattr(strategy.deepspeed.optimizer, "round_robin_bit16_meta", [])):
@@ -79,10 +88,46 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
     return strategy
 
 
+def _with_layers(own: PretrainedConfig, layers: int | None) -> PretrainedConfig:
+    """Give a model fewer layers, if any number is given."""
+    if layers is not None:
+        own.num_hidden_layers = layers
+        if getattr(own, "layer_types", None):
+            own.layer_types = own.layer_types[:layers]
+    return own
+
+
+def load(own: PretrainedConfig, config: Config, world: World, watch: ShapesOnly) -> PreTrainedModel:
+    """Load a model that is cut up as it is read, from files with holes in them; the checks, which need numbers, not."""
+    read, begin = core_model_loading._materialize_copy, modeling_utils.convert_and_load_state_dict_in_model
+
+    def read_shape(*args: Any) -> Tensor:
+        x = read(*args).to(DEVICE)
+        watch.forget(x)  # it is on the host
+        return x
+
+    def begin_without(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        for x in (*model.parameters(), *model.buffers()):  # on torch's `meta` device on a GPU, too
+            watch.forget(x)
+        watch.reset()
+        return begin(model, *args, **kwargs)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(core_model_loading, "_materialize_copy", read_shape),
+        patch.object(modeling_utils, "convert_and_load_state_dict_in_model", begin_without),
+        patch.object(loading, "check_head", lambda model: None),
+        patch.object(separation, "check_separation", lambda model: None),
+    ):
+        source = str(write_source(own, config.model, Path(folder) / "source"))
+        return loading.load_for_training(source, own, config.model, ENGINE, DEVICE, Cutter(config, world))
+
+
 @dataclass(frozen=True)
 class Measured:
     """A step on shapes, after a first one, which made the optimizer's state."""
 
+    load: int  # bytes that the device holds at most until the first step
     before: int  # bytes that the device holds between two steps
     peak: int
     at_peak: list[Held]
@@ -95,15 +140,15 @@ def measure(config: Config, processes: int, layers: int | None = None) -> Measur
     """Take two steps of a config on the first of many ranks, and measure the second. Other arguments as `make`."""
     with rank_of(config, processes) as world, ShapesOnly() as watch:
         strategy = make(config, world, watch, layers)
+        loaded = watch.peak
         rows = make_micro_batches(batches(config, world), DOMAINS, world)
         for _ in range(2):
             watch.reset()
             before = watch.now
             accumulate(strategy, rows, DOMAINS, config.train.loss_chunk)
             strategy.step(config.train.learning_rate)
-        found = Measured(
-            before, watch.peak, watch.at_peak(), watch.waits.copy(), watch.copies.copy(), sum(watch.launches.values())
-        )
+        launches = sum(watch.launches.values())
+        found = Measured(loaded, before, watch.peak, watch.at_peak(), watch.waits.copy(), watch.copies.copy(), launches)
         if isinstance(strategy, Zero):
             strategy.deepspeed.destroy()
         return found
@@ -111,8 +156,7 @@ def measure(config: Config, processes: int, layers: int | None = None) -> Measur
 
 def plan(config: Config, processes: int, layers: int | None = None) -> int:
     """Return the bytes that `torchtrain plan` says a GPU holds."""
-    own = model_config(config)
-    own.num_hidden_layers = layers or own.num_hidden_layers
+    own = _with_layers(model_config(config), layers)
     return memory(config, Shapes(own), processes).gpu
 
 
