@@ -4,17 +4,19 @@ A fragment is a range of one flattened parameter with its master weights and Ada
 fragments it holds; whoever reads takes from all files what overlaps with the fragments it holds itself. So nothing is
 ever gathered, and the number of ranks may change between writing and reading.
 
-On disk: `state-RRRRR-NNN.safetensors`, rank and number; a tensor's name is `KIND:START:PARAMETER`.
+On disk: `state-RRRRR-NNN.safetensors`, rank and number; a tensor's name is `KIND:START:PARAMETER`. The bytes are those
+of `safetensors.torch.save`, written from where the tensors lie: it would hold the interpreter while it copies them, and
+with it the training that goes on meanwhile.
 
 Legend: n elements of a fragment.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -23,7 +25,7 @@ from anchorline.files import FileEntry, write_file
 from torchtrain.checkpoint.manifest import DamageError
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-# Bytes of a file, and so of the copy in host memory while it is written.
+# Bytes of a file, and so of the copy in host memory while it is written, of a state that is elsewhere.
 FILE_BYTES = 1 << 29
 
 
@@ -45,6 +47,11 @@ class Fragment:
         assert self.start <= start <= stop <= self.stop
         views = {kind: x_n[start - self.start : stop - self.start] for kind, x_n in self.tensors.items()}
         return Fragment(self.parameter, start, views)
+
+    def copy(self) -> "Fragment":
+        """Return a copy in host memory."""
+        copies = {kind: x_n.detach().to("cpu", copy=True) for kind, x_n in self.tensors.items()}
+        return Fragment(self.parameter, self.start, copies)
 
 
 def share(fragments: Sequence[Fragment], part: int, parts: int) -> list[Fragment]:
@@ -70,8 +77,26 @@ def write(folder: Path, fragments: Iterable[Fragment], rank: int) -> dict[str, F
     entries: dict[str, FileEntry] = {}
     for number, tensors in enumerate(_files(fragments)):
         name = f"state-{rank:05d}-{number:03d}.safetensors"
-        entries[name] = write_file(folder / name, safetensors.torch.save(tensors))
+        entries[name] = write_file(folder / name, _header(tensors), *(_bytes(tensors[key]) for key in sorted(tensors)))
     return entries
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return what opens a safetensors file of float32 tensors [n], which stand in it by the order of their names."""
+    place, entries = 0, {}
+    for key in sorted(tensors):
+        assert tensors[key].dtype == torch.float32, f"{key} is {tensors[key].dtype}"
+        end = place + tensors[key].nbytes
+        entries[key] = {"dtype": "F32", "shape": list(tensors[key].shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(x_n: Tensor) -> memoryview:
+    """Return the bytes of a tensor [n] in host memory, where they lie."""
+    return x_n.numpy().data.cast("B")
 
 
 def check_whole(parameters: Mapping[str, Sequence[int]], written: Iterable[Mapping[str, int]]) -> None:
@@ -142,7 +167,7 @@ def _fill(fragment: Fragment, kind: str, start: int, source) -> int:
 
 
 def _files(fragments: Iterable[Fragment]) -> Iterator[dict[str, Tensor]]:
-    """Copies on the host, as many at a time as one file takes."""
+    """Yield what each file takes, copied to host memory where it is not there."""
     tensors: dict[str, Tensor] = {}
     room = FILE_BYTES
     for whole in fragments:
@@ -151,7 +176,7 @@ def _files(fragments: Iterable[Fragment]) -> Iterator[dict[str, Tensor]]:
         while start < whole.stop:
             stop = min(whole.stop, start + max(1, room // width))
             for kind, x_n in whole.cut(start, stop).tensors.items():
-                tensors[f"{kind}:{start}:{whole.parameter}"] = x_n.detach().to("cpu", copy=True)
+                tensors[f"{kind}:{start}:{whole.parameter}"] = x_n.detach().cpu()
             room -= (stop - start) * width
             start = stop
             if room < width:

@@ -11,14 +11,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import DELETED, PARTIAL, FileEntry, commit, differs, remove, set_aside, write_file
 from torchtrain.checkpoint import fragments, rng
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
+from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import State
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.errors import OtherRankFailed
@@ -27,7 +25,6 @@ STEP = re.compile(r"step-\d{8,19}")
 # Files of a checkpoint.
 OWN = re.compile(r"manifest\.json|state-\d{5,}-\d{3,}\.safetensors|rng-\d{5,}\.safetensors")
 _LEFT = re.compile(rf"{STEP.pattern}(?:{re.escape(PARTIAL)}|{re.escape(DELETED)}(?:-\d+)?)")
-_Own = TypeVar("_Own")
 
 
 class Checkpoints:
@@ -74,12 +71,13 @@ class Checkpoints:
                 _remove(self.folder / name)
 
     def save(
-        self, state: State, manifest: Callable[[dict[str, FileEntry]], Manifest], step: int, keep: int, world: World
+        self, part: Part, manifest: Callable[[dict[str, FileEntry]], Manifest], step: int, keep: int, world: World
     ) -> int:
-        """Save a step's checkpoint, then remove all but the last `keep` good ones. All ranks call it.
+        """Save a step's checkpoint, then remove all but the last `keep` good ones. All ranks call it, one save at a
+        time; of a part that is staged a thread can, with a world of its own (`World.beside`).
 
         Args:
-            state: what the strategy holds, between two steps.
+            part: what this rank writes.
             manifest: makes the manifest of the files that all ranks wrote.
             step: steps done.
             keep: how many to keep, this one among them.
@@ -101,14 +99,13 @@ class Checkpoints:
                     _remove(partial)
                 partial.mkdir()
         with self._tell_faults(step, partial, world):
-            held = state.fragments()
-            own = fragments.share(held, world.rank, world.size) if state.everywhere else held
-            entries = fragments.write(partial, own, world.rank) | rng.write(partial, world.rank)
-        parts = _gather((entries, fragments.elements(own)), world)
+            entries = fragments.write(partial, part.fragments, world.rank)
+            entries |= rng.write(partial, world.rank, part.generators)
+        parts = world.gather((entries, fragments.elements(part.fragments)))
         with self._tell_faults(step, partial, world):
             files = {name: entry for of_rank, _ in parts for name, entry in of_rank.items()}
             if leads:
-                fragments.check_whole(state.parameters, [counts for _, counts in parts])
+                fragments.check_whole(part.parameters, [counts for _, counts in parts])
                 if unseen := [name for name in files if not (partial / name).is_file()]:
                     raise UserError(
                         f"{unseen[0]} of another node is not there: run.folder must be on a disk that all nodes share"
@@ -313,12 +310,3 @@ def _remove(folder: Path) -> None:
     """Remove a checkpoint's files and, where nothing else is in it, its folder. What a link leads to stays."""
     if not folder.is_symlink() and folder.is_dir():
         remove(folder, filter(OWN.fullmatch, os.listdir(folder)))
-
-
-def _gather(own: _Own, world: World) -> list[_Own]:
-    """What every rank has, by rank."""
-    if world.size == 1:
-        return [own]
-    found: list = [None] * world.size
-    dist.all_gather_object(found, own)
-    return found

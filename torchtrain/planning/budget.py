@@ -12,7 +12,8 @@ Memory is per GPU, for P weights on N processes, b bytes each:
     activations, with the logits of a chunk: counted by `torchtrain.planning.memory`, together with the gradients that
                 there are at each moment
 
-What `distributed.offload` keeps in host memory does not count for the GPU. `torchtrain/tests/shapes_only` holds all of
+What `distributed.offload` keeps in host memory does not count for the GPU, nor does the copy of the state there that a
+save beside the steps is written from (`save.asynchronous`). `torchtrain/tests/shapes_only` holds all of
 it against what DeepSpeed and the step make.
 """
 
@@ -34,6 +35,7 @@ from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import find_published, open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter, peak_of
 from torchtrain.planning.memory import Shapes
+from torchtrain.planning.saves import STATE_BYTES
 from torchtrain.training.events import read_metrics
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int  # with the logits of a chunk
-    host: int  # while it trains
+    host: int  # while it trains and saves
     load: int  # on the hosts before that: every process reads all weights
 
     @property
@@ -113,6 +115,9 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     if offload == "all":
         host, weights = host + weights, 0
 
+    # What a save beside the steps is written from; every process holds its share.
+    staged = STATE_BYTES * count if config.save.asynchronous and any(config.save.schedule(config.train.steps)) else 0
+
     rows_at_a_time = config.train.micro_batch * (processes // config.distributed.sequence_parallel)
     again = config.train.sequences_per_step > rows_at_a_time
     passes = shapes.run(config)
@@ -148,7 +153,7 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         gradients=gradients + summed,
         optimizer=optimizer,
         activations=activations,
-        host=host * processes,
+        host=host * processes + staged,
         load=bytes_each * count * processes,
     )
 

@@ -102,7 +102,8 @@ def _cut_line(file: Any, *_: Any) -> None:
     _die()
 
 
-def _half(path: Path, content: bytes) -> None:
+def _half(path: Path, *parts: bytes | memoryview) -> None:
+    content = b"".join(parts)
     path.write_bytes(content[: len(content) // 2])
     _die()
 

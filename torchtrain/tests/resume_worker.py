@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from anchorline.files import FileEntry
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
+from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
@@ -44,7 +45,7 @@ def save(checkpoints: Checkpoints, strategy: Strategy, step: int) -> None:
         content = {"progress": progress, "layout": layout, "config": {}, "identity": {}, "versions": versions()}
         return Manifest(**content, parameters=state.parameters, files=files)
 
-    checkpoints.save(state, manifest, step, 99, world)
+    checkpoints.save(Part(state, world), manifest, step, 99, world)
 
 
 def _make_bad_steps(strategy: Strategy, batches: list[dict[str, torch.Tensor]], config: Config) -> None:
