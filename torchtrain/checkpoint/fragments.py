@@ -12,17 +12,20 @@ Legend: n elements of a fragment.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from anchorline.files import FileEntry, write_file
+from anchorline.files import FileEntry, parse_json, write_file
 from torchtrain.checkpoint.manifest import DamageError
+
+_Buffer = TypeVar("_Buffer", bytearray, memoryview)
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 # Bytes of a file, and so of the copy in host memory while it is written, of a state that is elsewhere.
@@ -116,9 +119,32 @@ def elements(fragments: Iterable[Fragment]) -> dict[str, int]:
     return found
 
 
+def nearest(names: Iterable[str], writers: int, reader: int, readers: int) -> list[str]:
+    """Return the names of files in the order in which a rank finds its part: ranks hold a state in their order, so what
+    the writer at the same share of the way wrote comes first.
+
+    Args:
+        names: of files of any rank.
+        writers: how many ranks wrote.
+        reader: the rank that reads.
+        readers: how many do.
+    """
+
+    def distance(name: str) -> float:
+        return abs((2 * rank_of(name) + 1) * readers - (2 * reader + 1) * writers)
+
+    return sorted(names, key=lambda name: (distance(name), name))
+
+
+def rank_of(name: str) -> int:
+    """Return the rank that wrote a file of a checkpoint."""
+    return int(name.split("-")[1].partition(".")[0])
+
+
 @torch.no_grad()
 def read(paths: Iterable[Path], fragments: Sequence[Fragment]) -> None:
-    """Fill fragments from the files of any layout.
+    """Fill fragments from the files of any layout. Of each file only what they lack is read; once they are full, no
+    other is opened.
 
     Raises:
         DamageError: a file is none of ours, or the files do not hold all elements.
@@ -129,20 +155,73 @@ def read(paths: Iterable[Path], fragments: Sequence[Fragment]) -> None:
     missing = {kind: elements(fragments) for kind in KINDS}
     folder = Path()
     for path in paths:
+        if not any(count for counts in missing.values() for count in counts.values()):
+            return
         folder = path.parent
         try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is not a dict
+            with _StateFile(path) as file:
+                for key in file.places:
                     kind, start, parameter = _parse(key)
-                    source = file.get_slice(key)
                     for fragment in wanted.get(parameter, []):
-                        missing[kind][parameter] -= _fill(fragment, kind, start, source)
-        except (SafetensorError, ValueError, KeyError) as error:
+                        missing[kind][parameter] -= _fill(fragment, kind, start, file, key)
+        except (ValueError, LookupError, TypeError) as error:
             raise DamageError(f"{path}: is not a state file of ours ({error})") from None
     for kind, counts in missing.items():
         for parameter, count in counts.items():
             if count:
                 raise DamageError(f"{folder}: {count} elements of {kind} of {parameter} are in none of its files")
+
+
+class _StateFile:
+    """A file that `write` wrote, a context manager.
+
+    Ranges are read, and not mapped as safetensors' own reader does: of a mapped file the system brings in the
+    neighbourhood of each page that is looked at, megabytes for a header.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        self._handle = os.open(self._path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is wanted ahead
+            length = int.from_bytes(self._read(0, bytearray(8)), "little")
+            if not length <= os.fstat(self._handle).st_size - 8:
+                raise ValueError("its header is cut off")
+            header = parse_json(bytes(self._read(8, bytearray(length))))
+            self.places = {key: self._place(8 + length, key, entry) for key, entry in header.items()}
+        except BaseException:
+            os.close(self._handle)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+
+    @staticmethod
+    def _place(start: int, key: str, entry: Any) -> tuple[int, int]:
+        """Return where a tensor begins in the file, and its elements."""
+        (length,) = entry["shape"]
+        first, last = entry["data_offsets"]
+        if entry["dtype"] != "F32" or last - first != 4 * length:
+            raise ValueError(f"{key} is {entry['dtype']} in {last - first} bytes and not {length} of float32")
+        return start + first, length
+
+    def fill(self, key: str, first: int, target_n: Tensor) -> None:
+        """Fill a float32 tensor [n] with the elements of the file's from `first` on."""
+        here_n = target_n if target_n.device.type == "cpu" else torch.empty(target_n.shape)
+        self._read(self.places[key][0] + 4 * first, _bytes(here_n))
+        if here_n is not target_n:
+            target_n.copy_(here_n)
+
+    def _read(self, start: int, into: _Buffer) -> _Buffer:
+        left = memoryview(into)
+        while left:
+            if not (count := os.preadv(self._handle, [left], start)):
+                raise ValueError("it is cut off")
+            left, start = left[count:], start + count
+        return into
 
 
 def _parse(key: str) -> tuple[str, int, str]:
@@ -152,17 +231,15 @@ def _parse(key: str) -> tuple[str, int, str]:
     return kind, int(start), parameter
 
 
-def _fill(fragment: Fragment, kind: str, start: int, source) -> int:
-    """Copy what a stored range [start, start + its length) shares with a fragment; return how many elements."""
-    (length,) = source.get_shape()
+def _fill(fragment: Fragment, kind: str, start: int, file: _StateFile, key: str) -> int:
+    """Fill what a stored range [start, start + its length) shares with a fragment; return how many elements."""
+    length = file.places[key][1]
     first, last = max(start, fragment.start), min(start + length, fragment.stop)
     if first >= last:
         return 0
-    stored_n = source[first - start : last - start]
     target_n = fragment.tensors[kind][first - fragment.start : last - fragment.start]
-    if stored_n.dtype != target_n.dtype:
-        raise ValueError(f"{kind} of {fragment.parameter} is {stored_n.dtype} and not {target_n.dtype}")
-    target_n.copy_(stored_n)
+    assert target_n.dtype == torch.float32
+    file.fill(key, first - start, target_n)
     return last - first
 
 

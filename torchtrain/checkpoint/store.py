@@ -159,9 +159,18 @@ class Checkpoints:
                     f"{path}: {names[0]} is {manifest.parameters.get(names[0])} in the checkpoint and "
                     f"{state.parameters.get(names[0])} in the model; put back the model of the run"
                 )
-            fragments.read([path / name for name in manifest.files if name.startswith("state-")], state.fragments())
+            held = state.fragments()
+            own_part = fragments.share(held, world.rank, world.size) if state.everywhere else held
+            names = (name for name in manifest.files if name.startswith("state-"))
+            ordered = fragments.nearest(names, manifest.layout.processes, world.rank, world.size)
+            fragments.read([path / name for name in ordered], own_part)
             if (own := rng.rng_file(world.rank)) in manifest.files:
                 rng.read(path / own)
+        if state.everywhere:
+            for rank in range(world.size):
+                for fragment in fragments.share(held, rank, world.size):
+                    for kind in fragments.KINDS:
+                        world.give(fragment.tensors[kind], rank)
         state.updates = manifest.progress.updates
         state.weights_from_masters()
 
@@ -196,7 +205,7 @@ class Checkpoints:
         return Manifest.read(self.path(step))
 
     def verify(self, step: int, world: World = ALONE) -> None:
-        """Check this rank's share of a checkpoint's files.
+        """Check this rank's share of a checkpoint's files: those that it will read, where as many ranks wrote them.
 
         Raises:
             DamageError: a file is missing, cut off, changed, or not ours: names it.
@@ -205,13 +214,15 @@ class Checkpoints:
         manifest = Manifest.read(path)
         if manifest.progress.step != step:
             raise DamageError(f"{path}: its manifest is that of step {manifest.progress.step}")
-        if foreign := sorted(name for name in manifest.files if not OWN.fullmatch(name)):
+        if foreign := sorted(name for name in manifest.files if name == MANIFEST or not OWN.fullmatch(name)):
             raise DamageError(f"{path / MANIFEST}: {foreign[0]!r} is not a file of a checkpoint")
         known = {MANIFEST, *manifest.files}
         if strange := sorted(child.name for child in path.iterdir() if child.name not in known):
             raise DamageError(f"{path / strange[0]}: was not written by this run")
-        for name, entry in sorted(manifest.files.items())[world.rank :: world.size]:
-            _check(path / name, entry)
+        by_writer = sorted(manifest.files, key=lambda name: (fragments.rank_of(name), name))
+        for number, name in enumerate(by_writer):
+            if number * world.size // len(by_writer) == world.rank:
+                _check(path / name, manifest.files[name])
 
     def looks_good(self, step: int) -> bool:
         """Whether a checkpoint has its manifest and files of the right sizes; their content is not read."""

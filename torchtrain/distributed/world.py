@@ -93,6 +93,11 @@ class World:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def give(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill a tensor on all ranks with that of one."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=rank)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run a block on all ranks; a mistake or a fault of a disk that any of them finds stops all of them.
