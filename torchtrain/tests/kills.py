@@ -128,7 +128,7 @@ class Killer:
 
     def run_killed_in_save(self, layout: str, save: int, call: str, when: int, rank: int = 0) -> Run:
         """Kill a run in the thread of a save, let it end, compare."""
-        name, run = f"{layout}-{rank}-{save}-{call}-{when}", Run(layout)
+        name, run = f"{layout}-{rank}-{save}-{call}-{when:03}", Run(layout)
         codes = self._go(name, layout, trace={"save": save, "call": call, "when": when, "rank": rank})
         if codes[rank] != -signal.SIGKILL:
             run.fault = f"it was not killed: exit codes {codes}: {self._place.log(name)[-1500:]}"
