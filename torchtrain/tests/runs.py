@@ -89,6 +89,15 @@ def content(run: Path) -> dict[str, Any]:
     return found
 
 
+def bits(run: Path) -> dict[str, Any]:
+    """As `content`, but for whether saves were written beside the steps."""
+    found = content(run)
+    for name, manifest in found.items():
+        if name.endswith(MANIFEST):
+            del manifest["config"]["save"]["asynchronous"]
+    return found
+
+
 def assert_same(run: Path, straight: Path) -> None:
     mine, theirs = content(run), content(straight)
     assert mine.keys() == theirs.keys()

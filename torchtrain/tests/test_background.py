@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -18,7 +16,6 @@ from rich.console import Console
 from anchorline.errors import UserError
 from torchtrain.checkpoint import fragments, store
 from torchtrain.checkpoint.background import Background
-from torchtrain.checkpoint.manifest import MANIFEST
 from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
@@ -28,20 +25,11 @@ from torchtrain.errors import OtherRankFailed
 from torchtrain.run import recipe
 from torchtrain.tests.checkpoint_fixtures import make_strategy
 from torchtrain.tests.run_fixtures import QUIET, fails, poison
-from torchtrain.tests.runs import content
+from torchtrain.tests.runs import bits
 from torchtrain.training import step
 from torchtrain.training.events import read_metrics
 
 LONG = 30.0  # seconds after which a thread that waits for what does not come goes on, and the test fails
-
-
-def bits(run: Path) -> dict[str, Any]:
-    """What a run leaves, but for the setting that the two kinds of run differ in."""
-    found = content(run)
-    for name, manifest in found.items():
-        if name.endswith(MANIFEST):
-            del manifest["config"]["save"]["asynchronous"]
-    return found
 
 
 class Order:
