@@ -25,7 +25,7 @@ from torchtrain.errors import OtherRankFailed
 from torchtrain.run import recipe
 from torchtrain.tests.checkpoint_fixtures import make_strategy
 from torchtrain.tests.run_fixtures import QUIET, fails, poison
-from torchtrain.tests.runs import bits
+from torchtrain.tests.runs import assert_same
 from torchtrain.training import step
 from torchtrain.training.events import read_metrics
 
@@ -81,7 +81,7 @@ class Order:
 
 def test_the_same_bits(place, straight):
     assert place.train("blocking", "save.asynchronous=false") == 0
-    assert bits(place.folder / "blocking") == bits(straight)
+    assert_same(place.folder / "blocking", straight)
     for run, beside in ((place.folder / "blocking", False), (straight, True)):
         saves = [e for e in read_metrics(run / "timing.jsonl") if e["event"] == "save"]
         assert [e["step"] for e in saves] == [2, 4, 6]
@@ -112,7 +112,7 @@ def test_training_goes_on_and_what_is_written_is_of_before(place, tmp_path, monk
         *("begin 4", "step 5", "step 6", "end 4", "begin 6", "end 6"),
     ]
     assert order.threads == {"background"}
-    assert bits(tmp_path / "beside") == bits(tmp_path / "blocking")
+    assert_same(tmp_path / "beside", tmp_path / "blocking")
 
 
 def test_staging_copies(tmp_path):
@@ -244,7 +244,7 @@ def test_killed_while_a_save_is_written_and_training_goes_on(place, straight, at
     assert Checkpoints(folder).steps() == [2]
     assert [path.name for path in folder.glob("*.partial")] == ["step-00000004.partial"]
     assert place.resume(name) == 0
-    assert bits(place.folder / name) == bits(straight)
+    assert_same(place.folder / name, straight)
     assert not list(folder.glob("*.partial"))
 
 
