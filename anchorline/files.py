@@ -170,29 +170,33 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def write_file(path: Path, content: bytes | memoryview) -> FileEntry:
-    """Write a file that does not exist yet, and flush it to the disk.
+def write_file(path: Path, *parts: bytes | memoryview) -> FileEntry:
+    """Write a file that does not exist yet, one part after another, and flush it to the disk.
 
     Raises:
         OSError: what the system says, such as a full disk.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        write_all(handle, content)
+        write_all(handle, *parts)
     finally:
         os.close(handle)
-    return FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return FileEntry(bytes=sum(map(len, parts)), sha256=digest.hexdigest())
 
 
-def write_all(handle: int, content: bytes | memoryview) -> None:
-    """Write all of a content to an open file, and flush it to the disk.
+def write_all(handle: int, *parts: bytes | memoryview) -> None:
+    """Write parts of a content to an open file, one after another, and flush it to the disk.
 
     Raises:
         OSError: what the system says.
     """
-    left = memoryview(content)
-    while left:
-        left = left[os.write(handle, left) :]
+    for part in parts:
+        left = memoryview(part)
+        while left:
+            left = left[os.write(handle, left) :]
     os.fsync(handle)
 
 

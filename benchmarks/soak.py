@@ -52,6 +52,22 @@ def summary(seed: int, runs: list[Run], seconds: float) -> dict:
     }
 
 
+def sweep_saves() -> None:
+    """Kill in the threads of saves at each of their calls, of one process and of either of two; report, and end."""
+    counts, faults = collections.Counter[str](), 0
+    with tempfile.TemporaryDirectory() as name:
+        killer = Killer(prepare(Path(name), forks()), 0)
+        for layout, rank in (("alone", 0), ("two", 0), ("two", 1)):
+            for place in killer.places_of_saves(layout, rank):
+                run = killer.run_killed_in_save(layout, *place, rank=rank)
+                counts[f"{layout}, rank {rank}: " + ("the same" if run.fault is None else "another")] += 1
+                if run.fault is not None:
+                    faults += 1
+                    print(f"{layout}, rank {rank}, {place}: {run.fault}")
+    print(json.dumps(counts, indent=1))
+    raise SystemExit(1 if faults else 0)
+
+
 def main() -> None:
     """Go on from what was done, up to a number of kills or seconds; report."""
     parser = argparse.ArgumentParser()
@@ -60,7 +76,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of this call; then it can be gone on with")
     parser.add_argument("--anew", action="store_true", help="forget what was done")
+    parser.add_argument("--saves", action="store_true", help="kill at every call of saves beside the steps, once")
     arguments = parser.parse_args()
+    if arguments.saves:
+        sweep_saves()
     path = arguments.out / "soak.json"
     runs, before = ([], 0.0) if arguments.anew else _done(path, arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,8 @@
 # with a run that was left alone.
 #     benchmarks/soak.sh [KILLS] [SEED] [FOLDER] [MORE...]   default: 1000 kills, seed 0; FOLDER takes soak.json (default:
 #                                                            benchmarks/results), and a later call goes on from the one that is there
-# MORE: --seconds N ends after that time, to be gone on with; --anew forgets what was done.
+# MORE: --seconds N ends after that time, to be gone on with; --anew forgets what was done; --saves kills instead at
+# every system call of the threads that write checkpoints beside the steps, once each.
 # Exit code 0: every run ended bit for bit like the one that was not killed.
 # PYTHON chooses the interpreter; the packages of the extras torch and dev must be importable from it, and strace installed.
 set -euo pipefail

@@ -189,7 +189,7 @@ def plan(
         float | None, typer.Option(min=0.001, max=1, callback=finite, help="share of the peak, of --gpu")
     ] = None,
 ) -> None:
-    """Tell before a run: memory of each GPU, tokens, FLOPs, expected time, and what to change if it does not fit.
+    """Tell before a run: memory, tokens, FLOPs, expected time, what it writes, and what to change if it does not fit.
 
     Reads the config and the model's config.json, no weights and no data. Exit code 0: it fits; 1: it does not.
 
@@ -204,6 +204,7 @@ def plan(
         from rich.console import Console
 
         from torchtrain.distributed.layout import check_layout
+        from torchtrain.planning.saves import count_saves, describe_schedule
         from torchtrain.run.report import memory_table, time_line
 
         ways = sum(way is not None for way in (tokens_per_second, measured, mfu))
@@ -231,6 +232,12 @@ def plan(
         print(f"tokens    {work.tokens:,} in {config.train.steps:,} steps")
         print(f"FLOPs     {bound}{work.flops:.3g}{hint}")
         print(f"time      {time_line(seconds, bound)}")
+        saves = count_saves(config.save, config.train, work.weights, shapes.model(config.model).dtype.itemsize)
+        gib = f"{saves.checkpoint / budget.GIB:,.1f} GiB each, {describe_schedule(config.save, config.train)}"
+        print(f"saves     {saves.checkpoints:,} checkpoints of {gib}")
+        print(f"models    {saves.models:,} of {saves.model / budget.GIB:,.1f} GiB each")
+        written, most = (f"{size / budget.GIB:,.1f} GiB" for size in (saves.written, saves.most))
+        print(f"disk      {written} written in all, up to {most} there at a time")
         over = host_memory is not None and memory.hosts > host_memory * budget.GIB
         if over:
             when = "loads" if memory.host_load > memory.host else "trains"
@@ -256,8 +263,11 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
     """
     with _one_speaks():
         from torchtrain.config import dump_config, load_config
+        from torchtrain.planning.saves import describe_schedule
 
-        typer.echo(dump_config(load_config(file, overrides or [])), nl=False)
+        resolved = load_config(file, overrides or [])
+        typer.echo(dump_config(resolved), nl=False)
+        typer.echo(f"# saves {describe_schedule(resolved.save, resolved.train)}; `torchtrain plan` counts the bytes")
 
 
 @contextmanager

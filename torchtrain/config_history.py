@@ -11,7 +11,7 @@ from anchorline import settings
 from torchtrain.config import EXAMPLE, Config, fill_empty_sections
 
 # What a run did before a setting existed, only where today's default means something else.
-BEFORE = {"data": {"special_tokens": "control"}}
+BEFORE = {"data": {"special_tokens": "control"}, "save": {"asynchronous": False}}
 
 
 def load_config_of_run(path: str | Path, overrides: Sequence[str] = ()) -> Config:

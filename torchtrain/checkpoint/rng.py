@@ -47,9 +47,9 @@ def restore(states: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def write(folder: Path, rank: int) -> dict[str, FileEntry]:
-    """Write the states of this process; return the file's name with what it is."""
-    return {rng_file(rank): write_file(folder / rng_file(rank), safetensors.torch.save(capture()))}
+def write(folder: Path, rank: int, states: dict[str, Tensor]) -> dict[str, FileEntry]:
+    """Write what `capture` returned; return the file's name with what it is."""
+    return {rng_file(rank): write_file(folder / rng_file(rank), safetensors.torch.save(states))}
 
 
 def read(path: Path) -> None:

@@ -11,14 +11,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import DELETED, PARTIAL, FileEntry, commit, differs, remove, set_aside, write_file
 from torchtrain.checkpoint import fragments, rng
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
+from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import State
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.errors import OtherRankFailed
@@ -27,7 +25,6 @@ STEP = re.compile(r"step-\d{8,19}")
 # Files of a checkpoint.
 OWN = re.compile(r"manifest\.json|state-\d{5,}-\d{3,}\.safetensors|rng-\d{5,}\.safetensors")
 _LEFT = re.compile(rf"{STEP.pattern}(?:{re.escape(PARTIAL)}|{re.escape(DELETED)}(?:-\d+)?)")
-_Own = TypeVar("_Own")
 
 
 class Checkpoints:
@@ -74,12 +71,13 @@ class Checkpoints:
                 _remove(self.folder / name)
 
     def save(
-        self, state: State, manifest: Callable[[dict[str, FileEntry]], Manifest], step: int, keep: int, world: World
+        self, part: Part, manifest: Callable[[dict[str, FileEntry]], Manifest], step: int, keep: int, world: World
     ) -> int:
-        """Save a step's checkpoint, then remove all but the last `keep` good ones. All ranks call it.
+        """Save a step's checkpoint, then remove all but the last `keep` good ones. All ranks call it, one save at a
+        time; of a part that is staged a thread can, with a world of its own (`World.beside`).
 
         Args:
-            state: what the strategy holds, between two steps.
+            part: what this rank writes.
             manifest: makes the manifest of the files that all ranks wrote.
             step: steps done.
             keep: how many to keep, this one among them.
@@ -101,14 +99,13 @@ class Checkpoints:
                     _remove(partial)
                 partial.mkdir()
         with self._tell_faults(step, partial, world):
-            held = state.fragments()
-            own = fragments.share(held, world.rank, world.size) if state.everywhere else held
-            entries = fragments.write(partial, own, world.rank) | rng.write(partial, world.rank)
-        parts = _gather((entries, fragments.elements(own)), world)
+            entries = fragments.write(partial, part.fragments, world.rank)
+            entries |= rng.write(partial, world.rank, part.generators)
+        parts = world.gather((entries, fragments.elements(part.fragments)))
         with self._tell_faults(step, partial, world):
             files = {name: entry for of_rank, _ in parts for name, entry in of_rank.items()}
             if leads:
-                fragments.check_whole(state.parameters, [counts for _, counts in parts])
+                fragments.check_whole(part.parameters, [counts for _, counts in parts])
                 if unseen := [name for name in files if not (partial / name).is_file()]:
                     raise UserError(
                         f"{unseen[0]} of another node is not there: run.folder must be on a disk that all nodes share"
@@ -162,9 +159,18 @@ class Checkpoints:
                     f"{path}: {names[0]} is {manifest.parameters.get(names[0])} in the checkpoint and "
                     f"{state.parameters.get(names[0])} in the model; put back the model of the run"
                 )
-            fragments.read([path / name for name in manifest.files if name.startswith("state-")], state.fragments())
+            held = state.fragments()
+            own_part = fragments.share(held, world.rank, world.size) if state.everywhere else held
+            names = (name for name in manifest.files if name.startswith("state-"))
+            ordered = fragments.nearest(names, manifest.layout.processes, world.rank, world.size)
+            fragments.read([path / name for name in ordered], own_part)
             if (own := rng.rng_file(world.rank)) in manifest.files:
                 rng.read(path / own)
+        if state.everywhere:
+            for rank in range(world.size):
+                for fragment in fragments.share(held, rank, world.size):
+                    for kind in fragments.KINDS:
+                        world.give(fragment.tensors[kind], rank)
         state.updates = manifest.progress.updates
         state.weights_from_masters()
 
@@ -199,7 +205,7 @@ class Checkpoints:
         return Manifest.read(self.path(step))
 
     def verify(self, step: int, world: World = ALONE) -> None:
-        """Check this rank's share of a checkpoint's files.
+        """Check this rank's share of a checkpoint's files: those that it will read, where as many ranks wrote them.
 
         Raises:
             DamageError: a file is missing, cut off, changed, or not ours: names it.
@@ -208,13 +214,15 @@ class Checkpoints:
         manifest = Manifest.read(path)
         if manifest.progress.step != step:
             raise DamageError(f"{path}: its manifest is that of step {manifest.progress.step}")
-        if foreign := sorted(name for name in manifest.files if not OWN.fullmatch(name)):
+        if foreign := sorted(name for name in manifest.files if name == MANIFEST or not OWN.fullmatch(name)):
             raise DamageError(f"{path / MANIFEST}: {foreign[0]!r} is not a file of a checkpoint")
         known = {MANIFEST, *manifest.files}
         if strange := sorted(child.name for child in path.iterdir() if child.name not in known):
             raise DamageError(f"{path / strange[0]}: was not written by this run")
-        for name, entry in sorted(manifest.files.items())[world.rank :: world.size]:
-            _check(path / name, entry)
+        by_writer = sorted(manifest.files, key=lambda name: (fragments.rank_of(name), name))
+        for number, name in enumerate(by_writer):
+            if number * world.size // len(by_writer) == world.rank:
+                _check(path / name, manifest.files[name])
 
     def looks_good(self, step: int) -> bool:
         """Whether a checkpoint has its manifest and files of the right sizes; their content is not read."""
@@ -313,12 +321,3 @@ def _remove(folder: Path) -> None:
     """Remove a checkpoint's files and, where nothing else is in it, its folder. What a link leads to stays."""
     if not folder.is_symlink() and folder.is_dir():
         remove(folder, filter(OWN.fullmatch, os.listdir(folder)))
-
-
-def _gather(own: _Own, world: World) -> list[_Own]:
-    """What every rank has, by rank."""
-    if world.size == 1:
-        return [own]
-    found: list = [None] * world.size
-    dist.all_gather_object(found, own)
-    return found

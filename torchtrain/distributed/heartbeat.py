@@ -1,4 +1,5 @@
-"""Whether the other processes still live: a collective alone would wait for them for half an hour or for ever.
+"""Whether the other processes still live: a collective alone would wait for them for `distributed.timeout_minutes`,
+which are as many as an export of a large model takes, or for ever.
 
 Every rank writes a number that grows into the store that torchrun keeps, and watches that of the next rank: so each is
 watched, and the store is asked as often however many there are. Who finds one lost, or ends by a fault of its own,

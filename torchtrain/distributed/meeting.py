@@ -1,4 +1,6 @@
-"""Signals while the processes of a run meet: the call that waits is not Python's, and lasts half an hour."""
+"""Signals while the processes of a run meet: the call that waits is not Python's, and lasts as long as
+`distributed.timeout_minutes` says.
+"""
 
 import os
 import signal

@@ -11,7 +11,8 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,8 @@ class World:
     sequence_parallel: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host: dist.ProcessGroup | None = None  # process group of numbers on the host; None: the default one takes them
+    group: dist.ProcessGroup | None = None  # of what ranks tell one another; None: the default one
+    aside: dist.ProcessGroup | None = None  # of a thread that works while the program goes on; None: there is none
 
     @property
     def data_parallel(self) -> int:
@@ -66,10 +69,25 @@ class World:
         dist.all_reduce(total, group=self.host)
         return total.tolist()
 
+    def beside(self) -> "World":
+        """Return the place of a thread that works while the program goes on: what it tells other ranks' threads of its
+        kind never meets what the program tells them.
+        """
+        assert self.size == 1 or self.aside is not None, "joined without a group for it"
+        return replace(self, group=self.aside, device=torch.device("cpu"))
+
     def wait(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def gather(self, own: _Value) -> list[_Value]:
+        """Return what every rank has, by rank."""
+        if self.size == 1:
+            return [own]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self.group)
+        return found
 
     def from_first(self, value: _Value) -> _Value:
         """Return what rank 0 gives: of a disk that is shared, another node may see what was there a while ago."""
@@ -78,6 +96,11 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def give(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill a tensor on all ranks with that of one."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=rank)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -101,8 +124,7 @@ class World:
             if mistake is not None:
                 raise mistake
             return
-        told: list[str | None] = [None] * self.size
-        dist.all_gather_object(told, None if mistake is None else str(mistake))
+        told = self.gather(None if mistake is None else str(mistake))
         speaker = next((rank for rank, text in enumerate(told) if text is not None), None)
         if speaker is None:
             return
@@ -188,13 +210,15 @@ def join(config: Config) -> Iterator[World]:
     if size == 1 and config.distributed.zero_stage == 0:
         yield World(device=device)
         return
-    backend, host = "nccl" if cuda else "gloo", None
+    backend, host, aside = "nccl" if cuda else "gloo", None, None
+    patience = timedelta(minutes=config.distributed.timeout_minutes)
     if size > 1:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         try:
             with obey_signals(rank, place):
-                dist.init_process_group(backend, device_id=device if cuda else None)
-                host = _join_hosts() if cuda else None
+                dist.init_process_group(backend, timeout=patience, device_id=device if cuda else None)
+                host = _join_hosts(patience) if cuda else None
+                aside = _join_hosts(patience) if config.save.asynchronous else None
         except dist.DistError as error:
             reason = quoted_reason(str(error).partition("\n")[0])
             raise UserError(
@@ -203,8 +227,8 @@ def join(config: Config) -> Iterator[World]:
             ) from None
     else:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    world = World(rank, size, config.distributed.sequence_parallel, device, host)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+    world = World(rank, size, config.distributed.sequence_parallel, device, host, aside=aside)
     ended = False
     try:
         with heartbeat(rank, size):
@@ -221,10 +245,10 @@ def join(config: Config) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _join_hosts() -> Any:  # torch: a group, or a number for who is not in it
-    """Make a group for what lies on the host, which NCCL does not take."""
+def _join_hosts(patience: timedelta) -> Any:  # torch: a group, or a number for who is not in it
+    """Make a group for what lies on the host: NCCL does not take it, and a thread must not use the program's group."""
     try:
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo", timeout=patience)
     except RuntimeError as error:  # of gloo, where a host's name leads to an address that others cannot reach
         if isinstance(error, dist.DistError):
             raise

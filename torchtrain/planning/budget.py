@@ -17,7 +17,8 @@ summed in, and the largest weight, which a check gathers. Each host process hold
 one weight that is read and its tied one, and then its part, which DeepSpeed moves to the host and back. (Of a file of
 the run's dtype they are only mapped.)
 
-What `distributed.offload` keeps in host memory does not count for the GPU. `torchtrain/tests/shapes_only` holds all of
+What `distributed.offload` keeps in host memory does not count for the GPU, nor does the copy of the state there that a
+save beside the steps is written from (`save.asynchronous`). `torchtrain/tests/shapes_only` holds all of
 it against what DeepSpeed and the step make.
 """
 
@@ -39,6 +40,7 @@ from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import find_published, open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter, peak_of
 from torchtrain.planning.memory import Shapes
+from torchtrain.planning.saves import STATE_BYTES
 from torchtrain.training.events import read_metrics
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class Memory:
     optimizer: int
     activations: int  # with the logits of a chunk
     load: int  # on each GPU before the first step
-    host: int  # while it trains
+    host: int  # while it trains and saves
     host_load: int  # before that
 
     @property
@@ -129,6 +131,9 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     if offload == "all":
         host, weights = host + weights, 0
 
+    # What a save beside the steps is written from; every process holds its share.
+    staged = STATE_BYTES * count if config.save.asynchronous and any(config.save.schedule(config.train.steps)) else 0
+
     rows_at_a_time = config.train.micro_batch * (processes // config.distributed.sequence_parallel)
     again = config.train.sequences_per_step > rows_at_a_time
     passes = shapes.run(config)
@@ -164,7 +169,7 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         gradients=gradients + summed,
         optimizer=optimizer,
         activations=activations,
-        host=host * processes,
+        host=host * processes + staged,
         load=_load(bytes_each, count, largest, part, config),
         host_load=_host_load(bytes_each, count, largest, part, config) * processes,
     )

@@ -6,6 +6,7 @@ goes on from there.
 """
 
 import errno
+import itertools
 import json
 import os
 import platform
@@ -16,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from anchorline.errors import UserError, disk_fault, one_line
 from anchorline.files import (
@@ -38,7 +41,8 @@ from anchorline.files import (
 )
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.checkpoint.store import STEP, step_of
-from torchtrain.config import Config, dump_config
+from torchtrain.config import Config, SaveConfig, dump_config
+from torchtrain.config_history import restore_meaning
 from torchtrain.run.inventory import MODEL_FOLDER, TRANSFORMERS, Inventory, find_change
 from torchtrain.run.lock import at_work, claim, hold, is_held
 from torchtrain.run.outputs import MODEL, Outputs
@@ -250,9 +254,14 @@ class RunFolder:
         """
         if self.timing.exists():
             return last_saved(read_metrics(self.timing))
-        every = self.check_run()["config"].get("save", {}).get("every", 0)
+        config = self.check_run()["config"]
         done = max((event["step"] for event in read_metrics(self.metrics) if event["event"] == "step"), default=0)
-        return every if every and done > every else None
+        try:
+            save = SaveConfig.model_validate(restore_meaning(config).get("save", {}))
+        except ValidationError:
+            raise UserError(f"{self.record}: is damaged: it lacks the config of its run; put it back") from None
+        first = next(itertools.chain(*save.schedule(config["train"]["steps"])), None)
+        return first if first is not None and done > first else None
 
     def check_shared(self, record: FileEntry) -> None:
         """Check that this rank sees the run that rank 0 does.

@@ -168,24 +168,27 @@ class _Run:
             before = session.before = session.before or self._measure_held_out(session, journal)
             tokens_before, seconds = session.tokens_seen, 0.0
             journal.begin_steps(session.step, self.started, resumed=checkpoint is not None)
-            with self.termination.defer():
-                session.export_if_kept()  # of the step that was saved last, if the run was interrupted right then
-                for step in take_steps(
-                    config.train, setup, strategy, counter, session.guard, session.step, session.tokens_seen
-                ):
-                    session.note(step.number, step.tokens_seen)
-                    journal.write_step(step)
-                    seconds += step.seconds
-                    if session.due:
-                        session.save()
-                        session.export_if_kept()
-                    self._stop_if_asked(session)
-                after = self._measure_held_out(session, journal, lambda: self._stop_if_asked(session))
-                if session.saved:  # else all would be lost: the run comes to its end
-                    self.termination.obey()
-                self.say(f"exporting to {folder.model}")
-                session.export(folder.model)  # which refuses weights that are not finite
-            self._finish(session.step)
+            with self._see_through(session):
+                with self.termination.defer():
+                    session.export_if_kept()  # of the step that was saved last, if the run was interrupted right then
+                    for step in take_steps(
+                        config.train, setup, strategy, counter, session.guard, session.step, session.tokens_seen
+                    ):
+                        session.note(step.number, step.tokens_seen)
+                        journal.write_step(step)
+                        seconds += step.seconds
+                        if session.due:
+                            session.save()
+                            session.export_if_kept()
+                        self._attend(session)
+                    after = self._measure_held_out(session, journal, lambda: self._attend(session))
+                    session.settle()
+                    self._attend(session)
+                    if session.saved:  # else all would be lost: the run comes to its end
+                        self.termination.obey()
+                    self.say(f"exporting to {folder.model}")
+                    session.export(folder.model)  # which refuses weights that are not finite
+                self._finish(session.step)
         tokens = session.tokens_seen - tokens_before
         speed = tokens / seconds if seconds else 0.0
         return Result(before, after, session.tokens_seen, speed, folder.model) if self.leads else None
@@ -224,18 +227,31 @@ class _Run:
         journal.tell("evaluation", session.step, event)
         return losses
 
-    def _stop_if_asked(self, session: Session) -> None:
-        """Save and stop if any rank was sent SIGTERM.
+    def _attend(self, session: Session) -> None:
+        """Between two steps: see whether a save has been written, and save and stop if any rank was sent SIGTERM.
 
         Raises:
+            UserError, OtherRankFailed: a save could not be written.
             Terminated: on all ranks.
         """
-        (asked,) = self.world.sum([float(self.termination.asked)])
+        asked, written = self.world.sum([float(self.termination.asked), float(session.written)])
+        if written == self.world.size:
+            session.settle()
         if asked:
-            session.save()
+            session.save(wait=True)
             saved = f"stopped by SIGTERM after step {session.step}, which is saved"
             advice = f"to go on: torchtrain resume {self.folder.path}"
             raise Terminated(f"{saved}; {advice}" if self.leads else "", agreed=True)
+
+    @contextmanager
+    def _see_through(self, session: Session) -> Iterator[None]:
+        """As `Session.see_through`; SIGTERM, which torchrun sends on when one of its processes has ended, waits."""
+        with session.see_through():
+            try:
+                yield
+            except BaseException:
+                self.termination.note()
+                raise
 
     def _finish(self, step: int) -> None:
         """Draw the losses, and write down that the run has left everything."""

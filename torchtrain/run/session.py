@@ -1,8 +1,12 @@
 """A run from the side of what it leaves: where it stands, its files, and how both are taken up again."""
 
+import itertools
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,14 @@ from safetensors import SafetensorError
 
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import FileEntry
+from torchtrain.checkpoint.background import Background
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
-from torchtrain.checkpoint.state import state_of
+from torchtrain.checkpoint.part import Part
+from torchtrain.checkpoint.state import State, state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, SaveConfig
 from torchtrain.distributed.world import World
+from torchtrain.errors import OtherRankFailed, Terminated
 from torchtrain.modeling.finite import first_not_finite
 from torchtrain.modeling.save import reader_notes
 from torchtrain.run.export import export
@@ -59,14 +66,16 @@ class Session:
         self.step, self.tokens_seen = 0, 0
         self.before: HeldOut | None = None
         self.guard = self._guard()
-        self._saved: int | None = None
+        self._background = Background()
+        self._begun: int | None = None  # the step of the last save; it may still be being written
+        self._saved: int | None = None  # the last that is known to be whole
 
     def take_up(self, manifest: Manifest) -> None:
         """Give strategy, counters and generators what a checkpoint holds."""
         self.checkpoints.load(state_of(self.strategy), manifest, self.strategy.world)
         progress = manifest.progress
         self.step, self.tokens_seen = progress.step, progress.tokens_seen
-        self._saved = progress.step
+        self._begun = self._saved = progress.step
         with self.strategy.world.together():
             if self._leads:  # it may have been interrupted before it came to that
                 self.checkpoints.retain(self._config.save.keep, progress.step)
@@ -85,54 +94,138 @@ class Session:
 
         The last one does, so that nothing is lost while the model is evaluated and exported.
         """
-        every, last = self._config.save.every, self._config.train.steps
-        return bool(every) and self.step > 0 and (self.step % every == 0 or self.step == last)
+        return any(self.step in steps for steps in self._config.save.schedule(self._config.train.steps))
 
     @property
     def saved(self) -> bool:
-        """Whether there is a checkpoint of this step."""
+        """Whether there is a checkpoint of this step, whole."""
         return self._saved == self.step
 
-    def save(self) -> None:
+    def save(self, wait: bool = False) -> None:
         """Save a checkpoint of this step, unless it is the one that was taken up or saved last.
 
+        With `save.asynchronous` it is copied to host memory here, and written while training goes on; a save before it
+        that is still being written is waited for first. Until `settle` has returned it may not be there.
+
+        Args:
+            wait: until it is written.
+
         Raises:
-            UserError: it cannot be written; see `Checkpoints.save`. Or weights or moments are not finite: nothing comes
-                of them.
+            UserError: it, or the one before, cannot be written; see `Checkpoints.save`. Or weights or moments are not
+                finite: nothing comes of them.
         """
-        if self.saved:
+        if self._begun == self.step:
+            if wait:
+                self.settle()
             return
         started = time.perf_counter()
-        world = self.strategy.world
-        state = state_of(self.strategy)
+        self.settle()
         self._check_finite()
-        updates = state.updates
+        world, state = self.strategy.world, state_of(self.strategy)
+        part = Part(state, world)
+        with world.together():
+            manifest = self._manifest(state)
+        self._begun = self.step
+        if wait or not self._config.save.asynchronous:
+            self._write(self.step, part, manifest, world, started)
+            self._saved = self.step
+        else:
+            part.stage()
+            held = time.perf_counter() - started
+            write = partial(self._write, self.step, part, manifest, world.beside(), started, held)
+            self._background.begin(write)
 
-        def manifest(files: dict[str, FileEntry]) -> Manifest:
-            assert self.before is not None
-            return Manifest(
-                progress=RunProgress(
-                    step=self.step,
-                    updates=updates,
-                    tokens_seen=self.tokens_seen,
-                    skipped_steps=self.guard.skipped,
-                    recent_losses=list(self.guard.recent),
-                    before=[(mean.total, mean.tokens) for mean in self.before.means()],
-                    metrics=self._metrics.settle(),
-                ),
-                layout=layout_of(self._config, self.setup, world),
-                config=self._config.model_dump(mode="json"),
-                identity=self.setup.identity,
-                versions=versions(),
-                parameters=state.parameters,
-                files=files,
-            )
+    def _manifest(self, state: State) -> Callable[[dict[str, FileEntry]], Manifest]:
+        """Return what makes the manifest of this step's files; nothing that it says changes any more."""
+        assert self.before is not None
+        rest = Manifest(
+            progress=RunProgress(
+                step=self.step,
+                updates=state.updates,
+                tokens_seen=self.tokens_seen,
+                skipped_steps=self.guard.skipped,
+                recent_losses=list(self.guard.recent),
+                before=[(mean.total, mean.tokens) for mean in self.before.means()],
+                metrics=self._metrics.settle(),
+            ),
+            layout=layout_of(self._config, self.setup, self.strategy.world),
+            config=self._config.model_dump(mode="json"),
+            identity=self.setup.identity,
+            versions=versions(),
+            parameters=state.parameters,
+            files={},
+        )
+        return lambda files: rest.model_copy(update={"files": files})
 
-        size = self.checkpoints.save(state, manifest, self.step, self._config.save.keep, world)
-        self._saved = self.step
+    def _write(
+        self,
+        step: int,
+        part: Part,
+        manifest: Callable[[dict[str, FileEntry]], Manifest],
+        world: World,
+        started: float,
+        held: float | None = None,
+    ) -> None:
+        """Write a step's checkpoint, by the program or by a thread beside it; say so.
+
+        Args:
+            step: steps done when it was begun.
+            part, manifest, world: as for `Checkpoints.save`.
+            started: when that was, by `time.perf_counter`.
+            held: seconds that training waited; None: until all is written.
+        """
+        size = self.checkpoints.save(part, manifest, step, self._config.save.keep, world)
         seconds = time.perf_counter() - started
-        self._timing.write("save", {"step": self.step, "seconds": seconds, "bytes": size})
-        self._say(f"saved     step {self.step:,}: {size / 2**20:,.1f} MiB in {seconds:.1f} s")
+        event = {"step": step, "seconds": seconds, "held": seconds if held is None else held, "bytes": size}
+        self._timing.write("save", event)
+        waited = "" if held is None else f", training waited {held:.1f} s"
+        self._say(f"saved     step {step:,}: {size / 2**20:,.1f} MiB in {seconds:.1f} s{waited}")
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's work on a save beside the steps has come to an end that nobody has looked at yet.
+
+        Raises:
+            Exception: it ended by a fault that the other ranks do not know of.
+        """
+        return self._background.has_ended()
+
+    def settle(self) -> None:
+        """Wait for the save that is being written beside the steps, if there is one. All ranks call it.
+
+        Raises:
+            UserError: it could not be written; see `Checkpoints.save`.
+        """
+        if self._background.busy:
+            self._background.finish()
+            self._saved = self._begun
+
+    @contextmanager
+    def see_through(self) -> Iterator[None]:
+        """However the block ends, do not leave a save half-written that can be whole: it was asked for before.
+
+        Raises:
+            Exception: what the block raised; with it, or in its place where it says only that the run was stopped, what
+                the save was stopped by.
+        """
+        try:
+            yield
+            self.settle()
+        except BaseException as error:
+            fault: BaseException | None = None
+            if self._background.busy:
+                try:
+                    with self._last_interrupt():
+                        self.settle()
+                except BaseException as found:
+                    fault = found
+            if isinstance(fault, UserError):
+                if isinstance(error, UserError):
+                    raise UserError(f"{error}; {fault}") from None
+                if isinstance(error, KeyboardInterrupt | Terminated | OtherRankFailed):
+                    raise fault from None
+                error.add_note(f"Besides: {fault}")
+            raise
 
     def export(self, target: Path) -> None:
         """Leave the model as it is now in a folder, unless it is there already: a step always gives the same one.
@@ -163,7 +256,7 @@ class Session:
                     with suppress(OSError, UserError):
                         folder.drop_export()
                     why = disk_fault(error) if isinstance(error, OSError) else str(error)
-                    safe = f"step {self.step} is saved" if self.saved else "save.every is 0, so nothing is saved"
+                    safe = "nothing is saved yet" if self._saved is None else f"step {self._saved} is saved"
                     raise UserError(
                         f"{target}: the model could not be written: {why}; {safe}; "
                         f"mend that, then: torchtrain resume {self._folder.path}"
@@ -176,6 +269,22 @@ class Session:
         """Export this step's model if it is one of the last that `save.last` keeps; the trained one comes later."""
         if self.step in exported_steps(self._config.save, self._config.train.steps):
             self.export(self._folder.exports / f"step-{self.step:08d}")
+
+    @contextmanager
+    def _last_interrupt(self) -> Iterator[None]:
+        """Say that a save is waited for, which Ctrl-C gives up; of many processes torchrun sends it on once more, and
+        kills them after 30 s.
+        """
+        alone = self.strategy.world.size == 1
+        self._say(f"waiting   for the checkpoint of step {self._begun:,}" + ("; Ctrl-C gives it up" if alone else ""))
+        if alone or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _check_finite(self) -> None:
         with self.strategy.world.together():
@@ -211,5 +320,7 @@ def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
 
 def exported_steps(save: SaveConfig, steps: int) -> list[int]:
     """Return the steps whose models `save.last` keeps besides the trained one's: the last that save before the end."""
-    before_the_end = range(save.every, steps, save.every) if save.every else range(0)
-    return list(before_the_end)[len(before_the_end) - min(save.last - 1, len(before_the_end)) :]
+    every, final = save.schedule(steps)
+    backwards = itertools.chain(reversed(final), reversed(every))
+    before_the_end = (step for step in backwards if step < steps)
+    return sorted(itertools.islice(before_the_end, save.last - 1))

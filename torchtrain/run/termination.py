@@ -44,6 +44,10 @@ class Termination:
         finally:
             self._noting = False
 
+    def note(self) -> None:
+        """Only set `asked` from here on."""
+        self._noting = True
+
     def obey(self) -> None:
         """Obey the signal at once again, before the block of `defer` ends."""
         self._noting = False

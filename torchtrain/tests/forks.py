@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -72,7 +73,8 @@ class Forks:
                 argument stands for the process's. `trace`: `strace` sends process `rank` (default 0) the signal
                 `signal` as its main thread begins the `when`th system call named `call`; of SIGKILL `group` sends it to
                 the others as well, of SIGSTOP it goes on after `pause` seconds. With `calls`, a list, and no `call` it
-                is only counted: the answer has `counts`.
+                is only counted: the answer has `counts`. With `save` it is the thread that writes the process's
+                `save`th checkpoint beside the steps whose calls count, and no other's.
 
         Returns:
             `codes`, one a process, and `seconds`, until each was gone.
@@ -102,7 +104,8 @@ def _cut_line(file: Any, *_: Any) -> None:
     _die()
 
 
-def _half(path: Path, content: bytes) -> None:
+def _half(path: Path, *parts: bytes | memoryview) -> None:
+    content = b"".join(parts)
     path.write_bytes(content[: len(content) // 2])
     _die()
 
@@ -157,6 +160,23 @@ def arm(phase: str, nth: int, number: int, error: int | str | None) -> None:
     setattr(target, leaf, replaced)
 
 
+def _await_tracer(nth: int, told: int, go: int) -> None:
+    """Let the thread that writes the `nth` checkpoint beside the steps say who it is, and wait until it is traced."""
+    from torchtrain.checkpoint.background import Background
+
+    real, calls = Background._run, 0
+
+    def run(background: Background, work: Callable[[], None]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            os.write(told, threading.get_native_id().to_bytes(4, "little"))
+            os.read(go, 1)
+        real(background, work)
+
+    Background._run = run
+
+
 def _child(request: dict[str, Any], rank: int, port: int) -> None:
     main = importlib.import_module(request.get("main", "torchtrain.cli")).main
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -187,11 +207,20 @@ def _child(request: dict[str, Any], rank: int, port: int) -> None:
         os._exit(code)
 
 
-def _trace(trace: dict[str, Any], children: list[int], go: int, started: float) -> dict[str, Any]:
-    """Let the children go once one of them is traced; wait for all."""
+def _trace(
+    trace: dict[str, Any], children: list[int], go: int, started: float, thread: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Let the children go once one of them, or the thread that is asked for, is traced; wait for all."""
     target, number = children[trace.get("rank", 0)], trace.get("signal", signal.SIGKILL)
+    if thread is not None:
+        os.write(go, b"." * len(children))
+        told, go = thread
+        if not (said := os.read(told, 4)):  # all ended without a save of that number
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+            return {"codes": codes, "seconds": [time.perf_counter() - started], "counts": {}, "stopped": False}
+        target = int.from_bytes(said, "little")
     with tempfile.NamedTemporaryFile("r") as log:
-        command = ["strace", "-f", "-qq", "-o", log.name, "-p", str(target)]
+        command = ["strace", *(["-f"] if thread is None else []), "-qq", "-o", log.name, "-p", str(target)]
         if "call" in trace:
             name = signal.Signals(number).name
             command += [
@@ -207,7 +236,6 @@ def _trace(trace: dict[str, Any], children: list[int], go: int, started: float) 
             assert tracer.poll() is None, "strace does not trace here"
             time.sleep(0.001)
         os.write(go, b"." * len(children))
-        os.close(go)
         codes, left, stopped, still = {}, dict(enumerate(children)), False, time.monotonic()
         killed = math.inf
         while left:
@@ -225,7 +253,7 @@ def _trace(trace: dict[str, Any], children: list[int], go: int, started: float) 
                     if codes[rank] == -signal.SIGKILL and trace.get("group"):
                         for other in left.values():
                             os.killpg(other, signal.SIGKILL)
-                elif number == signal.SIGSTOP and child == target:
+                elif number == signal.SIGSTOP and rank == trace.get("rank", 0):
                     # Every call that is traced stops it, too, for an instant.
                     if _state(child) != "T":
                         still = time.monotonic()
@@ -233,10 +261,9 @@ def _trace(trace: dict[str, Any], children: list[int], go: int, started: float) 
                         stopped, still = True, time.monotonic()
                         os.kill(child, signal.SIGCONT)
         tracer.wait()
-        lines = [line.split() for line in log.read().splitlines()]
-    calls = collections.Counter(
-        line[1].partition("(")[0] for line in lines if line[0] == str(target) and "(" in line[1]
-    )
+        lines = [line.split(maxsplit=1) for line in log.read().splitlines()]
+    own = [line[1] for line in lines if line[0] == str(target)] if thread is None else [line[0] for line in lines]
+    calls = collections.Counter(line.partition("(")[0] for line in own if "(" in line)
     seconds = time.perf_counter() - started
     return {"codes": [codes[rank] for rank in sorted(codes)], "seconds": [seconds], "counts": calls, "stopped": stopped}
 
@@ -270,21 +297,30 @@ def _serve() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         children = []
-        ready, go = os.pipe()
+        trace = request.get("trace")
+        (ready, go), (told, tell), (traced, go_on) = os.pipe(), os.pipe(), os.pipe()
         for rank in range(request.get("processes", 1)):
             children.append(os.fork())
             if children[-1] == 0:
                 os.close(go)
-                if "trace" in request:
+                os.close(go_on)
+                if trace is not None:
                     os.setpgid(0, 0)
                     os.read(ready, 1)
+                    if "save" in trace and rank == trace.get("rank", 0):
+                        _await_tracer(trace["save"], tell, traced)
                 os.close(ready)
                 _child(request, rank, port)
-        os.close(ready)
-        if "trace" in request:
-            print(json.dumps(_trace(request["trace"], children, go, started)), file=answers, flush=True)
+        for end in (ready, tell, traced):
+            os.close(end)
+        if trace is not None:
+            thread = (told, go_on) if "save" in trace else None
+            answer = _trace(trace, children, go, started, thread)
+            print(json.dumps(answer), file=answers, flush=True)
+        for end in (go, told, go_on):
+            os.close(end)
+        if trace is not None:
             continue
-        os.close(go)
         if (delay := request.get("signal_after")) is not None:
             time.sleep(delay)
             for rank, child in enumerate(children):

@@ -17,6 +17,8 @@ from torchtrain.tests.runs import Place, make_place
 from torchtrain.training import step
 
 QUIET = Console(quiet=True)
+# So that it is certain which checkpoints there are when a run is killed in a step.
+WAITING = "save.asynchronous=false"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def straight(place) -> Path:
 @pytest.fixture
 def interrupted(place, straight, request) -> str:
     """The name of a run that was killed in its fifth step, with checkpoints of steps 2 and 4."""
-    assert place.train(request.node.name, at="gradient", nth=5) == -signal.SIGKILL
+    assert place.train(request.node.name, WAITING, at="gradient", nth=5) == -signal.SIGKILL
     return request.node.name
 
 
@@ -73,7 +75,7 @@ def done(place, straight, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def stopped(place, straight) -> Path:
     """A run that was killed in its fifth step; copy it before it is changed."""
-    assert place.train("stopped", at="gradient", nth=5) == -signal.SIGKILL
+    assert place.train("stopped", WAITING, at="gradient", nth=5) == -signal.SIGKILL
     return place.folder / "stopped"
 
 

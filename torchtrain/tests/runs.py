@@ -77,7 +77,9 @@ def unprivileged() -> Iterator[None]:
 
 
 def content(run: Path) -> dict[str, Any]:
-    """All that a run leaves and that does not say how long it took, or where it lies."""
+    """All that a run leaves and that does not say how long it took, where it lies, or whether training waited for its
+    saves.
+    """
     found: dict[str, Any] = {}
     for path in run.rglob("*"):
         name = str(path.relative_to(run))
@@ -85,7 +87,7 @@ def content(run: Path) -> dict[str, Any]:
             found[name] = path.read_bytes()
             if path.name == MANIFEST:
                 manifest = Manifest.read(path.parent).model_dump()
-                del manifest["config"]["run"]["folder"]
+                del manifest["config"]["run"]["folder"], manifest["config"]["save"]["asynchronous"]
                 found[name] = manifest
     return found
 

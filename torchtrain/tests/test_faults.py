@@ -71,11 +71,17 @@ def test_sigterm_before_there_is_a_run(place):
     assert not (place.folder / "term-early").exists()
 
 
-def test_sigterm_while_saving_lets_the_save_end(place, straight):
-    assert place.train("term-save", at="manifest", nth=2, signal=signal.SIGTERM) == 143
-    assert "after step 4, which is saved" in place.last_line("term-save")
-    assert place.resume("term-save") == 0
-    assert_same(place.folder / "term-save", straight)
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_sigterm_while_saving_lets_the_save_end(place, straight, asynchronous):
+    kept = {"4, which": [2, 4], "5, which": [4, 5], "6, which": [4, 6]}  # the step that training is in meanwhile
+    name = f"term-save-{asynchronous}"
+    more = f"save.asynchronous={asynchronous}"
+    assert place.train(name, more, at="manifest", nth=2, signal=signal.SIGTERM) == 143
+    (steps,) = [steps for step, steps in kept.items() if f"after step {step} is saved" in place.last_line(name)]
+    assert steps == [2, 4] or asynchronous == "true"
+    assert Checkpoints(place.folder / name / "checkpoints").steps() == steps
+    assert place.resume(name) == 0
+    assert_same(place.folder / name, straight)
 
 
 # --- who may work where -----------------------------------------------------------------------------------------------

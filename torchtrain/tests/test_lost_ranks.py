@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.tests.run_fixtures import WAITING
 from torchtrain.tests.runs import assert_same
 from torchtrain.training.events import read_metrics
 
@@ -112,7 +113,7 @@ ALONE = ("distributed.zero_stage=0", "distributed.sequence_parallel=1")
 
 def test_a_missing_file_of_a_rank_and_another_number_of_processes(place, straight_on_two):
     """From two processes to one and back to two, otherwise spread: the rows stay the same."""
-    assert place.train("moved", *TWO, processes=2, at="gradient", nth=3) == [-signal.SIGKILL] * 2
+    assert place.train("moved", *TWO, WAITING, processes=2, at="gradient", nth=3) == [-signal.SIGKILL] * 2
     lost = place.folder / "moved" / "checkpoints" / "step-00000002" / "state-00001-000.safetensors"
     kept = lost.read_bytes()
     lost.unlink()

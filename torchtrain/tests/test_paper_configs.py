@@ -10,6 +10,7 @@ from torchtrain.config import BASE_VARIANTS, PAPER_ROPE_THETA, Config, Source, l
 from torchtrain.data.corpus import Document, read
 from torchtrain.modeling.source import published_models
 from torchtrain.planning.budget import model_config
+from torchtrain.run.session import exported_steps
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))
@@ -30,7 +31,10 @@ def test_the_recipe(paper):
     assert config.data.sources[0].domain_field == "meta.redpajama_set_name"
     assert config.model.dtype == "bfloat16"
     assert config.run.folder == f"runs/{path.stem}"
-    assert (config.save.every, config.save.last) == (10, 5)
+    saved = [step for steps in config.save.schedule(train.steps) for step in steps]
+    assert saved == [*range(100, 2000, 100), *range(1960, 2001, 10)]
+    # The models of the last five are kept to be averaged, however few checkpoints are.
+    assert [*exported_steps(config.save, train.steps), train.steps] == [1960, 1970, 1980, 1990, 2000]
 
 
 def test_the_corpus_holds_the_tokens_of_the_run(paper):

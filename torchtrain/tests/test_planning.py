@@ -190,7 +190,10 @@ def test_each_stage_spreads_one_thing_more(config_of):
     assert [stage.weights for stage in stages] == [2 * count] * 3 + [-(-2 * count // 4) + gathered]
     offloaded = memory("distributed.zero_stage=3", "distributed.offload=all")
     assert (offloaded.optimizer, offloaded.weights, offloaded.gradients) == (0, gathered, 4 * BUCKET)
-    assert offloaded.host == 4 * (3 * count + count + -(-2 * count // 4))
+    kept = 4 * (3 * count + count + -(-2 * count // 4))
+    assert offloaded.host == kept + 12 * count, "with the copy that a save is written from"
+    again = "distributed.zero_stage=3", "distributed.offload=all"
+    assert memory(*again, "save.asynchronous=false").host == memory(*again, "save.every=0").host == kept
     assert offloaded.host_load == 4 * (-(-2 * count // 4) + 2 * 2 * largest)
     assert offloaded.load == 4 * BUCKET + 2 * largest
     assert [s.host_load for s in stages] == [4 * 2 * count] * 3 + [4 * max(4 * largest, -(-2 * count // 4))]
@@ -230,6 +233,12 @@ def test_7b_at_128k_fits_on_eight_gpus_of_80_gib_in_the_papers_setting(call):
     assert "tokens    2,097,152,000 in 2,000 steps" in result.stdout
     assert "at most" not in result.stdout
     assert "host memory, all processes, while training" in result.stdout
+    gib = 6_738_415_616 / 2**30  # a byte for each weight
+    said = f"{12 * gib:.1f} GiB each, after step 100, 200 ... 1,900, then 1,960, 1,970 ... 2,000"
+    assert f"saves     24 checkpoints of {said}" in result.stdout
+    assert f"models    5 of {2 * gib:.1f} GiB each" in result.stdout
+    written, most = (24 * 12 + 5 * 2) * gib, (3 * 12 + 5 * 2) * gib
+    assert f"disk      {written:,.1f} GiB written in all, up to {most:.1f} GiB there at a time" in result.stdout
 
     plain = ["distributed.sequence_parallel=1", "distributed.zero_stage=0", "distributed.offload=none"]
     result = call(paper, *plain, "-n", 8)

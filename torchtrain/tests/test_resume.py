@@ -2,6 +2,7 @@
 does.
 """
 
+import random
 import signal
 from pathlib import Path
 
@@ -76,10 +77,24 @@ def test_a_run_killed_again_and_again_gets_through(place, straight):
     assert all(e["since_start"] > e["seconds"] for e in first), "time to the first step after resuming"
 
 
+@pytest.fixture(scope="module")
+def killer(place) -> kills.Killer:
+    return kills.Killer(place, seed=0)
+
+
 @pytest.mark.skipif(not kills.CAN, reason="needs strace")
-def test_runs_killed_at_counted_system_calls_end_the_same(place):
+def test_runs_killed_as_a_thread_writes_a_checkpoint_end_the_same(killer):
+    """Some of the places of `benchmarks/soak.sh --saves`: files of the state half-written, a rename, a removal."""
+    places = killer.places_of_saves("alone")
+    assert {"mkdir", "openat", "write", "fsync", "rename", "unlink"} <= {call for _, call, _ in places}
+    drawn = [random.Random(0).choice([place for place in places if place[1] == call]) for call in ("write", "fsync")]
+    drawn += [place for place in places if place[:2] == (3, "rename")][-1:]
+    assert [killer.run_killed_in_save("alone", *place).fault for place in drawn] == [None] * 3
+
+
+@pytest.mark.skipif(not kills.CAN, reason="needs strace")
+def test_runs_killed_at_counted_system_calls_end_the_same(killer):
     """A small, seeded part of benchmarks/soak.sh."""
-    killer = kills.Killer(place, seed=0)
     runs = [killer.run(number, per_run=4) for number in (2, 5)]
     assert [run.fault for run in runs] == [None, None]
     assert sum(run.kills for run in runs) >= 2, "the calls that are drawn are made"

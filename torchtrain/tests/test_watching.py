@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anchorline.errors import UserError
-from torchtrain.config import SaveConfig, load_config
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.config import FinalSaves, SaveConfig, load_config
 from torchtrain.run import recipe
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.session import exported_steps
@@ -136,6 +139,64 @@ def test_which_models_are_kept(every, last, steps, expected):
     assert exported_steps(SaveConfig(every=every, last=last), steps) == expected
 
 
+def slow_schedule(save: SaveConfig, steps: int) -> list[int]:
+    """Step by step, what `SaveConfig.schedule` says of all of them."""
+    saved = []
+    for step in range(1, steps + 1):
+        at_end = save.final is not None and step > steps - save.final.steps
+        by_final = at_end and (steps - step) % save.final.every == 0
+        by_every = bool(save.every) and not at_end and step % save.every == 0
+        last = step == steps and bool(save.every or save.final)
+        if by_final or by_every or last:
+            saved.append(step)
+    return saved
+
+
+@given(
+    every=st.integers(0, 12),
+    final=st.none() | st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
+    last=st.integers(1, 6),
+    steps=st.integers(1, 40),
+)
+def test_which_steps_save(every, final, last, steps):
+    """Before the end by `every`, then by `final`, counted back from the last step, which saves."""
+    if not every and final is None:
+        last = 1
+    of_end = None if final is None else FinalSaves(steps=final[0], every=final[1])
+    save = SaveConfig(every=every, final=of_end, last=last)
+    saved = [step for part in save.schedule(steps) for step in part]
+    assert saved == slow_schedule(save, steps)
+    before = [step for step in saved if step < steps]
+    assert exported_steps(save, steps) == before[max(0, len(before) - last + 1) :]
+
+
+def test_the_schedule_of_the_end(place):
+    with pytest.raises(UserError, match=r"save.final: every 10 is more than steps 5; lower it"):
+        load_config(place.config, ["save.final.steps=5", "save.final.every=10"])
+    with pytest.raises(UserError, match=r"save.final.every: missing; add it"):
+        load_config(place.config, ["save.final.steps=5"])
+    assert load_config(place.config, ["save.every=0", "save.final.steps=5", "save.final.every=1"]).save.last == 3
+
+
+def test_a_run_goes_on_across_a_schedule_and_with_another(place, straight):
+    """Killed among the last steps, which save each; then with an `every` of another size."""
+    final = ("save.every=2", "save.final={steps: 3, every: 1}")
+    assert place.train("final", *final, at="gradient", nth=6) == -signal.SIGKILL
+    checkpoints = Checkpoints(place.folder / "final" / "checkpoints")
+    assert checkpoints.steps()[-1] in (4, 5)  # that of 5 may still have been written
+    assert place.resume("final") == 0
+    assert checkpoints.steps() == [5, 6]
+    assert sorted(path.name for path in (place.folder / "final" / "exports").iterdir()) == [
+        "step-00000004",
+        "step-00000005",
+    ]
+    for name in ("metrics.jsonl", "model/model.safetensors", "exports/step-00000004/model.safetensors"):
+        assert (place.folder / "final" / name).read_bytes() == (straight / name).read_bytes(), name
+    assert place.train("other", *final, at="gradient", nth=3) == -signal.SIGKILL
+    assert place.resume("other", "save.final=null", "save.every=3") == 0
+    assert Checkpoints(place.folder / "other" / "checkpoints").steps() == [3, 6]
+
+
 def test_models_are_kept_of_steps_that_save(place):
     with pytest.raises(UserError, match="save: last 2 needs every above 0"):
         load_config(place.config, ["save.every=0", "save.last=2"])
@@ -155,7 +216,7 @@ def test_a_run_without_checkpoints_begins_anew(place, straight):
 def test_the_config_written_is_the_one_that_resumes(straight):
     """`run.folder` is given by the command: a run that was moved goes on where it is."""
     tree = yaml.safe_load((straight / "config.yaml").read_text())
-    assert tree["save"] == {"every": 2, "keep": 2, "last": 3}
+    assert tree["save"] == {"every": 2, "final": None, "asynchronous": True, "keep": 2, "last": 3}
     assert json.loads((straight / "run.json").read_text())["config"] == load_config(
         straight / "config.yaml"
     ).model_dump(mode="json")

@@ -5,10 +5,15 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
+import torch
 
 from anchorline.errors import UserError
+from torchtrain.config import load_config
+from torchtrain.distributed import world
 from torchtrain.distributed.world import here
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -70,7 +75,7 @@ def test_a_port_that_is_taken_is_one_line(tree, write_config):
     ("number", "code", "how"), [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 )
 def test_a_signal_ends_who_waits_for_the_others(tree, write_config, number, code, how):
-    """The call in which it waits would return after half an hour."""
+    """The call in which it waits would return after two hours."""
     program = (
         "import sys\n"
         "from torchtrain.config import load_config\n"
@@ -98,3 +103,23 @@ def test_a_signal_ends_who_waits_for_the_others(tree, write_config, number, code
         _, said = waiting.communicate(timeout=60)
     assert waiting.returncode == code
     assert f"torchtrain: rank 1: {how} while it waited for the other processes at 127.0.0.1:{port}\n" in said
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_every_group_waits_as_long_as_the_config_says(tree, write_config, monkeypatch, place, beside):
+    """That of the program and that of saves: NCCL's own ten minutes are less than an export takes."""
+    place(**PLACE)
+    made = []
+    monkeypatch.setattr(world.dist, "init_process_group", lambda backend, **how: made.append(how["timeout"]))
+    monkeypatch.setattr(world.dist, "new_group", lambda backend, timeout: made.append(timeout) or "group")
+    monkeypatch.setattr(world.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(world, "heartbeat", lambda *_: nullcontext())
+    overrides = ["distributed.timeout_minutes=7", f"save.asynchronous={str(beside).lower()}"]
+    with world.join(load_config(write_config(tree), overrides)) as joined:
+        assert joined.aside == ("group" if beside else None)
+    assert made == [timedelta(minutes=7)] * (2 if beside else 1)
+    monkeypatch.undo()
+    alone = load_config(write_config(tree), ["distributed.timeout_minutes=7", "distributed.zero_stage=1"])
+    with world.join(alone):
+        found = world.dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    assert found == timedelta(minutes=7)

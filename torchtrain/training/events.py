@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -23,7 +24,8 @@ NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())
 
 
 class MetricsFile:
-    """A file of events such as `metrics.jsonl`, a context manager: an event survives once `write` has returned.
+    """A file of events such as `metrics.jsonl`, a context manager: an event survives once `write` has returned. Several
+    threads may write.
 
     A last line that an interruption cut off goes when the file is opened.
 
@@ -34,6 +36,7 @@ class MetricsFile:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._file: FileIO | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "MetricsFile":
         if self._path is not None:
@@ -57,8 +60,9 @@ class MetricsFile:
             return
         left = memoryview((json.dumps(finite({"event": event, **values}), allow_nan=False) + "\n").encode())
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            with self._lock:
+                while left:
+                    left = left[self._file.write(left) :]
         except OSError as error:
             raise UserError(
                 f"{self._path}: could not be written: {disk_fault(error)}; "

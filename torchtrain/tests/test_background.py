@@ -1,0 +1,265 @@
+"""Saves beside the steps: training goes on, the bits are those of a save that it waits for, and however a run ends
+meanwhile, what was begun is whole or not there.
+"""
+
+import errno
+import os
+import signal
+import threading
+import time
+
+import pytest
+import safetensors.torch
+import torch
+from rich.console import Console
+
+from anchorline.errors import UserError
+from torchtrain.checkpoint import fragments, store
+from torchtrain.checkpoint.background import Background
+from torchtrain.checkpoint.part import Part
+from torchtrain.checkpoint.state import state_of
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.config import load_config
+from torchtrain.distributed.world import ALONE
+from torchtrain.errors import OtherRankFailed
+from torchtrain.run import recipe
+from torchtrain.tests.checkpoint_fixtures import make_strategy
+from torchtrain.tests.run_fixtures import QUIET, fails, poison
+from torchtrain.tests.runs import assert_same
+from torchtrain.training import step
+from torchtrain.training.events import read_metrics
+
+LONG = 30.0  # seconds after which a thread that waits for what does not come goes on, and the test fails
+
+
+class Order:
+    """What happens in a run, in order: `step N` as a step's gradients are made, `begin N` and `end N` of a save.
+
+    Args:
+        hold: saves that begin to write once something else has happened.
+    """
+
+    def __init__(self, monkeypatch, hold: dict[str, str]) -> None:
+        self.seen: list[str] = []
+        self.threads: set[str] = set()
+        self._change = threading.Condition()
+        self._steps = 0
+        real_accumulate, real_save, real_write = step.accumulate, Checkpoints.save, fragments.write
+
+        def accumulate(*arguments):
+            self._steps += 1
+            found = real_accumulate(*arguments)
+            self.note(f"step {self._steps}")
+            return found
+
+        def save(checkpoints, part, manifest, number, *rest):
+            self.note(f"begin {number}")
+            self._number = number
+            size = real_save(checkpoints, part, manifest, number, *rest)
+            self.note(f"end {number}")
+            return size
+
+        def write(*arguments):
+            self.threads.add(threading.current_thread().name)
+            if (event := hold.get(f"begin {self._number}")) is not None:
+                self.wait(event)
+            return real_write(*arguments)
+
+        monkeypatch.setattr(step, "accumulate", accumulate)
+        monkeypatch.setattr(Checkpoints, "save", save)
+        monkeypatch.setattr(fragments, "write", write)
+
+    def note(self, event: str) -> None:
+        with self._change:
+            self.seen.append(event)
+            self._change.notify_all()
+
+    def wait(self, event: str) -> None:
+        with self._change:
+            self._change.wait_for(lambda: event in self.seen, LONG)
+
+
+def test_the_same_bits(place, straight):
+    assert place.train("blocking", "save.asynchronous=false") == 0
+    assert_same(place.folder / "blocking", straight)
+    for run, beside in ((place.folder / "blocking", False), (straight, True)):
+        saves = [e for e in read_metrics(run / "timing.jsonl") if e["event"] == "save"]
+        assert [e["step"] for e in saves] == [2, 4, 6]
+        assert all(0 < e["held"] <= e["seconds"] and (e["held"] < e["seconds"]) == beside for e in saves)
+
+
+def test_a_save_that_is_waited_for_holds_training(run, monkeypatch):
+    """The same order without `save.asynchronous`: what is proved below is not true of any run."""
+    train, _ = run
+    order = Order(monkeypatch, hold={})
+    train("save.asynchronous=false", "train.steps=3")
+    assert order.seen == ["step 1", "step 2", "begin 2", "end 2", "step 3", "begin 3", "end 3"]
+    assert order.threads == {"MainThread"}
+
+
+def test_training_goes_on_and_what_is_written_is_of_before(place, tmp_path, monkeypatch):
+    """The writer of step 2 is held until step 4 has its gradients, so that weights and moments were updated once since;
+    that of step 4 until the last step has. One save at a time: that of step 6 waits for it.
+    """
+    for name in ("blocking", "beside"):
+        overrides = [f"run.folder={tmp_path / name}", f"save.asynchronous={str(name == 'beside').lower()}"]
+        config = load_config(place.config, [*overrides, "save.last=1"])
+        order = Order(monkeypatch, hold={"begin 2": "step 4", "begin 4": "step 6"} if name == "beside" else {})
+        recipe.train(config, console=QUIET)
+        monkeypatch.undo()
+    assert order.seen == [
+        *("step 1", "step 2", "begin 2", "step 3", "step 4", "end 2"),
+        *("begin 4", "step 5", "step 6", "end 4", "begin 6", "end 6"),
+    ]
+    assert order.threads == {"background"}
+    assert_same(tmp_path / "beside", tmp_path / "blocking")
+
+
+def test_staging_copies(tmp_path):
+    strategy = make_strategy()
+    live, staged = Part(state_of(strategy), ALONE), Part(state_of(strategy), ALONE)
+    staged.stage()
+    was = [(tmp_path / name).read_bytes() for name in fragments.write(tmp_path, live.fragments, 0)]
+    with torch.no_grad():
+        for fragment in live.fragments:
+            for x_n in fragment.tensors.values():
+                x_n.add_(1)
+    for number, part in enumerate((live, staged), 1):
+        written = [(tmp_path / name).read_bytes() for name in fragments.write(tmp_path, part.fragments, number)]
+        assert (written == was) == (part is staged)
+
+
+def test_a_state_file_has_the_bytes_that_safetensors_writes(tmp_path):
+    part = Part(state_of(make_strategy()), ALONE)
+    (name,) = fragments.write(tmp_path, part.fragments, 0)
+    tensors = {f"{kind}:{f.start}:{f.parameter}": x for f in part.fragments for kind, x in f.tensors.items()}
+    assert (tmp_path / name).read_bytes() == safetensors.torch.save(tensors)
+
+
+def test_a_write_that_fails_ends_the_run_before_the_next_save(run, monkeypatch):
+    """It is held until step 3 is made; at the latest the save of step 4 would tell."""
+    train, folder = run
+    order = Order(monkeypatch, hold={"begin 2": "step 3"})
+    real = os.open
+
+    def full(path, flags, mode=0o777, *, dir_fd=None):
+        there = "step-00000002.partial/state" in str(path) and flags & os.O_WRONLY
+        return real("/dev/full", os.O_WRONLY) if there else real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(UserError) as caught:
+        train()
+    assert str(caught.value) == (
+        f"{folder}/checkpoints/step-00000002: the checkpoint could not be written: no space left on device; there is"
+        f" no earlier one; mend that, then: torchtrain resume {folder}"
+    )
+    assert "begin 4" not in order.seen
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
+def test_a_mistake_in_a_step_lets_the_save_before_it_end(run, monkeypatch):
+    train, folder = run
+    order = Order(monkeypatch, hold={"begin 2": "the end waits"})
+    real = Background.finish
+
+    def finish(background):
+        if background.busy:
+            order.note("the end waits")
+        return real(background)
+
+    poison(monkeypatch, {3}, "loss")
+    monkeypatch.setattr(Background, "finish", finish)
+    with pytest.raises(UserError, match="step 3"):
+        train()
+    assert order.seen[-2:] == ["the end waits", "end 2"]
+    assert Checkpoints(folder / "checkpoints").open(2) is not None
+
+
+def test_a_mistake_in_a_step_and_one_in_the_save_before_it_are_both_told(run, monkeypatch):
+    train, _ = run
+    waits, real = threading.Event(), Background.finish
+
+    def write(*_):
+        waits.wait(LONG)
+        fails(errno.EIO)()
+
+    def finish(background):
+        waits.set()
+        return real(background)
+
+    poison(monkeypatch, {3}, "loss")
+    monkeypatch.setattr(fragments, "write", write)
+    monkeypatch.setattr(Background, "finish", finish)
+    with pytest.raises(UserError, match=r"step 3: .*step-00000002: the checkpoint could not be written: input/output"):
+        train()
+
+
+def test_what_a_thread_ended_by():
+    work = Background()
+    work.finish()
+    assert not work.has_ended()
+    for fault, told_at_once in ((UserError("x"), False), (OtherRankFailed("x"), False), (AssertionError("x"), True)):
+
+        def fail(fault=fault):
+            raise fault
+
+        work.begin(fail)
+        assert work.busy
+        looked = []
+
+        def wait(looked=looked):
+            while not work.has_ended():  # other ranks have a mistake told; for a bug they would wait
+                time.sleep(0.01)
+            looked.append(True)
+            work.finish()
+
+        with pytest.raises(type(fault)):
+            wait()
+        assert bool(looked) != told_at_once
+        assert not work.busy
+
+
+# --- signals, in processes --------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_a_save_is_written_lets_it_end(place):
+    assert place.train("interrupt", at="manifest", nth=1, signal=signal.SIGINT) == 130
+    assert place.last_line("interrupt") == "torchtrain: interrupted"
+    assert Checkpoints(place.folder / "interrupt" / "checkpoints").open(2) is not None
+
+
+def test_ctrl_c_of_two_processes_while_they_save(place):
+    two = ("distributed.zero_stage=2", "distributed.sequence_parallel=2")
+    codes = place.train("interrupt-two", *two, processes=2, at="state", nth=1, signal=signal.SIGINT)
+    assert codes == [130, 130], place.log("interrupt-two")
+    assert Checkpoints(place.folder / "interrupt-two" / "checkpoints").open(2) is not None
+
+
+@pytest.mark.parametrize("at", ["state", "commit"])
+def test_killed_while_a_save_is_written_and_training_goes_on(place, straight, at):
+    """Whatever step training is in meanwhile: the save before is the one that counts."""
+    name = f"killed-{at}"
+    assert place.train(name, at=at, nth=2) == -signal.SIGKILL
+    folder = place.folder / name / "checkpoints"
+    assert Checkpoints(folder).steps() == [2]
+    assert [path.name for path in folder.glob("*.partial")] == ["step-00000004.partial"]
+    assert place.resume(name) == 0
+    assert_same(place.folder / name, straight)
+    assert not list(folder.glob("*.partial"))
+
+
+def test_the_last_save_is_whole_before_the_model_is_exported(run, monkeypatch):
+    train, _ = run
+    order = Order(monkeypatch, hold={})
+    real = recipe.Session.export
+    monkeypatch.setattr(recipe.Session, "export", lambda *a: order.note("export") or real(*a))
+    train("train.steps=2")
+    assert order.seen == ["step 1", "step 2", "begin 2", "end 2", "export"]
+
+
+def test_it_says_how_long_training_waited(place, tmp_path):
+    with (tmp_path / "out").open("w") as file:
+        config = load_config(place.config, [f"run.folder={tmp_path / 'run'}", "train.steps=2", "save.last=1"])
+        recipe.train(config, console=Console(file=file))
+    assert ", training waited 0." in (tmp_path / "out").read_text()
+    assert store.Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]
