@@ -20,7 +20,7 @@ from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.tests.distributed_worker import DOMAINS, ENGINE, config_of, forget, micro_batches
 from torchtrain.tests.load_worker import load
-from torchtrain.training.step import accumulate
+from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import make_strategy
 
 
@@ -32,7 +32,12 @@ def run(case: dict[str, Any], rank: int, size: int) -> dict[str, int]:
     before = {x.untyped_storage().data_ptr() for x in tensors()}
     strategy = make_strategy(load(config, world, config.distributed.zero_stage == 3), ENGINE, config, world)
     for number in range(2):
-        accumulate(strategy, micro_batches(case, config, world), DOMAINS, config.train.loss_chunk)
+        accumulate(
+            strategy,
+            make_micro_batches(micro_batches(case, config, world), DOMAINS, world),
+            DOMAINS,
+            config.train.loss_chunk,
+        )
         if number == 0:
             strategy.step(config.train.learning_rate)
     gc.collect()

@@ -28,7 +28,7 @@ from torchtrain.errors import OtherRankFailed
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.source import open_config
 from torchtrain.tests.distributed_worker import DOMAINS, ENGINE, config_of, forget, micro_batches
-from torchtrain.training.step import accumulate
+from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Zero, make_strategy
 
 _MMAP_THRESHOLD = -3  # malloc.h: from how many bytes on memory comes from the system, page by page
@@ -63,7 +63,12 @@ def one_step(case: dict[str, Any], config: Config, world: World, cut: bool) -> d
             found[f"{when}: {name}"] = x
 
     note("before")
-    losses, pairs = accumulate(strategy, micro_batches(case, config, world), DOMAINS, config.train.loss_chunk)
+    losses, pairs = accumulate(
+        strategy,
+        make_micro_batches(micro_batches(case, config, world), DOMAINS, world),
+        DOMAINS,
+        config.train.loss_chunk,
+    )
     found["losses"] = torch.tensor([losses.overall.total, losses.overall.tokens, pairs], dtype=torch.float64)
     found["norm"] = torch.tensor(strategy.step(config.train.learning_rate), dtype=torch.float64)
     note("after")
