@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 # What a random stream is for: the head of its spawn key, so that no two purposes share one.
-SHUFFLE, INTERLEAVE, HELD_OUT = range(3)
+SHUFFLE, INTERLEAVE, HELD_OUT, SAMPLE_FILES, SAMPLE, MIX = range(6)
 
 
 def random_stream(seed: int, *key: int) -> np.random.Generator:
