@@ -190,6 +190,32 @@ def prepare(
 
 
 @app.command()
+def stats(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a token store's, from `torchtrain prepare` or a run's")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="where to write; default: the store's folder")] = None,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option("--sequence-length", min=2, max=2**24, help="tokens a row; may be given more than once"),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="whose FLOPs tell what a step gains: a folder or hub id")
+    ] = "meta-llama/Llama-2-7b-hf",
+) -> None:
+    """Tell what a token store holds: domains, lengths, what a mixture changed, how much of attention packing leaves.
+
+    Writes statistics.json and statistics.html.
+
+    Example: torchtrain stats data/slimpajama-128k --sequence-length 131072
+    """
+    with _one_speaks():
+        from torchtrain.run.statistics import show, write_statistics
+
+        show(write_statistics(folder, out or folder, lengths or (), model))
+
+
+@app.command()
 def plan(
     file: ConfigFile,
     overrides: Overrides = None,

@@ -179,6 +179,9 @@ def _executor(
         raise UserError(
             f"torchtrain prepare needs the package {error.name or 'datatrove'}: pip install 'anchorline[torch]'"
         ) from None
+    from datatrove.utils.logging import logger
+
+    logger.remove()  # what is said on this side, we say
     settings = preparation.prepare
     workers = min(settings.workers or len(os.sched_getaffinity(0)), len(tasks))
     alone = settings.executor == "local" and workers == 1
@@ -191,9 +194,6 @@ def _executor(
 
 def _run(executor: Any, preparation: Preparation, tell: Callable[[], None], work: Path, done: "_Done") -> bool:
     """Run what is not done. Returns whether it is only submitted."""
-    from datatrove.utils.logging import logger
-
-    logger.remove()  # what is said on this side, we say
     kind = preparation.prepare.executor
     shutil.rmtree(work / "failures", ignore_errors=True)
     if kind == "slurm":

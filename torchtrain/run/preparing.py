@@ -9,6 +9,7 @@ from torchtrain.config import Preparation
 from torchtrain.data.produce import Submitted, produce
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 from torchtrain.run.report import tell_tokenising
+from torchtrain.run.statistics import show, write_statistics
 
 
 def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
@@ -43,4 +44,5 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
         else:
             say(f"submitted {made.tasks:,} tasks; when they are done, run the same command again: it joins them")
         return
+    show(write_statistics(made.folder, made.folder))
     told.print(f"store in {made.folder}", markup=False, soft_wrap=True)
