@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup
@@ -246,7 +247,7 @@ def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Mark
         del lines[last[0]]
         lines[f"{len(last)} others"] = [sum(column) for column in zip(*(counts[name] for name in last), strict=True)]
     text = LIGHT["ink"]
-    style = {
+    style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": f"statistics-{what}",
         "font.family": "DejaVu Sans",
