@@ -2,7 +2,9 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from tarfile import TarError
 from typing import Any, BinaryIO, cast
+from zipfile import BadZipFile
 
 from anchorline.errors import UserError, quoted, quoted_reason
 
@@ -65,7 +67,7 @@ def open_url(url: str) -> AbstractContextManager[BinaryIO]:
 
 def faults() -> tuple[type[Exception], ...]:
     """Return what file systems raise of a place that cannot be listed or read."""
-    return OSError, ValueError, ImportError, RuntimeError, LookupError, TypeError, EOFError
+    return OSError, ValueError, ImportError, RuntimeError, LookupError, TypeError, EOFError, BadZipFile, TarError
 
 
 def _import(shown: str) -> Any:
