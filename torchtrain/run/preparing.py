@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from anchorline.errors import quoted
 from anchorline.files import resolve
 from torchtrain.config import Preparation
 from torchtrain.data.produce import Submitted, produce
@@ -35,6 +36,12 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
         settings.source, preparation.data.cache, say, weights=False, trust_remote_code=settings.trust_remote_code
     )
     tokenizer = open_tokenizer(source, settings.trust_remote_code)
+    for number, one in enumerate(preparation.data.sources):
+        if one.dataset is not None and one.revision is None and not Path(one.dataset).is_dir():
+            say(
+                f"unpinned  data.sources.{number}: dataset {quoted(one.dataset)} has no revision, so it may be another "
+                "tomorrow; give a commit"
+            )
     with console.status("looking at the sources") as spinner:
         tell = tell_tokenising(console, spinner, say)
         made = produce(preparation, tokenizer, out, say, tell, dry_run)

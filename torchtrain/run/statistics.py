@@ -34,7 +34,7 @@ _WIDE = 200  # characters
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """What a step of rows of one length costs a model, against full attention."""
 
     sequence_length: int
@@ -59,7 +59,7 @@ def show(tables: Sequence[Table]) -> None:
         (out if out.is_terminal else Console(width=_WIDE)).print(table)
 
 
-def count_steps(rows: Sequence[RowStatistics], model: str, cache: str) -> list[Step]:
+def count_steps(rows: Sequence[RowStatistics], model: str, cache: str) -> list[StepCost]:
     """Return what a step costs a model by its FLOPs (`torchtrain.planning.flops`), every token labelled.
 
     Raises:
@@ -73,7 +73,7 @@ def count_steps(rows: Sequence[RowStatistics], model: str, cache: str) -> list[S
         pairs = length * (length + 1) // 2
         dense = counter.flops(length, length, 0)
         full, left = (counter.flops(length, length, int(n)) for n in (pairs, pairs / row.attention_speedup))
-        steps.append(Step(length, (full - dense) / full, full / left))
+        steps.append(StepCost(length, (full - dense) / full, full / left))
     return steps
 
 
@@ -104,7 +104,7 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     return [_table(grid) for grid in grids]
 
 
-def grids_of(told: StoreStatistics, steps: Sequence[Step], model: str) -> list[Grid]:
+def grids_of(told: StoreStatistics, steps: Sequence[StepCost], model: str) -> list[Grid]:
     """Return all tables."""
     columns = ("domain", "documents", "ratio", "tokens", "token ratio", "in long ones", "mean", "median", "longest")
     copies = f" {told.copies:,} documents are copies of others." if told.copies else ""

@@ -377,3 +377,16 @@ def test_a_store_of_something_else_is_refused(tree, write_config, tmp_path, monk
         prepare(config.data, tokenizer)
     with pytest.raises(UserError, match=r"was tokenised by another tokenizer; prepare it with that of model\.source"):
         prepare(data.model_copy(update={"prepared": str(tmp_path / "store")}), word_tokenizer())
+
+
+def test_a_hub_data_set_without_a_revision_is_told_of(tree, write_config, tmp_path):
+    config = write_config(tree)
+    for revision, told in (("null", True), ("main", False)):
+        result = CliRunner().invoke(
+            cli.app,
+            ["prepare", str(config), "--out", f"{tmp_path}/store", 'data.sources=[{"dataset": "a/b"}]']
+            + [f"data.sources.0.revision={revision}"],
+        )
+        assert result.exit_code == 2  # there is no hub here
+        assert ("unpinned  data.sources.0: dataset 'a/b' has no revision" in result.stderr) == told
+    assert not (tmp_path / "store.partial").exists()
