@@ -3,11 +3,9 @@
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from torchtrain.data.produce import LOGS, PLAN, SHARDS, Submitted, produce
 from torchtrain.data.tasks import list_tasks
 from torchtrain.errors import TasksUnfinished
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
+from torchtrain.tests.killed_worker import KilledOnce
 from torchtrain.tests.tiny import tiny_tokenizer
 
 FILES = 5
@@ -126,65 +125,41 @@ def test_interrupted_it_goes_on_where_it_was(preparation, tmp_path):
     assert not work.exists()
 
 
-def test_a_worker_that_is_killed_is_noticed_and_its_task_done_again(preparation, tmp_path):
-    big = tmp_path / "corpus" / "3.jsonl"
-    with big.open("a") as file:
-        file.writelines(json.dumps({"text": "w1 " * 2000, "domain": "d0"}) + "\n" for _ in range(800))
-    killer = multiprocessing.get_context("fork").Process(target=kill_a_worker, args=(os.getpid(),))
-    killer.start()
-    try:
-        with pytest.raises(TasksUnfinished, match=r"a worker was killed .*: \d of 6 tasks are not done; the others"):
+def test_a_worker_that_is_killed_is_noticed_and_its_task_done_again(preparation, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("torchtrain.data.blocks.ReadRecords", KilledOnce)
+        with pytest.raises(
+            TasksUnfinished, match=r"a worker was killed .*: \d of 6 tasks are not done; the others are k"
+        ):
             produce(change(preparation, workers=2), word_tokenizer(), tmp_path / "out")
-    finally:
-        killer.join()
+    assert (tmp_path / "killed").exists()
     assert not (tmp_path / "out").exists()
-    lines = []
-    store = produce(preparation, word_tokenizer(), tmp_path / "out", lines.append)
-    assert any(line.startswith("going on") for line in lines)
+    assert list((tmp_path / "out.partial" / SHARDS).glob("00003.*.partial"))
+    store = produce(preparation, word_tokenizer(), tmp_path / "out")
     assert contents(store) == contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
 
 
-def kill_a_worker(parent: int) -> None:
-    """Kill the process that writes the shard of task 3, as soon as there is one."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    opened = [os.readlink(link) for link in (entry / "fd").iterdir()]
-                except OSError:
-                    continue
-                if any("/shards/00003." in name for name in opened) and int(entry.name) != parent:
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    return
-        time.sleep(0.02)
-
-
 def test_two_at_once_make_one_store(preparation, tmp_path):
-    path = tmp_path / "preparation.json"
-    path.write_text(preparation.model_dump_json())
-    script = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from torchtrain.config import Preparation\n"
-        "from torchtrain.data.produce import produce\n"
-        "from torchtrain.tests.data_fixtures import word_tokenizer\n"
-        "preparation = Preparation.model_validate_json(Path(sys.argv[1]).read_text())\n"
-        "states = []\n"
-        "def note(progress):\n"
-        "    states.append(progress.state)\n"
-        "    time.sleep(0.3)\n"
-        "store = produce(preparation, word_tokenizer(), Path(sys.argv[2]), lambda line: None, note)\n"
-        "print(states[-1], len(store))\n"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(path), str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    said = sorted(process.communicate(timeout=120)[0].strip() for process in processes)
-    assert said == ["task 6 of 6 220", "tokens reused 220"]
+    fork = multiprocessing.get_context("fork")
+    said = fork.Queue()
+    processes = [fork.Process(target=make, args=(preparation, tmp_path / "out", said)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert sorted(said.get(timeout=60) for _ in processes) == ["task 6 of 6 220", "tokens reused 220"]
+    for process in processes:
+        process.join()
+
+
+def make(preparation: Preparation, out: Path, said: Any) -> None:
+    """Prepare a store slowly, so that another comes in between, and say how it went; for a process of its own."""
+    states = []
+
+    def note(progress):
+        states.append(progress.state)
+        time.sleep(0.2)
+
+    store = produce(preparation, word_tokenizer(), out, on_progress=note)
+    said.put(f"{states[-1]} {len(store)}")
 
 
 def test_two_that_write_one_shard_leave_one(preparation, tmp_path):
