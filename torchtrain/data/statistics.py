@@ -105,6 +105,8 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
     taken = every if store.repeats is None else np.repeat(every, store.repeats)
     lengths, domains = store.lengths[taken], np.asarray(store.document_domains)[taken]
     told = _domains(lengths, domains, store.domains, long_tokens)
+    order = random_stream(seed, SHUFFLE, 0).permutation(len(lengths))
+    ends, in_order = np.cumsum(lengths[order]), domains[order]
     return StoreStatistics(
         fingerprint=store.fingerprint,
         documents=len(taken),
@@ -115,7 +117,7 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
         all=_domain("all", lengths, len(lengths), int(lengths.sum()), long_tokens),
         before=None if mixture is None else _domains(store.lengths, store.document_domains, store.domains, long_tokens),
         mixture=None if mixture is None else _mixture(store, mixture),
-        rows=[row_statistics(lengths, domains, store.domains, length, seed) for length in row_lengths],
+        rows=[_rows(ends, in_order, store.domains, length) for length in row_lengths],
         histogram=_histogram(lengths, domains, store.domains),
     )
 
@@ -133,16 +135,24 @@ def row_statistics(
         seed: of the order.
     """
     order = random_stream(seed, SHUFFLE, 0).permutation(len(lengths))
-    ends = np.cumsum(lengths[order])
+    return _rows(np.cumsum(lengths[order]), domains[order], names, sequence_length)
+
+
+def _rows(ends: np.ndarray, domains: np.ndarray, names: Sequence[str], sequence_length: int) -> RowStatistics:
+    """Count rows of documents that end at `ends`, int64 [n] and rising, and follow each other."""
     total = int(ends[-1]) if len(ends) else 0
     rows = -(-total // sequence_length)
     # A sequence ends where its document or its row does.
-    cuts = np.union1d(ends, np.arange(1, rows) * sequence_length)
-    pieces = np.diff(cuts, prepend=0)
-    of_piece = domains[order][np.searchsorted(ends, cuts)]
+    row_ends = np.arange(1, rows, dtype=np.int64) * sequence_length
+    inside = np.searchsorted(ends, row_ends)
+    cutting = ends[inside] != row_ends
+    inside, row_ends = inside[cutting], row_ends[cutting]
+    pieces = np.diff(np.insert(ends, inside, row_ends), prepend=0)
+    of_piece = np.insert(domains, inside, domains[inside])
     sequences = np.bincount(of_piece, minlength=len(names))
     tokens = np.bincount(of_piece, weights=pieces, minlength=len(names))
-    squares, pairs = float((pieces.astype(np.float64) ** 2).sum()), int((pieces * (pieces + 1) // 2).sum())
+    squares = int(pieces @ pieces)  # below 2^63 up to 10^11 tokens in rows of 2^24
+    pairs = (squares + total) // 2
     full = rows * sequence_length * (sequence_length + 1) // 2
     return RowStatistics(
         sequence_length=sequence_length,

@@ -3,6 +3,9 @@
 import json
 import multiprocessing
 import os
+import re
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -365,3 +368,53 @@ def test_a_hub_data_set_without_a_revision_is_told_of(tree, write_config, tmp_pa
         assert result.exit_code == 2  # there is no hub here
         assert ("unpinned  data.sources.0: dataset 'a/b' has no revision" in result.stderr) == told
     assert not (tmp_path / "store.partial").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tmp_path):
+    """No file may grow beyond a few hundred bytes, as on a disk that is full."""
+    fork = multiprocessing.get_context("fork")
+    said = fork.Queue()
+    process = fork.Process(target=make_on_a_full_disk, args=(preparation, tmp_path / "out", said))
+    process.start()
+    message = said.get(timeout=60)
+    process.join()
+    assert re.search(r"out\.partial cannot be written: file too large.*: 6 of 6 tasks are not done", message), message
+    assert not (tmp_path / "out").exists()
+    assert os.listdir(tmp_path / "out.partial" / SHARDS) == []
+    store = produce(preparation, word_tokenizer(), tmp_path / "out")
+    assert contents(store) == contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
+
+
+def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
+    def limit(line: str) -> None:
+        raise AssertionError(line)
+
+    from torchtrain.data import blocks
+
+    write = blocks.WriteShard._write
+
+    def write_limited(*arguments: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+        try:
+            write(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    blocks.WriteShard._write = write_limited
+    try:
+        produce(preparation, word_tokenizer(), out, limit)
+        said.put("made")
+    except UserError as error:
+        said.put(str(error))
+
+
+def test_ray_makes_the_same_bytes(preparation, tmp_path):
+    pytest.importorskip("ray", reason="the package ray is not installed: prepare.executor ray is not tried")
+    by_ray = produce(change(preparation, executor="ray", workers=2, memory=1), word_tokenizer(), tmp_path / "ray")
+    assert contents(by_ray) == contents(produce(preparation, word_tokenizer(), tmp_path / "local"))
+
+
+def test_without_ray_it_is_named(preparation, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"prepare\.executor ray needs the package ray: pip install ray"):
+        produce(change(preparation, executor="ray"), word_tokenizer(), tmp_path / "out")
