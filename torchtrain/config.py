@@ -231,6 +231,12 @@ class DataConfig(Section):
     def _has_documents(self) -> Self:
         if not self.sources and self.prepared is None:
             raise ValueError("there is nothing to read; give sources, or prepared (what `torchtrain prepare` made)")
+        if not self.sources:
+            for name in ("append_eos", "special_tokens", "min_tokens", "mixture"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} belongs to what made the store of prepared; remove it, or give its sources"
+                    )
         return self
 
 

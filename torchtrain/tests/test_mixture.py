@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from anchorline.errors import UserError
-from torchtrain.config import DataConfig, MixtureConfig, Source
-from torchtrain.data import TokenStore, fingerprint, prepare, split_documents
+from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Source
+from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, split_documents
 from torchtrain.data.mixture import repeats_of
 from torchtrain.data.packing import MIX, random_stream
 from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
@@ -132,6 +132,11 @@ def test_what_is_taken_trains_as_often_and_nothing_of_it_is_held_out():
     np.testing.assert_array_equal(counts, repeats[documents])
     np.testing.assert_array_equal(documents, plain.train[repeats[plain.train] > 0])
     np.testing.assert_array_equal(split.held_out, plain.held_out[repeats[plain.held_out] > 0])
+    rows = PackedRows(store, split.train, PackConfig(sequence_length=64), 0, [1], {}, pad_id=0)
+    row = np.concatenate([rows[i]["input_ids"] for i in range(len(rows))])
+    tokens, times = np.unique(row[row > 999], return_counts=True)
+    np.testing.assert_array_equal(times, np.repeat(counts, 30))
+    np.testing.assert_array_equal(tokens, np.concatenate([store.document(i) for i in documents]))
 
 
 def test_a_store_keeps_its_mixture_and_another_mixture_is_another_store(tmp_path):
