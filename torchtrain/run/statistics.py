@@ -240,7 +240,7 @@ def _page(told: StoreStatistics, grids: Sequence[Grid], folder: Path) -> str:
 
 def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Markup:
     """Draw what lengths hold, over a logarithmic axis: the largest domains, and the others together."""
-    order = sorted(counts, key=lambda name: -sum(counts[name]))
+    order = sorted(counts, key=lambda name: -sum(histogram.tokens[name]))  # a domain has one colour in all figures
     lines = {name: counts[name] for name in order[:_MOST_LINES]}
     if len(order) > _MOST_LINES:
         last = order[_MOST_LINES - 1 :]
@@ -273,6 +273,7 @@ def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Mark
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("tokens of a document")
         axes.set_ylabel(what)
         axes.minorticks_off()

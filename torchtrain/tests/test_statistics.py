@@ -132,6 +132,7 @@ def test_the_verb_writes_json_and_a_page_and_prints_tables(tmp_path):
     page = (tmp_path / "out" / "statistics.html").read_text()
     assert "<b>x</b>" not in page
     assert page.count("<svg") == 2
+    assert "mathdefault" not in page
     again = call(cli.app, ["stats", str(tmp_path / "nowhere")])
     assert again.exit_code == 2
     assert "holds no finished token store" in again.stderr
