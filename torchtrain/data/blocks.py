@@ -32,14 +32,13 @@ from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import PARTIAL, commit
 from torchtrain.config import DataConfig, PrepareConfig, Source
 from torchtrain.data.corpus import BadRecord, Document, read
-from torchtrain.data.tasks import Task
+from torchtrain.data.tasks import FAILURES, Task
 from torchtrain.data.tokenise import Tokeniser, token_bytes_of
 from torchtrain.data.writer import StoreWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FAILURES = "failures"  # one file a task that failed, with the reason
 _BAD, _DOMAIN = "bad_record", "domain"  # in the metadata of a document
 
 
@@ -57,16 +56,14 @@ class ReadRecords(PipelineStep):
         """Yield them in the order in which they stand."""
         task = self.tasks[rank]
         source = self.sources[task.source]
-        number = 0
         for part in task.parts or (None,):
             for record in read(source, part):
-                number += 1
                 if isinstance(record, BadRecord):
                     self.stat_update("bad records")
                     told = {_DOMAIN: record.domain, _BAD: (record.where, record.reason)}
                     yield PipelineDocument(text="", id=record.where, metadata=told)
                 else:
-                    yield PipelineDocument(text=record.text, id=f"{rank}/{number}", metadata={_DOMAIN: record.domain})
+                    yield PipelineDocument(text=record.text, id=record.where, metadata={_DOMAIN: record.domain})
 
 
 class WriteShard(PipelineStep):
@@ -105,7 +102,7 @@ class WriteShard(PipelineStep):
         if final.exists():
             return
         if self.one_thread:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers has no other switch
+            _leave_cores()
         try:
             self._write(data, rank, final)
         except Exception as error:
@@ -142,7 +139,7 @@ def _record_of(document: PipelineDocument) -> Document | BadRecord:
     if _BAD in document.metadata:
         where, reason = document.metadata[_BAD]
         return BadRecord(where, reason, domain)
-    return Document(document.text, domain)
+    return Document(document.text, domain, document.id)
 
 
 class LocalExecutor(LocalPipelineExecutor):
@@ -187,6 +184,11 @@ _kept: list[PipelineExecutor] = []  # of a worker process: what it runs, sent on
 
 def _keep(executor: PipelineExecutor) -> None:
     _kept[:] = [executor]
+    _leave_cores()
+
+
+def _leave_cores() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers has no other switch
 
 
 def _run_kept(rank: int) -> None:

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Document:
 
     text: str
     domain: str
+    where: str = field(default="", compare=False)  # it stands
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _record(source: Source, name: str, where: str, item: Any, text_field: str) -
         if source.domain_field is not None:
             domain = _name(item, source.domain_field)
             domain = rename.get(domain, domain)
-        return Document(_string(item, text_field, "text_field"), domain)
+        return Document(_string(item, text_field, "text_field"), domain, where)
     except BadItemError as why:
         return BadRecord(where, str(why), domain)
 

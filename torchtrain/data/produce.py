@@ -23,7 +23,7 @@ from torchtrain.config import Preparation
 from torchtrain.data.corpus import source_name
 from torchtrain.data.prepare import check_documents, check_shares, fingerprint, identity, tokenizer_identity
 from torchtrain.data.store import SourceCount, TokenStore
-from torchtrain.data.tasks import Task, digest_of, list_tasks
+from torchtrain.data.tasks import FAILURES, Task, digest_of, list_tasks
 from torchtrain.data.tokenise import PreparationProgress
 from torchtrain.data.writer import join_shards
 from torchtrain.errors import TasksUnfinished
@@ -79,22 +79,17 @@ def produce(
     # The place and the time of change of files count until the store is whole: then it is what it is.
     plan = {"fingerprint": name, "looks": fingerprint(data, tokenizer), "tasks": len(tasks)}
     work = out.with_name(out.name + PARTIAL)
+    if dry_run:
+        return _show(preparation, tokenizer, tasks, work, out.name)
     with _locked(out, say):
         if os.path.lexists(out):
             store = _finished(out, name)
-            shutil.rmtree(work, ignore_errors=True)  # of a process that died after the store was whole
+            _clear(work)  # of a process that died after the store was whole
             bad = sum(count.bad_records for count in store.sources)
             on_progress(PreparationProgress("tokens reused", len(store), store.token_count, bad))
             return store
-        was_there = work.exists()
-        if was_there:
+        if work.exists():
             _check_plan(work, plan)
-        if dry_run:
-            try:
-                return Submitted(len(tasks), _executor(preparation, tokenizer, tasks, work, out.name).script())
-            finally:
-                if not was_there:
-                    shutil.rmtree(work, ignore_errors=True)
         with _named(out):
             (work / SHARDS).mkdir(parents=True, exist_ok=True)
             replace_file(work / PLAN, json.dumps(plan, indent=1).encode() + b"\n")
@@ -119,7 +114,7 @@ def produce(
             told: dict[str, Any] = {"tokenizer": encoding, "made_of": made_of}
             join_shards(shards, work / STORE, name, counts, data.mixture, **told)
             commit(work / STORE, out)
-            shutil.rmtree(work, ignore_errors=True)
+            _clear(work)
         return TokenStore.open(out)
 
 
@@ -161,9 +156,35 @@ def _finished(out: Path, name: str) -> TokenStore:
     return store
 
 
+def _show(
+    preparation: Preparation, tokenizer: "PreTrainedTokenizerFast", tasks: Sequence[Task], work: Path, name: str
+) -> Submitted:
+    """Return Slurm's script. datatrove makes the folder of its logs for it, which does not stay."""
+    logs = work / LOGS / "slurm_logs"
+    missing = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+    try:
+        return Submitted(len(tasks), _executor(preparation, tokenizer, tasks, work, name).script())
+    finally:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _clear(work: Path) -> None:
+    """Remove what a preparation made, and its folder if nothing else lies in it."""
+    for name in (SHARDS, LOGS, STORE, FAILURES):
+        shutil.rmtree(work / name, ignore_errors=True)
+    with suppress(OSError):
+        (work / PLAN).unlink()
+    with suppress(OSError):
+        work.rmdir()
+
+
 def _check_plan(work: Path, plan: dict[str, Any]) -> None:
     if (work / PLAN).exists() and read_json(work / PLAN) == plan:
         return
+    if not (work / PLAN).exists() and not [path for path in work.rglob("*") if path != work / SHARDS]:
+        return  # of a process that died at once
     raise UserError(
         f"{quoted(work)}: holds a preparation of something else (sources, their files, settings or tokenizer have "
         "changed); remove it, or choose another --out"
@@ -184,10 +205,11 @@ def _executor(
     logger.remove()  # what is said on this side, we say
     settings = preparation.prepare
     workers = min(settings.workers or len(os.sched_getaffinity(0)), len(tasks))
-    alone = settings.executor == "local" and workers == 1
     pipeline = [
         blocks.ReadRecords(preparation.data.sources, tasks),
-        blocks.WriteShard(work.absolute() / SHARDS, preparation.data, tasks, tokenizer, one_thread=not alone),
+        blocks.WriteShard(
+            work.absolute() / SHARDS, preparation.data, tasks, tokenizer, one_thread=settings.executor != "local"
+        ),
     ]
     return blocks.make_executor(settings, pipeline, len(tasks), workers, work.absolute() / LOGS, name)
 
@@ -195,7 +217,7 @@ def _executor(
 def _run(executor: Any, preparation: Preparation, tell: Callable[[], None], work: Path, done: "_Done") -> bool:
     """Run what is not done. Returns whether it is only submitted."""
     kind = preparation.prepare.executor
-    shutil.rmtree(work / "failures", ignore_errors=True)
+    shutil.rmtree(work / FAILURES, ignore_errors=True)
     if kind == "slurm":
         try:
             executor.run()
@@ -234,7 +256,7 @@ def _unfinished(work: Path, done: "_Done", lost_worker: bool) -> Exception:
     reasons = []
     for rank in done.missing():
         with suppress(OSError):
-            path = work / "failures" / f"{rank:05d}"
+            path = work / FAILURES / f"{rank:05d}"
             reasons.append(path.read_text(encoding="utf-8").strip())
     named = list(dict.fromkeys(reasons))
     left = f"{done.of - done.number:,} of {done.of:,} tasks are not done"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torchtrain.config import Preparation, Source
 from torchtrain.data.corpus import Part, list_parts
 
+FAILURES = "failures"  # in the folder of a preparation: a file for each task that failed, with the reason
+
 # Of a data set the sizes of shards are not known before they are read, and each task asks the hub what there is.
 _SHARDS_OF_A_DATASET = 16
 

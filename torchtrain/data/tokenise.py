@@ -78,7 +78,9 @@ class Tokeniser:
             number += 1
             if isinstance(record, Document) and self._encoder.too_long(record.text):
                 record = BadRecord(
-                    f"record {number}", f"{len(record.text):,} characters without a place to cut", record.domain
+                    record.where or f"record {number}",
+                    f"{len(record.text):,} characters without a place to cut",
+                    record.domain,
                 )
             if isinstance(record, BadRecord):
                 bad += 1

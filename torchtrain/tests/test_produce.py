@@ -201,6 +201,20 @@ def test_what_another_preparation_left_is_not_gone_on_with(preparation, tmp_path
     ):
         produce(preparation, word_tokenizer(), tmp_path / "new")
     assert os.listdir(work) == [PLAN]
+    # One that ended before it began is no other; and what a user laid there stays.
+    (work / PLAN).unlink()
+    (work / SHARDS).mkdir()
+    produce(preparation, word_tokenizer(), tmp_path / "new", lambda line: (work / "mine").touch() or None)
+    assert os.listdir(work) == ["mine"]
+
+
+def test_a_document_that_cannot_be_cut_is_named_by_its_place(preparation, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtrain.data.encode.MOST_WITHOUT_CUT", 200)
+    write_jsonl(tmp_path / "other.jsonl", [{"text": "w1"}, {"text": "7" * 201}])
+    data = preparation.data.model_copy(update={"min_tokens": 1, "bad_record_share": 0.5})
+    store = produce(preparation.model_copy(update={"data": data}), word_tokenizer(), tmp_path / "out")
+    last = store.bad_records.read_text().splitlines()[-1]
+    assert last == f"{tmp_path}/other.jsonl:2: 201 characters without a place to cut"
 
 
 def test_a_source_that_breaks_off_is_named_and_costs_no_other_task(preparation, tmp_path):
@@ -272,7 +286,7 @@ def test_slurms_script_is_shown_and_nothing_written(preparation, tmp_path):
     for option in ("partition=cpu", "time=2:00:00", "account=me", "mem-per-cpu=3G", "array=0-5%1", "cpus-per-task=1"):
         assert f"#SBATCH --{option}" in lines
     assert any("launch_pickled_pipeline" in line and "out.partial/logs/executor.pik" in line for line in lines)
-    assert not [name for name in os.listdir(tmp_path) if name.startswith("out")]
+    assert not [name for name in os.listdir(tmp_path) if "out" in name]
     with pytest.raises(UserError, match=r"prepare.executor is local; only Slurm's script is shown"):
         produce(preparation, word_tokenizer(), tmp_path / "out", dry_run=True)
     with pytest.raises(UserError, match="there is no sbatch here"):
