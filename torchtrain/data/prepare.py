@@ -59,7 +59,7 @@ def prepare(
     """
     report = on_progress or (lambda progress: None)
     if data.prepared is not None:
-        return _reuse(_open_prepared(data, tokenizer), data, report)
+        return _reuse(_check_prepared(_open_prepared(data), data, tokenizer), data, report)
     name = fingerprint(data, tokenizer)
     corpus = expand(data.cache) / "corpus"
     final = corpus / name
@@ -89,18 +89,23 @@ def _reuse(store: TokenStore, data: DataConfig, report: Callable[[PreparationPro
     return store
 
 
-def _open_prepared(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore:
+def _open_prepared(data: DataConfig) -> TokenStore:
     shown = f"data.prepared {quoted(data.prepared)}"
     folder = expand(data.prepared or "")
     if not folder.exists():
         raise UserError(f"{shown}: is not there; make it: torchtrain prepare CONFIG --out {folder}")
     store = TokenStore.open(folder)
-    made_of = store.header.made_of if store.header else None
-    if made_of is None or store.header is None:
+    if store.header is None or store.header.made_of is None:
         raise UserError(f"{shown}: was not made by torchtrain prepare; give such a store, or data.sources alone")
+    return store
+
+
+def _check_prepared(store: TokenStore, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore:
+    shown = f"data.prepared {quoted(data.prepared)}"
+    assert store.header is not None
     if store.header.tokenizer != tokenizer_identity(tokenizer):
         raise UserError(f"{shown}: was tokenised by another tokenizer; prepare it with that of model.source")
-    if data.sources and made_of != identity(data.model_copy(update={"prepared": None}), tokenizer):
+    if data.sources and store.header.made_of != identity(data.model_copy(update={"prepared": None}), tokenizer):
         raise UserError(
             f"{shown}: is of other sources or settings than this config's; prepare it again, or remove data.sources"
         )
@@ -154,7 +159,7 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
         UserError: a missing file or package.
     """
     if data.prepared is not None:
-        return {"prepared": TokenStore.open(expand(data.prepared)).fingerprint}
+        return {"prepared": _open_prepared(data).fingerprint}
     content = {
         "format": FORMAT,
         "sources": [_source_identity(source) for source in data.sources],

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from anchorline.errors import UserError
 from torchtrain import cli
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig, load_config
-from torchtrain.data import TokenStore, prepare
+from torchtrain.data import TokenStore, identity, prepare
 from torchtrain.data.produce import LOGS, PLAN, SHARDS, Submitted, produce
 from torchtrain.data.tasks import list_tasks
 from torchtrain.errors import TasksUnfinished
@@ -345,6 +345,11 @@ def test_a_run_trains_on_it_with_the_same_bits(tree, write_config, tmp_path):
     assert call(cli.app, ["verify", tree["run"]["folder"]]).exit_code == 0
 
 
+def open_as_a_run(data: DataConfig, tokenizer: Any) -> None:
+    identity(data, tokenizer)
+    prepare(data, tokenizer)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -366,7 +371,7 @@ def test_a_store_of_something_else_is_refused(tree, write_config, tmp_path, monk
     produce(preparation, tokenizer, tmp_path / "store")
     config = load_config(write_config(tree), [f"data.prepared={tmp_path}/store", override])
     with pytest.raises(UserError, match=message):
-        prepare(config.data, tokenizer)
+        open_as_a_run(config.data, tokenizer)
     with pytest.raises(UserError, match=r"was tokenised by another tokenizer; prepare it with that of model\.source"):
         prepare(data.model_copy(update={"prepared": str(tmp_path / "store")}), word_tokenizer())
 
