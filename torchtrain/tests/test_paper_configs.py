@@ -14,6 +14,7 @@ from torchtrain.planning.budget import model_config
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))
 DATA = sorted((CONFIGS / "data").glob("*.yaml"))
+CONFIG_OF = {path: load_config(path) for path in PAPER}
 
 MODELS = published_models()
 LLAMA, OTHERS = "meta-llama/Llama-2-7b-hf", ("llama3-8b", "mistral-7b", "qwen1.5-1.8b")
@@ -35,7 +36,7 @@ REVISION = "2d0accdd58c5d5511943ca1f5ff0e3eb5e293543"
 
 @pytest.fixture(params=PAPER, ids=lambda path: path.stem)
 def paper(request) -> tuple[Path, Config]:
-    return request.param, load_config(request.param)
+    return request.param, CONFIG_OF[request.param]
 
 
 @pytest.fixture(params=DATA, ids=lambda path: path.stem)
@@ -82,8 +83,10 @@ def test_a_run_says_how_its_store_is_made_by_its_own_tokenizer(paper):
     )
     command = f"# First: torchtrain prepare configs/data/{data.name} --out {config.data.prepared}{own}\n"
     assert command in path.read_text(encoding="utf-8")
-    # A store of one tokenizer has one name.
-    stores = {(c.data.prepared, c.model.source) for c in map(load_config, PAPER)}
+
+
+def test_a_store_of_one_tokenizer_has_one_name():
+    stores = {(config.data.prepared, config.model.source) for config in CONFIG_OF.values()}
     assert len({name for name, _ in stores}) == len(stores)
 
 
@@ -186,12 +189,12 @@ def test_every_run_of_the_papers_tables_is_there():
         (sources[model], f"data/slimpajama-128k-{model}", variant) for model in OTHERS for variant in TABLE_6.split()
     }
     plain = [path for path in PAPER if "-rope_" not in path.stem]
-    runs = [(c.model.source, c.data.prepared, c.pack.variant) for c in map(load_config, plain)]
+    runs = [(c.model.source, c.data.prepared, c.pack.variant) for c in map(CONFIG_OF.get, plain)]
     assert set(runs) == expected
     assert len(runs) == len(expected)
     assert {source for source, _, _ in runs} <= set(MODELS)
 
-    ablated = [load_config(path) for path in PAPER if "-rope_" in path.stem]
+    ablated = [config for path, config in CONFIG_OF.items() if "-rope_" in path.stem]
     found = sorted((c.pack.sequence_length, c.rope.type, c.rope.theta) for c in ablated)
     assert found == sorted(
         [(65536, kind, base) for kind, bases in BASES_64K.items() for base in bases]
@@ -202,7 +205,7 @@ def test_every_run_of_the_papers_tables_is_there():
 
 def test_runs_of_one_model_and_store_differ_in_nothing_but_the_variant():
     groups: dict[tuple, list[Config]] = {}
-    for config in (load_config(path) for path in PAPER if "-rope_" not in path.stem):
+    for config in (config for path, config in CONFIG_OF.items() if "-rope_" not in path.stem):
         groups.setdefault((config.model.source, config.data.prepared), []).append(config)
     for configs in groups.values():
         same = [
