@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 from anchorline.files import PARTIAL, commit, read_json, replace_file
 from torchtrain.config import Preparation
 from torchtrain.data.corpus import source_name
@@ -243,7 +243,13 @@ def _run_by_ray(executor: Any, workers: int | None) -> None:
         raise UserError("prepare.executor ray needs the package ray: pip install ray") from None
     own = not ray.is_initialized()
     if own:  # the cluster that RAY_ADDRESS names, or one of our own
-        ray.init(**({} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers}), log_to_driver=False)
+        alone = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers, "include_dashboard": False}
+        try:
+            ray.init(**alone, log_to_driver=False)
+        except Exception as error:  # it raises that itself, where a machine is too slow for it
+            raise TasksUnfinished(
+                f"Ray does not start: {quoted_reason(error)}; run the same command again, or set prepare.executor to local"
+            ) from None
     try:
         executor.run()
     finally:

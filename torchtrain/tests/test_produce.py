@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -427,10 +428,22 @@ def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
         said.put(str(error))
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own: as an error, one of them ends a thread that datatrove waits for
 def test_ray_makes_the_same_bytes(preparation, tmp_path):
     pytest.importorskip("ray", reason="the package ray is not installed: prepare.executor ray is not tried")
     by_ray = produce(change(preparation, executor="ray", workers=2, memory=1), word_tokenizer(), tmp_path / "ray")
     assert contents(by_ray) == contents(produce(preparation, word_tokenizer(), tmp_path / "local"))
+
+
+def test_a_ray_that_does_not_start_is_one_line(preparation, tmp_path, monkeypatch):
+    def fail(**_):
+        raise Exception("The current node timed out\nduring startup")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fail))
+    with pytest.raises(
+        TasksUnfinished, match=r"Ray does not start: The current node timed out during startup; run the s"
+    ):
+        produce(change(preparation, executor="ray"), word_tokenizer(), tmp_path / "out")
 
 
 def test_without_ray_it_is_named(preparation, tmp_path, monkeypatch):
