@@ -248,7 +248,7 @@ def _run_by_ray(executor: Any, workers: int | None) -> None:
             ray.init(**alone, log_to_driver=False)
         except Exception as error:  # it raises that itself, where a machine is too slow for it
             raise TasksUnfinished(
-                f"Ray does not start: {quoted_reason(error)}; run the same command again, or set prepare.executor to local"
+                f"Ray does not start: {quoted_reason(error)}; run the command again, or take prepare.executor local"
             ) from None
     try:
         executor.run()

@@ -441,7 +441,7 @@ def test_a_ray_that_does_not_start_is_one_line(preparation, tmp_path, monkeypatc
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fail))
     with pytest.raises(
-        TasksUnfinished, match=r"Ray does not start: The current node timed out during startup; run the s"
+        TasksUnfinished, match=r"Ray does not start: The current node timed out during startup; run the c"
     ):
         produce(change(preparation, executor="ray"), word_tokenizer(), tmp_path / "out")
 
