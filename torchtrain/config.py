@@ -24,6 +24,7 @@ MOST_TOKENS = 2**24
 EXAMPLE = "train.steps=20"  # of an override, for messages
 
 Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Theta = Annotated[float, Field(gt=1, le=1e38)]  # the largest power of ten in float32, in which frequencies are computed
 Stretch = Annotated[float, Field(ge=1e-6, le=MOST_TOKENS)]  # of positions, of which there are MOST_TOKENS
@@ -124,12 +125,19 @@ class RopeConfig(Section):
 
 
 class Source(Section):
-    """One source of documents: exactly one of `demo`, `files`, `dataset`."""
+    """One source of documents: exactly one of `demo`, `files`, `texts`, `dataset`."""
 
     demo: Literal["speeches", "encyclopedia", "code"] | None = Field(
         default=None, description="a small real corpus carried by installed packages"
     )
-    files: PathText | None = Field(default=None, description="glob of .jsonl (also .gz or .zst) or .parquet files")
+    files: PathText | None = Field(
+        default=None,
+        description="glob of .jsonl (also .gz or .zst) or .parquet files; or such a URL of fsspec's, as s3://bucket/*.jsonl.zst",
+    )
+    texts: PathText | None = Field(
+        default=None,
+        description="glob of text files (or such a URL), each one document; their fields: text, path, folder",
+    )
     dataset: Name | None = Field(default=None, description="folder of a Hugging Face dataset, or its hub id")
     subset: Name | None = Field(default=None, description="configuration name of the dataset")
     split: Name = "train"
@@ -140,13 +148,25 @@ class Source(Section):
     domain_field: Name | None = Field(
         default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
     )
-    max_documents: Count | None = None
+    rename: dict[Name, Name] | None = Field(
+        default=None, description="what domains are called here, where a record or file calls them otherwise"
+    )
+    max_documents: Count | None = Field(default=None, description="the first so many; for a sample, see sample_files")
+    sample_files: PositiveShare | None = Field(
+        default=None, description="share of the files (of a dataset: of its shards) that is read, drawn by sample_seed"
+    )
+    sample: PositiveShare | None = Field(
+        default=None, description="share of the records of what is read that is kept, each drawn by sample_seed"
+    )
+    sample_seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        kinds = [name for name in ("demo", "files", "dataset") if getattr(self, name) is not None]
+        kinds = [name for name in ("demo", "files", "texts", "dataset") if getattr(self, name) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"a source is exactly one of demo, files, dataset; this one names {kinds or 'none'}")
+            raise ValueError(
+                f"a source is exactly one of demo, files, texts, dataset; this one names {kinds or 'none'}"
+            )
         if self.domain is not None and self.domain_field is not None:
             raise ValueError("domain and domain_field exclude each other; remove one")
         if self.dataset is None and (self.streaming or self.subset or self.revision or self.split != "train"):
@@ -154,10 +174,45 @@ class Source(Section):
         return self
 
 
+class MixtureConfig(Section):
+    """Which documents of a corpus are trained on, and how often: shares of domains and, in each, of long documents.
+
+    Source: per-source length up-sampling, arXiv 2402.10171, section 3.
+    """
+
+    tokens: Annotated[int, Field(ge=1, lt=2**62)] | None = Field(
+        default=None, description="how many are chosen; default: as many as the corpus holds"
+    )
+    shares: dict[Name, PositiveShare] | None = Field(
+        default=None,
+        description="token share of each domain, in any unit up to 1 each; default: as the corpus has them",
+    )
+    long_tokens: Count = Field(default=4096, description="tokens from which on a document is long")
+    long_share: Share | None = Field(
+        default=None, description="share of each domain's tokens that long documents make, if they make less"
+    )
+    long_weight: Annotated[float, Field(ge=1, le=1e6)] | None = Field(
+        default=None, description="how many times as often a long document is taken as a short one, in each domain"
+    )
+    most_repeats: Annotated[int, Field(ge=1, lt=2**16)] = Field(
+        default=4, description="times that one document may be taken; what is missing because of it is reported"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**32, description="draws the documents")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.long_share is not None and self.long_weight is not None:
+            raise ValueError("long_share and long_weight exclude each other; remove one")
+        return self
+
+
 class DataConfig(Section):
     """Documents in, tokens out."""
 
-    sources: list[Source] = Field(min_length=1, max_length=10_000)
+    sources: list[Source] = Field(default=[], max_length=10_000)
+    prepared: PathText | None = Field(
+        default=None, description="a store that `torchtrain prepare` made; `sources`, if given, must be what it is of"
+    )
     cache: PathText = Field(default="cache", description="folder for the tokenised corpus and converted models")
     append_eos: bool = Field(default=True, description="close each document with the tokenizer's EOS")
     special_tokens: Literal["text", "control"] = Field(
@@ -170,6 +225,64 @@ class DataConfig(Section):
         default=0.001, description="share of records without text or unparsable above which a source is refused"
     )
     held_out_share: Share = Field(default=0.05, description="share of each domain's documents kept for evaluation")
+    mixture: MixtureConfig | None = Field(default=None, description="which documents are chosen, and how often")
+
+    @model_validator(mode="after")
+    def _has_documents(self) -> Self:
+        if not self.sources and self.prepared is None:
+            raise ValueError("there is nothing to read; give sources, or prepared (what `torchtrain prepare` made)")
+        if not self.sources:
+            for name in ("append_eos", "special_tokens", "min_tokens", "mixture"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} belongs to what made the store of prepared; remove it, or give its sources"
+                    )
+        return self
+
+
+class SlurmConfig(Section):
+    """What `prepare.executor: slurm` asks of the cluster."""
+
+    partition: Name | None = None
+    time: Name = Field(default="24:00:00", description="limit of one task")
+    qos: Name | None = None
+    environment: Name | None = Field(default=None, description="shell command that activates Python's environment")
+    sbatch: dict[Name, Name] = Field(default={}, description="further options of sbatch, without their dashes")
+
+
+class PrepareConfig(Section):
+    """How the work of `torchtrain prepare` is spread. Of all this only `task_bytes` shows in a store: in its files."""
+
+    executor: Literal["local", "slurm", "ray"] = "local"
+    workers: SmallCount | None = Field(
+        default=None, description="tasks at work at a time; default: one per core, and all of Slurm's or Ray's"
+    )
+    task_bytes: Annotated[int, Field(ge=1, lt=2**50)] = Field(
+        default=2**28, description="bytes of source files to a task, each of which leaves a shard; one file at least"
+    )
+    memory: Annotated[int, Field(ge=1, le=2**16)] = Field(default=2, description="GiB that a task asks of Slurm or Ray")
+    slurm: SlurmConfig = SlurmConfig()
+
+
+class TokenizerConfig(Section):
+    """Whose tokenizer."""
+
+    source: PathText = Field(description="`smollm2`, a folder, or a hub id")
+    trust_remote_code: bool = False
+
+
+class Preparation(Section):
+    """The whole of `torchtrain prepare`."""
+
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    prepare: PrepareConfig = PrepareConfig()
+
+    @model_validator(mode="after")
+    def _has_sources(self) -> Self:
+        if not self.data.sources:
+            raise ValueError("data.sources: there is nothing to prepare; give sources")
+        return self
 
 
 class PackConfig(Section):
@@ -411,6 +524,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         UserError: see `anchorline.settings.load`.
     """
     return settings.load(Config, path, overrides, example=EXAMPLE, prepare=fill_empty_sections)
+
+
+def load_preparation(path: str | Path, overrides: Sequence[str] = ()) -> Preparation:
+    """As `load_config`, of what is to be prepared; of a run's config, what it would train on is.
+
+    Raises:
+        UserError: see `anchorline.settings.load`.
+    """
+    return settings.load(Preparation, path, overrides, example="prepare.workers=8", prepare=_preparation_of)
+
+
+def _preparation_of(tree: settings.Tree) -> settings.Tree:
+    tree = fill_empty_sections(tree)
+    model, data = tree.get("model"), tree.get("data")
+    if isinstance(model, dict) and "tokenizer" not in tree:
+        tokenizer = {name: model[name] for name in TokenizerConfig.model_fields if name in model}
+        tree = {"tokenizer": tokenizer} | {name: tree[name] for name in ("data", "prepare") if name in tree}
+        if isinstance(data, dict):
+            tree["data"] = {name: value for name, value in data.items() if name != "prepared"}
+    return tree
 
 
 def dump_config(config: Config) -> str:

@@ -27,3 +27,7 @@ class Terminated(Exception):  # noqa: N818
     def __init__(self, message: str, agreed: bool = False) -> None:
         super().__init__(message)
         self.agreed = agreed
+
+
+class TasksUnfinished(Exception):  # noqa: N818 - what was finished is kept
+    """Tasks of a preparation are not done, through no mistake of the user's; the message says which and what to do."""

@@ -15,6 +15,7 @@ from torchtrain.config_history import restore_meaning
 FREE = (
     "run.folder",
     "data.cache",
+    "data.prepared",
     "distributed",
     "save",
     "log",

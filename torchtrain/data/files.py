@@ -1,7 +1,7 @@
 """The user's files: which of them a pattern means, and the items of each, one at a time. What gives no item says why.
 
 .jsonl, plain or compressed (.gz, .zst), is read line by line, .parquet a few rows at a time: what is held at one time
-is a record, not a file.
+is a record, not a file. A pattern may be a URL of fsspec's (`torchtrain.data.remote`).
 """
 
 import fnmatch
@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from anchorline.errors import UserError, disk_fault, one_line, quoted
+from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
 from anchorline.files import expand
+from torchtrain.data import remote
+from torchtrain.data.remote import FileInfo
 
 KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 MOST_LINE_BYTES = 1 << 28
@@ -30,8 +32,12 @@ class BadItemError(Exception):
     """Why an item gives no document."""
 
 
-def find_files(pattern: str) -> list[Path]:
+def find_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[Path]:
     """Return the files that a glob pattern means, sorted, each once. `**` goes into any number of folders, links too.
+
+    Args:
+        pattern: of this disk, no URL.
+        kinds: how their names may end; ("",) takes any.
 
     Raises:
         UserError: nothing matches; a match is not a file that we read; or too much would have to be looked at.
@@ -43,10 +49,12 @@ def find_files(pattern: str) -> list[Path]:
     for name in _Matches(shown).of(str(expand(pattern))):
         path = Path(name)
         # Told of the first one: the rest may be a whole disk.
-        if not path.name.endswith(KINDS) or not os.path.isfile(path):
-            known = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        if not kinds[0] and os.path.isdir(path):
+            continue
+        if not path.name.endswith(kinds) or not os.path.isfile(path):
+            known = f"{' or '.join((', '.join(kinds[:-1]), kinds[-1]))} " if kinds[0] else ""
             raise UserError(
-                f"data.sources: {quoted(path)} is not a regular {known} file; narrow files {quoted(pattern)}"
+                f"data.sources: {quoted(path)} is not a regular {known}file; narrow files {quoted(pattern)}"
             )
         found.add(path)
     if not found:
@@ -108,20 +116,70 @@ def _folder(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
+def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
+    """Return the files that a pattern of this disk or a URL means, in the order in which they are read.
+
+    Raises:
+        UserError: as `find_files`; or what the URL names cannot be listed.
+    """
+    if remote.is_url(pattern):
+        found = remote.list_urls(pattern)
+        for info in found:
+            if not info.place.partition("::")[0].endswith(kinds):
+                known = ", ".join(kinds)
+                raise UserError(
+                    f"data.sources: {quoted(info.place)} is not a {known} file; narrow files {quoted(pattern)}"
+                )
+        return found
+    paths = find_files(pattern, kinds)
+    return [FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths]
+
+
+def items(place: str, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
     """Yield (where it stands, item) of a file in its order; for an item that cannot be read, why, as a BadItemError.
 
     Args:
-        path: what `find_files` returned.
+        place: a path or URL that `list_files` returned.
         fields: setting -> the field that it names, such as {"text_field": "text"}; of Parquet no other column is read.
 
     Raises:
         UserError: the file cannot be read on, or lacks a column.
     """
-    return _parquet_items(path, fields) if path.suffix == ".parquet" else _jsonl_items(path)
+    return _parquet_items(place, fields) if _ends(place, ".parquet") else _jsonl_items(place)
 
 
-def _jsonl_items(path: Path) -> Iterator[tuple[str, Any]]:
+def text_item(place: str) -> tuple[str, Any]:
+    """Return (where it stands, item) of a text file: its text, path, and the folder it lies in.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with _open_raw(place) as file:
+            content = file.read(MOST_LINE_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"data.sources: {_shown(place)}: {disk_fault(error)}") from None
+    except remote.faults() as error:
+        raise UserError(f"data.sources: {_shown(place)}: {quoted_reason(error)}") from None
+    if len(content) > MOST_LINE_BYTES:
+        return place, BadItemError(f"is longer than {MOST_LINE_BYTES:,} bytes")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return place, BadItemError("is not UTF-8")
+    return place, {"text": text, "path": place, "folder": place.split("/")[-2] if "/" in place else ""}
+
+
+def _shown(place: str) -> str:
+    return quoted(place if remote.is_url(place) else Path(place))
+
+
+def _ends(place: str, suffix: str) -> bool:
+    """Whether a file's name ends so; of a URL in a URL (zip://a.jsonl::file.zip) the first counts."""
+    return place.partition("::")[0].endswith(suffix)
+
+
+def _jsonl_items(path: str) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         with _open(path) as file:
@@ -136,7 +194,11 @@ def _jsonl_items(path: Path) -> Iterator[tuple[str, Any]]:
     except OSError as error:
         if error.errno is None:  # pyarrow's, of what it decompresses
             raise _breaks_off(path, number, error) from None
-        raise UserError(f"data.sources: {quoted(path)}: {disk_fault(error)}") from None
+        raise UserError(f"data.sources: {_shown(path)}: {disk_fault(error)}") from None
+    except remote.faults() as error:
+        if isinstance(error, UserError) or not remote.is_url(path):
+            raise
+        raise _breaks_off(path, number, error) from None
 
 
 def _parse(line: bytes) -> Any:
@@ -161,39 +223,55 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
+def _open(path: str) -> Iterator[BinaryIO]:
     """Open a file for reading what it holds decompressed; a .zst of several frames is one content."""
-    if path.suffix == ".gz":
-        with gzip.open(path, "rb") as file:
+    if _ends(path, ".gz"):
+        with _open_raw(path) as raw, gzip.open(raw, "rb") as file:
             yield cast(BinaryIO, file)
-    elif path.suffix == ".zst":
+    elif _ends(path, ".zst"):
         arrow = import_arrow(path)
         # pyarrow's reader: it comes with datasets, and tells of a file that is cut off.
-        with arrow.OSFile(str(path)) as raw, arrow.CompressedInputStream(raw, "zstd") as content:
+        with _open_arrow(path, arrow) as raw, arrow.CompressedInputStream(raw, "zstd") as content:
             yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
     else:
-        with path.open("rb") as file:
+        with _open_raw(path) as file:
             yield file
 
 
-def _breaks_off(path: Path, number: int, error: Exception) -> UserError:
-    return UserError(f"data.sources: {quoted(path)} breaks off after line {number}: {one_line(error)}; copy it again")
+@contextmanager
+def _open_arrow(path: str, arrow: Any) -> Iterator[Any]:
+    if remote.is_url(path):
+        with remote.open_url(path) as file:
+            yield arrow.PythonFile(file, "r")
+    else:
+        with arrow.OSFile(path) as file:
+            yield file
 
 
-def _parquet_items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
+@contextmanager
+def _open_raw(path: str) -> Iterator[BinaryIO]:
+    with remote.open_url(path) if remote.is_url(path) else open(path, "rb") as file:
+        yield file
+
+
+def _breaks_off(path: str, number: int, error: Exception) -> UserError:
+    return UserError(f"data.sources: {_shown(path)} breaks off after line {number}: {one_line(error)}; copy it again")
+
+
+def _parquet_items(path: str, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
     arrow = import_arrow(path)
     import pyarrow.parquet as parquet
 
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
+        with _open_arrow(path, arrow) as raw, parquet.ParquetFile(raw) as file:
             wanted = {name for field in fields.values() for name in (field, field.split(".")[0])}
             columns = [name for name in file.schema_arrow.names if name in wanted]
             for setting, field in fields.items():
                 if not {field, field.split(".")[0]} & set(columns):
                     known = one_line(", ".join(file.schema_arrow.names[:20]))
                     raise UserError(
-                        f"data.sources: {quoted(path)} has no column {quoted(field)}; it has {known}: set {setting}"
+                        f"data.sources: {_shown(path)} has no column {quoted(field)}; it has {known}: set {setting}"
                     )
             for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
                 for item in rows_of(batch):
@@ -201,7 +279,7 @@ def _parquet_items(path: Path, fields: dict[str, str]) -> Iterator[tuple[str, An
                     yield f"{path}: row {number}", item
     except (arrow.ArrowException, OSError) as error:
         reason = one_line(error)
-        raise UserError(f"data.sources: {quoted(path)} cannot be read after row {number}: {reason}") from None
+        raise UserError(f"data.sources: {_shown(path)} cannot be read after row {number}: {reason}") from None
 
 
 def rows_of(batch: Any) -> list[Any]:

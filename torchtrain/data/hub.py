@@ -1,7 +1,7 @@
 """Records of a Hugging Face data set: a folder on this disk, or a hub id; the hub is asked once before the wait."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +15,43 @@ _MOST_ID = 96  # characters of an id on the hub
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def dataset_items(source: Source) -> Iterator[tuple[str, Any]]:
+def count_shards(source: Source) -> int:
+    """Return into how many pieces a `dataset` source can be cut: its files, as a rule.
+
+    Raises:
+        UserError: as `dataset_items`.
+    """
+    with _reads(source) as rows:
+        return int(rows(streaming=True).num_shards)
+
+
+def dataset_items(source: Source, shard: int | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (where it stands, item) of a `dataset` source in its order. No code of the data set is run.
+
+    Args:
+        source: which data set.
+        shard: read only this one of `count_shards`.
 
     Raises:
         UserError: there is no such data set, it cannot be read on, or the package datasets is missing.
     """
+    name = f"{source.dataset} [{source.split}]" + ("" if shard is None else f" shard {shard}")
+    number = 0
+    with _reads(source, lambda: number) as rows:
+        found = rows(streaming=source.streaming or shard is not None)
+        if shard is not None:
+            found = found.shard(num_shards=found.num_shards, index=shard)
+        # As Arrow has them: of a string that is not UTF-8, datasets' own rows would raise for all that follow it.
+        tables = cast(Iterator[Any], found.with_format("arrow").iter(batch_size=ROWS_AT_A_TIME))
+        for table in tables:
+            for item in (item for batch in table.to_batches() for item in rows_of(batch)):
+                number += 1
+                yield f"{name} record {number}", item
+
+
+@contextmanager
+def _reads(source: Source, read: Callable[[], int] = lambda: 0) -> Iterator[Callable[..., Any]]:
+    """Give what loads a data set; what it raises, then or later, is told in one line."""
     assert source.dataset is not None
     shown = f"data.sources: dataset {quoted(source.dataset)}"
     try:
@@ -29,18 +60,14 @@ def dataset_items(source: Source) -> Iterator[tuple[str, Any]]:
     except ImportError:
         raise missing_datasets(f"dataset {quoted(source.dataset)}") from None
     unreachable = None if _folder(source.dataset, shown) else _ask_hub(source, shown)
-    number = 0
+
+    def load(streaming: bool) -> Any:
+        found: Any = datasets.load_dataset  # whose types want to know whether it streams
+        return found(source.dataset, source.subset, split=source.split, streaming=streaming, revision=source.revision)
+
     try:
         with _from_cache() if unreachable else nullcontext():
-            rows = datasets.load_dataset(
-                source.dataset, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
-            )
-        # As Arrow has them: of a string that is not UTF-8, datasets' own rows would raise for all that follow it.
-        tables = cast(Iterator[Any], rows.with_format("arrow").iter(batch_size=ROWS_AT_A_TIME))
-        for table in tables:
-            for item in (item for batch in table.to_batches() for item in rows_of(batch)):
-                number += 1
-                yield f"{source.dataset} [{source.split}] record {number}", item
+            yield load
     # What a data set, however damaged, makes of its readers; not how a process ends (`torchtrain.errors`).
     except (
         OSError,
@@ -52,14 +79,14 @@ def dataset_items(source: Source) -> Iterator[tuple[str, Any]]:
         ImportError,
         DatasetsError,
     ) as error:
-        if unreachable and not number:
+        if unreachable and not read():
             raise UserError(
                 f"{shown}: {unreachable}; {_tell_where()}, nor does datasets' cache hold what was read of it before; "
                 "give a folder, or try again"
             ) from None
         raise UserError(
             f"{shown} (subset {quoted(source.subset)}, split {quoted(source.split)}) "
-            f"cannot be read after record {number}: {one_line(error)[:1000]}"
+            f"cannot be read after record {read()}: {one_line(error)[:1000]}"
         ) from None
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from torchtrain.data.best_fit import fit
 
 # What a random stream is for: the head of its spawn key, so that no two purposes share one.
-SHUFFLE, INTERLEAVE, HELD_OUT, ROWS = range(4)
+SHUFFLE, INTERLEAVE, HELD_OUT, SAMPLE_FILES, SAMPLE, MIX, ROWS = range(7)
 
 Strategy = Literal["sequential", "best_fit", "by_length"]
 

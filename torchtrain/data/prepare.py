@@ -1,4 +1,5 @@
-"""Tokenise a corpus once: sources -> records -> tokens -> a TokenStore under `<data.cache>/corpus/<fingerprint>`.
+"""The corpus of a run: a store that `torchtrain prepare` made, or one that is tokenised now, in this process, and kept
+under `<data.cache>/corpus/<fingerprint>`.
 
 The fingerprint covers everything that the tokens depend on. A store is written into a folder beside its place and
 renamed when it is whole, so a store that exists is finished, whatever was interrupted.
@@ -9,9 +10,8 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,12 @@ from anchorline import corpora
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import PARTIAL, commit, expand
 from torchtrain.config import DataConfig, Source
-from torchtrain.data.corpus import BadRecord, Document, read, source_name
-from torchtrain.data.encode import BATCH_CHARACTERS, Encoder, special_tokens_of
-from torchtrain.data.files import find_files
-from torchtrain.data.store import SourceCount, StoreWriter, TokenStore, take_over
+from torchtrain.data.corpus import read, source_files
+from torchtrain.data.encode import special_tokens_of
+from torchtrain.data.remote import FileInfo, is_url
+from torchtrain.data.store import SourceCount, TokenStore
+from torchtrain.data.tokenise import PreparationProgress, Tokeniser, token_bytes_of
+from torchtrain.data.writer import StoreWriter, take_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,20 +35,8 @@ if TYPE_CHECKING:
 # Raise it when the same sources and settings would give other tokens or other files (reading, rendering, layout).
 FORMAT = 2
 _MOST_FILES = 1_000_000  # of a data set's folder
-
-
-@dataclass(frozen=True)
-class PreparationProgress:
-    """How far a preparation is: what it does, and over all sources documents and tokens written, bad records met."""
-
-    state: str  # `tokenising NAME` of a source, then `tokenised`; or `tokens reused`, where a finished store was found
-    documents: int
-    tokens: int
-    bad_records: int
-
-    def __str__(self) -> str:
-        counts = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bad_records:,} bad records"
-        return f"{self.state}: {counts}"
+# Settings of a source that count where they are set: there were stores before there were these.
+_YOUNGER = {"texts", "rename", "sample_files", "sample", "sample_seed"}
 
 
 def prepare(
@@ -54,7 +44,7 @@ def prepare(
     tokenizer: "PreTrainedTokenizerFast",
     on_progress: Callable[[PreparationProgress], None] | None = None,
 ) -> TokenStore:
-    """Return the tokenised corpus of a config, from the cache if it is there, else made now.
+    """Return the tokenised corpus of a config: `data.prepared`, or from the cache if it is there, else made now.
 
     Several processes may call this at once: one works, the others wait and reuse.
 
@@ -65,9 +55,11 @@ def prepare(
 
     Raises:
         UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`; the
-            tokenizer is a slow one; `data.cache` cannot be written.
+            tokenizer is a slow one; `data.cache` cannot be written; `data.prepared` is of something else.
     """
     report = on_progress or (lambda progress: None)
+    if data.prepared is not None:
+        return _reuse(_check_prepared(_open_prepared(data), data, tokenizer), data, report)
     name = fingerprint(data, tokenizer)
     corpus = expand(data.cache) / "corpus"
     final = corpus / name
@@ -87,14 +79,36 @@ def prepare(
                     take_over(older, partial, name)
         finally:
             lock.release()
-    store = TokenStore.open(final)
-    for count in store.sources:
-        _check_share(count, data)
-    report(
-        PreparationProgress(
-            "tokens reused", len(store), len(store.tokens), sum(count.bad_records for count in store.sources)
+    return _reuse(TokenStore.open(final), data, report)
+
+
+def _reuse(store: TokenStore, data: DataConfig, report: Callable[[PreparationProgress], None]) -> TokenStore:
+    check_shares(store.sources, data)
+    bad = sum(count.bad_records for count in store.sources)
+    report(PreparationProgress("tokens reused", len(store), store.token_count, bad))
+    return store
+
+
+def _open_prepared(data: DataConfig) -> TokenStore:
+    shown = f"data.prepared {quoted(data.prepared)}"
+    folder = expand(data.prepared or "")
+    if not folder.exists():
+        raise UserError(f"{shown}: is not there; make it: torchtrain prepare CONFIG --out {folder}")
+    store = TokenStore.open(folder)
+    if store.header is None or store.header.made_of is None:
+        raise UserError(f"{shown}: was not made by torchtrain prepare; give such a store, or data.sources alone")
+    return store
+
+
+def _check_prepared(store: TokenStore, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore:
+    shown = f"data.prepared {quoted(data.prepared)}"
+    assert store.header is not None
+    if store.header.tokenizer != tokenizer_identity(tokenizer):
+        raise UserError(f"{shown}: was tokenised by another tokenizer; prepare it with that of model.source")
+    if data.sources and store.header.made_of != identity(data.model_copy(update={"prepared": None}), tokenizer):
+        raise UserError(
+            f"{shown}: is of other sources or settings than this config's; prepare it again, or remove data.sources"
         )
-    )
     return store
 
 
@@ -102,7 +116,7 @@ def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast")
     """Return the store of the same corpus in which special tokens were control tokens, if its texts hold none: then it
     is the same under `text`. So were all stores before there was a choice.
     """
-    if data.special_tokens == "control":
+    if data.special_tokens == "control" or data.mixture is not None:
         return None
     before = data.model_copy(update={"special_tokens": "control"})
     try:
@@ -112,8 +126,9 @@ def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast")
         return None
     appended = data.append_eos and tokenizer.eos_token_id is not None
     special, block = list(special_tokens_of(tokenizer).values()), 1 << 24
-    for start in range(0, len(store.tokens), block):
-        found = start + np.flatnonzero(np.isin(store.tokens[start : start + block], special))
+    tokens = store.shards[0]
+    for start in range(0, len(tokens), block):
+        found = start + np.flatnonzero(np.isin(tokens[start : start + block], special))
         if len(np.setdiff1d(found, store.offsets[1:] - 1) if appended else found):
             return None
     return store
@@ -127,7 +142,7 @@ def fingerprint(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> str:
     """
     content = identity(data, tokenizer) | {
         "tokenizer": tokenizer_identity(tokenizer),
-        "files": [[_looks(path) for path in _files(source)] for source in data.sources],
+        "files": [[_looks(file) for file in _files(source)] for source in data.sources],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -138,11 +153,13 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
     Files count by name and size here, by place and time of change, too, for `fingerprint`: where those differ, the same
     tokens may come of it or not (`TokenStore.sha256`). A demo counts by its package's or Python's version; a hub data
     set by its name, subset, split and revision, so that a finished store needs no network: pin `revision` to follow a
-    set that changes.
+    set that changes. A prepared store counts by its fingerprint.
 
     Raises:
         UserError: a missing file or package.
     """
+    if data.prepared is not None:
+        return {"prepared": _open_prepared(data).fingerprint}
     content = {
         "format": FORMAT,
         "sources": [_source_identity(source) for source in data.sources],
@@ -151,20 +168,24 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
     }
     if data.special_tokens != "control":  # what all stores were before there was a choice
         content["special_tokens"] = data.special_tokens
+    if data.mixture is not None:
+        content["mixture"] = data.mixture.model_dump(mode="json")
     return json.loads(json.dumps(content))
 
 
 def _source_identity(source: Source) -> dict[str, Any]:
-    identity = source.model_dump(exclude={"streaming"})
+    identity = source.model_dump(exclude={"streaming", *_YOUNGER}) | source.model_dump(
+        include=_YOUNGER, exclude_defaults=True
+    )
     if source.demo is not None:
         identity["version"] = corpora.identity(source.demo, f"data.sources: demo {source.demo!r}")
-    identity["contents"] = [(path.name, path.stat().st_size) for path in _files(source)]
+    identity["contents"] = [(file.name, file.bytes) for file in _files(source)]
     return identity
 
 
-def _files(source: Source) -> list[Path]:
-    if source.files is not None:
-        return find_files(source.files)
+def _files(source: Source) -> list[FileInfo]:
+    if source.files is not None or source.texts is not None:
+        return source_files(source)
     if source.dataset is None or not os.path.isdir(source.dataset):
         return []
     found = list(itertools.islice(Path(source.dataset).rglob("*"), _MOST_FILES + 1))
@@ -172,11 +193,15 @@ def _files(source: Source) -> list[Path]:
         raise UserError(
             f"data.sources: dataset {quoted(source.dataset)}: holds more than {_MOST_FILES:,} files; narrow it"
         )
-    return sorted(path for path in found if path.is_file())
+    return [
+        FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns)
+        for path in sorted(found)
+        if path.is_file()
+    ]
 
 
-def _looks(path: Path) -> tuple[str, int, int]:
-    return str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns
+def _looks(file: FileInfo) -> tuple[str, int, str | int]:
+    return file.place if is_url(file.place) else str(Path(file.place).resolve()), file.bytes, file.version
 
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
@@ -197,18 +222,14 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerFast") -> str:
 def _make(
     final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast", report: Callable[[PreparationProgress], None]
 ) -> TokenStore:
-    encoder = Encoder(tokenizer, data.special_tokens)
-    appended = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
-    eos = np.array(appended, dtype=np.int32)
-    with _commits(final, data) as partial, StoreWriter(partial) as writer:
-        counts = [_add_source(source, data, encoder, eos, writer, report) for source in data.sources]
-        if not writer.documents:
-            records, bad = sum(count.records for count in counts), writer.bad_records
-            found = f"{records} records: {bad} bad, {records - bad} shorter than data.min_tokens {data.min_tokens}"
-            raise UserError(
-                f"data.sources: the corpus is empty: {found if records else 'no records'}; check the sources"
-            )
-        writer.finish(final.name, counts)
+    tokeniser = Tokeniser(data, tokenizer)
+    with _commits(final, data) as partial, StoreWriter(partial, token_bytes_of(tokenizer)) as writer:
+        counts = []
+        for source in data.sources:
+            counts.append(tokeniser.add(source, read(source), writer, report))
+            check_shares(counts[-1:], data)
+        check_documents(counts, writer.documents, data)
+        writer.finish(final.name, counts, data.mixture)
     report(PreparationProgress("tokenised", writer.documents, writer.tokens, writer.bad_records))
     return TokenStore.open(final)
 
@@ -238,59 +259,28 @@ def _unwritable(data: DataConfig, error: Exception) -> UserError:
     return UserError(f"data.cache {quoted(data.cache)} cannot be written: {reason}; choose another folder")
 
 
-def _add_source(
-    source: Source,
-    data: DataConfig,
-    encoder: Encoder,
-    eos: np.ndarray,
-    writer: StoreWriter,
-    report: Callable[[PreparationProgress], None],
-) -> SourceCount:
-    records, bad, first_bad, special = 0, 0, "", 0
-    batch: list[Document] = []
-    characters = 0
+def check_shares(counts: Iterable[SourceCount], data: DataConfig) -> None:
+    """Refuse a source of which too many records are bad.
 
-    def tell() -> None:
-        state = f"tokenising {source_name(source)}"
-        report(PreparationProgress(state, writer.documents, writer.tokens, writer.bad_records))
-
-    tell()
-    for record in read(source):
-        records += 1
-        if isinstance(record, Document) and encoder.too_long(record.text):
-            record = BadRecord(
-                f"record {records}", f"{len(record.text):,} characters without a place to cut", record.domain
+    Raises:
+        UserError: more than `data.bad_record_share`.
+    """
+    for count in counts:
+        if count.bad_records > data.bad_record_share * count.records:
+            raise UserError(
+                f"data.sources: {count.source}: {count.bad_records} of {count.records} records are bad, a share above "
+                f"data.bad_record_share {data.bad_record_share}; the first: {count.first_bad}"
             )
-        if isinstance(record, BadRecord):
-            bad += 1
-            first_bad = first_bad or str(record)
-            writer.skip_bad(record.domain, str(record))
-            continue
-        special += encoder.looks_special(record.text)
-        batch.append(record)
-        characters += len(record.text)
-        if characters >= BATCH_CHARACTERS:
-            _add_batch(batch, data, encoder, eos, writer)
-            batch, characters = [], 0
-            tell()
-    if batch:
-        _add_batch(batch, data, encoder, eos, writer)
-    count = SourceCount(source_name(source), records, bad, first_bad, special)
-    _check_share(count, data)
-    return count
 
 
-def _add_batch(batch: list[Document], data: DataConfig, encoder: Encoder, eos: np.ndarray, writer: StoreWriter) -> None:
-    for record, ids in zip(batch, encoder.encode([record.text for record in batch]), strict=True):
-        if len(ids) < data.min_tokens:
-            writer.skip_short(record.domain, len(ids))
-        else:
-            writer.add(record.domain, np.append(ids, eos))
+def check_documents(counts: Sequence[SourceCount], documents: int, data: DataConfig) -> None:
+    """Refuse a corpus without documents.
 
-
-def _check_share(count: SourceCount, data: DataConfig) -> None:
-    if count.bad_records > data.bad_record_share * count.records:
-        raise UserError(
-            f"data.sources: {count.source}: {count.bad_records} of {count.records} records are bad, a share above "
-            f"data.bad_record_share {data.bad_record_share}; the first: {count.first_bad}"
-        )
+    Raises:
+        UserError: there is none.
+    """
+    if documents:
+        return
+    records, bad = (sum(getattr(count, name) for count in counts) for name in ("records", "bad_records"))
+    found = f"{records} records: {bad} bad, {records - bad} shorter than data.min_tokens {data.min_tokens}"
+    raise UserError(f"data.sources: the corpus is empty: {found if records else 'no records'}; check the sources")

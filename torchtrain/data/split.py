@@ -9,7 +9,10 @@ from torchtrain.data.store import TokenStore
 
 
 class Split(NamedTuple):
-    """Documents of both sides, int64 and sorted, and how many changed sides because of their copies."""
+    """Documents of both sides, int64 and sorted, and how many changed sides because of their copies.
+
+    Under a mixture, each to train on stands there as often as it is taken, and those left out on neither side.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
@@ -36,7 +39,11 @@ def split_documents(store: TokenStore, held_out_share: float, seed: int) -> Spli
     held = drawn
     if store.copies and np.intersect1d(store.groups[drawn], store.groups[~drawn]).size:
         held = _by_text(store.groups, orders, counts)
-    return Split(np.flatnonzero(~held), np.flatnonzero(held), int((held != drawn).sum()))
+    moved = int((held != drawn).sum())
+    if store.repeats is None:
+        return Split(np.flatnonzero(~held), np.flatnonzero(held), moved)
+    train = np.repeat(np.arange(len(store)), np.where(held, 0, store.repeats))
+    return Split(train, np.flatnonzero(held & (store.repeats > 0)), moved)
 
 
 def _by_text(groups: np.ndarray, orders: list[np.ndarray], counts: list[int]) -> np.ndarray:

@@ -1,22 +1,22 @@
-"""A tokenised corpus on disk: one flat file of tokens, read through a memory map.
+"""A tokenised corpus on disk: flat files of tokens, read through memory maps.
 
-`tokens.bin` int32, documents one after another · `offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents]
-`hashes.npy` uint64 [documents], of each document's tokens · `bad_records.txt` one line each
+`tokens.bin`, documents one after another, uint16 where the vocabulary allows it and else int32; of a store in shards
+`tokens-00000.bin` and so on, and no document lies in two of them.
+`offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents] · `hashes.npy` uint64 [documents], of each
+document's tokens · `repeats.npy` uint16 [documents], under a mixture · `bad_records.txt` one line each
 `store.json` names, counts, the fingerprint, and size and digest of each of the others.
 
 Stores made before `hashes.npy` and the digests are read as well: of them only the tokens have a digest, and hashes are
-computed.
+computed. `torchtrain.data.writer` writes.
 """
 
 import hashlib
-import io
+import itertools
 import json
-import os
 import threading
-from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -25,17 +25,19 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
-from anchorline.files import FileEntry, entry_of, read_file, sync, write_file
+from anchorline.files import FileEntry, entry_of, read_file
 
-TOKENS, OFFSETS, DOMAINS, HASHES, BAD_RECORDS, HEADER = (
+TOKENS, OFFSETS, DOMAINS, HASHES, REPEATS, BAD_RECORDS, HEADER = (
     "tokens.bin",
     "offsets.npy",
     "domains.npy",
     "hashes.npy",
+    "repeats.npy",
     "bad_records.txt",
     "store.json",
 )
 _MOST_HEADER_BYTES = 1 << 26
+TOKEN_TYPES = {2: np.uint16, 4: np.int32}  # by bytes of a token
 _ANEW = "if it lies in data.cache, delete the folder and it is made anew"
 
 
@@ -63,7 +65,16 @@ class SourceCount:
     special_records: int | None = None  # None: the store was made before they were counted
 
 
-class _Header(BaseModel):
+@dataclass(frozen=True)
+class ShardSize:
+    """One shard of a store: its file, and how many documents and tokens it holds."""
+
+    file: str
+    documents: int
+    tokens: int
+
+
+class StoreHeader(BaseModel):
     """What `store.json` holds."""
 
     model_config = ConfigDict(strict=True)
@@ -75,6 +86,11 @@ class _Header(BaseModel):
     summaries: list[DomainSummary]
     sources: list[SourceCount]
     files: dict[str, FileEntry] | None = None  # by name; None in an older store
+    token_bytes: int = 4
+    shards: list[ShardSize] | None = None  # None: all tokens are in one file
+    tokenizer: str | None = None  # its identity; None where the fingerprint alone holds it
+    made_of: dict[str, Any] | None = None  # what the tokens depend on, as JSON
+    mixture: dict[str, Any] | None = None  # the settings by which `repeats.npy` was made
 
     def dump(self) -> bytes:
         """Return it as JSON that ends with a digest of itself."""
@@ -103,17 +119,20 @@ class TokenStore:
     """The tokens of a corpus, read-only. Pickles as its folder, so that worker processes map the same file."""
 
     folder: Path
-    tokens: np.ndarray  # int32 [all tokens]
+    shards: Sequence[np.ndarray]  # uint16 or int32 [tokens of the shard]
     offsets: np.ndarray  # int64 [documents + 1]
     document_domains: np.ndarray  # int32 [documents], an index into `domains`
     domains: list[str]
     fingerprint: str
-    sha256: str  # of the tokens, as hex
+    sha256: str  # of the tokens as int32, as hex; of more than one shard, of their digests
     largest_token: int
     summaries: list[DomainSummary]
     sources: list[SourceCount]
     files: dict[str, FileEntry] | None = None  # size and digest of each; None in a store made before they were kept
     hashes: np.ndarray | None = None  # uint64 [documents]; None in such a store
+    repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None without a mixture
+    sizes: Sequence[ShardSize] = ()
+    header: StoreHeader | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -125,22 +144,32 @@ class TokenStore:
         folder = Path(folder)
         name = HEADER
         try:
-            header = _Header.parse(read_file(folder / name, _MOST_HEADER_BYTES))
+            header = StoreHeader.parse(read_file(folder / name, _MOST_HEADER_BYTES))
             for name, entry in (header.files or {}).items():
                 _check_size(folder / name, entry)
-            name = TOKENS
-            tokens = _tokens(folder / name)
+            if header.shards is None:
+                name = TOKENS
+                shards: Sequence[np.ndarray] = [_tokens(folder / name, header.token_bytes)]
+                sizes = [ShardSize(TOKENS, -1, len(shards[0]))]
+            else:
+                name, sizes = HEADER, header.shards
+                _check_shards(sizes, header)
+                shards = _Maps(folder, sizes, header.token_bytes)
             name = OFFSETS
             offsets = _array(folder / name, np.int64)
-            _check_offsets(offsets, len(tokens))
+            _check_offsets(offsets, sum(size.tokens for size in sizes))
             documents = len(offsets) - 1
+            if header.shards is None:
+                sizes = [ShardSize(TOKENS, documents, sizes[0].tokens)]
+            _check_ends(offsets, sizes)
             name = DOMAINS
             document_domains = _array(folder / name, np.int32)
             _check_domains(document_domains, documents, len(header.domains))
-            name = HASHES
-            hashes = _array(folder / name, np.uint64) if name in (header.files or {}) else None
-            if hashes is not None and len(hashes) != documents:
-                raise ValueError(f"its sizes differ: {len(hashes)} hashes, {documents} documents")
+            found: dict[str, np.ndarray | None] = {}
+            for name, dtype in ((HASHES, np.uint64), (REPEATS, np.uint16)):
+                one = found[name] = _array(folder / name, dtype) if name in (header.files or {}) else None
+                if one is not None and len(one) != documents:
+                    raise ValueError(f"its sizes differ: {len(one)} of them, {documents} documents")
         except FileNotFoundError:
             raise UserError(f"{quoted(folder)} holds no finished token store ({name} is missing); {_ANEW}") from None
         except ValidationError as error:
@@ -150,8 +179,23 @@ class TokenStore:
             raise _damage_error(folder, f"{name}: {disk_fault(error)}") from None
         except (ValueError, RecursionError) as error:
             raise _damage_error(folder, f"{name}: {one_line(error)[:300]}") from None
-        arrays = {"tokens": tokens, "offsets": offsets, "document_domains": document_domains, "hashes": hashes}
-        return cls(folder=folder, **arrays, **dict(header))
+        return cls(
+            folder=folder,
+            shards=shards,
+            offsets=offsets,
+            document_domains=document_domains,
+            domains=header.domains,
+            fingerprint=header.fingerprint,
+            sha256=header.sha256,
+            largest_token=header.largest_token,
+            summaries=header.summaries,
+            sources=header.sources,
+            files=header.files,
+            hashes=found[HASHES],
+            repeats=found[REPEATS],
+            sizes=sizes,
+            header=header,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore.open, (self.folder,)
@@ -167,7 +211,7 @@ class TokenStore:
     @cached_property
     def groups(self) -> np.ndarray:
         """Which text each document holds, int64 [documents]: the same number for documents of the same tokens."""
-        hashes = _hashes(self) if self.hashes is None else self.hashes
+        hashes = hashes_of(self) if self.hashes is None else self.hashes
         return np.unique(hashes, return_inverse=True)[1].reshape(-1)
 
     @property
@@ -175,9 +219,22 @@ class TokenStore:
         """Documents that hold the text of an earlier one."""
         return len(self) - int(self.groups.max(initial=-1)) - 1
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of all documents."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def _first_tokens(self) -> list[int]:
+        """The number of each shard's first token among all tokens."""
+        return [0, *itertools.accumulate(size.tokens for size in self.sizes)][:-1] or [0]
+
     def document(self, index: int) -> np.ndarray:
-        """Return the tokens of one document: an int32 view of the map, nothing copied."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+        """Return the tokens of one document, int32; of an int32 store a view of the map, nothing copied."""
+        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
+        shard = bisect_right(self._first_tokens, start) - 1
+        first = self._first_tokens[shard]
+        return self.shards[shard][start - first : stop - first].astype(np.int32, copy=False)
 
     def verify(self) -> None:
         """Read every file that has a digest, and check it.
@@ -201,7 +258,7 @@ class TokenStore:
     @property
     def digests(self) -> dict[str, FileEntry]:
         """Size and digest of each file that has one: of an older store, only of the tokens."""
-        return self.files or {TOKENS: FileEntry(bytes=4 * len(self.tokens), sha256=self.sha256)}
+        return self.files or {TOKENS: FileEntry(bytes=4 * self.token_count, sha256=self.sha256)}
 
     def verify_in_background(self) -> Callable[[], None]:
         """Begin `verify` and return what waits for it, and raises what it raises."""
@@ -259,10 +316,48 @@ def _array(path: Path, dtype: type) -> np.ndarray:
     return found
 
 
-def _tokens(path: Path) -> np.ndarray:
+def _tokens(path: Path, token_bytes: int) -> np.ndarray:
     if path.exists() and not path.is_file():
         raise ValueError("not a regular file")
-    return np.memmap(path, dtype=np.int32, mode="r")
+    if token_bytes not in TOKEN_TYPES:
+        raise ValueError(f"holds tokens of {token_bytes} bytes")
+    if path.stat().st_size == 0:  # of a task that found no document; an empty file cannot be mapped
+        return np.empty(0, dtype=TOKEN_TYPES[token_bytes])
+    return np.memmap(path, dtype=TOKEN_TYPES[token_bytes], mode="r")
+
+
+class _Maps(Sequence[np.ndarray]):
+    """The shards of a store, each mapped when it is first read."""
+
+    def __init__(self, folder: Path, sizes: Sequence[ShardSize], token_bytes: int) -> None:
+        self._folder, self._sizes, self._token_bytes = folder, sizes, token_bytes
+        self._maps: list[np.ndarray | None] = [None] * len(sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._maps[index]
+        if found is None:
+            found = self._maps[index] = _tokens(self._folder / self._sizes[index].file, self._token_bytes)
+        return found
+
+
+def _check_shards(sizes: Sequence[ShardSize], header: StoreHeader) -> None:
+    """Check that every shard has its file, of its size, and documents. Raises ValueError."""
+    for size in sizes:
+        entry = (header.files or {}).get(size.file)
+        if size.documents < 1 or entry is None or entry.bytes != size.tokens * header.token_bytes:
+            raise ValueError(f"its shard {size.file} is not of the size that it must be")
+    if header.token_bytes not in TOKEN_TYPES or not sizes:
+        raise ValueError(f"{len(sizes)} shards of tokens of {header.token_bytes} bytes")
+
+
+def _check_ends(offsets: np.ndarray, sizes: Sequence[ShardSize]) -> None:
+    """Check that no document lies in two shards. Raises ValueError."""
+    documents, tokens = (np.cumsum([getattr(size, name) for size in sizes]) for name in ("documents", "tokens"))
+    if documents[-1] != len(offsets) - 1 or (offsets[documents] != tokens).any():
+        raise ValueError("its sizes differ: shards do not end where documents do")
 
 
 def _check_offsets(offsets: np.ndarray, tokens: int) -> None:
@@ -281,178 +376,14 @@ def _check_domains(document_domains: np.ndarray, documents: int, domains: int) -
         raise ValueError(f"its sizes differ: a document's domain is none of the {domains}")
 
 
-def _hash(tokens: np.ndarray) -> int:
-    """Return 64 bits of a document's content.
+def hash_of(tokens: np.ndarray) -> int:
+    """Return 64 bits of a document's content, its tokens as int32.
 
     That two of a hundred million differ in content only has odds of 1 in 3,000.
     """
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
 
 
-def _hashes(store: TokenStore) -> np.ndarray:
+def hashes_of(store: TokenStore) -> np.ndarray:
     """Compute what `hashes.npy` of an older store would hold."""
-    return np.fromiter((_hash(store.document(i)) for i in range(len(store))), dtype=np.uint64, count=len(store))
-
-
-class StoreWriter:
-    """Writes a store into an empty folder of its own; the store exists once `finish` has returned.
-
-    No write is taken for done: each is checked, all are flushed to the disk, and sizes are read back. OSError says what
-    failed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.offsets = array("q", [0])
-        self.document_domains = array("i")
-        self.hashes = array("Q")
-        self.domain_ids: dict[str, int] = {}
-        self.largest_token = -1
-        self.bad_records = 0
-        self._skipped: dict[str, dict[str, int]] = {}
-        self._tokens = _Growing(folder / TOKENS)
-        self._bad = _Growing(folder / BAD_RECORDS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file in (self._tokens, self._bad):
-            file.leave()
-
-    @property
-    def documents(self) -> int:
-        """Documents written so far."""
-        return len(self.document_domains)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens written so far."""
-        return self.offsets[-1]
-
-    def add(self, domain: str, ids: Sequence[int] | np.ndarray) -> None:
-        """Append one document."""
-        tokens = np.asarray(ids, dtype=np.int32)
-        # Not `tofile`: it goes past Python's buffer by C's, and the last block's failure is nobody's.
-        self._tokens.write(tokens.tobytes())
-        self.hashes.append(_hash(tokens))
-        self.offsets.append(self.offsets[-1] + len(tokens))
-        self.document_domains.append(self.domain_ids.setdefault(domain, len(self.domain_ids)))
-        self.largest_token = max(self.largest_token, int(tokens.max()))
-
-    def skip_short(self, domain: str, tokens: int) -> None:
-        """Count a document that is left out because it is short."""
-        counts = self._counts(domain)
-        counts["short_documents"] += 1
-        counts["short_tokens"] += tokens
-
-    def skip_bad(self, domain: str, line: str) -> None:
-        """Count and note a record that gave no document."""
-        self._counts(domain)["bad_records"] += 1
-        self.bad_records += 1
-        self._bad.write(f"{line}\n".encode())
-
-    def finish(self, fingerprint: str, sources: list[SourceCount]) -> None:
-        """Write what completes the store and flush all of it to the disk."""
-        offsets = np.array(self.offsets, dtype=np.int64)
-        document_domains = np.array(self.document_domains, dtype=np.int32)
-        files = {
-            TOKENS: self._tokens.finish(),
-            BAD_RECORDS: self._bad.finish(),
-            OFFSETS: _write_array(self.folder / OFFSETS, offsets),
-            DOMAINS: _write_array(self.folder / DOMAINS, document_domains),
-            HASHES: _write_array(self.folder / HASHES, np.array(self.hashes, dtype=np.uint64)),
-        }
-        header = _Header(
-            fingerprint=fingerprint,
-            sha256=files[TOKENS].sha256,
-            domains=list(self.domain_ids),
-            largest_token=self.largest_token,
-            summaries=self._summaries(np.diff(offsets), document_domains),
-            sources=sources,
-            files=files,
-        )
-        _finish(self.folder, header)
-
-    def _counts(self, domain: str) -> dict[str, int]:
-        return self._skipped.setdefault(domain, {"bad_records": 0, "short_documents": 0, "short_tokens": 0})
-
-    def _summaries(self, lengths: np.ndarray, document_domains: np.ndarray) -> list[DomainSummary]:
-        summaries = []
-        for domain in dict.fromkeys([*self.domain_ids, *self._skipped]):
-            own = lengths[document_domains == self.domain_ids.get(domain, -1)]
-            kept = {"documents": len(own), "tokens": int(own.sum()), "longest": int(own.max(initial=0))}
-            summaries.append(DomainSummary(domain, **kept, **self._counts(domain)))
-        return summaries
-
-
-class _Growing:
-    """A file that is written bit by bit, counted and digested on the way."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._digest, self._size = path, hashlib.sha256(), 0
-        self._file = path.open("xb", buffering=1 << 20)
-
-    def write(self, content: bytes) -> None:
-        self._file.write(content)
-        self._digest.update(content)
-        self._size += len(content)
-
-    def finish(self) -> FileEntry:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return FileEntry(bytes=self._size, sha256=self._digest.hexdigest())
-
-    def leave(self) -> None:
-        """Close it, finished or not: of what is given up, a last failure says nothing new."""
-        with suppress(OSError):
-            self._file.close()
-
-
-def _write_array(path: Path, content: np.ndarray) -> FileEntry:
-    # Not `np.save` into the file, which loses a failure as `tofile` does.
-    buffer = io.BytesIO()
-    np.save(buffer, content)
-    return write_file(path, buffer.getbuffer())
-
-
-def _finish(folder: Path, header: _Header) -> None:
-    """Write the header of a store whose files are written, and read all sizes back."""
-    files = dict(header.files or {})
-    files[HEADER] = write_file(folder / HEADER, header.dump())
-    for name, entry in files.items():
-        if (size := (folder / name).stat().st_size) != entry.bytes:
-            raise OSError(5, f"{size:,} bytes are on the disk and {entry.bytes:,} were written", str(folder / name))
-    sync(folder)
-
-
-def take_over(store: TokenStore, folder: Path, fingerprint: str) -> None:
-    """Make, in an empty folder, another store under a new fingerprint: the same files, linked where the disk can.
-
-    An older store gets hashes and digests by it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    files = {}
-    for name in (TOKENS, OFFSETS, DOMAINS, BAD_RECORDS):
-        try:
-            os.link(store.folder / name, folder / name)
-        except OSError:
-            _copy(store.folder / name, folder / name)
-        files[name] = store.digests.get(name) or entry_of(folder / name)
-    files[HASHES] = _write_array(folder / HASHES, _hashes(store) if store.hashes is None else store.hashes)
-    header = {name: getattr(store, name) for name in ("sha256", "domains", "largest_token", "summaries", "sources")}
-    _finish(folder, _Header(**header, fingerprint=fingerprint, files=files))
-
-
-def _copy(source: Path, target: Path) -> None:
-    copy = _Growing(target)
-    try:
-        with source.open("rb") as file:
-            while block := file.read(1 << 22):
-                copy.write(block)
-        copy.finish()
-    finally:
-        copy.leave()
+    return np.fromiter((hash_of(store.document(i)) for i in range(len(store))), dtype=np.uint64, count=len(store))

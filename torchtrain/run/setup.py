@@ -237,7 +237,7 @@ def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
     return {
         "domains": store.domains,
         "documents": len(store),
-        "tokens": len(store.tokens),
+        "tokens": store.token_count,
         "places": places,
         "sha256": store.sha256,
     }

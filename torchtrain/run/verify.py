@@ -105,7 +105,7 @@ def _store(folder: Path, sha256: Any = None) -> str:
     if sha256 is not None and store.sha256 != sha256:
         raise UserError("holds other tokens than those the run was trained on")
     missing = "" if store.files else "; made before offsets and domains had digests: their bounds were checked"
-    return f"{len(store):,} documents, {len(store.tokens):,} tokens, {len(store.digests)} files{missing}"
+    return f"{len(store):,} documents, {store.token_count:,} tokens, {len(store.digests)} files{missing}"
 
 
 def _checkpoint(checkpoints: Checkpoints, step: int) -> str:

@@ -33,7 +33,7 @@ def memory_store(lengths: Sequence[int], domains: Sequence[int] | None = None, f
     of_document = np.asarray(domains if domains is not None else [0] * len(lengths), dtype=np.int32)
     return TokenStore(
         folder=Path(),
-        tokens=np.arange(first, first + offsets[-1], dtype=np.int32),
+        shards=[np.arange(first, first + offsets[-1], dtype=np.int32)],
         offsets=offsets,
         document_domains=of_document,
         domains=[f"domain{i}" for i in range(int(of_document.max(initial=0)) + 1)],

@@ -109,7 +109,11 @@ def test_overrides(load):
         ("rope.type=longrope", r"rope: rope type 'longrope' needs long_factor, short_factor"),
         ("data.sources.0.files=x.jsonl", r"data\.sources\.0: a source is exactly one of .*\['demo', 'files'\]"),
         ("data.sources.0.split=test", r"data\.sources\.0: .*belong to a `dataset` source"),
-        ("data.sources=[]", r"data\.sources: \[\]: "),
+        (
+            "data={prepared: a, min_tokens: 2}",
+            r"data: min_tokens belongs to what made the store of prepared; remove it, or give its sources",
+        ),
+        ("data.sources=[]", r"data: there is nothing to read; give sources, or prepared"),
         ("data.held_out_share=1.5", r"data\.held_out_share: 1\.5: "),
         ("train", r"override 'train': write section\.key=value"),
         ("data.sources.7.demo=code", r"override data\.sources\.7\.demo: '7' is not an index of a list of 2"),

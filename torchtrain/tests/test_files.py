@@ -107,7 +107,7 @@ def test_a_zst_file_that_is_cut_off_or_other_is_refused(tmp_path, damage, reason
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(damage(zst(b"".join(LINES[:1500]), b"".join(LINES[1500:]))))
     with pytest.raises(UserError, match=rf"a\.jsonl\.zst breaks off after line \d+: .*{reason}.*; copy it again"):
-        list(items(path, {}))
+        list(items(str(path), {}))
 
 
 def test_a_line_too_long_to_hold_costs_that_line(tmp_path, monkeypatch):

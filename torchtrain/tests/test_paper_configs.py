@@ -6,29 +6,61 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from torchtrain.config import BASE_VARIANTS, PAPER_ROPE_THETA, Config, Source, load_config
-from torchtrain.data.corpus import Document, read
+from torchtrain.config import PAPER_ROPE_THETA, Config, Preparation, Source, load_config, load_preparation
+from torchtrain.data.corpus import Document, list_parts, read
 from torchtrain.modeling.source import published_models
 from torchtrain.planning.budget import model_config
 from torchtrain.run.session import exported_steps
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))
+DATA = sorted((CONFIGS / "data").glob("*.yaml"))
+CONFIG_OF = {path: load_config(path) for path in PAPER}
 
 MODELS = published_models()
+LLAMA, OTHERS = "meta-llama/Llama-2-7b-hf", ("llama3-8b", "mistral-7b", "qwen1.5-1.8b")
+
+# What the paper trained (arXiv 2411.13476): table 5 on each data set, table 6, tables 2 and 4, table 3.
+TABLE_5 = {
+    "slimpajama-64k": "full intra intra_reset intra+interleave anchor anchor+tag anchor+interleave",
+    "slimpajama-128k": "full intra intra_reset intra+interleave anchor anchor+tag",
+    "upsampledmix-128k": "full intra intra_reset anchor anchor+tag",
+}
+TABLE_6 = "full anchor anchor+tag"
+BASES_64K = {"default": (1e6, 5e6, 1e7), "yarn": (1e4, 1e6, 5e6, 1e7), "ntk": (1e4, 1e6, 5e6, 1e7)}
+BASES_32K = (2e5, 6e5, 9e5, 5e6, 1e9)  # 500 and 1e4 are refused: by them the model does not hold so many positions
+# Token ratios of appendix C.
+RATIOS = {"C4": 19.53, "ArXiv": 5.86, "GitHub": 6.61, "StackExchange": 1.64, "CommonCrawl": 58.14, "Wikipedia": 3.51}
+RATIOS["Books"] = 4.69
+REVISION = "2d0accdd58c5d5511943ca1f5ff0e3eb5e293543"
 
 
 @pytest.fixture(params=PAPER, ids=lambda path: path.stem)
 def paper(request) -> tuple[Path, Config]:
-    return request.param, load_config(request.param)
+    return request.param, CONFIG_OF[request.param]
+
+
+@pytest.fixture(params=DATA, ids=lambda path: path.stem)
+def corpus(request) -> tuple[Path, Preparation]:
+    return request.param, load_preparation(request.param)
+
+
+def preparation_of(config: Config) -> tuple[Path, Preparation]:
+    """Return the data config whose store a run reads, by the store's name."""
+    assert config.data.prepared is not None
+    name = config.data.prepared.removeprefix("data/")
+    for model in OTHERS:
+        name = name.removesuffix(f"-{model}")
+    return (path := CONFIGS / "data" / f"{name}.yaml"), load_preparation(path)
 
 
 def test_the_recipe(paper):
     path, config = paper
     train = config.train
     assert (train.learning_rate, train.weight_decay, train.betas) == (2e-5, 0.1, (0.9, 0.95))
-    assert (train.steps, train.sequences_per_step) == (2000, 8)
-    assert config.data.sources[0].domain_field == "meta.redpajama_set_name"
+    assert train.steps == 2000
+    # 0.5 million tokens a step at 64K, 1 million at 128K; the ablation at 32K has as many steps for its billion tokens.
+    assert train.sequences_per_step * config.pack.sequence_length in (2**19, 2**20)
     assert config.model.dtype == "bfloat16"
     assert config.run.folder == f"runs/{path.stem}"
     saved = [step for steps in config.save.schedule(train.steps) for step in steps]
@@ -40,9 +72,45 @@ def test_the_recipe(paper):
 def test_the_corpus_holds_the_tokens_of_the_run(paper):
     _, config = paper
     needed = config.train.steps * config.train.sequences_per_step * config.pack.sequence_length
-    # SlimPajama: 627 billion tokens in 590 million documents.
-    held = config.data.sources[0].max_documents * (627e9 / 590e6) * (1 - config.data.held_out_share)
-    assert held > needed
+    data = preparation_of(config)[1].data
+    held = data.mixture.tokens if data.mixture else data.sources[0].sample_files * 627e9  # SlimPajama's tokens
+    assert held * (1 - config.data.held_out_share) > needed
+
+
+def test_a_run_says_how_its_store_is_made_by_its_own_tokenizer(paper):
+    path, config = paper
+    data, preparation = preparation_of(config)
+    own = (
+        ""
+        if config.model.source == preparation.tokenizer.source
+        else f" \\\n#   tokenizer.source={config.model.source}"
+    )
+    command = f"# First: torchtrain prepare configs/data/{data.name} --out {config.data.prepared}{own}\n"
+    assert command in path.read_text(encoding="utf-8")
+
+
+def test_a_store_of_one_tokenizer_has_one_name():
+    stores = {(config.data.prepared, config.model.source) for config in CONFIG_OF.values()}
+    assert len({name for name, _ in stores}) == len(stores)
+
+
+def test_a_corpus_is_pinned_sampled_by_seed_and_named_as_the_paper_does(corpus):
+    path, preparation = corpus
+    (source,) = preparation.data.sources
+    assert (source.dataset, source.revision) == ("cerebras/SlimPajama-627B", REVISION)
+    assert source.max_documents is None
+    assert source.sample_files is not None
+    assert set(source.rename.values()) == set(RATIOS)
+    assert {name.removeprefix("RedPajama").lower() for name in source.rename} == {
+        name.removesuffix("s").lower() for name in RATIOS
+    }
+    mixture = preparation.data.mixture
+    if path.stem.startswith("upsampledmix"):
+        assert mixture is not None
+        assert mixture.shares == {name: pytest.approx(ratio / 100) for name, ratio in RATIOS.items()}
+        assert mixture.long_tokens == 4096
+    else:
+        assert mixture is None
 
 
 @pytest.fixture(scope="module")
@@ -71,46 +139,78 @@ def slimpajama(tmp_path_factory) -> Path:
     return folder
 
 
-def test_it_reads_slimpajama_as_it_lies_on_the_hub(paper, slimpajama):
-    path, _ = paper
-    config = load_config(path, [f"data.sources.0.dataset={slimpajama}"])
-    source = config.data.sources[0]
+def test_it_reads_slimpajama_as_it_lies_on_the_hub(corpus, slimpajama):
+    path, _ = corpus
+    here = [f"data.sources.0.dataset={slimpajama}", "data.sources.0.revision=null"]
+    source = load_preparation(path, [*here, "data.sources.0.sample_files=null"]).data.sources[0]
     assert source.streaming
     records = list(read(source))
     places = [(1, 0), (1, 1), (2, 0)]
     assert records == [
-        Document(f"train {chunk} {number} {i}", f"RedPajama{('C4', 'Book')[i % 2]}")
-        for chunk, number in places
-        for i in range(4)
+        Document(f"train {chunk} {number} {i}", ("C4", "Books")[i % 2]) for chunk, number in places for i in range(4)
     ]
-    # And so do its files.
-    files = Source(files=f"{slimpajama}/train/**/*.jsonl.zst", domain_field=source.domain_field)
+    # Shard by shard, as tasks read it; so do its files.
+    parts = list_parts(source)
+    assert len(parts) == 3
+    assert [record for part in parts for record in read(source, part)] == records
+    files = Source(files=f"{slimpajama}/train/**/*.jsonl.zst", domain_field=source.domain_field, rename=source.rename)
     assert list(read(files)) == records
+    # A sample is one of whole files, which the seed draws.
+    sampled = source.model_copy(update={"sample_files": 0.4})
+    drawn = {
+        tuple(part.number for part in list_parts(sampled.model_copy(update={"sample_seed": seed})))
+        for seed in range(20)
+    }
+    assert drawn == {(0,), (1,), (2,)}
+    (part,) = list_parts(sampled)
+    assert list(read(sampled)) == records[4 * part.number : 4 * part.number + 4]
 
 
 def test_rope_gets_the_papers_base_and_length(paper):
-    _, config = paper
+    path, config = paper
     extended = model_config(config)
-    assert extended.max_position_embeddings == config.pack.sequence_length
-    assert extended.rope_parameters == {
-        "rope_type": "default",
-        "rope_theta": PAPER_ROPE_THETA[config.pack.sequence_length],
+    length = config.pack.sequence_length
+    assert extended.max_position_embeddings == length
+    _, _, ablated = path.stem.partition("-rope_")
+    if not ablated:
+        assert extended.rope_parameters == {"rope_type": "default", "rope_theta": PAPER_ROPE_THETA[length]}
+        return
+    kind, base = ablated.split("_")
+    found = extended.rope_parameters
+    scale = length / 4096
+    if kind == "ntk":
+        base = float(base) * scale ** (128 / 126)  # heads of 128
+    assert found["rope_theta"] == pytest.approx(float(base), rel=1e-12)
+    assert found["rope_type"] == ("yarn" if kind == "yarn" else "default")
+    assert found.get("factor") == (scale if kind == "yarn" else None)
+
+
+def test_every_run_of_the_papers_tables_is_there():
+    expected = {(LLAMA, f"data/{data}", variant) for data, row in TABLE_5.items() for variant in row.split()}
+    sources = {"llama3-8b": "meta-llama/Meta-Llama-3-8B", "mistral-7b": "mistralai/Mistral-7B-v0.3"}
+    sources["qwen1.5-1.8b"] = "Qwen/Qwen1.5-1.8B"
+    expected |= {
+        (sources[model], f"data/slimpajama-128k-{model}", variant) for model in OTHERS for variant in TABLE_6.split()
     }
+    plain = [path for path in PAPER if "-rope_" not in path.stem]
+    runs = [(c.model.source, c.data.prepared, c.pack.variant) for c in map(CONFIG_OF.get, plain)]
+    assert set(runs) == expected
+    assert len(runs) == len(expected)
+    assert {source for source, _, _ in runs} <= set(MODELS)
+
+    ablated = [config for path, config in CONFIG_OF.items() if "-rope_" in path.stem]
+    found = sorted((c.pack.sequence_length, c.rope.type, c.rope.theta) for c in ablated)
+    assert found == sorted(
+        [(65536, kind, base) for kind, bases in BASES_64K.items() for base in bases]
+        + [(32768, "default", base) for base in BASES_32K]
+    )
+    assert {(c.data.prepared, c.pack.variant) for c in ablated} == {("data/slimpajama-64k", "full")}
 
 
-def test_every_model_and_variant_is_there():
-    runs = {(c.model.source, c.pack.sequence_length, c.pack.variant) for c in map(load_config, PAPER)}
-    assert len(runs) == len(PAPER)
-    for variant in BASE_VARIANTS:
-        assert ("meta-llama/Llama-2-7b-hf", 65536, variant) in runs
-    assert {source for source, length, variant in runs if (length, variant) == (131072, "anchor")} <= set(MODELS)
-    assert len({source for source, _, _ in runs}) == 4
-
-
-def test_runs_of_one_model_and_length_differ_in_nothing_but_the_variant():
+def test_runs_of_one_model_and_store_differ_in_nothing_but_the_variant():
     groups: dict[tuple, list[Config]] = {}
-    for config in map(load_config, PAPER):
-        groups.setdefault((config.model.source, config.pack.sequence_length), []).append(config)
+    for config in (config for path, config in CONFIG_OF.items() if "-rope_" not in path.stem):
+        groups.setdefault((config.model.source, config.data.prepared), []).append(config)
     for configs in groups.values():
         same = [
             config.model_copy(update={"run": None, "pack": config.pack.model_copy(update={"variant": ""})})

@@ -70,11 +70,11 @@ def test_a_document_longer_than_the_model_is_no_warning(tmp_path, caplog):
 def test_text_is_encoded_batch_by_batch(corpus, monkeypatch, tmp_path):
     whole = prepare(corpus, word_tokenizer())
     # By way of sys.modules: in the package, the name of the module stands for its function.
-    for module in ("prepare", "encode"):
+    for module in ("tokenise", "encode"):
         monkeypatch.setattr(sys.modules[f"torchtrain.data.{module}"], "BATCH_CHARACTERS", 1)
     seen = []
     parts = prepare(corpus.model_copy(update={"cache": str(tmp_path / "other")}), word_tokenizer(), seen.append)
-    np.testing.assert_array_equal(parts.tokens, whole.tokens)
+    np.testing.assert_array_equal(parts.shards[0], whole.shards[0])
     assert len([progress for progress in seen if progress.state.startswith("tokenising")]) > 3
 
 
@@ -85,7 +85,7 @@ def test_a_finished_store_is_reused_without_tokenising_and_says_so(corpus, monke
     seen = []
     second = prepare(corpus, tokenizer, seen.append)
     assert seen == [PreparationProgress("tokens reused", documents=2, tokens=7, bad_records=0)]
-    np.testing.assert_array_equal(second.tokens, first.tokens)
+    np.testing.assert_array_equal(second.shards[0], first.shards[0])
 
 
 def test_fingerprint_changes_with_what_the_tokens_depend_on(corpus, tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_two_processes_at_once_make_one_store(tmp_path):
         "    states.append(progress.state)\n"
         "    time.sleep(1)  # so that the other comes in between\n"
         "store = prepare(data, word_tokenizer(), note)\n"
-        "print(states[-1], len(store), int(store.tokens.astype(int).sum()))\n"
+        "print(states[-1], len(store), int(store.shards[0].astype(int).sum()))\n"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -224,7 +224,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(corpus, tmp_path, monkeypatc
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchtrain.data.store.np.save", full)
+    monkeypatch.setattr("torchtrain.data.writer.np.save", full)
     with pytest.raises(UserError, match=r"cannot be written: no space left on device"):
         prepare(corpus, word_tokenizer())
     assert stored(tmp_path) == []

@@ -13,7 +13,7 @@ from torchtrain.tests.data_fixtures import memory_store
 def store_of(texts: list[int], domains: list[int]):
     """A store of documents of three tokens; the same number, the same text."""
     store = memory_store([3] * len(texts), domains)
-    store.tokens[:] = np.repeat(np.array(texts, dtype=np.int32), 3)
+    store.shards[0][:] = np.repeat(np.array(texts, dtype=np.int32), 3)
     return store
 
 

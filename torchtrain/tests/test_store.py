@@ -14,7 +14,8 @@ import pytest
 from anchorline.errors import UserError
 from torchtrain.config import DataConfig, Source
 from torchtrain.data import TokenStore, fingerprint, prepare, split_documents
-from torchtrain.data.store import BAD_RECORDS, DOMAINS, HASHES, HEADER, OFFSETS, TOKENS, StoreWriter
+from torchtrain.data.store import BAD_RECORDS, DOMAINS, HASHES, HEADER, OFFSETS, TOKENS
+from torchtrain.data.writer import StoreWriter
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 
 FILES = (TOKENS, OFFSETS, DOMAINS, HASHES, BAD_RECORDS)
@@ -30,8 +31,10 @@ def data(tmp_path) -> DataConfig:
 def make_older(store: TokenStore) -> None:
     """Make of a store what the trainer wrote before there were hashes and digests."""
     header = json.loads((store.folder / HEADER).read_text())
-    for key in ("files", "digest"):
+    for key in ("files", "digest", "token_bytes", "shards", "tokenizer", "made_of", "mixture"):
         del header[key]
+    assert store.shards[0].dtype == np.uint16
+    (store.folder / TOKENS).write_bytes(store.shards[0].astype(np.int32).tobytes())
     for source in header["sources"]:
         del source["special_records"]
     (store.folder / HEADER).write_text(json.dumps(header, indent=2))
@@ -139,7 +142,10 @@ def test_a_store_from_before_is_taken_over_where_its_texts_hold_no_special_token
     assert set(store.digests) == set(FILES)
     store.verify()
     made = prepare(data.model_copy(update={"cache": data.cache + "2"}), tokenizer)
-    for name in FILES:
+    assert (store.shards[0].dtype, made.shards[0].dtype) == (np.int32, np.uint16)  # linked, and made today
+    assert store.sha256 == made.sha256
+    np.testing.assert_array_equal(store.shards[0], made.shards[0])
+    for name in set(FILES) - {TOKENS}:
         assert (store.folder / name).read_bytes() == (made.folder / name).read_bytes()
 
     # One that holds a special token is tokenised anew, and so is a damaged one.
@@ -153,7 +159,7 @@ def test_a_store_from_before_is_taken_over_where_its_texts_hold_no_special_token
 
 def test_a_damaged_store_from_before_is_not_taken_over(data):
     older = prepare(data.model_copy(update={"special_tokens": "control"}), word_tokenizer())
-    (older.folder / TOKENS).write_bytes(b"\7\0\0\0" * len(older.tokens))
+    (older.folder / TOKENS).write_bytes(b"\7\0" * older.token_count)
     store = prepare(data, word_tokenizer())
     store.verify()
     assert store.document(0).tolist() == [3, 3, 3, 2]
@@ -225,7 +231,7 @@ def test_a_file_that_is_shorter_on_the_disk_is_not_committed(data, monkeypatch):
 
     def cut(writer, *arguments):
         monkeypatch.setattr(
-            "torchtrain.data.store._write_array", lambda path, content: shutil.copy(os.devnull, path) and made(content)
+            "torchtrain.data.writer._write_array", lambda path, content: shutil.copy(os.devnull, path) and made(content)
         )
         return real(writer, *arguments)
 

@@ -91,7 +91,7 @@ def test_copies_and_written_special_tokens_are_told(tree, write_config, tmp_path
     with pytest.raises(UserError, match=r"the run trained on copies of documents that it held out.*; train anew"):
         check_identity(before, setup.identity)
     check_identity(before, setup.identity | {"split": {}})
-    assert 257 not in set(setup.store.tokens[: setup.store.offsets[1] - 1].tolist())
+    assert 257 not in set(setup.store.document(0)[:-1].tolist())
 
 
 def test_a_run_from_before_a_setting_goes_on_with_what_it_did(tree, write_config, tmp_path):

@@ -1,0 +1,224 @@
+"""What a store holds, in numbers: domains, lengths, and how much of attention packing leaves, before a token is read.
+
+Sequences are the pieces of documents that rows hold, as in the paper's table of data statistics (arXiv 2411.13476,
+appendix C): its mixture ratio is a domain's share of them, its token ratio one of the tokens. Rows are those of
+sequential packing, without anchor and tags, in the order of the first epoch.
+
+Legend: n documents · T tokens of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtrain.config import MixtureConfig
+from torchtrain.data.mixture import classes_of
+from torchtrain.data.packing import SHUFFLE, random_stream
+from torchtrain.data.store import TokenStore
+
+ROW_LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072)
+_BINS_PER_DOUBLING = 2
+
+
+@dataclass(frozen=True)
+class DomainStatistics:
+    """One domain: its documents, or, under a mixture, those taken, each as often as it is."""
+
+    domain: str
+    documents: int
+    tokens: int
+    document_share: float
+    token_share: float
+    long_token_share: float  # of the domain's tokens: documents of at least `long_tokens`
+    mean: float
+    median: float
+    longest: int
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Rows of one length: how many, the sequences that each domain has in them, and what attention is left."""
+
+    sequence_length: int  # T
+    rows: int  # the last may be filled in part
+    sequences: dict[str, int]  # by domain: pieces of its documents
+    mixture_ratio: dict[str, float]
+    token_ratio: dict[str, float]
+    live_pair_ratio: float  # r = sum over sequences of length^2 / T^2, in the mean of rows
+    attention_speedup: float  # pairs of full attention over those that are left
+
+
+@dataclass(frozen=True)
+class MixtureStatistics:
+    """What a mixture asked for in one class of documents, and what there is."""
+
+    domain: str
+    long: bool
+    documents: int
+    tokens: int
+    wanted: int
+    taken: int
+    distinct: int  # documents taken at least once
+    most_repeats: int
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Documents and tokens by length: bin i holds lengths from `edges[i]`, included, to `edges[i + 1]`, excluded."""
+
+    edges: list[int]
+    documents: dict[str, list[int]]  # by domain
+    tokens: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class StoreStatistics:
+    """All of it. `before` is what the corpus holds where a mixture takes another choice of it."""
+
+    fingerprint: str
+    documents: int
+    tokens: int
+    copies: int
+    long_tokens: int
+    domains: list[DomainStatistics]
+    all: DomainStatistics
+    before: list[DomainStatistics] | None
+    mixture: list[MixtureStatistics] | None
+    rows: list[RowStatistics]
+    histogram: Histogram
+
+
+def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, seed: int = 0) -> StoreStatistics:
+    """Count everything from a store's index.
+
+    Args:
+        store: which.
+        row_lengths: T, of the rows that are told of.
+        seed: of the order of documents.
+    """
+    mixture = None
+    if store.header is not None and store.header.mixture is not None:
+        mixture = MixtureConfig.model_validate(store.header.mixture)
+    long_tokens = (mixture or MixtureConfig()).long_tokens
+    every = np.arange(len(store))
+    taken = every if store.repeats is None else np.repeat(every, store.repeats)
+    lengths, domains = store.lengths[taken], np.asarray(store.document_domains)[taken]
+    told = _domains(lengths, domains, store.domains, long_tokens)
+    order = random_stream(seed, SHUFFLE, 0).permutation(len(lengths))
+    ends, in_order = np.cumsum(lengths[order]), domains[order]
+    return StoreStatistics(
+        fingerprint=store.fingerprint,
+        documents=len(taken),
+        tokens=int(lengths.sum()),
+        copies=store.copies,
+        long_tokens=long_tokens,
+        domains=told,
+        all=_domain("all", lengths, len(lengths), int(lengths.sum()), long_tokens),
+        before=None if mixture is None else _domains(store.lengths, store.document_domains, store.domains, long_tokens),
+        mixture=None if mixture is None else _mixture(store, mixture),
+        rows=[_rows(ends, in_order, store.domains, length) for length in row_lengths],
+        histogram=_histogram(lengths, domains, store.domains),
+    )
+
+
+def row_statistics(
+    lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], sequence_length: int, seed: int = 0
+) -> RowStatistics:
+    """Pack documents one after another and count what each row holds.
+
+    Args:
+        lengths: int [n], tokens of each document.
+        domains: int [n], an index into `names`.
+        names: of the domains.
+        sequence_length: T.
+        seed: of the order.
+    """
+    order = random_stream(seed, SHUFFLE, 0).permutation(len(lengths))
+    return _rows(np.cumsum(lengths[order]), domains[order], names, sequence_length)
+
+
+def _rows(ends: np.ndarray, domains: np.ndarray, names: Sequence[str], sequence_length: int) -> RowStatistics:
+    """Count rows of documents that end at `ends`, int64 [n] and rising, and follow each other."""
+    total = int(ends[-1]) if len(ends) else 0
+    rows = -(-total // sequence_length)
+    # A sequence ends where its document or its row does.
+    row_ends = np.arange(1, rows, dtype=np.int64) * sequence_length
+    inside = np.searchsorted(ends, row_ends)
+    cutting = ends[inside] != row_ends
+    inside, row_ends = inside[cutting], row_ends[cutting]
+    pieces = np.diff(np.insert(ends, inside, row_ends), prepend=0)
+    of_piece = np.insert(domains, inside, domains[inside])
+    sequences = np.bincount(of_piece, minlength=len(names))
+    tokens = np.bincount(of_piece, weights=pieces, minlength=len(names))
+    squares = int(pieces @ pieces)  # below 2^63 up to 10^11 tokens in rows of 2^24
+    pairs = (squares + total) // 2
+    full = rows * sequence_length * (sequence_length + 1) // 2
+    return RowStatistics(
+        sequence_length=sequence_length,
+        rows=rows,
+        sequences=dict(zip(names, sequences.tolist(), strict=True)),
+        mixture_ratio=dict(zip(names, (sequences / max(1, len(pieces))).tolist(), strict=True)),
+        token_ratio=dict(zip(names, (tokens / max(1, total)).tolist(), strict=True)),
+        live_pair_ratio=squares / max(1, rows * sequence_length**2),
+        attention_speedup=full / max(1, pairs),
+    )
+
+
+def _domains(
+    lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], long_tokens: int
+) -> list[DomainStatistics]:
+    documents, tokens = len(lengths), int(lengths.sum())
+    return [
+        _domain(name, lengths[domains == number], documents, tokens, long_tokens) for number, name in enumerate(names)
+    ]
+
+
+def _domain(name: str, own: np.ndarray, documents: int, tokens: int, long_tokens: int) -> DomainStatistics:
+    held = int(own.sum())
+    return DomainStatistics(
+        domain=name,
+        documents=len(own),
+        tokens=held,
+        document_share=len(own) / max(1, documents),
+        token_share=held / max(1, tokens),
+        long_token_share=int(own[own >= long_tokens].sum()) / max(1, held),
+        mean=held / max(1, len(own)),
+        median=float(np.median(own)) if len(own) else 0.0,
+        longest=int(own.max(initial=0)),
+    )
+
+
+def _mixture(store: TokenStore, mixture: MixtureConfig) -> list[MixtureStatistics]:
+    assert store.repeats is not None
+    found = []
+    for one in classes_of(store.lengths, store.document_domains, store.domains, mixture):
+        own = (store.document_domains == one.domain) & ((store.lengths >= mixture.long_tokens) == one.long)
+        repeats = store.repeats[own].astype(np.int64)
+        found.append(
+            MixtureStatistics(
+                domain=store.domains[one.domain],
+                long=one.long,
+                documents=int(own.sum()),
+                tokens=one.tokens,
+                wanted=one.wanted,
+                taken=int((repeats * store.lengths[own]).sum()),
+                distinct=int((repeats > 0).sum()),
+                most_repeats=int(repeats.max(initial=0)),
+            )
+        )
+    return found
+
+
+def _histogram(lengths: np.ndarray, domains: np.ndarray, names: Sequence[str]) -> Histogram:
+    longest = int(lengths.max(initial=1))
+    steps = np.arange(int(np.log2(longest)) * _BINS_PER_DOUBLING + _BINS_PER_DOUBLING + 1)
+    edges = np.unique(np.ceil(2.0 ** (steps / _BINS_PER_DOUBLING))).astype(np.int64)
+    place = np.searchsorted(edges, lengths, side="right") - 1
+    documents, tokens = {}, {}
+    for number, name in enumerate(names):
+        own = domains == number
+        documents[name] = np.bincount(place[own], minlength=len(edges) - 1).tolist()
+        counted = np.bincount(place[own], weights=lengths[own], minlength=len(edges) - 1)
+        tokens[name] = [int(count) for count in counted]
+    return Histogram(edges.tolist(), documents, tokens)

@@ -1,0 +1,282 @@
+"""The verb `torchtrain stats`: a store's statistics as tables, JSON and one page."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.figure import Figure as Canvas
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from anchorline.environment import versions
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import replace_file
+from anchorline.page import inline, render
+from anchorline.page.colours import LIGHT, SERIES
+from torchtrain.config import ModelConfig
+from torchtrain.data import TokenStore
+from torchtrain.data.statistics import ROW_LENGTHS, Histogram, RowStatistics, StoreStatistics, statistics_of
+from torchtrain.modeling.source import open_config, resolve_source
+from torchtrain.planning.flops import FlopCounter
+from torchtrain.planning.memory import Shapes
+
+JSON, PAGE = "statistics.json", "statistics.html"
+MODEL = "meta-llama/Llama-2-7b-hf"  # the paper's first; its shapes come with this package
+_MOST_LINES = len(SERIES)
+_WIDE = 200  # characters
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step of rows of one length costs a model, against full attention."""
+
+    sequence_length: int
+    attention_share: float  # of the FLOPs of a step with full attention
+    speedup: float  # of the whole step, by FLOPs
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text, for a terminal and a page alike."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def show(tables: Sequence[Table]) -> None:
+    """Print tables; where it is no terminal, as wide as they are."""
+    out = Console()
+    for table in tables:
+        (out if out.is_terminal else Console(width=_WIDE)).print(table)
+
+
+def count_steps(rows: Sequence[RowStatistics], model: str, cache: str) -> list[StepCost]:
+    """Return what a step costs a model by its FLOPs (`torchtrain.planning.flops`), every token labelled.
+
+    Raises:
+        UserError: the model's config.json cannot be read.
+    """
+    config = open_config(resolve_source(model, cache, lambda line: None, weights=False))
+    counter = FlopCounter.of(Shapes(config).model(ModelConfig(source=model)))
+    steps = []
+    for row in rows:
+        length = row.sequence_length
+        pairs = length * (length + 1) // 2
+        dense = counter.flops(length, length, 0)
+        full, left = (counter.flops(length, length, int(n)) for n in (pairs, pairs / row.attention_speedup))
+        steps.append(StepCost(length, (full - dense) / full, full / left))
+    return steps
+
+
+def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), model: str = MODEL) -> list[Table]:
+    """Count a store, write JSON and page, and return the tables.
+
+    Args:
+        folder: the store's.
+        out: where to write.
+        row_lengths: of rows; none: the usual ones.
+        model: hub id or folder, for what a step costs.
+
+    Raises:
+        UserError: there is no store, or the folder cannot be written.
+    """
+    store = TokenStore.open(folder)
+    told = statistics_of(store, row_lengths or ROW_LENGTHS)
+    steps = count_steps(told.rows, model, "cache")
+    grids = grids_of(told, steps, model)
+    content = asdict(told) | {"model": model, "steps": [asdict(step) for step in steps]}
+    page = _page(told, grids, folder)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        replace_file(out / JSON, json.dumps(content, indent=1).encode() + b"\n")
+        replace_file(out / PAGE, page.encode())
+    except OSError as error:
+        raise UserError(f"--out {quoted(out)} cannot be written: {disk_fault(error)}; choose another folder") from None
+    return [_table(grid) for grid in grids]
+
+
+def grids_of(told: StoreStatistics, steps: Sequence[StepCost], model: str) -> list[Grid]:
+    """Return all tables."""
+    columns = ("domain", "documents", "ratio", "tokens", "token ratio", "in long ones", "mean", "median", "longest")
+    copies = f" {told.copies:,} documents are copies of others." if told.copies else ""
+    grids = [
+        Grid(
+            "Domains",
+            columns,
+            [
+                (
+                    one.domain,
+                    f"{one.documents:,}",
+                    f"{one.document_share:.2%}",
+                    f"{one.tokens:,}",
+                    f"{one.token_share:.2%}",
+                    f"{one.long_token_share:.1%}",
+                    f"{one.mean:,.0f}",
+                    f"{one.median:,.0f}",
+                    f"{one.longest:,}",
+                )
+                for one in (*told.domains, told.all)
+            ],
+            f"Lengths are in tokens; long: {told.long_tokens:,} or more.{copies}",
+        )
+    ]
+    if told.mixture is not None and told.before is not None:
+        grids += [_changes(told), _classes(told)]
+    names = [one.domain for one in told.domains]
+    grids.append(
+        Grid(
+            "Mixture ratio",
+            ("tokens a row", "rows", *names),
+            [
+                (f"{row.sequence_length:,}", f"{row.rows:,}", *(f"{row.mixture_ratio[name]:.2%}" for name in names))
+                for row in told.rows
+            ],
+            "Of sequences: documents, or pieces of them, that rows hold; packed one after another.",
+        )
+    )
+    grids.append(
+        Grid(
+            "Attention",
+            ("tokens a row", "live-pair ratio r", "attention", "attention's share of a step", "step"),
+            [
+                (
+                    f"{row.sequence_length:,}",
+                    f"{row.live_pair_ratio:.4f}",
+                    f"{row.attention_speedup:.1f}x",
+                    f"{step.attention_share:.0%}",
+                    f"{step.speedup:.2f}x",
+                )
+                for row, step in zip(told.rows, steps, strict=True)
+            ],
+            "r = sum of squared sequence lengths / T²: what attention within documents leaves of full attention. "
+            f"Speed-ups are of FLOPs, of the step those of {model}.",
+        )
+    )
+    return grids
+
+
+def _changes(told: StoreStatistics) -> Grid:
+    assert told.before is not None
+    columns = ("domain", "documents", "tokens", "token share", "in long documents", "mean length")
+    return Grid(
+        "What the mixture changed",
+        columns,
+        [
+            (
+                now.domain,
+                f"{was.documents:,} → {now.documents:,}",
+                f"{was.tokens:,} → {now.tokens:,}",
+                f"{was.token_share:.2%} → {now.token_share:.2%}",
+                f"{was.long_token_share:.1%} → {now.long_token_share:.1%}",
+                f"{was.mean:,.0f} → {now.mean:,.0f}",
+            )
+            for was, now in zip(told.before, told.domains, strict=True)
+        ],
+        f"Long: {told.long_tokens:,} tokens or more.",
+    )
+
+
+def _classes(told: StoreStatistics) -> Grid:
+    short = sum(max(0, one.wanted - one.taken) for one in told.mixture or ())
+    return Grid(
+        "How often documents are taken",
+        ("domain", "documents", "held", "taken at all", "most often", "tokens wanted", "tokens taken"),
+        [
+            (
+                one.domain,
+                "long" if one.long else "short",
+                f"{one.documents:,}",
+                f"{one.distinct:,}",
+                f"{one.most_repeats}",
+                f"{one.wanted:,}",
+                f"{one.taken:,}",
+            )
+            for one in told.mixture or ()
+        ],
+        f"{short:,} tokens are missing, because no document is taken more often (data.mixture.most_repeats)."
+        if short
+        else "",
+    )
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(title=grid.title, caption=grid.note or None)
+    for number, name in enumerate(grid.columns):
+        table.add_column(escape(name), justify="right" if number else "left")
+    for row in grid.rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _page(told: StoreStatistics, grids: Sequence[Grid], folder: Path) -> str:
+    lede = f"{told.documents:,} documents, {told.tokens:,} tokens, {len(told.domains)} domains."
+    histogram = told.histogram
+    figures = [
+        (_draw(histogram, histogram.documents, "documents"), "documents"),
+        (_draw(histogram, histogram.tokens, "tokens"), "tokens"),
+    ]
+    return render(
+        "torchtrain.run",
+        "statistics.html.j2",
+        title="Corpus",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=f"torchtrain stats {folder}",
+        facts={"store": str(folder), "fingerprint": told.fingerprint},
+        versions=versions(("anchorline", "numpy")),
+        lede=lede,
+        grids=grids,
+        figures=figures,
+    )
+
+
+def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Markup:
+    """Draw what lengths hold, over a logarithmic axis: the largest domains, and the others together."""
+    order = sorted(counts, key=lambda name: -sum(histogram.tokens[name]))  # a domain has one colour in all figures
+    lines = {name: counts[name] for name in order[:_MOST_LINES]}
+    if len(order) > _MOST_LINES:
+        last = order[_MOST_LINES - 1 :]
+        del lines[last[0]]
+        lines[f"{len(last)} others"] = [sum(column) for column in zip(*(counts[name] for name in last), strict=True)]
+    text = LIGHT["ink"]
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": f"statistics-{what}",
+        "font.family": "DejaVu Sans",
+        "font.size": 8.5,
+        "text.color": text,
+        "axes.labelcolor": text,
+        "axes.edgecolor": LIGHT["soft"],
+        "xtick.color": LIGHT["soft"],
+        "ytick.color": LIGHT["soft"],
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.parse_math": False,
+    }
+    drawn = io.StringIO()
+    with matplotlib.rc_context(style):
+        canvas = Canvas(figsize=(6.4, 3.4), layout="constrained")
+        axes = canvas.subplots()
+        for colour, (name, values) in zip(SERIES, lines.items(), strict=False):
+            axes.stairs(values, histogram.edges, color=colour, label=name, linewidth=1.5)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("tokens of a document")
+        axes.set_ylabel(what)
+        axes.minorticks_off()
+        axes.legend()
+        canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return inline(drawn.getvalue(), f"{what} by length of document")

@@ -1,0 +1,160 @@
+"""Up-sampling: the plan against a slow obvious twin, and what it keeps: shares, caps, order, held-out texts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from anchorline.errors import UserError
+from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Source
+from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, split_documents
+from torchtrain.data.mixture import repeats_of
+from torchtrain.data.packing import MIX, random_stream
+from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
+
+NAMES = ["web", "books", "code"]
+
+
+def slow_repeats(lengths, domains, names, mixture: MixtureConfig) -> list[int]:
+    """Take one document after another, pass after pass, until there are tokens enough."""
+    repeats = [0] * len(lengths)
+    total = mixture.tokens if mixture.tokens is not None else sum(lengths)
+    for domain, name in enumerate(names):
+        long = [i for i in range(len(lengths)) if domains[i] == domain and lengths[i] >= mixture.long_tokens]
+        short = [i for i in range(len(lengths)) if domains[i] == domain and lengths[i] < mixture.long_tokens]
+        in_long, in_short = sum(lengths[i] for i in long), sum(lengths[i] for i in short)
+        if mixture.shares is None:
+            share = (in_long + in_short) / max(1, sum(lengths))
+        else:
+            share = mixture.shares[name] / sum(mixture.shares.values())
+        budget = round(total * share)
+        part = 1.0 if long else 0.0
+        if long and short:
+            part = in_long / (in_long + in_short)
+            if mixture.long_share is not None and mixture.long_share > part:
+                part = mixture.long_share
+            if mixture.long_weight is not None:
+                part = mixture.long_weight * in_long / (mixture.long_weight * in_long + in_short)
+        for own, is_long, wanted in ((long, 1, round(budget * part)), (short, 0, budget - round(budget * part))):
+            taken = 0
+            for _ in range(mixture.most_repeats):
+                for i in random_stream(mixture.seed, MIX, domain, is_long).permutation(own).astype(int):
+                    if taken < wanted:
+                        repeats[i] += 1
+                        taken += lengths[i]
+    return repeats
+
+
+corpora = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=60)
+mixtures = st.builds(
+    MixtureConfig,
+    tokens=st.none() | st.integers(1, 3000),
+    shares=st.none() | st.fixed_dictionaries({name: st.floats(0.01, 1) for name in NAMES}),
+    long_tokens=st.integers(1, 45),
+    long_share=st.none() | st.floats(0, 1),
+    most_repeats=st.integers(1, 5),
+    seed=st.integers(0, 3),
+) | st.builds(MixtureConfig, long_tokens=st.integers(1, 45), long_weight=st.floats(1, 50))
+
+
+@settings(max_examples=150, deadline=None)
+@given(corpora, mixtures)
+def test_it_takes_what_the_slow_twin_takes(corpus, mixture):
+    lengths, domains = (np.array(column) for column in zip(*corpus, strict=True))
+    found = repeats_of(lengths, domains, NAMES, mixture)
+    assert found.tolist() == slow_repeats(lengths.tolist(), domains.tolist(), NAMES, mixture)
+
+
+def test_domains_keep_their_shares_and_long_documents_make_theirs():
+    random = np.random.default_rng(0)
+    lengths = np.minimum(random.lognormal(6.0, 1.5, 30_000), 100_000).astype(np.int64) + 1
+    domains = random.integers(0, 3, len(lengths))
+    mixture = MixtureConfig(long_share=0.7, most_repeats=8)
+    repeats = repeats_of(lengths, domains, NAMES, mixture).astype(np.int64)
+    taken = repeats * lengths
+    longest = lengths.max()
+    for domain in range(3):
+        own = domains == domain
+        assert lengths[own & (lengths >= 4096)].sum() / lengths[own].sum() < 0.6
+        # Each of the two classes passes what was wanted by less than a document.
+        assert 0 <= taken[own].sum() - lengths[own].sum() < 2 * longest
+        assert abs(taken[own & (lengths >= 4096)].sum() - 0.7 * lengths[own].sum()) < longest
+    again = repeats_of(lengths, domains, NAMES, mixture)
+    np.testing.assert_array_equal(again, repeats)
+    other = repeats_of(lengths, domains, NAMES, mixture.model_copy(update={"seed": 1}))
+    assert (other != repeats).any()
+
+
+def test_it_plans_millions_of_documents_in_a_moment():
+    """Not timed: a loop over documents would not end within the test's patience."""
+    lengths = np.tile(np.arange(1, 10_001), 240)
+    domains = np.arange(len(lengths)) % 7
+    repeats = repeats_of(lengths, domains, [f"d{i}" for i in range(7)], MixtureConfig(long_weight=10, most_repeats=100))
+    assert abs(int((repeats * lengths).sum()) - int(lengths.sum())) < 14 * 10_001
+
+
+def test_a_cap_is_kept_and_what_is_missing_because_of_it_stays_missing():
+    lengths, domains = np.array([100, 10, 10]), np.zeros(3, dtype=int)
+    repeats = repeats_of(lengths, domains, ["web"], MixtureConfig(tokens=1000, long_tokens=50, most_repeats=3))
+    assert repeats.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ({"web": 0.5, "books": 0.5}, "says nothing of the domain 'code'; give it a share"),
+        (
+            {"web": 0.5, "boks": 0.1, "code": 0.1, "books": 0.1},
+            "the corpus has no domain 'boks'; it has web, books, code",
+        ),
+    ],
+)
+def test_shares_that_do_not_fit_are_refused(shares, message):
+    with pytest.raises(UserError, match=message):
+        repeats_of(np.array([1, 2, 3]), np.array([0, 1, 2]), NAMES, MixtureConfig(shares=shares))
+
+
+def test_two_ways_to_want_long_documents_are_one_too_many():
+    with pytest.raises(ValidationError, match="long_share and long_weight exclude each other"):
+        MixtureConfig(long_share=0.5, long_weight=2)
+
+
+def test_what_is_taken_trains_as_often_and_nothing_of_it_is_held_out():
+    store = memory_store([30] * 100, [i % 2 for i in range(100)])
+    plain = split_documents(store, 0.1, seed=1)
+    repeats = np.arange(100, dtype=np.uint16) % 4
+    split = split_documents(replace(store, repeats=repeats), 0.1, seed=1)
+    assert np.intersect1d(split.train, split.held_out).size == 0
+    documents, counts = np.unique(split.train, return_counts=True)
+    np.testing.assert_array_equal(counts, repeats[documents])
+    np.testing.assert_array_equal(documents, plain.train[repeats[plain.train] > 0])
+    np.testing.assert_array_equal(split.held_out, plain.held_out[repeats[plain.held_out] > 0])
+    rows = PackedRows(store, split.train, PackConfig(sequence_length=64), 0, [1], {}, pad_id=0)
+    row = np.concatenate([rows[i]["input_ids"] for i in range(len(rows))])
+    tokens, times = np.unique(row[row > 999], return_counts=True)
+    np.testing.assert_array_equal(times, np.repeat(counts, 30))
+    np.testing.assert_array_equal(tokens, np.concatenate([store.document(i) for i in documents]))
+
+
+def test_a_store_keeps_its_mixture_and_another_mixture_is_another_store(tmp_path):
+    texts = [{"text": "w1 " * (2 + 3 * (i % 7))} for i in range(60)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    plain = DataConfig(sources=[Source(files=str(path))], cache=str(tmp_path / "cache"))
+    mixed = plain.model_copy(update={"mixture": MixtureConfig(long_tokens=15, long_share=0.9)})
+    assert prepare(plain, word_tokenizer()).repeats is None
+    store = prepare(mixed, word_tokenizer())
+    assert store.repeats is not None
+    expected = repeats_of(store.lengths, store.document_domains, store.domains, mixed.mixture)
+    np.testing.assert_array_equal(store.repeats, expected)
+    store.verify()
+    assert "repeats.npy" in store.digests
+    names = {fingerprint(data, word_tokenizer()) for data in (plain, mixed)}
+    assert len(names) == 2
+    content = bytearray((store.folder / "repeats.npy").read_bytes())
+    content[-1] ^= 1
+    (store.folder / "repeats.npy").write_bytes(content)
+    with pytest.raises(UserError, match=r"repeats\.npy: its content has changed"):
+        TokenStore.open(store.folder).verify()

@@ -1,0 +1,138 @@
+"""Statistics: against slow twins, and against the published table of a corpus that is made to have its ratios."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from torchtrain import cli
+from torchtrain.config import DataConfig, MixtureConfig, Source
+from torchtrain.data import PackPlan, prepare
+from torchtrain.data.statistics import row_statistics, statistics_of
+from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
+
+# SlimPajama at 64K tokens: arXiv 2411.13476, appendix C, table of domain and token distributions.
+PUBLISHED = {
+    "C4": (0.5505, 0.2543),
+    "ArXiv": (0.0040, 0.0522),
+    "GitHub": (0.0366, 0.0505),
+    "StackExchange": (0.0497, 0.0295),
+    "CommonCrawl": (0.3123, 0.5424),
+    "Wikipedia": (0.0458, 0.0324),
+    "Books": (0.0010, 0.0386),
+}
+NAMES = list(PUBLISHED)
+
+
+def published_corpus(documents: int = 100_000, tokens: int = 106_000_000) -> tuple[np.ndarray, np.ndarray]:
+    """Return lengths and domains of a corpus with the published ratios, those of sequences being its documents'."""
+    lengths, domains = [], []
+    for number, (of_sequences, of_tokens) in enumerate(PUBLISHED.values()):
+        count, held = round(of_sequences * documents), round(of_tokens * tokens)
+        own = np.full(count, held // count)
+        own[: held % count] += 1
+        lengths.append(own)
+        domains.append(np.full(count, number))
+    return np.concatenate(lengths), np.concatenate(domains)
+
+
+def test_a_corpus_with_slimpajamas_ratios_has_its_table():
+    lengths, domains = published_corpus()
+    told = row_statistics(lengths, domains, NAMES, 65_536)
+    sequences = sum(told.sequences.values())
+    for name, (of_sequences, of_tokens) in PUBLISHED.items():
+        # Each row but the last ends in one document, which it may cut: so much may a ratio of documents be off by, and
+        # the published ones add up to 0.9999.
+        assert abs(told.mixture_ratio[name] - of_sequences) <= told.rows / sequences + 1e-4
+        assert f"{told.token_ratio[name]:.2%}" == f"{of_tokens / sum(t for _, t in PUBLISHED.values()):.2%}"
+
+
+@pytest.mark.parametrize("length", [7, 64, 1000])
+def test_rows_are_those_of_the_packing_plan(length):
+    random = np.random.default_rng(1)
+    lengths, domains = random.integers(1, 90, 400), random.integers(0, 3, 400)
+    plan = PackPlan(lengths, length, np.zeros(400, dtype=np.int64), seed=5)
+    spans = [span for row in range(len(plan)) for span in plan.spans(row)]
+    told = row_statistics(lengths, domains, ["a", "b", "c"], length, seed=5)
+    assert told.rows == len(plan)
+    for number, name in enumerate("abc"):
+        own = [span for span in spans if domains[span.document_index] == number]
+        assert told.sequences[name] == len(own)
+        assert told.token_ratio[name] == pytest.approx(sum(s.stop - s.start for s in own) / lengths.sum(), abs=1e-12)
+    squares = sum((span.stop - span.start) ** 2 for span in spans)
+    assert told.live_pair_ratio == pytest.approx(squares / (len(plan) * length**2), abs=1e-12)
+    live = sum(1 for span in spans for q in range(span.stop - span.start) for _ in range(q + 1))
+    assert told.attention_speedup == pytest.approx(len(plan) * length * (length + 1) / 2 / live, rel=1e-12)
+
+
+def test_domains_are_counted_document_by_document():
+    lengths, domains = [5, 5000, 4096, 7, 9], [0, 0, 1, 1, 1]
+    store = memory_store(lengths, domains)
+    told = statistics_of(store, [8])
+    first, second = told.domains
+    assert (first.documents, first.tokens, first.mean, first.median, first.longest) == (2, 5005, 2502.5, 2502.5, 5000)
+    assert (second.document_share, second.token_share) == (3 / 5, 4112 / 9117)
+    assert (second.median, second.long_token_share) == (9, 4096 / 4112)
+    assert (told.all.documents, told.all.tokens, told.documents, told.tokens) == (5, 9117, 5, 9117)
+    histogram = told.histogram
+    for name, own in (("domain0", lengths[:2]), ("domain1", lengths[2:])):
+        slow = [
+            [n for n in own if low <= n < high] for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)
+        ]
+        assert histogram.documents[name] == list(map(len, slow))
+        assert histogram.tokens[name] == list(map(sum, slow))
+
+
+def test_under_a_mixture_it_tells_what_is_taken_and_what_changed(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "w1 " * (1 + 40 * (i % 10 == 0))} for i in range(200)])
+    mixture = MixtureConfig(long_tokens=30, long_share=0.95, most_repeats=2)
+    data = DataConfig(sources=[Source(files=str(path))], cache=str(tmp_path / "cache"), mixture=mixture)
+    store = prepare(data, word_tokenizer())
+    told = statistics_of(store, [64])
+    assert told.before is not None
+    assert told.mixture is not None
+    (before,) = told.before
+    assert (before.documents, before.tokens, before.longest) == (200, store.token_count, 42)
+    assert told.tokens == int((store.repeats * store.lengths).sum())
+    long, short = told.mixture
+    assert (long.documents, long.tokens, long.most_repeats) == (20, 20 * 42, 2)
+    assert long.wanted == round(0.95 * store.token_count) > long.taken - 42
+    assert (short.documents, short.wanted) == (180, store.token_count - long.wanted)
+    assert told.domains[0].long_token_share > told.before[0].long_token_share
+
+
+def test_the_verb_writes_json_and_a_page_and_prints_tables(tmp_path):
+    records = [{"text": "w1 " * (1 + i % 50), "domain": ("<b>x</b>", "[y]")[i % 2]} for i in range(100)]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    data = DataConfig(
+        sources=[Source(files=str(path), domain_field="domain")],
+        cache=str(tmp_path / "cache"),
+        mixture=MixtureConfig(long_tokens=30, long_weight=4),
+    )
+    store = prepare(data, word_tokenizer())
+    call = CliRunner().invoke
+    done = call(cli.app, ["stats", str(store.folder), "--out", str(tmp_path / "out"), "--sequence-length", "128"])
+    assert done.exit_code == 0, done.output
+    for word in (
+        "Domains",
+        "token ratio",
+        "What the mixture changed",
+        "How often",
+        "live-pair ratio",
+        "[y]",
+        "<b>x</b>",
+    ):
+        assert word in done.stdout
+    told = json.loads((tmp_path / "out" / "statistics.json").read_text())
+    assert told["tokens"] == int((store.repeats * store.lengths).sum())
+    assert [row["sequence_length"] for row in told["rows"]] == [128]
+    (step,) = told["steps"]
+    assert 1 < step["speedup"] < told["rows"][0]["attention_speedup"]
+    page = (tmp_path / "out" / "statistics.html").read_text()
+    assert "<b>x</b>" not in page
+    assert page.count("<svg") == 2
+    assert "mathdefault" not in page
+    again = call(cli.app, ["stats", str(tmp_path / "nowhere")])
+    assert again.exit_code == 2
+    assert "holds no finished token store" in again.stderr
