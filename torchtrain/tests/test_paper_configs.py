@@ -212,8 +212,9 @@ def test_runs_of_one_model_and_store_differ_in_nothing_but_the_variant():
     for config in (config for path, config in CONFIG_OF.items() if "-rope_" not in path.stem):
         groups.setdefault((config.model.source, config.data.prepared), []).append(config)
     for configs in groups.values():
+        assert all(config.pack.split == ("random" if config.pack.interleave else "even") for config in configs)
         same = [
-            config.model_copy(update={"run": None, "pack": config.pack.model_copy(update={"variant": ""})})
+            config.model_copy(update={"run": None, "pack": config.pack.model_copy(update={"variant": "", "split": ""})})
             for config in configs
         ]
         assert all(other == same[0] for other in same)
