@@ -98,6 +98,11 @@ class PackPlan:
     def __len__(self) -> int:
         return len(self._row)
 
+    def live_pairs(self) -> np.ndarray:
+        """Return the pairs of tokens that attention within documents computes in each row, int64 [rows]."""
+        length = self._stop - self._start
+        return np.add.reduceat(length * (length + 1) // 2, self._first[:-1])[self._row]
+
     def spans(self, row: int) -> list[Span]:
         """Return what a row holds, in storage order."""
         if not 0 <= row < len(self):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtrain.config import MixtureConfig
+from torchtrain.data.balance import Balance, balance_of
 from torchtrain.data.mixture import classes_of
 from torchtrain.data.packing import SHUFFLE, random_stream
 from torchtrain.data.store import TokenStore
@@ -86,6 +87,7 @@ class StoreStatistics:
     before: list[DomainStatistics] | None
     mixture: list[MixtureStatistics] | None
     rows: list[RowStatistics]
+    balance: list[Balance]  # of the longest rows
     histogram: Histogram
 
 
@@ -118,6 +120,7 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
         before=None if mixture is None else _domains(store.lengths, store.document_domains, store.domains, long_tokens),
         mixture=None if mixture is None else _mixture(store, mixture),
         rows=[_rows(ends, in_order, store.domains, length) for length in row_lengths],
+        balance=balance_of(lengths, sorted(row_lengths)[-2:], seed=seed),
         histogram=_histogram(lengths, domains, store.domains),
     )
 

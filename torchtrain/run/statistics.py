@@ -161,6 +161,24 @@ def grids_of(told: StoreStatistics, steps: Sequence[StepCost], model: str) -> li
             f"Speed-ups are of FLOPs, of the step those of {model}.",
         )
     )
+    grids.append(
+        Grid(
+            "Balance of ranks",
+            ("tokens a row", "ranks", "steps", "sequential", "by length"),
+            [
+                (
+                    f"{one.sequence_length:,}",
+                    f"{one.ranks:,}",
+                    f"{one.steps:,}",
+                    f"{one.sequential:.2f}",
+                    f"{one.by_length:.2f}",
+                )
+                for one in told.balance
+            ],
+            "Attention of a step's fullest row over the mean of its rows, one a data-parallel rank: what all others "
+            "wait for; as rows come, and under pack.strategy by_length.",
+        )
+    )
     return grids
 
 
