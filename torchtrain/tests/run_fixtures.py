@@ -86,15 +86,21 @@ def poison(monkeypatch, steps: set[int], what: str) -> list[dict[str, torch.Tens
     real, seen = step.accumulate, []
 
     def accumulate(strategy, *rest):
-        losses, pairs = real(strategy, *rest)
         seen.append({str(i): x.detach().clone() for i, x in enumerate(strategy.optimizer.masters)})
-        if len(seen) in steps:
-            if what == "loss":
-                losses.overall.total = float("inf")
-            elif what == "spike":
-                losses.overall.total *= 3
-            else:
-                strategy.optimizer.masters[1].grad[0] = float(what)
+        norm = strategy.norm
+
+        def poisoned_norm():
+            strategy.optimizer.masters[1].grad[0] = float(what)
+            return norm()
+
+        if len(seen) in steps and what not in ("loss", "spike"):
+            strategy.norm = poisoned_norm
+        losses, pairs = real(strategy, *rest)
+        strategy.norm = norm
+        if len(seen) in steps and what == "loss":
+            losses.overall.total = float("inf")
+        elif len(seen) in steps and what == "spike":
+            losses.overall.total *= 3
         return losses, pairs
 
     monkeypatch.setattr(step, "accumulate", accumulate)

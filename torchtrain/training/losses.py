@@ -41,6 +41,7 @@ class Losses:
     def __init__(self, domains: Sequence[str]) -> None:
         self.overall = Mean()
         self.by_domain = {domain: Mean() for domain in domains}
+        self.beside: float | None = None  # what was read together with the sums
         self._sums_G: Tensor | None = None  # float64, of what was added and not yet read
 
     def labels_of(self, part: Mapping[str, Tensor]) -> Labels:
@@ -60,11 +61,14 @@ class Losses:
         for mean, group in zip(self.means(), groups, strict=True):
             mean.tokens += len(group)
 
-    def read(self) -> None:
-        """Bring what was added into the means: the host waits for the device."""
+    def read(self, beside: Tensor | None = None) -> None:
+        """Bring what was added into the means: the host waits for the device, once for `beside`, a scalar, too."""
         if self._sums_G is None:
             return
-        for mean, total in zip(self.means(), self._sums_G.tolist(), strict=True):
+        asked = self._sums_G if beside is None else torch.cat([self._sums_G, beside.double().reshape(1)])
+        found = asked.tolist()
+        self.beside = None if beside is None else found.pop()
+        for mean, total in zip(self.means(), found, strict=True):
             mean.total += total
         self._sums_G = None
 
@@ -72,9 +76,9 @@ class Losses:
         """Everything that is counted, always in the same order."""
         return [self.overall, *self.by_domain.values()]
 
-    def sum_over(self, world: World) -> None:
-        """Read, and add up what all ranks have counted, each its own tokens."""
-        self.read()
+    def sum_over(self, world: World, beside: Tensor | None = None) -> None:
+        """Read, and add up what all ranks have counted, each its own tokens; `beside` as in `read`."""
+        self.read(beside)
         means = self.means()
         sums = world.sum([x for mean in means for x in (mean.total, mean.tokens)])
         for mean, total, tokens in zip(means, sums[::2], sums[1::2], strict=True):

@@ -34,17 +34,27 @@ class Optimizer:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.masters = [_master(p) for p in self.parameters]
         self.clip_norm = train.clip_norm
+        self._norm: Tensor | None = None
         for parameter, master in self._pairs():
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
         self.adamw = adamw(self.masters, train)
 
-    def step(self, learning_rate: float) -> float:
+    def norm(self) -> Tensor:
+        """Return the global norm of the gradient, on its device: nobody waits for it."""
+        self._norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        return self._norm
+
+    def step(self, learning_rate: float, found: float | None = None) -> float:
         """Clip, update the weights, drop the gradients. Returns the global norm of the gradient before clipping.
 
         If that is not finite, nothing is updated.
+
+        Args:
+            learning_rate: of this step.
+            found: what `norm` came to, if it was read: this waits for the device otherwise.
         """
-        norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
-        found = norm.item()  # the one time that a step waits for the device besides reading its losses
+        norm = self.norm() if found is None or self._norm is None else self._norm
+        found = norm.item() if found is None else found
         if not math.isfinite(found):
             self.drop()
             return found
@@ -61,6 +71,7 @@ class Optimizer:
 
     def drop(self) -> None:
         """Forget the gradients of this step."""
+        self._norm = None
         self.adamw.zero_grad(set_to_none=True)
 
     def sum_over_ranks(self) -> GradientSums:

@@ -89,7 +89,7 @@ def take_step(
     losses, live_pairs = accumulate(strategy, batches, domains, train.loss_chunk, on_losses)
     fault, norm = fault_of_loss(losses.overall.value), float("nan")
     if fault is None:
-        norm = strategy.step(rate)
+        norm = strategy.step(rate, losses.beside)
     else:
         strategy.drop()
     return StepResult(losses, live_pairs, rate, norm, fault)
@@ -113,7 +113,8 @@ def accumulate(
             it.
 
     Returns:
-        The losses, and the live (query, key) pairs, both of the whole step.
+        The losses, and the live (query, key) pairs, both of the whole step. Beside the losses stands the norm of
+        the gradient, where the strategy tells it before its step.
     """
     world = strategy.world
     losses = Losses(domains)
@@ -126,7 +127,7 @@ def accumulate(
         losses.add(each_Bt, batch.labels)
         if on_losses is not None:
             on_losses(each_Bt, batch.part)
-    losses.sum_over(world)
+    losses.sum_over(world, strategy.norm())
     (live_pairs,) = world.sum([sum(batch.plan.live_pairs for batch in batches)])
     return losses, int(live_pairs) // world.sequence_parallel
 

@@ -67,11 +67,19 @@ class Strategy(ABC):
             last: whether the step has no other.
         """
 
+    def norm(self) -> Tensor | None:
+        """Return the norm of the step's gradient on the device, to be read with its losses; None: only `step` knows."""
+        return None
+
     @abstractmethod
-    def step(self, learning_rate: float) -> float:
+    def step(self, learning_rate: float, norm: float | None = None) -> float:
         """Clip, update the weights, drop the gradients. Returns the gradient's norm before clipping.
 
         If that is not finite, it returns inf or nan and nothing is updated.
+
+        Args:
+            learning_rate: of this step.
+            norm: what `norm` came to, if it was read.
         """
 
     @abstractmethod
@@ -137,9 +145,13 @@ class Replicated(Strategy):
         if last and self._sums is not None:
             self._sums.finish()  # a sum, not a mean: the losses were divided by the labels of all ranks (`accumulate`)
 
-    def step(self, learning_rate: float) -> float:
+    def norm(self) -> Tensor | None:
         """See `Strategy`."""
-        return self.optimizer.step(learning_rate)
+        return None if self._optimizer is None else self._optimizer.norm()
+
+    def step(self, learning_rate: float, norm: float | None = None) -> float:
+        """See `Strategy`."""
+        return self.optimizer.step(learning_rate, norm)
 
     def drop(self) -> None:
         """See `Strategy`."""
@@ -197,8 +209,8 @@ class Zero(Strategy):
         if not last:
             self.deepspeed.step()  # only counts the micro-batch
 
-    def step(self, learning_rate: float) -> float:
-        """See `Strategy`."""
+    def step(self, learning_rate: float, norm: float | None = None) -> float:
+        """See `Strategy`. DeepSpeed finds the norm by itself."""
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()

@@ -145,8 +145,8 @@ def measure(config: Config, processes: int, layers: int | None = None) -> Measur
         for _ in range(2):
             watch.reset()
             before = watch.now
-            accumulate(strategy, rows, DOMAINS, config.train.loss_chunk)
-            strategy.step(config.train.learning_rate)
+            losses, _ = accumulate(strategy, rows, DOMAINS, config.train.loss_chunk)
+            strategy.step(config.train.learning_rate, losses.beside)
         launches = sum(watch.launches.values())
         found = Measured(loaded, before, watch.peak, watch.at_peak(), watch.waits.copy(), watch.copies.copy(), launches)
         if isinstance(strategy, Zero):
