@@ -17,7 +17,7 @@ from torchtrain.tests.shapes_only.device import ShapesOnly
 from torchtrain.tests.tiny import tiny_config
 from torchtrain.training import strategy as strategies
 from torchtrain.training.losses import Losses
-from torchtrain.training.step import accumulate
+from torchtrain.training.step import accumulate, make_micro_batches
 
 PAPER = {path.stem: path for path in sorted((Path(__file__).parents[3] / "configs" / "paper").glob("*.yaml"))}
 ALONE = ["distributed.sequence_parallel=1", "distributed.zero_stage=0", "distributed.offload=none"]
@@ -110,7 +110,8 @@ def test_zero_3_gathers_the_head_once_a_micro_batch_however_many_chunks_the_loss
 
         monkeypatch.setattr(handle, "__init__", note)
     with step.rank_of(config, 8) as world, ShapesOnly() as watch:
-        strategy, rows = step.make(config, world, watch), step.batches(config, world)
+        strategy = step.make(config, world, watch)
+        rows = make_micro_batches(step.batches(config, world), step.DOMAINS, world)
         head = id(strategy.model.get_output_embeddings().weight)
         counts = []
         for _ in range(2):
