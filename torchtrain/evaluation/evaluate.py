@@ -90,6 +90,9 @@ def evaluate(
         UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stride = suite.perplexity.stride if suite.perplexity is not None else None
+    if stride is not None and stride >= min(lengths) // 2:
+        raise UserError(f"perplexity.stride {stride}: windows are half of a length; give less than half of the least")
     materials = Materials(suite)
     opened = [_open(checkpoint, suite, lengths, say) for checkpoint in checkpoints]  # all checks before any weight
     for checkpoint, _, tokenizer in opened:
@@ -249,6 +252,8 @@ def _open(
     folder = resolve_source(checkpoint.source, suite.cache, say)
     config = open_config(folder)
     tokenizer = open_tokenizer(folder)
+    if not tokenizer("The grass is green.", add_special_tokens=False).input_ids:  # what transformers makes of no file
+        raise UserError(f"{quoted(checkpoint.source)}: holds no tokenizer; put the model's own beside its weights")
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and max(lengths) > most:
         raise UserError(

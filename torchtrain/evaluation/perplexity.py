@@ -76,6 +76,7 @@ def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
 @torch.inference_mode()
 def strided_loss(model: "PreTrainedModel", ids: Sequence[int], window: int, stride: int) -> tuple[float, int]:
     """Return the sum of losses, and how many: of each token once, in the first window that holds it."""
+    assert 0 < stride < window, "the first token of a window has no loss there"
     total, tokens, seen = 0.0, 0, 1
     for first in range(0, max(len(ids) - window, 0) + stride, stride):
         part = ids[first : first + window]
