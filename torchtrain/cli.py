@@ -291,6 +291,8 @@ def evaluate(
         if os.path.lexists(os.path.join(target, "run.json")):
             found = last_models(Path(target), last)
             checkpoints = [Checkpoint(name, step, str(folder)) for name, step, folder in found]
+        elif last > 1:
+            raise UserError(f"--last {last}: {quoted(target)} is not a run's folder; leave it out")
         folder = resolve("--out", out or f"{target.rstrip('/')}-evaluation")
         results = measure(
             checkpoints,

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from anchorline.errors import UserError, quoted
-from torchtrain.evaluation.results import Found, NotRun, PerplexityResult, Result, read_results
+from torchtrain.evaluation.results import Found, NotRun, PerplexityResult, TaskResult, read_results
 from torchtrain.evaluation.scoring import mean_interval
 from torchtrain.evaluation.suite import NOT_IN_ELEVEN, TASKS
-from torchtrain.evaluation.tables import Cell, Table
+from torchtrain.evaluation.tables import ScoreCell, ScoreTable
 
 DRAWS = 2000
 _OLD = {"vt_2024_10": "vt"}
@@ -29,7 +29,7 @@ class Measured:
     """All results of a run, by task and length."""
 
     name: str
-    found: dict[Key, list[Result]] = field(default_factory=dict)
+    found: dict[Key, list[TaskResult]] = field(default_factory=dict)
     not_run: dict[Key, str] = field(default_factory=dict)
     perplexity: dict[int, list[PerplexityResult]] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class Measured:
         return float(np.std(means, ddof=1)) if len(means) > 1 else None
 
 
-def tables_of_run(results: Iterable[Found], name: str = "score") -> list[Table]:
+def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTable]:
     """Return the tables of one run: tasks by length, and perplexity."""
     run = Measured(name).add(results)
     rows = []
@@ -78,11 +78,11 @@ def tables_of_run(results: Iterable[Found], name: str = "score") -> list[Table]:
         rows.append((task, [_cell(run, (task, length)) for length in run.lengths]))
     for said, wanted in (("mean of the 13", THIRTEEN), ("mean of the paper's 11", ELEVEN)):
         rows.append((said, [_mean_cell(run, length, wanted) for length in run.lengths]))
-    tables = [Table("RULER", ["task", *map(_length, run.lengths)], rows, _notes([run]))] if run.lengths else []
+    tables = [ScoreTable("RULER", ["task", *map(_length, run.lengths)], rows, _notes([run]))] if run.lengths else []
     return tables + _perplexity_tables([run])
 
 
-def compare(folders: Sequence[Path]) -> tuple[list[Table], dict[str, str]]:
+def compare(folders: Sequence[Path]) -> tuple[list[ScoreTable], dict[str, str]]:
     """Return the tables of runs side by side, and what is said below them.
 
     Args:
@@ -104,7 +104,9 @@ def compare(folders: Sequence[Path]) -> tuple[list[Table], dict[str, str]]:
         tables += _average_table(f"Average of the {len(ran)} tasks that ran", runs, [_OLD.get(t, t) for t in ran])
     for length in first.lengths:
         rows = [(task, _cells(runs, (task, length))) for task in first.tasks]
-        tables.append(Table(f"Tasks at {length:,} tokens", ["task", *(run.name for run in runs)], rows, _notes(runs)))
+        tables.append(
+            ScoreTable(f"Tasks at {length:,} tokens", ["task", *(run.name for run in runs)], rows, _notes(runs))
+        )
     tables += _perplexity_tables(runs)
     facts = {run.name: _tell(run) for run in runs}
     return tables, facts
@@ -161,7 +163,7 @@ def _check_alike(a: Measured, b: Measured) -> None:
 
 
 def _check_same(
-    name: str, other: str, first: Result | PerplexityResult, results: Sequence[Result | PerplexityResult]
+    name: str, other: str, first: TaskResult | PerplexityResult, results: Sequence[TaskResult | PerplexityResult]
 ) -> None:
     for result in results:
         for what in ("samples", "dtype"):
@@ -173,7 +175,7 @@ def _check_same(
                 )
 
 
-def _average_table(title: str, runs: list[Measured], wanted: Sequence[str]) -> list[Table]:
+def _average_table(title: str, runs: list[Measured], wanted: Sequence[str]) -> list[ScoreTable]:
     first = runs[0]
     lengths = [length for length in first.lengths if _names(first, length, wanted)]
     if not lengths:
@@ -188,9 +190,9 @@ def _average_table(title: str, runs: list[Measured], wanted: Sequence[str]) -> l
         for length in lengths:
             keys = [(task, length) for task in _names(first, length, wanted)]
             mean, low, high = paired_interval([run.scores(key) for key in keys], [first.scores(key) for key in keys])
-            cells.append(Cell(f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"))
+            cells.append(ScoreCell(f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"))
         rows.append((f"{run.name} - {first.name}, paired", cells))
-    return [Table(title, ["", *map(_length, lengths)], rows, _notes(runs))]
+    return [ScoreTable(title, ["", *map(_length, lengths)], rows, _notes(runs))]
 
 
 def _names(run: Measured, length: int, wanted: Sequence[str]) -> list[str]:
@@ -199,43 +201,43 @@ def _names(run: Measured, length: int, wanted: Sequence[str]) -> list[str]:
     return [ran[task] for task in wanted] if set(wanted) <= ran.keys() else []
 
 
-def _cells(runs: list[Measured], key: Key) -> list[Cell]:
+def _cells(runs: list[Measured], key: Key) -> list[ScoreCell]:
     cells = [_cell(run, key) for run in runs]
     return _best(runs, cells, [key]) if key in runs[0].found else cells
 
 
-def _best(runs: list[Measured], cells: list[Cell], keys: Sequence[Key]) -> list[Cell]:
+def _best(runs: list[Measured], cells: list[ScoreCell], keys: Sequence[Key]) -> list[ScoreCell]:
     """Make the best of a column bold where the paired interval from each other run leaves out zero."""
     scores = [[run.scores(key) for key in keys] for run in runs]
     best = max(range(len(runs)), key=lambda i: np.mean([of.mean() for of in scores[i]]))
     others = [i for i in range(len(runs)) if i != best]
     if others and all(paired_interval(scores[best], scores[i])[1] > 0 for i in others):
-        cells[best] = Cell(cells[best].text, bold=True)
+        cells[best] = ScoreCell(cells[best].text, bold=True)
     return cells
 
 
-def _cell(run: Measured, key: Key) -> Cell:
+def _cell(run: Measured, key: Key) -> ScoreCell:
     if key not in run.found:
-        return Cell("not run")
+        return ScoreCell("not run")
     mean, low, high = mean_interval(list(run.scores(key)))
-    return Cell(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]")
+    return ScoreCell(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]")
 
 
-def _mean_cell(run: Measured, length: int, wanted: Sequence[str]) -> Cell:
+def _mean_cell(run: Measured, length: int, wanted: Sequence[str]) -> ScoreCell:
     """Return the average of tasks, its interval (half widths of independent means added as squares), its spread."""
     if not (tasks := _names(run, length, wanted)):
         ran = {_OLD.get(task, task) for task in run.ran(length)}
-        return Cell(f"none: {len(set(wanted) - ran)} did not run")
+        return ScoreCell(f"none: {len(set(wanted) - ran)} did not run")
     each = [mean_interval(list(run.scores((task, length)))) for task in tasks]
     mean = sum(of[0] for of in each) / len(each)
     low = mean - math.sqrt(sum((of[0] - of[1]) ** 2 for of in each)) / len(each)
     high = mean + math.sqrt(sum((of[2] - of[0]) ** 2 for of in each)) / len(each)
     spread = run.spread(length, tasks)
     over = "" if spread is None else f" ±{100 * spread:.1f}"
-    return Cell(f"{100 * mean:.1f}{over} [{100 * low:.1f}, {100 * high:.1f}]")
+    return ScoreCell(f"{100 * mean:.1f}{over} [{100 * low:.1f}, {100 * high:.1f}]")
 
 
-def _perplexity_tables(runs: list[Measured]) -> list[Table]:
+def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
     tables = []
     for length in sorted(runs[0].perplexity):
         first = runs[0].perplexity[length][0]
@@ -243,7 +245,7 @@ def _perplexity_tables(runs: list[Measured]) -> list[Table]:
         rows = []
         for run in runs:
             each = np.mean([[of.losses for of in result.buckets] for result in run.perplexity[length]], axis=0)
-            rows.append((run.name, [Cell(f"{math.exp(loss):.2f}") for loss in each.mean(-1)]))
+            rows.append((run.name, [ScoreCell(f"{math.exp(loss):.2f}") for loss in each.mean(-1)]))
         for run in runs[1:]:
             one, other = (
                 np.mean([[of.losses for of in result.buckets] for result in of_run.perplexity[length]], axis=0)
@@ -252,11 +254,11 @@ def _perplexity_tables(runs: list[Measured]) -> list[Table]:
             cells = []
             for i in range(len(first.buckets)):
                 mean, low, high = paired_interval([one[i]], [other[i]])
-                cells.append(Cell(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
+                cells.append(ScoreCell(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
             rows.append((f"loss: {run.name} - {runs[0].name}, paired", cells))
         count = len(first.buckets[0].losses)
         note = f"Of {first.text}, {count} documents; tokens of a position alike, with all that stands before them."
-        tables.append(Table(f"Perplexity by position at {length:,} tokens", head, rows, [note]))
+        tables.append(ScoreTable(f"Perplexity by position at {length:,} tokens", head, rows, [note]))
     return tables
 
 
@@ -278,7 +280,7 @@ def _notes(runs: list[Measured]) -> list[str]:
 
 
 def _tell(run: Measured) -> str:
-    some: Mapping[object, Sequence[Result | PerplexityResult]] = {**run.found, **run.perplexity}
+    some: Mapping[object, Sequence[TaskResult | PerplexityResult]] = {**run.found, **run.perplexity}
     results = next(iter(some.values()))
     names = ", ".join(result.checkpoint if result.step is None else f"step {result.step:,}" for result in results)
     anchor = f", anchor {results[0].settings.anchor} before each prompt" if results[0].settings.anchor else ""

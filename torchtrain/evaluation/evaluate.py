@@ -16,7 +16,7 @@ from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
 from torchtrain.data.corpus import source_name
 from torchtrain.data.tokens import anchor_ids
-from torchtrain.evaluation.generation import Generator, Work
+from torchtrain.evaluation.generation import AnswerCost, Generator
 from torchtrain.evaluation.materials import Materials, MissingMaterialError
 from torchtrain.evaluation.perplexity import (
     bucket_means,
@@ -33,9 +33,10 @@ from torchtrain.evaluation.results import (
     Found,
     NotRun,
     PerplexityResult,
-    Result,
     Settings,
+    TaskResult,
     finished_result,
+    holds_scores,
     result_path,
     save_result,
     weights_digest,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # Ids to ids: what a `Generator` does; a test puts a reader of prompts in its place.
-Answers = Callable[[Sequence[Sequence[int]], int, Callable[[int, Work], None]], list[list[int]]]
+Answers = Callable[[Sequence[Sequence[int]], int, Callable[[int, AnswerCost], None]], list[list[int]]]
 _SECONDS_BETWEEN_LINES = 5.0
 _PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval")
 
@@ -107,14 +108,15 @@ def evaluate(
             path = result_path(out, checkpoint.name, task, length)
             what = f"{checkpoint.name} {task} {length:,}"
             if isinstance(samples, NotRun):
-                save_result(path, samples)
+                if not holds_scores(path):  # those of a time when the material was there stay
+                    save_result(path, samples)
                 say(f"{what}: not run, {samples.not_run}")
                 results.append(samples)
                 continue
             dtype = suite.dtype or _dtype(folder)
             settings = Settings(weights=digest, samples=samples.sha256, anchor=settings_anchor, dtype=dtype)
             if (found := finished_result(path, settings)) is not None:
-                assert isinstance(found, Result)
+                assert isinstance(found, TaskResult)
                 say(f"{what}: finished before, {_tell(found)}")
                 results.append(found)
                 continue
@@ -122,7 +124,7 @@ def evaluate(
             generator = Generator(model, suite.batch_tokens, _stops(model, tokenizer))
             started = time.perf_counter()
             answers, work = run_task(samples, task, tokenizer, settings_anchor, generator.answers, what, say)
-            result = Result(
+            result = TaskResult(
                 task=task,
                 length=length,
                 checkpoint=checkpoint.name,
@@ -206,7 +208,7 @@ def run_task(
     answer: Answers,
     what: str = "",
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[list[Answer], Work]:
+) -> tuple[list[Answer], AnswerCost]:
     """Ask a model all samples of a task, and score what it says.
 
     Args:
@@ -228,7 +230,7 @@ def run_task(
     assert longest <= samples.samples[0]["max_length"], "samples are made with room for the answer and an anchor"
     total, began, told = [0, 0, 0], time.monotonic(), time.monotonic()
 
-    def on_batch(done: int, work: Work) -> None:
+    def on_batch(done: int, work: AnswerCost) -> None:
         nonlocal told
         for i, tokens in enumerate((work.prompt_tokens, work.computed_tokens, work.generated_tokens)):
             total[i] += tokens
@@ -243,7 +245,7 @@ def run_task(
         Answer(index=sample["index"], prediction=text, score=score(text, sample["outputs"], metric))
         for sample, text in zip(samples.samples, said, strict=True)
     ]
-    return answers, Work(*total)
+    return answers, AnswerCost(*total)
 
 
 def _open(
@@ -304,7 +306,7 @@ def _stops(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> li
     return [ends] if isinstance(ends, int) else list(ends)
 
 
-def _tell(result: Result) -> str:
+def _tell(result: TaskResult) -> str:
     mean, low, high = mean_interval(result.scores)
     return f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}], n {len(result.scores)}"
 

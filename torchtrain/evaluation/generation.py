@@ -21,7 +21,7 @@ _PREFILL = 4096  # tokens of a prompt at a time: the mask of a part of it is a m
 
 
 @dataclass(frozen=True)
-class Work:
+class AnswerCost:
     """What a batch cost: prompt tokens as they stand, those computed, and tokens generated."""
 
     prompt_tokens: int
@@ -43,7 +43,7 @@ class Generator:
         self.shares_prefixes = _holds_all_keys(model)
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], room: int, on_batch: Callable[[int, Work], None] = lambda *_: None
+        self, prompts: Sequence[Sequence[int]], room: int, on_batch: Callable[[int, AnswerCost], None] = lambda *_: None
     ) -> list[list[int]]:
         """Return what follows each prompt: at most `room` tokens, without the one that ends it.
 
@@ -59,7 +59,7 @@ class Generator:
             for i, answer in zip(batch, self._go_on(parts, room), strict=True):
                 found[i] = answer
             tokens = sum(len(prompts[i]) for i in batch)
-            on_batch(len(found), Work(tokens, computed, sum(len(found[i]) for i in batch)))
+            on_batch(len(found), AnswerCost(tokens, computed, sum(len(found[i]) for i in batch)))
         return [found[i] for i in range(len(prompts))]
 
     def _batches(self, order: list[int], prompts: Sequence[Sequence[int]], room: int) -> Iterator[list[int]]:

@@ -43,7 +43,7 @@ class Settings(_Strict):
     dtype: str
 
 
-class Result(_Strict):
+class TaskResult(_Strict):
     """One task at one length of one checkpoint."""
 
     format: Literal[1] = 1
@@ -138,7 +138,7 @@ def save_result(path: Path, result: BaseModel) -> None:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 
 
-Found = Result | NotRun | PerplexityResult
+Found = TaskResult | NotRun | PerplexityResult
 
 
 def read_result(path: Path) -> Found:
@@ -148,7 +148,7 @@ def read_result(path: Path) -> Found:
         UserError: it is damaged, or not one of ours.
     """
     content = read_json(path, "results", _MOST_BYTES)
-    kind: type[Found] = Result
+    kind: type[Found] = TaskResult
     if "not_run" in content or "buckets" in content:
         kind = NotRun if "not_run" in content else PerplexityResult
     try:
@@ -160,7 +160,7 @@ def read_result(path: Path) -> Found:
         ) from None
 
 
-def finished_result(path: Path, settings: Settings) -> Result | PerplexityResult | None:
+def finished_result(path: Path, settings: Settings) -> TaskResult | PerplexityResult | None:
     """Return the result that stands there already, None where there is none.
 
     Raises:
@@ -183,6 +183,15 @@ def finished_result(path: Path, settings: Settings) -> Result | PerplexityResult
             f"{quoted(now[name], 20)}); choose another --out, or remove it"
         )
     return found
+
+
+def holds_scores(path: Path) -> bool:
+    """Return whether a task's scores stand there, of whatever checkpoint.
+
+    Raises:
+        UserError: what stands there is damaged.
+    """
+    return path.exists() and not isinstance(read_result(path), NotRun)
 
 
 def read_results(out: Path) -> Iterator[Found]:

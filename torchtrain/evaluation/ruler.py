@@ -65,7 +65,7 @@ _ATTEMPTS = 20  # at the smallest size: samples of one size differ by a few toke
 _PLACEHOLDER = "12345"
 
 
-class Lengths:
+class PromptLengths:
     """Counts a prompt as the model will read it, and stands for the tokenizer where lm-eval asks one for `input_ids`.
 
     Args:
@@ -143,7 +143,7 @@ def make_samples(
             ) from error
         except ValueError as error:
             raise UserError(f"{task} at {length:,} tokens: {quoted_reason(error)}") from None
-    lengths, room = Lengths(tokenizer), TASKS[task][0]
+    lengths, room = PromptLengths(tokenizer), TASKS[task][0]
     for sample in made:
         sample["length"] = lengths.count(prompt_of(sample)) + room
         if sample["length"] > length:
@@ -244,7 +244,7 @@ def _needles(
     with _replaced(lm.prepare_niah, **changes):
         return lm.prepare_niah.generate_samples(
             haystack,
-            TOKENIZER=Lengths(tokenizer, _with_needle_prefix),
+            TOKENIZER=PromptLengths(tokenizer, _with_needle_prefix),
             max_seq_length=length,
             template=lm.niah.TEMPLATE,
             num_samples=samples,
@@ -278,7 +278,7 @@ def _questions(
         except (TypeError, KeyError, ValueError, AttributeError):
             raise UserError(f"{task}: {path} is not in the layout of the published file; fetch that") from None
     return lm.qa.generate_samples(
-        tokenizer=Lengths(tokenizer, lambda text: f"{text} {lm.qa.CONFIG['answer_prefix']}"),
+        tokenizer=PromptLengths(tokenizer, lambda text: f"{text} {lm.qa.CONFIG['answer_prefix']}"),
         docs=documents,
         qas=questions,
         max_seq_length=length,
@@ -291,7 +291,7 @@ def _frequent_words(
     lm: SimpleNamespace, length: int, samples: int, tokenizer: "PreTrainedTokenizerFast"
 ) -> list[Sample]:
     room = TASKS["fwe"][0]
-    made = lm.fwe.sys_kwext(tokenizer=Lengths(tokenizer), max_seq_length=length - room, num_samples=samples)
+    made = lm.fwe.sys_kwext(tokenizer=PromptLengths(tokenizer), max_seq_length=length - room, num_samples=samples)
     return [sample | {"max_length": length} for sample in made]
 
 
@@ -307,7 +307,7 @@ def _common_words(
 
     # lm-eval shuffles the vocabulary at import by the seed 42, as NVIDIA's script does by its seed.
     with _replaced(lm.cwe, RNG=SimpleNamespace(shuffle=shuffle)):
-        lengths, room = Lengths(tokenizer), TASKS["cwe"][0]
+        lengths, room = PromptLengths(tokenizer), TASKS["cwe"][0]
 
         def tokens(words: int) -> int:
             text, answers = make(words)
@@ -323,7 +323,7 @@ def _common_words(
 def _variables(
     lm: SimpleNamespace, length: int, samples: int, tokenizer: "PreTrainedTokenizerFast", now: bool
 ) -> list[Sample]:
-    lengths, room = Lengths(tokenizer), TASKS["vt"][0]
+    lengths, room = PromptLengths(tokenizer), TASKS["vt"][0]
 
     def fits(prompt: str) -> bool:
         return lengths.count(prompt) + room <= length

@@ -13,7 +13,7 @@ _LATEX = str.maketrans({c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\textasciitild
 
 
 @dataclass(frozen=True)
-class Cell:
+class ScoreCell:
     """A cell's text; bold where a difference was shown."""
 
     text: str
@@ -21,16 +21,16 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class ScoreTable:
     """A table: its title, the heads of its columns, rows by name, and what is said below it."""
 
     title: str
     head: list[str]
-    rows: list[tuple[str, list[Cell]]]
+    rows: list[tuple[str, list[ScoreCell]]]
     notes: list[str]
 
 
-def print_tables(tables: Sequence[Table]) -> None:
+def print_tables(tables: Sequence[ScoreTable]) -> None:
     """Print tables for a person."""
     from rich import box
     from rich.console import Console
@@ -47,7 +47,7 @@ def print_tables(tables: Sequence[Table]) -> None:
             console.print(note, markup=False, soft_wrap=True, highlight=False)
 
 
-def write_tables(tables: Sequence[Table], facts: Mapping[str, str], folder: Path, command: str) -> None:
+def write_tables(tables: Sequence[ScoreTable], facts: Mapping[str, str], folder: Path, command: str) -> None:
     """Write results.md, results.tex and results.html.
 
     Raises:
@@ -76,7 +76,7 @@ def write_tables(tables: Sequence[Table], facts: Mapping[str, str], folder: Path
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 
 
-def markdown(table: Table) -> str:
+def markdown(table: ScoreTable) -> str:
     """Return a table as Markdown."""
 
     def line(cells: Sequence[str]) -> str:
@@ -87,7 +87,7 @@ def markdown(table: Table) -> str:
     return "\n".join([*lines, *(f"{note}\n" for note in table.notes)])
 
 
-def latex(table: Table) -> str:
+def latex(table: ScoreTable) -> str:
     """Return a table as LaTeX, for the package booktabs."""
 
     def line(cells: Sequence[str]) -> str:

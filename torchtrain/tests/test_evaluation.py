@@ -18,7 +18,7 @@ from torchtrain.evaluation.perplexity import (
     strided_loss,
     token_losses,
 )
-from torchtrain.evaluation.results import Answer, Bucket, NotRun, PerplexityResult, Result, Settings, save_result
+from torchtrain.evaluation.results import Answer, Bucket, NotRun, PerplexityResult, Settings, TaskResult, save_result
 from torchtrain.evaluation.scoring import mean_interval, score
 from torchtrain.evaluation.suite import TASKS, Suite
 from torchtrain.evaluation.tables import latex, markdown
@@ -156,8 +156,8 @@ def test_intervals_are_paired_by_sample():
     assert paired_interval(shuffled, a)[1] < 0  # unpaired, as much tells nothing
 
 
-def _result(task="fwe", scores=(1.0, 0.0), samples="s", length=1024, checkpoint="model", **more) -> Result:
-    return Result(
+def _result(task="fwe", scores=(1.0, 0.0), samples="s", length=1024, checkpoint="model", **more) -> TaskResult:
+    return TaskResult(
         task=task,
         length=length,
         checkpoint=checkpoint,
@@ -283,7 +283,7 @@ def test_what_is_no_result_is_one_line(tmp_path):
 
 
 def test_tables_escape_what_they_hold():
-    table = tables.Table("A_b & 5%", ["", "x|y"], [("run_1", [tables.Cell("1|2", True)])], ["50% of #1"])
+    table = tables.ScoreTable("A_b & 5%", ["", "x|y"], [("run_1", [tables.ScoreCell("1|2", True)])], ["50% of #1"])
     assert r"\caption{A\_b \& 5\%. 50\% of \#1}" in latex(table)
     assert r"run\_1 & \textbf{1|2}" in latex(table)
     assert r"| run_1 | **1\|2** |" in markdown(table)

@@ -19,7 +19,7 @@ from torchtrain.cli import app
 from torchtrain.evaluation import ruler
 from torchtrain.evaluation.compare import compare
 from torchtrain.evaluation.evaluate import run_task
-from torchtrain.evaluation.generation import Work
+from torchtrain.evaluation.generation import AnswerCost
 from torchtrain.evaluation.materials import Materials, MissingMaterialError
 from torchtrain.evaluation.results import read_result
 from torchtrain.evaluation.ruler import NEEDLES, library, make_samples, prompt_of
@@ -39,8 +39,16 @@ def _prose(words: int) -> str:
     return " ".join(sentences)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_nouns():
+    """Fewer nouns: lm-eval sorts every pair of an adjective and a noun when it is imported, for 8 seconds."""
+    from wonderwords import random_word
+
+    del random_word._DEFAULT_CATEGORIES[random_word.Defaults.NOUNS][700:]
+
+
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer(few_nouns):
     """A small byte-level BPE that knows the templates' and the haystack's words; BOS before each text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -132,7 +140,7 @@ def _read(prompt: str) -> str:
 def _double(tokenizer, read):
     def answers(prompts, room, on_batch):
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
-        on_batch(len(prompts), Work(0, 0, 0))
+        on_batch(len(prompts), AnswerCost(0, 0, 0))
         return [tokenizer(read(text), add_special_tokens=False).input_ids[:room] for text in texts]
 
     return answers
@@ -363,6 +371,8 @@ def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, mode
     fwe = read_result(out / "model" / "fwe-1024.json")
     before = json.loads(files[out / "model" / "fwe-1024.json"])
     assert [answer.prediction for answer in fwe.answers] == [answer["prediction"] for answer in before["answers"]]
+    assert "haystack is not set" in call(model, "--out", out, "tasks=[niah_multiquery]", "haystack=null").stderr
+    assert {path: path.read_bytes() for path in kept} == kept  # scores are not replaced by a task that did not run
     assert "was measured with other samples" in _line(call(model, "--out", out, "--samples", "2"))
 
 
@@ -392,6 +402,7 @@ def test_bad_input_is_one_line(call, model, tmp_path):
     assert "did you mean niah_single_1?" in _line(call(model, "tasks=[niah_singel_1]"))
     assert "holds 2,048 positions" in _line(call(model, "--lengths", "4096"))
     assert "write whole numbers with commas" in _line(call(model, "--lengths", "4k"))
+    assert "is not a run's folder" in _line(call(model, "--last", "2"))
     assert "perplexity.stride 512" in _line(call(model, "perplexity.stride=512"))
     bare = tmp_path / "bare"
     bare.mkdir()
