@@ -101,7 +101,7 @@ def compare(folders: Sequence[Path]) -> tuple[list[ScoreTable], dict[str, str]]:
         tables += _average_table(said, runs, wanted)
     ran = [task for task in first.tasks if all((task, length) in first.found for length in first.lengths)]
     if ran and len(ran) < len(THIRTEEN):
-        tables += _average_table(f"Average of the {len(ran)} tasks that ran", runs, [_OLD.get(t, t) for t in ran])
+        tables += _average_table(f"Average of those that ran ({len(ran)} of 13)", runs, [_OLD.get(t, t) for t in ran])
     for length in first.lengths:
         rows = [(task, _cells(runs, (task, length))) for task in first.tasks]
         tables.append(

@@ -211,7 +211,7 @@ def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
     assert [cell.bold for cell in tasks["fwe"]] == [False, True]
     assert [cell.bold for cell in tasks["cwe"]] == [False, False]
     assert "Average of the 13 tasks" not in by_title  # eleven did not run
-    rows = dict(by_title["Average of the 2 tasks that ran"].rows)
+    rows = dict(by_title["Average of those that ran (2 of 13)"].rows)
     assert rows["b - a, paired"][0].text.startswith("+18.3 [")
     perplexity = by_title["Perplexity by position at 1,024 tokens"]
     assert perplexity.head == ["", "1 to 255", "256 to 1,023"]
