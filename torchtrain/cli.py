@@ -325,6 +325,89 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
         typer.echo(f"# saves {describe_schedule(resolved.save, resolved.train)}; `torchtrain plan` counts the bytes")
 
 
+@app.command()
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN_OR_FOLDER", help="a run's folder, an exported folder, a hub id, or smollm2")
+    ],
+    overrides: Overrides = None,
+    suite: Annotated[Path, typer.Option(help="YAML of tasks and materials")] = Path("configs/eval/ruler.yaml"),
+    lengths: Annotated[str, typer.Option(help="tokens, prompt and answer together; several with commas")] = "4096",
+    samples: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="of each task and length; default: the suite's")
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, max=MOST, help="how many of a run's last models")] = 1,
+    anchor: Annotated[bool, typer.Option("--anchor", help="put the training's anchor before each prompt")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder of results; default: TARGET-evaluation")] = None,
+) -> None:
+    """Measure RULER's tasks and perplexity by position; what is finished is taken over and never computed again.
+
+    Leaves a file for each model, task and length in --out, which torchtrain compare reads. A task whose material is
+    missing is told as not run, and no average hides it. Attention is plain causal attention.
+
+    Example: torchtrain evaluate runs/demo --lengths 1024,4096 --samples 20 --last 5
+    """
+    with _one_speaks():
+        from torchtrain.evaluation.suite import load_suite, parse_lengths
+
+        given = [*(overrides or []), *([f"samples={samples}"] if samples is not None else [])]
+        chosen, at = load_suite(suite, given), parse_lengths(lengths)
+
+        from transformers.utils import logging
+
+        from torchtrain.evaluation.compare import tables_of_run
+        from torchtrain.evaluation.evaluate import Checkpoint
+        from torchtrain.evaluation.evaluate import evaluate as measure
+        from torchtrain.evaluation.tables import print_tables
+        from torchtrain.run.trained import last_models
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        checkpoints = [Checkpoint("model", None, target)]
+        if os.path.lexists(os.path.join(target, "run.json")):
+            found = last_models(Path(target), last)
+            checkpoints = [Checkpoint(name, step, str(folder)) for name, step, folder in found]
+        elif last > 1:
+            raise UserError(f"--last {last}: {quoted(target)} is not a run's folder; leave it out")
+        folder = resolve("--out", out or f"{target.rstrip('/')}-evaluation")
+        results = measure(
+            checkpoints,
+            chosen,
+            at,
+            folder,
+            anchor=anchor,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        print_tables(tables_of_run(results))
+        print(f"results in {folder}")
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="what was evaluated, or folders of results")],
+    out: Annotated[
+        Path | None, typer.Option(help="folder for results.md, results.tex and results.html; default: none is written")
+    ] = None,
+) -> None:
+    """Put results side by side, run by length: the paper's tables, with n, intervals and what did not run.
+
+    Differences are paired by sample; bold stands only where the interval of each leaves out zero. Results of other
+    samples, templates or lengths are refused.
+
+    Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
+    """
+    with _one_speaks():
+        from torchtrain.evaluation.compare import compare as tables_of
+        from torchtrain.evaluation.tables import print_tables, write_tables
+
+        tables, facts = tables_of(runs)
+        print_tables(tables)
+        if out is not None:
+            folder = resolve("--out", out)
+            write_tables(tables, facts, folder, "torchtrain compare " + " ".join(map(str, runs)))
+            print(f"tables in {folder}")
+
+
 @contextmanager
 def _one_speaks() -> Iterator[None]:
     """Of the processes of a run, let one say why they end."""

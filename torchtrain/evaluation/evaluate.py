@@ -1,0 +1,316 @@
+"""Every task at every length of every checkpoint; what is finished is never computed again."""
+
+import datetime
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from anchorline import environment
+from anchorline.errors import UserError, quoted
+from torchtrain.config import PackConfig
+from torchtrain.data.corpus import source_name
+from torchtrain.data.tokens import anchor_ids
+from torchtrain.evaluation.generation import AnswerCost, Generator
+from torchtrain.evaluation.materials import Materials, MissingMaterialError
+from torchtrain.evaluation.perplexity import (
+    bucket_means,
+    buckets,
+    check_logits,
+    digest_of,
+    document_losses,
+    long_documents,
+    strided_loss,
+)
+from torchtrain.evaluation.results import (
+    Answer,
+    Bucket,
+    Found,
+    NotRun,
+    PerplexityResult,
+    Settings,
+    TaskResult,
+    finished_result,
+    holds_scores,
+    result_path,
+    save_result,
+    weights_digest,
+)
+from torchtrain.evaluation.ruler import prompt_of
+from torchtrain.evaluation.samples import SampleSet, open_samples
+from torchtrain.evaluation.scoring import mean_interval, score
+from torchtrain.evaluation.suite import TASKS, PerplexityConfig, Suite
+from torchtrain.modeling.load import load_for_evaluation
+from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+# Ids to ids: what a `Generator` does; a test puts a reader of prompts in its place.
+Answers = Callable[[Sequence[Sequence[int]], int, Callable[[int, AnswerCost], None]], list[list[int]]]
+_SECONDS_BETWEEN_LINES = 5.0
+_PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model to evaluate: the name its results stand under, the step it was left at (None: not known), its source."""
+
+    name: str
+    step: int | None
+    source: str
+
+
+def evaluate(
+    checkpoints: Sequence[Checkpoint],
+    suite: Suite,
+    lengths: Sequence[int],
+    out: Path,
+    *,
+    anchor: bool = False,
+    say: Callable[[str], None],
+    device: torch.device | None = None,
+) -> list[Found]:
+    """Measure, and leave a file of each result below `out`.
+
+    Args:
+        checkpoints: what to evaluate.
+        suite: tasks, samples and materials.
+        lengths: tokens, prompt and answer together.
+        out: folder of the results; those that stand there are taken over.
+        anchor: put the training's anchor (BOS, or EOS where there is none) before each prompt that does not begin so.
+        say: takes lines of progress.
+        device: where to; default: the GPU if there is one.
+
+    Raises:
+        UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stride = suite.perplexity.stride if suite.perplexity is not None else None
+    if stride is not None and stride >= min(lengths) // 2:
+        raise UserError(f"perplexity.stride {stride}: windows are half of a length; give less than half of the least")
+    materials = Materials(suite)
+    opened = [_open(checkpoint, suite, lengths, say) for checkpoint in checkpoints]  # all checks before any weight
+    for checkpoint, _, tokenizer in opened:
+        for _ in _jobs(checkpoint, suite, lengths, tokenizer, materials):
+            pass
+    results: list[Found] = []
+    for checkpoint, folder, tokenizer in opened:
+        model: PreTrainedModel | None = None
+        digest = weights_digest(folder)
+        settings_anchor = _anchor(tokenizer) if anchor else []
+        for length, task, samples in _jobs(checkpoint, suite, lengths, tokenizer, materials):
+            path = result_path(out, checkpoint.name, task, length)
+            what = f"{checkpoint.name} {task} {length:,}"
+            if isinstance(samples, NotRun):
+                if not holds_scores(path):  # those of a time when the material was there stay
+                    save_result(path, samples)
+                say(f"{what}: not run, {samples.not_run}")
+                results.append(samples)
+                continue
+            dtype = suite.dtype or _dtype(folder)
+            settings = Settings(weights=digest, samples=samples.sha256, anchor=settings_anchor, dtype=dtype)
+            if (found := finished_result(path, settings)) is not None:
+                assert isinstance(found, TaskResult)
+                say(f"{what}: finished before, {_tell(found)}")
+                results.append(found)
+                continue
+            model = model or _load(folder, dtype, device, say)
+            generator = Generator(model, suite.batch_tokens, _stops(model, tokenizer))
+            started = time.perf_counter()
+            answers, work = run_task(samples, task, tokenizer, settings_anchor, generator.answers, what, say)
+            result = TaskResult(
+                task=task,
+                length=length,
+                checkpoint=checkpoint.name,
+                step=checkpoint.step,
+                source=checkpoint.source,
+                settings=settings,
+                identity=samples.identity,
+                attention="causal, sdpa",
+                device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                shares_prefixes=generator.shares_prefixes,
+                prompt_tokens=work.prompt_tokens,
+                computed_tokens=work.computed_tokens,
+                seconds=round(time.perf_counter() - started, 3),
+                versions=environment.versions(_PACKAGES),
+                created=_now(),
+                answers=answers,
+            )
+            save_result(path, result)
+            say(f"{what}: {_tell(result)}, {result.seconds / len(answers):.2f} s a sample")
+            results.append(result)
+        for length in lengths:
+            if (wanted := suite.perplexity) is None:
+                break
+            documents = long_documents(wanted, tokenizer, length)
+            path = result_path(out, checkpoint.name, "perplexity", length)
+            dtype = suite.dtype or _dtype(folder)
+            samples_digest = digest_of(documents, wanted.stride)
+            settings = Settings(weights=digest, samples=samples_digest, anchor=[], dtype=dtype)
+            if (known := finished_result(path, settings)) is None:
+                model = model or _load(folder, dtype, device, say)
+                known = measure_perplexity(model, checkpoint, wanted, documents, settings)
+                save_result(path, known)
+            assert isinstance(known, PerplexityResult)
+            say(f"{checkpoint.name} perplexity {length:,}: {_tell_perplexity(known)}")
+            results.append(known)
+    return results
+
+
+def measure_perplexity(
+    model: "PreTrainedModel",
+    checkpoint: Checkpoint,
+    config: PerplexityConfig,
+    documents: Sequence[Sequence[int]],
+    settings: Settings,
+) -> PerplexityResult:
+    """Measure losses by position on documents of one length, and in windows of half of it where a stride is set.
+
+    Raises:
+        UserError: the model scales or caps its logits.
+    """
+    started, length = time.perf_counter(), len(documents[0])
+    check_logits(model)
+    means = [list(bucket_means(document_losses(model, ids), length)) for ids in documents]
+    strided = None
+    if config.stride is not None:
+        sums = [strided_loss(model, ids, max(length // 2, 2), config.stride) for ids in documents]
+        strided = sum(total for total, _ in sums) / sum(tokens for _, tokens in sums)
+    return PerplexityResult(
+        length=length,
+        checkpoint=checkpoint.name,
+        step=checkpoint.step,
+        source=checkpoint.source,
+        settings=settings,
+        text=source_name(config.source),
+        buckets=[
+            Bucket(first=first, end=end, losses=[of[i] for of in means])
+            for i, (first, end) in enumerate(buckets(length))
+        ],
+        strided=strided,
+        seconds=round(time.perf_counter() - started, 3),
+        versions=environment.versions(_PACKAGES),
+        created=_now(),
+    )
+
+
+def run_task(
+    samples: SampleSet,
+    task: str,
+    tokenizer: "PreTrainedTokenizerFast",
+    anchor: Sequence[int],
+    answer: Answers,
+    what: str = "",
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Answer], AnswerCost]:
+    """Ask a model all samples of a task, and score what it says.
+
+    Args:
+        samples: of the task.
+        task: one of `TASKS`.
+        tokenizer: of the model.
+        anchor: ids put before each prompt that does not begin with them.
+        answer: the model.
+        what: opens each line of progress.
+        say: takes lines of progress.
+
+    Returns:
+        The answers in the order of the samples, and what was computed.
+    """
+    room, metric = TASKS[task]
+    prompts = [list(tokenizer(prompt_of(sample), verbose=False).input_ids) for sample in samples.samples]
+    anchored = [ids if ids[: len(anchor)] == list(anchor) else [*anchor, *ids] for ids in prompts]
+    longest = max(map(len, anchored)) + room
+    assert longest <= samples.samples[0]["max_length"], "samples are made with room for the answer and an anchor"
+    total, began, told = [0, 0, 0], time.monotonic(), time.monotonic()
+
+    def on_batch(done: int, work: AnswerCost) -> None:
+        nonlocal told
+        for i, tokens in enumerate((work.prompt_tokens, work.computed_tokens, work.generated_tokens)):
+            total[i] += tokens
+        now = time.monotonic()
+        if done < len(prompts) and now - told >= _SECONDS_BETWEEN_LINES:
+            told = now
+            left = timedelta(seconds=round((now - began) / done * (len(prompts) - done)))
+            say(f"{what} {done}/{len(prompts)} · {left} left")
+
+    said = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answer(anchored, room, on_batch)]
+    answers = [
+        Answer(index=sample["index"], prediction=text, score=score(text, sample["outputs"], metric))
+        for sample, text in zip(samples.samples, said, strict=True)
+    ]
+    return answers, AnswerCost(*total)
+
+
+def _open(
+    checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], say: Callable[[str], None]
+) -> tuple[Checkpoint, Path, "PreTrainedTokenizerFast"]:
+    folder = resolve_source(checkpoint.source, suite.cache, say)
+    config = open_config(folder)
+    tokenizer = open_tokenizer(folder)
+    if not tokenizer("The grass is green.", add_special_tokens=False).input_ids:  # what transformers makes of no file
+        raise UserError(f"{quoted(checkpoint.source)}: holds no tokenizer; put the model's own beside its weights")
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and max(lengths) > most:
+        raise UserError(
+            f"--lengths {max(lengths)}: {quoted(checkpoint.source)} holds {most:,} positions; give no more, or extend "
+            "the model first"
+        )
+    return checkpoint, Path(folder), tokenizer
+
+
+def _jobs(
+    checkpoint: Checkpoint,
+    suite: Suite,
+    lengths: Sequence[int],
+    tokenizer: "PreTrainedTokenizerFast",
+    materials: Materials,
+) -> Iterator[tuple[int, str, SampleSet | NotRun]]:
+    for length in lengths:
+        for task in suite.tasks:
+            try:
+                yield length, task, open_samples(task, length, suite.samples, tokenizer, materials)
+            except MissingMaterialError as error:
+                yield length, task, NotRun(task=task, length=length, checkpoint=checkpoint.name, not_run=str(error))
+
+
+def _load(folder: Path, dtype: str, device: torch.device, say: Callable[[str], None]) -> "PreTrainedModel":
+    say(f"loading {folder}")
+    return load_for_evaluation(str(folder), dtype=getattr(torch, dtype), device=device)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _anchor(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Return the one token that a training's rows open with by default; samples leave room for one."""
+    return anchor_ids(tokenizer, PackConfig(sequence_length=2))
+
+
+def _dtype(folder: Path) -> str:
+    dtype = open_config(str(folder)).dtype
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _stops(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Return what ends an answer: the EOS of the model's generation config, its config, or its tokenizer."""
+    kinds = (model.generation_config, model.config, tokenizer)
+    ends = next((end for kind in kinds if (end := getattr(kind, "eos_token_id", None)) is not None), [])
+    return [ends] if isinstance(ends, int) else list(ends)
+
+
+def _tell(result: TaskResult) -> str:
+    mean, low, high = mean_interval(result.scores)
+    return f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}], n {len(result.scores)}"
+
+
+def _tell_perplexity(result: PerplexityResult) -> str:
+    parts = (f"{math.exp(sum(of.losses) / len(of.losses)):.2f} below {of.end:,}" for of in result.buckets)
+    return ", ".join(parts) + f", {len(result.buckets[0].losses)} documents"

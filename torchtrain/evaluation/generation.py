@@ -1,0 +1,193 @@
+"""Batched greedy generation with a KV cache: what prompts share at their start is computed once.
+
+Prompts are taken in lexical order, so that each shares with the one before all that it shares with any before: what is
+computed is the tree of all prompts. Then they go on together, a token each a step. Attention is plain causal
+attention, whatever the model was trained with.
+
+Legend: B prompts at a time · T tokens of the longest · H key heads · D head size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PREFILL = 4096  # tokens of a prompt at a time: the mask of a part of it is a matrix of so many rows
+
+
+@dataclass(frozen=True)
+class AnswerCost:
+    """What a batch cost: prompt tokens as they stand, those computed, and tokens generated."""
+
+    prompt_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+
+
+class Generator:
+    """Greedy answers of one model.
+
+    Args:
+        model: in evaluation mode, with transformers' own attention.
+        batch_tokens: tokens whose keys and values are held at a time; a prompt that needs more goes alone.
+        stop: ids that end an answer.
+    """
+
+    def __init__(self, model: "PreTrainedModel", batch_tokens: int, stop: Sequence[int]) -> None:
+        self._model, self._batch_tokens, self._stop = model, batch_tokens, frozenset(stop)
+        self.shares_prefixes = _holds_all_keys(model)
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], room: int, on_batch: Callable[[int, AnswerCost], None] = lambda *_: None
+    ) -> list[list[int]]:
+        """Return what follows each prompt: at most `room` tokens, without the one that ends it.
+
+        Args:
+            prompts: token ids, special ones included.
+            room: tokens of an answer.
+            on_batch: called with how many prompts are done, and the work of the last batch.
+        """
+        found: dict[int, list[int]] = {}
+        order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
+        for batch in self._batches(order, prompts, room):
+            parts, computed = self._read([prompts[i] for i in batch])
+            for i, answer in zip(batch, self._go_on(parts, room), strict=True):
+                found[i] = answer
+            tokens = sum(len(prompts[i]) for i in batch)
+            on_batch(len(found), AnswerCost(tokens, computed, sum(len(found[i]) for i in batch)))
+        return [found[i] for i in range(len(prompts))]
+
+    def _batches(self, order: list[int], prompts: Sequence[Sequence[int]], room: int) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for i in order:
+            longest = max(len(prompts[j]) for j in [*batch, i]) + room
+            if batch and (not self.shares_prefixes or longest * (len(batch) + 1) > self._batch_tokens):
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    @torch.inference_mode()
+    def _read(self, prompts: list[Sequence[int]]) -> tuple[list["_Read"], int]:
+        """Run prompts through the model, each from where it differs from the one before."""
+        from transformers import DynamicCache
+
+        read: list[_Read] = []
+        before: Sequence[int] = ()
+        cache, computed = DynamicCache(config=self._model.config), 0
+        for prompt in prompts:
+            # The last token runs even where all are shared: its logits are needed.
+            shared = min(_shared(before, prompt), len(prompt) - 1) if self.shares_prefixes else 0
+            if len(before) > shared:
+                _cut(cache, shared)
+            logits_V: Tensor | None = None
+            for first in range(shared, len(prompt), _PREFILL):
+                part = prompt[first : first + _PREFILL]
+                logits_V = self._step(torch.tensor([part]), first, cache)[0]
+                computed += len(part)
+            assert logits_V is not None, "a prompt has a token"
+            before = prompt
+            read.append(_Read(cache, len(prompt), int(logits_V.argmax()), _keys(cache) if self.shares_prefixes else []))
+        return read, computed
+
+    def _step(self, ids_BT: Tensor, first: int, cache: object) -> Tensor:
+        ids_BT = ids_BT.to(self._model.device)
+        positions_1T = torch.arange(first, first + ids_BT.shape[1], device=ids_BT.device)[None]
+        out = self._model(
+            input_ids=ids_BT, position_ids=positions_1T, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return out.logits[:, -1]
+
+    @torch.inference_mode()
+    def _go_on(self, read: list["_Read"], room: int) -> list[list[int]]:
+        """Generate for all prompts of a batch together."""
+        answers = [[] if part.next in self._stop else [part.next] for part in read]
+        open_B = [bool(answer) for answer in answers]
+        if len(read) == 1:
+            return [self._go_on_alone(read[0], answers[0], room)]
+        cache, mask_BT = _stack(read, self._model)
+        device = self._model.device
+        next_B = torch.tensor([part.next for part in read], device=device)
+        positions_B = torch.tensor([part.tokens for part in read], device=device)
+        for _ in range(room - 1):
+            if not any(open_B):
+                break
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(read), 1)], 1)
+            out = self._model(
+                input_ids=next_B[:, None],
+                position_ids=positions_B[:, None],
+                attention_mask=mask_BT,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            next_B, positions_B = out.logits[:, -1].argmax(-1), positions_B + 1
+            for b, token in enumerate(next_B.tolist()):
+                open_B[b] = open_B[b] and token not in self._stop
+                if open_B[b]:
+                    answers[b].append(token)
+        return answers
+
+    def _go_on_alone(self, read: "_Read", answer: list[int], room: int) -> list[int]:
+        while answer and len(answer) < room:
+            token = int(self._step(torch.tensor([answer[-1:]]), read.tokens + len(answer) - 1, read.cache)[0].argmax())
+            if token in self._stop:
+                break
+            answer.append(token)
+        return answer
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A prompt that was read: the cache as it then was, its tokens, and the token that follows."""
+
+    cache: object
+    tokens: int
+    next: int
+    keys: list[tuple[Tensor, Tensor]]
+
+
+def _holds_all_keys(model: "PreTrainedModel") -> bool:
+    """Whether every layer keeps every key, so that a cache can be cut and stacked: no windows, no states."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    layers = DynamicCache(config=model.config).layers
+    return all(type(layer) is DynamicLayer for layer in layers)
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two prompts share at their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _cut(cache: object, tokens: int) -> None:
+    for layer in cache.layers:  # pyright: ignore[reportAttributeAccessIssue]
+        layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
+
+
+def _keys(cache: object) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _stack(read: list[_Read], model: "PreTrainedModel") -> tuple[object, Tensor]:
+    """Lay caches side by side, shorter ones filled up on the left: the cache, and what of it is seen [B, T]."""
+    from transformers import DynamicCache
+
+    longest = max(part.tokens for part in read)
+    layers = []
+    for held in zip(*(part.keys for part in read), strict=True):
+        sides = [
+            torch.cat([torch.nn.functional.pad(kind, (0, 0, longest - kind.shape[2], 0)) for kind in kinds])
+            for kinds in zip(*held, strict=True)
+        ]
+        layers.append((sides[0], sides[1]))
+    mask_BT = torch.ones(len(read), longest, dtype=torch.long, device=model.device)
+    for b, part in enumerate(read):
+        mask_BT[b, : longest - part.tokens] = 0
+    return DynamicCache(layers), mask_BT

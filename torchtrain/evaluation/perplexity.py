@@ -1,0 +1,128 @@
+"""Perplexity on long documents, by position; the logits of a token exist for a part of the vocabulary at a time.
+
+Legend: T tokens of a document · t tokens at a time · M model width · V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from anchorline.errors import UserError
+from torchtrain.data.corpus import Document, read
+from torchtrain.evaluation.suite import PerplexityConfig
+from torchtrain.modeling.head import head_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_TOKENS, _VOCABULARY = 2048, 16_384  # of logits that exist at a time
+_FIRST_BUCKET = 256
+
+
+def long_documents(config: PerplexityConfig, tokenizer: "PreTrainedTokenizerFast", length: int) -> list[list[int]]:
+    """Return the first documents that are long enough, each cut to `length` tokens.
+
+    Raises:
+        UserError: the source cannot be read, or has too few.
+    """
+    found: list[list[int]] = []
+    for record in read(config.source):
+        if isinstance(record, Document) and len(record.text) >= length:  # a token is a character at least, mostly
+            ids = tokenizer(record.text, verbose=False).input_ids
+            if len(ids) >= length:
+                found.append(list(ids[:length]))
+        if len(found) == config.documents:
+            return found
+    raise UserError(
+        f"perplexity.source: {len(found)} documents hold {length:,} tokens, and perplexity.documents asks for "
+        f"{config.documents}; give longer ones, or fewer"
+    )
+
+
+def digest_of(documents: Sequence[Sequence[int]], stride: int | None) -> str:
+    """Return the SHA-256 of token ids and of how windows move over them."""
+    return hashlib.sha256(repr(([list(ids) for ids in documents], stride)).encode()).hexdigest()
+
+
+def buckets(length: int) -> list[tuple[int, int]]:
+    """Return [first, end) of positions: the first 256, then each as many as all before."""
+    ends = [_FIRST_BUCKET]
+    while ends[-1] < length:
+        ends.append(2 * ends[-1])
+    return list(zip([1, *ends[:-1]], [*ends[:-1], length], strict=True))
+
+
+@torch.inference_mode()
+def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
+    """Return the loss of each token of a document but the first, in nats: [T - 1] float32, on the CPU."""
+    from transformers import DynamicCache
+
+    cache, losses = DynamicCache(config=model.config), []
+    ids_1T = torch.tensor([ids], device=model.device)
+    for first in range(0, len(ids) - 1, _TOKENS):
+        part_1t = ids_1T[:, first : min(first + _TOKENS, len(ids) - 1)]
+        end = first + part_1t.shape[1]
+        positions_1t = torch.arange(first, end, device=model.device)[None]
+        hidden_1tM = model.base_model(
+            input_ids=part_1t, position_ids=positions_1t, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        losses.append(token_losses(hidden_1tM[0], head_of(model), ids_1T[0, first + 1 : end + 1]).cpu())
+    return torch.cat(losses)
+
+
+@torch.inference_mode()
+def strided_loss(model: "PreTrainedModel", ids: Sequence[int], window: int, stride: int) -> tuple[float, int]:
+    """Return the sum of losses, and how many: of each token once, in the first window that holds it."""
+    assert 0 < stride < window, "the first token of a window has no loss there"
+    total, tokens, seen = 0.0, 0, 1
+    for first in range(0, max(len(ids) - window, 0) + stride, stride):
+        part = ids[first : first + window]
+        new = first + len(part) - seen
+        if new <= 0:
+            break
+        losses = document_losses(model, part)[-new:]
+        total, tokens, seen = total + float(losses.double().sum()), tokens + len(losses), seen + new
+    return total, tokens
+
+
+def token_losses(hidden_tM: Tensor, head: torch.nn.Module, targets_t: Tensor, vocabulary: int = _VOCABULARY) -> Tensor:
+    """Return -log p of each target [t] in float32, `vocabulary` logits of each token at a time."""
+    weight_VM, bias_V = head.weight, getattr(head, "bias", None)
+    assert isinstance(weight_VM, Tensor)
+    total_t = hidden_tM.new_full(targets_t.shape, -torch.inf, dtype=torch.float32)
+    own_t = torch.zeros_like(total_t)
+    for first in range(0, len(weight_VM), vocabulary):
+        part = slice(first, first + vocabulary)
+        logits_tv = torch.nn.functional.linear(
+            hidden_tM, weight_VM[part], None if bias_V is None else bias_V[part]
+        ).float()
+        total_t = torch.logaddexp(total_t, logits_tv.logsumexp(-1))
+        inside_t = (targets_t >= first) & (targets_t < first + logits_tv.shape[1])
+        places_t = (targets_t - first).clamp(0, logits_tv.shape[1] - 1)
+        own_t = torch.where(inside_t, logits_tv.gather(-1, places_t[:, None])[:, 0], own_t)
+    return total_t - own_t
+
+
+@torch.inference_mode()
+def check_logits(model: "PreTrainedModel") -> None:
+    """Refuse a model whose logits are more than its head's: it scales or caps them.
+
+    Raises:
+        UserError: it does.
+    """
+    ids_BT = torch.arange(8, device=model.device)[None] % model.config.vocab_size
+    hidden = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    if not torch.equal(model(input_ids=ids_BT, use_cache=False).logits, head_of(model)(hidden)):
+        raise UserError(
+            f"perplexity: {model.config.model_type} scales or caps its logits, which is not supported; leave "
+            "perplexity out of the suite"
+        )
+
+
+def bucket_means(losses: Tensor, length: int) -> Iterator[float]:
+    """Yield the mean loss of each bucket; `losses` [T - 1] are of the tokens from the second."""
+    for first, end in buckets(length):
+        yield float(losses[first - 1 : end - 1].double().mean())

@@ -1,0 +1,209 @@
+"""Results on disk: one file a checkpoint, task and length, with all that is needed to repeat it, or why it did not run.
+
+OUT/CHECKPOINT/TASK-LENGTH.json
+"""
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import entry_of, read_json, replace_file
+from anchorline.settings import explain
+
+_NAME = re.compile(r"([a-z][a-z0-9_]*)-(\d+)\.json")
+_MOST_BYTES = 1 << 28
+Unit = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Answer(_Strict):
+    """What the model said to one sample, and what it is worth."""
+
+    index: int
+    prediction: str
+    score: Unit
+
+
+class Settings(_Strict):
+    """What of a computation decides its numbers: a result with others of these is another result."""
+
+    weights: str  # SHA-256 of the checkpoint's files
+    samples: str  # SHA-256 of the samples
+    anchor: list[int]  # tokens that were put before each prompt
+    dtype: str
+
+
+class TaskResult(_Strict):
+    """One task at one length of one checkpoint."""
+
+    format: Literal[1] = 1
+    task: str
+    length: int
+    checkpoint: str
+    step: int | None
+    source: str
+    settings: Settings
+    identity: dict[str, Any]
+    attention: str
+    device: str
+    shares_prefixes: bool
+    prompt_tokens: int
+    computed_tokens: int
+    seconds: float
+    versions: dict[str, str]
+    created: str
+    answers: Annotated[list[Answer], Field(min_length=1)]
+
+    @property
+    def scores(self) -> list[float]:
+        """Of each sample, by its index."""
+        return [answer.score for answer in sorted(self.answers, key=lambda answer: answer.index)]
+
+
+class Bucket(_Strict):
+    """Positions [first, end), and the mean loss there of each document, in nats."""
+
+    first: int
+    end: int
+    losses: list[float]
+
+
+class PerplexityResult(_Strict):
+    """Losses on long documents at one length of one checkpoint."""
+
+    format: Literal[1] = 1
+    task: Literal["perplexity"] = "perplexity"
+    length: int
+    checkpoint: str
+    step: int | None
+    source: str
+    settings: Settings
+    text: str
+    buckets: list[Bucket]
+    strided: float | None  # mean loss in windows of half the length, if they were asked for
+    seconds: float
+    versions: dict[str, str]
+    created: str
+
+
+class NotRun(_Strict):
+    """A task that could not run."""
+
+    format: Literal[1] = 1
+    task: str
+    length: int
+    checkpoint: str
+    not_run: str
+
+
+def weights_digest(folder: Path) -> str:
+    """Return one SHA-256 of a model's config, tokenizer and weights.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    try:
+        entries = {name: entry_of(folder / name).sha256 for name in names if name != "origin.json"}
+    except OSError as error:
+        raise UserError(f"{quoted(folder)}: {disk_fault(error)}") from None
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def result_path(out: Path, checkpoint: str, task: str, length: int) -> Path:
+    """Return where a result stands."""
+    return out / checkpoint / f"{task}-{length}.json"
+
+
+def save_result(path: Path, result: BaseModel) -> None:
+    """Write a result; whoever reads it sees it whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (result.model_dump_json(indent=1) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
+
+
+Found = TaskResult | NotRun | PerplexityResult
+
+
+def read_result(path: Path) -> Found:
+    """Read a result.
+
+    Raises:
+        UserError: it is damaged, or not one of ours.
+    """
+    content = read_json(path, "results", _MOST_BYTES)
+    kind: type[Found] = TaskResult
+    if "not_run" in content or "buckets" in content:
+        kind = NotRun if "not_run" in content else PerplexityResult
+    try:
+        return kind.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise UserError(
+            f"results: {quoted(path)}: is damaged, or of another version ({explain(kind, error)}); remove it, and it "
+            "is measured again"
+        ) from None
+
+
+def finished_result(path: Path, settings: Settings) -> TaskResult | PerplexityResult | None:
+    """Return the result that stands there already, None where there is none.
+
+    Raises:
+        UserError: it is damaged, or of another checkpoint, samples or settings.
+    """
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise UserError(f"--out: {disk_fault(error)}") from None
+    found = read_result(path)
+    if isinstance(found, NotRun):
+        return None
+    if found.settings != settings:
+        was, now = found.settings.model_dump(), settings.model_dump()
+        name = next(name for name in was if was[name] != now[name])
+        raise UserError(
+            f"--out: {quoted(path)} was measured with other {name} ({quoted(was[name], 20)}, now "
+            f"{quoted(now[name], 20)}); choose another --out, or remove it"
+        )
+    return found
+
+
+def holds_scores(path: Path) -> bool:
+    """Return whether a task's scores stand there, of whatever checkpoint.
+
+    Raises:
+        UserError: what stands there is damaged.
+    """
+    return path.exists() and not isinstance(read_result(path), NotRun)
+
+
+def read_results(out: Path) -> Iterator[Found]:
+    """Yield the results below a folder, by checkpoint, task and length.
+
+    Raises:
+        UserError: one is damaged, or stands where another should.
+    """
+    for path in sorted(out.glob("*/*.json")):
+        if not _NAME.fullmatch(path.name):
+            continue
+        found = read_result(path)
+        if result_path(out, found.checkpoint, found.task, found.length) != path:
+            raise UserError(f"results: {quoted(path)}: is of {found.task} at {found.length}; move it back")
+        yield found

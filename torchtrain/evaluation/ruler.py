@@ -1,0 +1,462 @@
+"""RULER's tasks, made by the generators of the installed lm-eval; what stands here is where those are not RULER's.
+
+Each task is seeded alone, as NVIDIA's scripts are, and a prompt is counted as the model will read it: with the prefix
+of the answer, the special tokens, one token of anchor, and room for the answer. Besides that,
+
+    niah_*, qa_1, qa_2   are lm-eval's, sample by sample
+    fwe                  leaves the room for the answer that NVIDIA's does since June 2025
+    cwe                  has its one-shot example, which lm-eval drops; the words as NVIDIA's script of 2024 draws them
+    vt_2024_10           the example is one for all samples and its template folded to a line, as before 4 December 2024
+    vt                   as since May 2025: one sentence of noise a line, a new example each time, "assigned"
+
+Nothing of a template is written here: it is taken from lm-eval.
+"""
+
+import importlib
+import io
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anchorline.errors import UserError, quoted_reason
+from torchtrain.evaluation.materials import Materials, read_questions
+from torchtrain.evaluation.suite import LEAST_LENGTH, NEEDS_HAYSTACK, TASKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Sample = dict[str, Any]
+
+NEEDLES: dict[str, dict[str, Any]] = {
+    "niah_single_1": {"type_haystack": "repeat", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_single_2": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_single_3": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "uuids"},
+    "niah_multikey_1": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_k": 4,
+    },
+    "niah_multikey_2": {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_multikey_3": {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"},
+    "niah_multivalue": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_v": 4,
+    },
+    "niah_multiquery": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_q": 4,
+    },
+}
+_QUESTION = re.compile(r"(?s:.*)\nWhat (is|are all) the special magic (\S+) for (.+?) mentioned in the provided text\?")
+_EXAMPLE_TOKENS = 500  # of vt's one-shot example, at most
+_HOPS, _CHAINS = 4, 1
+_ATTEMPTS = 20  # at the smallest size: samples of one size differ by a few tokens
+_PLACEHOLDER = "12345"
+
+
+class PromptLengths:
+    """Counts a prompt as the model will read it, and stands for the tokenizer where lm-eval asks one for `input_ids`.
+
+    Args:
+        tokenizer: the model's own.
+        prefix_of: from a text without the answer's prefix to the text with it.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", prefix_of: Callable[[str], str] = lambda text: text
+    ) -> None:
+        self._tokenizer, self._prefix_of = tokenizer, prefix_of
+
+    def count(self, prompt: str) -> int:
+        """Return the tokens of a whole prompt, special ones and one of anchor with them."""
+        return len(self._tokenizer(prompt, verbose=False).input_ids) + 1
+
+    def __call__(self, text: str) -> SimpleNamespace:
+        """Return what has as many `input_ids` as a text with its answer's prefix has tokens."""
+        return SimpleNamespace(input_ids=range(self.count(self._prefix_of(text))))
+
+
+def prompt_of(sample: Mapping[str, Any]) -> str:
+    """Return what the model reads: the question, and the prefix of its answer."""
+    return f"{sample['input']} {sample['gen_prefix']}"
+
+
+def make_samples(
+    task: str, length: int, samples: int, seed: int, tokenizer: "PreTrainedTokenizerFast", materials: Materials
+) -> list[Sample]:
+    """Make samples of one task, each at most `length` tokens with the room for its answer.
+
+    The first ones of many are those of few. Questions (qa) whose own documents leave no room are left out.
+
+    Args:
+        task: one of `TASKS`.
+        length: tokens, prompt and answer together.
+        samples: how many.
+        seed: of this task alone.
+        tokenizer: of the model.
+        materials: haystack and questions.
+
+    Returns:
+        Of each: `index`, `input`, `gen_prefix`, `outputs` (the answers), `length` (tokens of prompt, anchor and
+        answer), `max_length`.
+
+    Raises:
+        MissingMaterialError: the task's material is not set.
+        UserError: lm-eval is missing or another, or the length leaves no room.
+    """
+    if length < LEAST_LENGTH:
+        raise UserError(f"--lengths {length}: the least is {LEAST_LENGTH}; the questions take most of less")
+    materials.identity(task)
+    if task in NEEDS_HAYSTACK and len(materials.haystack) < length:
+        raise UserError(
+            f"haystack: {len(materials.haystack):,} words are too few for a length of {length:,} tokens; give more text"
+        )
+    with library() as lm, _seeded(seed):
+        try:
+            if task in NEEDLES:
+                made = _needles(lm, task, length, samples, tokenizer, materials)
+            elif task in ("qa_1", "qa_2"):
+                made = _questions(lm, task, length, samples, tokenizer, materials)
+            elif task == "fwe":
+                made = _frequent_words(lm, length, samples, tokenizer)
+            elif task == "cwe":
+                made = _common_words(lm, length, samples, seed, tokenizer)
+            else:
+                made = _variables(lm, length, samples, tokenizer, now=task == "vt")
+        except UserError:
+            raise
+        except (AttributeError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{task}: lm-eval's generator is not the one of 0.4.13 ({quoted_reason(error)}); "
+                "pip install lm_eval==0.4.13"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{task} at {length:,} tokens: {quoted_reason(error)}") from None
+    lengths, room = PromptLengths(tokenizer), TASKS[task][0]
+    for sample in made:
+        sample["length"] = lengths.count(prompt_of(sample)) + room
+        if sample["length"] > length:
+            raise UserError(f"{task} at {length:,} tokens: leaves no room; give a greater length")
+    return made
+
+
+@contextmanager
+def library() -> Iterator[SimpleNamespace]:
+    """Yield lm-eval's modules of RULER, imported (10 seconds, once) without asking the network for anything.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    try:
+        import nltk
+
+        # It says that it downloaded what it did not.
+        with _replaced(nltk, download=lambda *_, **__: False), redirect_stdout(io.StringIO()):
+            names = ("niah_utils", "prepare_niah", "vt_utils", "cwe_utils", "fwe_utils", "qa_utils")
+            found = {name: importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names}
+    except ImportError as error:
+        raise UserError(f"RULER needs the package {error.name}: pip install 'anchorline[eval]'") from None
+    quiet = {"tqdm": lambda items, **_: items}
+    with ExitStack() as changes:
+        for name in ("prepare_niah", "fwe_utils", "qa_utils"):
+            changes.enter_context(_replaced(found[name], **quiet))
+        yield SimpleNamespace(**{name.removesuffix("_utils"): module for name, module in found.items()})
+
+
+@contextmanager
+def _replaced(module: Any, **values: Any) -> Iterator[None]:
+    """Give a module's names other values for the time of the block."""
+    had = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in had.items():
+            setattr(module, name, value)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed what lm-eval draws from, which is the process's, and put back what it was."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def sentence_splitter(kind: str) -> Callable[[str], list[str]]:
+    """Return what splits a text into sentences, as `haystack.sentences` says.
+
+    Raises:
+        UserError: NLTK's data for English is not on this machine.
+    """
+    import nltk
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+    if kind == "untrained":
+        return PunktSentenceTokenizer().tokenize
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        raise UserError(
+            "haystack.sentences 'english': NLTK's punkt_tab is not on this machine; fetch it with python -m "
+            "nltk.downloader punkt_tab, or set it to untrained"
+        ) from None
+    return nltk.sent_tokenize
+
+
+def _needles(
+    lm: SimpleNamespace,
+    task: str,
+    length: int,
+    samples: int,
+    tokenizer: "PreTrainedTokenizerFast",
+    materials: Materials,
+) -> list[Sample]:
+    settings, changes = NEEDLES[task], {}
+    if settings["type_haystack"] == "essay":
+        haystack = materials.haystack
+        assert materials.suite.haystack is not None
+        split, known = sentence_splitter(materials.suite.haystack.sentences), {}
+
+        def sentences(text: str) -> list[str]:
+            return known[text] if text in known else known.setdefault(text, split(text))
+
+        changes["cached_sent_tokenize"] = sentences
+    else:
+        haystack = lm.prepare_niah.get_haystack(type_haystack=settings["type_haystack"])
+    with _replaced(lm.prepare_niah, **changes):
+        return lm.prepare_niah.generate_samples(
+            haystack,
+            TOKENIZER=PromptLengths(tokenizer, _with_needle_prefix),
+            max_seq_length=length,
+            template=lm.niah.TEMPLATE,
+            num_samples=samples,
+            tokens_to_generate=TASKS[task][0],
+            **settings,
+        )
+
+
+def _with_needle_prefix(text: str) -> str:
+    """Add to a question (and whatever follows it) about as much as the prefix of its answer will."""
+    found = _QUESTION.match(text)
+    assert found is not None, "the template of niah ends with its question"
+    verb, kind, query = found.groups()
+    return f"{text} The special magic {kind} for {query} mentioned in the provided text {verb[:3].strip()}"
+
+
+def _questions(
+    lm: SimpleNamespace,
+    task: str,
+    length: int,
+    samples: int,
+    tokenizer: "PreTrainedTokenizerFast",
+    materials: Materials,
+) -> list[Sample]:
+    path, _ = materials.questions(task)
+    # The readers are cached by their address, of which ours are none: what is under `cache` is called.
+    reader = (lm.qa.read_squad if task == "qa_1" else lm.qa.read_hotpotqa).__wrapped__
+    with _replaced(lm.qa, download_json=lambda _: read_questions(path)):
+        try:
+            questions, documents = reader("")
+        except (TypeError, KeyError, ValueError, AttributeError):
+            raise UserError(f"{task}: {path} is not in the layout of the published file; fetch that") from None
+    return lm.qa.generate_samples(
+        tokenizer=PromptLengths(tokenizer, lambda text: f"{text} {lm.qa.CONFIG['answer_prefix']}"),
+        docs=documents,
+        qas=questions,
+        max_seq_length=length,
+        num_samples=min(samples, len(questions)),
+        tokens_to_generate=TASKS[task][0],
+    )
+
+
+def _frequent_words(
+    lm: SimpleNamespace, length: int, samples: int, tokenizer: "PreTrainedTokenizerFast"
+) -> list[Sample]:
+    room = TASKS["fwe"][0]
+    made = lm.fwe.sys_kwext(tokenizer=PromptLengths(tokenizer), max_seq_length=length - room, num_samples=samples)
+    return [sample | {"max_length": length} for sample in made]
+
+
+def _common_words(
+    lm: SimpleNamespace, length: int, samples: int, seed: int, tokenizer: "PreTrainedTokenizerFast"
+) -> list[Sample]:
+    def shuffle(words: list[str]) -> None:
+        random.Random(seed).shuffle(words)  # lm-eval goes on with one generator, so that a sample depends on all before
+
+    def make(words: int) -> tuple[str, list[str]]:
+        example, text, answers = lm.cwe.generate_input_output(words, length)
+        return f"{example}\n{text}", answers
+
+    # lm-eval shuffles the vocabulary at import by the seed 42, as NVIDIA's script does by its seed.
+    with _replaced(lm.cwe, RNG=SimpleNamespace(shuffle=shuffle)):
+        lengths, room = PromptLengths(tokenizer), TASKS["cwe"][0]
+
+        def tokens(words: int) -> int:
+            text, answers = make(words)
+            return lengths.count(text + " " + " ".join(f"{i + 1}. {word}" for i, word in enumerate(answers)))
+
+        words = _largest(tokens, room, length, step=10, most=len(lm.cwe.WORDS))
+        return [
+            _sample(index, *_fitting(make, words, 10, lambda text: lengths.count(text) + room <= length), length)
+            for index in range(samples)
+        ]
+
+
+def _variables(
+    lm: SimpleNamespace, length: int, samples: int, tokenizer: "PreTrainedTokenizerFast", now: bool
+) -> list[Sample]:
+    lengths, room = PromptLengths(tokenizer), TASKS["vt"][0]
+
+    def fits(prompt: str) -> bool:
+        return lengths.count(prompt) + room <= length
+
+    if now:
+        make = _variables_now(lm)
+        example, answers = _fitting(
+            lambda size: make(size, True),
+            _most_by_halves(lambda size: lengths.count(make(size, True)[0]), _EXAMPLE_TOKENS, 5),
+            5,
+            lambda text: lengths.count(text) <= _EXAMPLE_TOKENS,
+        )
+        example = f"{example} {' '.join(answers)}\n"
+        step, taken = (10 if length >= 4096 else 5), lengths.count(example) + room
+        size = _most_by_halves(lambda size: lengths.count(make(size, False)[0]) + taken, length, step)
+
+        def sample(size: int) -> tuple[str, list[str]]:
+            text, answers = make(size, False)
+            return f"{_renamed(example)}\n{text}", answers
+
+        return [_sample(index, *_fitting(sample, size, step, fits), length) for index in range(samples)]
+
+    def make_2024(size: int, is_example: bool) -> tuple[str, list[str]]:
+        # A template that is not the task's own is folded for the example: since December 2024, lm-eval's is its own.
+        with _replaced(lm.vt, TEMPLATE=f" {lm.vt.TEMPLATE}" if is_example else lm.vt.TEMPLATE):
+            return lm.vt.generate_input_output(size, _CHAINS, _HOPS, is_icl=is_example)
+
+    def tokens(size: int, is_example: bool) -> int:
+        text, answers = make_2024(size, is_example)
+        return lengths.count(f"{text} {answers}")
+
+    with _muted(lm.vt):
+        size = _largest(lambda size: tokens(size, True), room, _EXAMPLE_TOKENS, step=5)
+        example, answers = _fitting(
+            lambda size: make_2024(size, True), size, 5, lambda text: lengths.count(text) + room <= _EXAMPLE_TOKENS
+        )
+        example = f"{example} {' '.join(answers)}\n\n"
+        size = _largest(lambda size: tokens(size, False), room + lengths.count(example), length, step=10)
+
+        def sample_2024(size: int) -> tuple[str, list[str]]:
+            text, answers = make_2024(size, False)
+            return f" {example}\n\n{text}", answers
+
+        return [_sample(index, *_fitting(sample_2024, size, 10, fits), length) for index in range(samples)]
+
+
+@contextmanager
+def _muted(module: Any) -> Iterator[None]:
+    module.print = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del module.print
+
+
+def _variables_now(lm: SimpleNamespace) -> Callable[[int, bool], tuple[str, list[str]]]:
+    noise = lm.prepare_niah.get_haystack(type_haystack="repeat")
+    config = lm.vt.CONFIG["variable_tracking"]
+    template = config["template"] + config["answer_prefix"].replace("assgined", "assigned")
+
+    def make(size: int, is_example: bool) -> tuple[str, list[str]]:
+        names, chains = lm.vt.generate_chains(_CHAINS, _HOPS, is_icl=is_example)
+        value = chains[0][0].rpartition(" ")[2]
+        if is_example:
+            chains[0][0] = chains[0][0].removesuffix(value) + _PLACEHOLDER
+            value = _PLACEHOLDER
+        lines = [noise] * size
+        for chain in chains:
+            places = sorted(random.sample(range(len(lines)), len(chain)))
+            for offset, (place, line) in enumerate(zip(places, chain, strict=True)):
+                lines.insert(place + offset, line)
+        context = "\n".join(lines).replace(". \n", ".\n")
+        return template.format(context=context, query=value, num_v=_HOPS + 1), names[0]
+
+    return make
+
+
+def _renamed(example: str) -> str:
+    """Give an example of `vt` other names and another value, so that it tells nothing of the next one."""
+    for name in example.split()[-_HOPS - 1 :]:
+        example = example.replace(name, "".join(random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=len(name))))
+    return example.replace(_PLACEHOLDER, str(np.random.randint(10000, 99999)))
+
+
+def _sample(index: int, prompt: str, answers: list[str], length: int) -> Sample:
+    """Cut a prompt before the prefix of its answer."""
+    question, _, prefix = prompt.rpartition(" Answer: ")
+    return {
+        "index": index,
+        "input": question,
+        "gen_prefix": f"Answer: {prefix}",
+        "outputs": answers,
+        "max_length": length,
+    }
+
+
+def _largest(tokens: Callable[[int], int], room: int, limit: int, step: int, most: float = math.inf) -> int:
+    """Return the size that NVIDIA's scripts of 2024 find: grown by steps until a first sample does not fit."""
+    size, total = step, 0
+    while total + room < limit:
+        total = tokens(size)
+        if total + room > limit:
+            return max(size - step, step)
+        size += step
+        if size > most:
+            return int(most)
+    return size
+
+
+def _most_by_halves(tokens: Callable[[int], int], limit: int, step: int) -> int:
+    """Return the size that NVIDIA's scripts find since June 2025: by bisection, from a first guess."""
+    low, best = step, step
+    high = max(int(limit / (tokens(step) / step) * 3), 2 * step)
+    while low <= high:
+        size = (low + high) // 2
+        if tokens(size) <= limit:
+            best, low = size, size + 1
+        else:
+            high = size - 1
+    return best
+
+
+def _fitting(
+    make: Callable[[int], tuple[str, list[str]]], size: int, step: int, fits: Callable[[str], bool]
+) -> tuple[str, list[str]]:
+    """Make a sample of this size, or of the next smaller one that fits.
+
+    Raises:
+        ValueError: none does.
+    """
+    for _ in range(size // step + _ATTEMPTS):
+        text, answers = make(size)
+        if fits(text):
+            return text, answers
+        size = size - step if size > step else size
+    raise ValueError("leaves no room for a sample; give a greater length")

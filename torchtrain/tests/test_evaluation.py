@@ -1,0 +1,314 @@
+"""Answers, losses and tables: each beside its slow twin; what is refused, in one line."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from anchorline.errors import UserError
+from torchtrain.evaluation import tables
+from torchtrain.evaluation.compare import compare, paired_interval, tables_of_run
+from torchtrain.evaluation.generation import Generator
+from torchtrain.evaluation.perplexity import (
+    bucket_means,
+    buckets,
+    check_logits,
+    document_losses,
+    strided_loss,
+    token_losses,
+)
+from torchtrain.evaluation.results import Answer, Bucket, NotRun, PerplexityResult, Settings, TaskResult, save_result
+from torchtrain.evaluation.scoring import mean_interval, score
+from torchtrain.evaluation.suite import TASKS, Suite
+from torchtrain.evaluation.tables import latex, markdown
+from torchtrain.run.trained import last_models
+from torchtrain.tests.tiny import tiny_model
+
+ROOM, END = 12, 257
+
+
+def _prompts() -> list[list[int]]:
+    """Prompts that share starts of several lengths: a copy, a prefix of another, one of one token, none in common."""
+    draw = random.Random(0)
+    base = [draw.randrange(256) for _ in range(60)]
+    cuts = [(50, 20), (60, 3), (0, 7), (60, 1), (50, 15), (59, 0), (0, 1)]
+    prompts = [base[:shared] + [draw.randrange(256) for _ in range(own)] for shared, own in cuts]
+    return [*prompts, list(prompts[0])]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("qwen3", max_position_embeddings=256).eval()
+
+
+def _alone(model, prompts) -> list[list[int]]:
+    """Each prompt alone, by transformers' own generation."""
+    found = []
+    for prompt in prompts:
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=ROOM, do_sample=False, eos_token_id=END, pad_token_id=258
+        )
+        found.append([token for token in ids[0, len(prompt) :].tolist() if token != END])
+    return found
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 200, 100_000])
+def test_answers_are_those_of_each_prompt_alone(model, batch_tokens):
+    prompts, work = _prompts(), []
+    found = Generator(model, batch_tokens, [END]).answers(prompts, ROOM, lambda done, of: work.append((done, of)))
+    assert found == _alone(model, prompts)
+    assert len({tuple(answer) for answer in found}) == len(prompts) - 1  # only the copies agree
+    assert work[-1][0] == len(prompts)
+    assert sum(of.prompt_tokens for _, of in work) == sum(map(len, prompts))
+    if batch_tokens == 100_000:  # what is computed is the tree of all prompts, and of a copy its last token again
+        tree = {tuple(prompt[:i]) for prompt in prompts for i in range(1, len(prompt) + 1)}
+        assert work[-1][1].computed_tokens == len(tree) + 1
+
+
+def test_an_answer_ends_where_the_model_ends_it(model):
+    prompts = _prompts()
+    free = Generator(model, 100_000, []).answers(prompts, ROOM)
+    stop = free[0][3]
+    ended = Generator(model, 100_000, [stop]).answers(prompts, ROOM)
+    assert ended == [answer[: answer.index(stop)] if stop in answer else answer for answer in free]
+    assert [len(answer) for answer in Generator(model, 100_000, []).answers(prompts, 1)] == [1] * len(prompts)
+
+
+def test_a_model_with_a_window_answers_each_prompt_alone():
+    model = tiny_model("mistral", sliding_window=16, max_position_embeddings=256).eval()
+    generator = Generator(model, 100_000, [END])
+    assert not generator.shares_prefixes
+    assert generator.answers(_prompts(), ROOM) == _alone(model, _prompts())
+
+
+def test_losses_in_parts_of_the_vocabulary_are_the_models(model, monkeypatch):
+    monkeypatch.setattr("torchtrain.evaluation.perplexity._TOKENS", 7)
+    ids = _prompts()[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].double()
+    truth = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    own = document_losses(model, ids)
+    hidden, head = torch.randn(5, 32), model.get_output_embeddings()
+    whole = token_losses(hidden, head, torch.arange(5), 10_000)
+    for vocabulary in (1, 7, 263, 264):
+        # float32: a rounding of a sum of exponentials for each part
+        assert torch.allclose(token_losses(hidden, head, torch.arange(5), vocabulary), whole, atol=264 * 2**-23)
+    assert torch.allclose(own.double(), truth, atol=64 * 2**-23 * truth.abs().max())
+    assert sum(map(len, [own])) == len(ids) - 1
+
+
+def test_buckets_hold_every_position_once():
+    for length in (128, 256, 257, 1000, 4096):
+        held = [position for first, end in buckets(length) for position in range(first, end)]
+        assert held == list(range(1, length))
+    losses = torch.arange(1.0, 1000.0)
+    means = list(bucket_means(losses, 1000))
+    total = sum(mean * (end - first) for mean, (first, end) in zip(means, buckets(1000), strict=True))
+    assert total == pytest.approx(float(losses.sum()))
+
+
+@pytest.mark.parametrize(("window", "stride"), [(20, 5), (20, 19), (16, 7), (70, 3), (69, 1)])
+def test_windows_take_each_token_once_with_all_that_they_hold(model, window, stride):
+    ids = _prompts()[0]
+    expected, seen = [], 1
+    for first in range(0, len(ids), stride):
+        part = ids[first : first + window]
+        with torch.no_grad():
+            logits = model(torch.tensor([part])).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(part[1:]), reduction="none").tolist()
+        end = first + len(part)
+        expected += losses[-(end - seen) :] if end > seen else []
+        seen = max(seen, end)
+        if end == len(ids):
+            break
+    total, tokens = strided_loss(model, ids, window, stride)
+    assert tokens == len(expected) == len(ids) - 1
+    assert total == pytest.approx(sum(expected), rel=1e-5)
+
+
+def test_a_model_that_caps_its_logits_has_no_perplexity_here(model):
+    check_logits(model)
+    forward = model.forward
+    try:
+        model.forward = lambda **inputs: type("Out", (), {"logits": forward(**inputs).logits.tanh()})
+        with pytest.raises(UserError, match="scales or caps its logits"):
+            check_logits(model)
+    finally:
+        model.forward = forward
+
+
+def test_scores_are_rulers():
+    assert score(" 12 and\n34\x00", ["12", "34", "5", "6"], "all") == 0.5
+    assert score("The ANSWER", ["answer", "other"], "any") == 1.0
+    assert score("", ["a"], "any") == score("", ["a"], "all") == 0.0
+    assert mean_interval([1.0] * 8) == pytest.approx((1.0, 0.6756, 1.0), abs=1e-4)
+    assert mean_interval([0.0] * 8) == pytest.approx((0.0, 0.0, 0.3244), abs=1e-4)
+
+
+def test_intervals_are_paired_by_sample():
+    draw = np.random.default_rng(1)
+    hard = draw.random(300)
+    a, b = [(hard > 0.5).astype(float)], [(hard > 0.45).astype(float)]  # b finds what a finds, and a little more
+    mean, low, high = paired_interval(b, a)
+    assert 0 < low < mean < high
+    shuffled = [draw.permutation(b[0])]
+    assert paired_interval(shuffled, a)[1] < 0  # unpaired, as much tells nothing
+
+
+def _result(task="fwe", scores=(1.0, 0.0), samples="s", length=1024, checkpoint="model", **more) -> TaskResult:
+    return TaskResult(
+        task=task,
+        length=length,
+        checkpoint=checkpoint,
+        step=None,
+        source="x",
+        settings=Settings(weights="w", samples=samples, anchor=[], dtype="float32"),
+        identity={"materials": {"haystack": "folder essays"}},
+        attention="causal, sdpa",
+        device="cpu",
+        shares_prefixes=True,
+        prompt_tokens=1,
+        computed_tokens=1,
+        seconds=1.0,
+        versions={},
+        created="2026-11-22T00:00:00+00:00",
+        answers=[Answer(index=i, prediction="", score=of) for i, of in enumerate(scores)],
+        **more,
+    )
+
+
+def _save(folder, *results):
+    for result in results:
+        save_result(folder / result.checkpoint / f"{result.task}-{result.length}.json", result)
+
+
+def _perplexity(shift=0.0, samples="d") -> PerplexityResult:
+    losses = [[2.0 + shift, 2.1 + shift], [1.9 + shift, 2.0 + shift]]
+    return PerplexityResult(
+        length=1024,
+        checkpoint="model",
+        step=3,
+        source="x",
+        settings=Settings(weights="w", samples=samples, anchor=[], dtype="float32"),
+        text="speeches",
+        buckets=[Bucket(first=1, end=256, losses=losses[0]), Bucket(first=256, end=1024, losses=losses[1])],
+        strided=None,
+        seconds=1.0,
+        versions={},
+        created="",
+    )
+
+
+def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
+    wins, ties = [1.0] * 20 + [0.0] * 10, [1.0] * 10 + [0.0] * 20
+    _save(tmp_path / "a", _result(scores=ties), _result("cwe", [1.0] * 15 + [0.0] * 15), _perplexity(0.5))
+    _save(tmp_path / "b", _result(scores=wins), _result("cwe", [0.0] * 14 + [1.0] * 16), _perplexity())
+    found, facts = compare([tmp_path / "a", tmp_path / "b"])
+    assert facts.keys() == {"a", "b"}
+    by_title = {table.title: table for table in found}
+    tasks = dict(by_title["Tasks at 1,024 tokens"].rows)
+    assert [cell.bold for cell in tasks["fwe"]] == [False, True]
+    assert [cell.bold for cell in tasks["cwe"]] == [False, False]
+    assert "Average of the 13 tasks" not in by_title  # eleven did not run
+    rows = dict(by_title["Average of those that ran (2 of 13)"].rows)
+    assert rows["b - a, paired"][0].text.startswith("+18.3 [")
+    perplexity = by_title["Perplexity by position at 1,024 tokens"]
+    assert perplexity.head == ["", "1 to 255", "256 to 1,023"]
+    assert dict(perplexity.rows)["loss: b - a, paired"][0].text == "-0.500 [-0.500, -0.500]"
+    assert [note for note in by_title["Tasks at 1,024 tokens"].notes if "n = 30 samples" in note]
+    tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b")
+    html, tex = ((tmp_path / "out" / f"results.{kind}").read_text() for kind in ("html", "tex"))
+    assert "<strong>66.7 [" in html
+    assert r"\textbf{66.7 [" in tex
+    assert "**66.7 [" in (tmp_path / "out" / "results.md").read_text()
+
+
+def test_averages_are_of_thirteen_and_of_eleven_or_none():
+    every = [_result(task, [1.0, 1.0]) for task in TASKS if task != "vt"]
+    lost = [of for of in every if of.task not in ("niah_multikey_3", "cwe")]
+    zeros = [_result(task, [0.0, 0.0]) for task in ("niah_multikey_3", "cwe")]
+    (table,) = tables_of_run([*lost, *zeros])
+    rows = {name: cells[0].text for name, cells in table.rows}
+    assert rows["mean of the 13"].startswith("84.6 [")  # 11 of 13
+    assert rows["mean of the paper's 11"].startswith("100.0 [")
+    missing = NotRun(task="qa_1", length=1024, checkpoint="model", not_run="squad is not set")
+    (table,) = tables_of_run([*(of for of in every if of.task != "qa_1"), missing])
+    rows = {name: cells[0].text for name, cells in table.rows}
+    assert rows["mean of the 13"] == rows["mean of the paper's 11"] == "none: 1 did not run"
+    assert rows["qa_1"] == "not run"
+    assert "Not run: qa_1: squad is not set." in table.notes
+
+
+def test_checkpoints_of_a_run_are_averaged_and_their_spread_is_told():
+    every = [task for task in TASKS if task != "vt"]
+    results = [_result(task, [value] * 4, checkpoint=f"m{value}") for task in every for value in (0.25, 0.75)]
+    (table,) = tables_of_run(results)
+    rows = {name: cells[0].text for name, cells in table.rows}
+    assert rows["fwe"].startswith("50.0 [")
+    assert rows["mean of the 13"].startswith("50.0 ±35.4 [")  # .25 and .75: a standard deviation of .5 / sqrt 2
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (_result(samples="t"), "fwe at 1,024 has other samples"),
+        (_result(length=2048), "lengths: "),
+        (_result("cwe"), "tasks: "),
+    ],
+)
+def test_compare_refuses_other_samples_lengths_and_tasks(tmp_path, other, said):
+    _save(tmp_path / "a", _result())
+    _save(tmp_path / "b-evaluation", other)
+    with pytest.raises(UserError, match=f"a and b were not measured alike: {said}"):
+        compare([tmp_path / "a", tmp_path / "b"])
+
+
+def test_what_is_no_result_is_one_line(tmp_path):
+    _save(tmp_path / "a", _result())
+    with pytest.raises(UserError, match=r"holds no results; first: torchtrain evaluate"):
+        compare([tmp_path / "a", tmp_path / "none"])
+    with pytest.raises(UserError, match="two have one name"):
+        compare([tmp_path / "a", tmp_path / "a"])
+    place = tmp_path / "a" / "model" / "fwe-1024.json"
+    text = place.read_text()
+    for damaged, said in (
+        (text[:-20], "is not JSON"),
+        (text.replace('"score": 1.0', '"score": 7.0'), "is damaged, or of another version"),
+        (text.replace('"fwe"', '"cwe"'), "is of cwe at 1024"),
+    ):
+        place.write_text(damaged)
+        with pytest.raises(UserError, match=said):
+            compare([tmp_path / "a"])
+
+
+def test_tables_escape_what_they_hold():
+    table = tables.ScoreTable("A_b & 5%", ["", "x|y"], [("run_1", [tables.ScoreCell("1|2", True)])], ["50% of #1"])
+    assert r"\caption{A\_b \& 5\%. 50\% of \#1}" in latex(table)
+    assert r"run\_1 & \textbf{1|2}" in latex(table)
+    assert r"| run_1 | **1\|2** |" in markdown(table)
+
+
+def test_a_suite_is_strict():
+    for tasks, said in (
+        (["niah_single_4"], "did you mean niah_single_"),
+        (["vt", "vt_2024_10"], "the same task at two times"),
+        (["fwe", "fwe"], "stands twice"),
+        (["zzz"], "known: niah_single_1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Suite.model_validate({"tasks": tasks})
+    with pytest.raises(ValueError, match="exactly one of folder, demo, files, dataset"):
+        Suite.model_validate({"tasks": ["fwe"], "haystack": {"folder": "a", "demo": "speeches"}})
+
+
+def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
+    (tmp_path / "run.json").write_text('{"format": 2}')
+    with pytest.raises(UserError, match="has left no model yet"):
+        last_models(tmp_path, 5)
+    for name in ("exports/step-00000010", "exports/step-00000020", "exports/step-00000030", "model"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "outputs.json").write_text('{"finished": 30}')
+    steps = [(name, step) for name, step, _ in last_models(tmp_path, 2)]
+    assert steps == [("step-00000020", 20), ("model", 30)]  # the last export has the trained model's weights
+    assert len(last_models(tmp_path, 5)) == 3
