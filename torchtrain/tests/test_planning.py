@@ -349,6 +349,17 @@ def test_hosts_that_hold_too_little_are_named_with_when(call, tree, write_config
     assert "while it trains" in call(write_config(tree), "--host-memory", 1e-6, *offloaded).stdout
 
 
+def test_a_change_that_fills_the_hosts_says_so(call, tree, write_config, monkeypatch):
+    """What brings a GPU down may lie on the host afterwards."""
+    after = budget.Memory(0, 0, 0, 0, load=0, host=3 * budget.GIB, host_load=0)
+    monkeypatch.setattr(budget, "remedies", lambda *_: (["distributed.offload=optimizer"], after))
+    small = ("--memory", 1e-6, "--host-memory")
+    told = call(write_config(tree), *small, 2)
+    assert told.exit_code == 1
+    assert "0.0 GiB, fits; the hosts would hold 3.0 GiB, more than --host-memory\n" in told.stdout
+    assert "0.0 GiB, fits\n" in call(write_config(tree), *small, 4).stdout
+
+
 def test_what_does_not_fit_while_it_loads_says_so(call, tree, write_config, monkeypatch):
     monkeypatch.setattr(budget, "_load", lambda *_: 2**40)
     result = call(write_config(tree))
