@@ -45,7 +45,7 @@ class BadRecord:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A part of a source that can be read alone: a file, or a shard of a data set.
 
     `number` is its place among all of the source's, of which a sample may leave some out.
@@ -56,7 +56,7 @@ class Part:
     bytes: int | None = None  # None: not known before it is read
 
 
-def read(source: Source, part: Part | None = None) -> Iterator[Document | BadRecord]:
+def read(source: Source, part: SourcePart | None = None) -> Iterator[Document | BadRecord]:
     """Yield the records of a source in an order that never changes; bad ones in their place, so that nothing is silent.
 
     A record is bad where it cannot be parsed, or its text or domain is missing, no string, blank or not Unicode.
@@ -88,18 +88,18 @@ def read(source: Source, part: Part | None = None) -> Iterator[Document | BadRec
             return
 
 
-def list_parts(source: Source) -> list[Part]:
+def list_parts(source: Source) -> list[SourcePart]:
     """Return the parts of a source, which can be read apart, in order; of a sample, the files or shards drawn.
 
     Raises:
         UserError: as `read`.
     """
     if source.demo is not None:
-        parts = [Part(0)]
+        parts = [SourcePart(0)]
     elif source.dataset is not None:
-        parts = [Part(number) for number in range(count_shards(source))]
+        parts = [SourcePart(number) for number in range(count_shards(source))]
     else:
-        parts = [Part(number, file.place, file.bytes) for number, file in enumerate(source_files(source))]
+        parts = [SourcePart(number, file.place, file.bytes) for number, file in enumerate(source_files(source))]
     if source.sample_files is None:
         return parts
     count = max(1, round(source.sample_files * len(parts)))
@@ -140,7 +140,7 @@ def source_name(source: Source) -> str:
     return "files"
 
 
-def _read_part(source: Source, part: Part | None) -> Iterator[Document | BadRecord]:
+def _read_part(source: Source, part: SourcePart | None) -> Iterator[Document | BadRecord]:
     """Yield the records of a part; None: of the whole of a data set."""
     name = source_name(source)
     text_field = source.text_field

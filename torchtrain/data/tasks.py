@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtrain.config import Preparation, Source
-from torchtrain.data.corpus import Part, list_parts
+from torchtrain.data.corpus import SourcePart, list_parts
 
 FAILURES = "failures"  # in the folder of a preparation: a file for each task that failed, with the reason
 
@@ -23,7 +23,7 @@ class Task:
     """Consecutive parts of a source, read by one process into one shard; no parts: all of it, which has none."""
 
     source: int  # in `data.sources`
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SourcePart, ...] = ()
 
 
 def list_tasks(preparation: Preparation) -> list[Task]:
@@ -43,8 +43,8 @@ def list_tasks(preparation: Preparation) -> list[Task]:
     return tasks
 
 
-def _group(source: Source, most: int) -> list[list[Part]]:
-    groups: list[list[Part]] = []
+def _group(source: Source, most: int) -> list[list[SourcePart]]:
+    groups: list[list[SourcePart]] = []
     room = 0
     for part in list_parts(source):
         size = most // _SHARDS_OF_A_DATASET if part.bytes is None else part.bytes
