@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 mkdir -p "$out"
+rm -f "$out"/{engines,runs}.{xml,txt} "$out"/attention.{json,txt} "$out/summary.md"  # of an earlier time
 
 # JAX takes three quarters of the GPU at start unless told not to; torch needs its share.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -18,11 +19,13 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 "$python" -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "gpu.sh: torch sees no CUDA device")'
 
 status=0
-run() { # NAME SECONDS FILES...: the tests marked gpu of some files, for so long at most
+# NAME SECONDS FILES...: the tests marked gpu of some files, for so long at most. Cut off by Ctrl-C, pytest still writes
+# down what it has; by SIGTERM it would leave nothing.
+run() {
     local name=$1 seconds=$2
     shift 2
     echo "==> tests marked gpu: $name"
-    timeout "$seconds" "$python" -m pytest "$@" -m gpu -q --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
+    timeout -s INT -k 10 "$seconds" "$python" -m pytest "$@" -m gpu -q --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
 }
 run engines 150 parity_tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py
 run runs 240 parity_tests/test_gpu_runs.py

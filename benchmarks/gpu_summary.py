@@ -17,7 +17,7 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "flash-attn", "flash-attn-4",
 
 def main(folder: Path) -> None:
     """Print the summary of a folder."""
-    for line in (*_machine(), *_tests(folder), *_attention(folder)):
+    for line in (*_machine(), *_tests(folder), *_attention(folder), *_missing(folder)):
         print(line)
 
 
@@ -36,6 +36,9 @@ def _tests(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.xml")):
         yield from ("", f"## {path.stem}", "", "| test | result | s | measured, or why |", "| --- | --- | ---: | --- |")
         for case in ElementTree.parse(path).iter("testcase"):
+            if not case.get("name"):  # what Ctrl-C found at work, of which pytest says nothing more
+                yield f"| the next one | cut off | | their time was over; {path.stem}.txt has which |"
+                continue
             kind, why = "passed", ""
             for child in case:
                 if child.tag in ("failure", "error", "skipped"):
@@ -61,6 +64,17 @@ def _attention(folder: Path) -> Iterator[str]:
             f"| {row['engine']} | {row['tokens']} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | "
             f"{pairs:.1f} | {speed['anchor']:.0f} | {speed['full']:.0f} |"
         )
+
+
+def _missing(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.glob("*.txt")):
+        if not any(path.with_suffix(suffix).exists() for suffix in (".xml", ".json")):
+            yield from (
+                "",
+                f"## {path.stem}",
+                "",
+                f"Left no results: cut off or broken; the end of {path.name} says why.",
+            )
 
 
 def _cell(text: str) -> str:

@@ -306,6 +306,8 @@ def plan(
         when = " while it loads" if memory.load > memory.step else ""
         print(f"too much  {(memory.gpu - limit) / budget.GIB:.1f} GiB more than there is{when}")
         verdict = "fits" if after.gpu <= limit else "is still too much: take more or larger GPUs"
+        if host_memory is not None and after.hosts > host_memory * budget.GIB:
+            verdict += f"; the hosts would hold {after.hosts / budget.GIB:.1f} GiB, more than --host-memory"
         print(f"change    {' '.join(changes) or 'nothing helps'}: {after.gpu / budget.GIB:.1f} GiB, {verdict}")
         raise typer.Exit(1)
 

@@ -94,8 +94,9 @@ class PackedRows:
         if plan is None:
             lengths = self.store.lengths[self.documents]
             last, strategy = self.pack.last, self.pack.strategy
+            before = sum(map(self._rows_of, range(epoch))) if strategy == "by_length" else 0
             plan = PackPlan(
-                lengths, self._capacity, self._overhead, self.seed, epoch, last, strategy, together=self._together
+                lengths, self._capacity, self._overhead, self.seed, epoch, last, strategy, self._together, before
             )
             # Two are kept, for batches that reach over the end of an epoch. Replaced whole: other threads read it.
             self._plans = dict([*list(self._plans.items())[-1:], (epoch, plan)])

@@ -3,7 +3,8 @@
 - `sequential`, the paper's: documents are shuffled, laid end to end and cut where a row is full; a document that is cut
   goes on in the next row as a new span.
 - `by_length`: the same with documents in the order of their lengths; then rows that have as much attention to compute
-  are taken together, so that nobody waits long for the longest. Which of these groups come when is shuffled.
+  are taken together, so that nobody waits long for the longest. Which of these groups come when is shuffled; they
+  begin where steps do, in every epoch.
 - `best_fit` (arXiv 2404.10830): only what is longer than a row is cut. All pieces, the largest first, go where the
   least room is left; rows have room left over.
 
@@ -52,6 +53,7 @@ class PackPlan:
         last: `pad` keeps a last row that is not full, `drop` leaves it out; `best_fit` knows no such row.
         strategy: how rows are filled.
         together: rows that are taken at a time, of like lengths in `by_length`: a step's.
+        before: rows of all epochs before this one; in `by_length` the first ones fill the step that they left open.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PackPlan:
         last: Literal["pad", "drop"] = "pad",
         strategy: Strategy = "sequential",
         together: int = 1,
+        before: int = 0,
     ) -> None:
         assert lengths.shape == overhead.shape
         assert lengths.min(initial=1) > 0, "a document without tokens"
@@ -88,7 +91,10 @@ class PackPlan:
         elif strategy == "by_length":
             pairs = np.add.reduceat((self._stop - self._start) ** 2, self._first[:-1])
             by_pairs = np.argsort(pairs, kind="stable")
-            self._row = _shuffle_groups(by_pairs, together, random_stream(seed, ROWS, epoch))
+            # What fills up the last step of the epoch before, which ended with its rows of the most pairs.
+            begins = max(0, len(by_pairs) - -before % together)
+            shuffled = _shuffle_groups(by_pairs[:begins], together, random_stream(seed, ROWS, epoch))
+            self._row = np.concatenate([by_pairs[begins:], shuffled])
         self.tokens = int((self._stop - self._start).sum())
         self.dropped_tokens = int(own.sum()) - self.tokens
         self.overhead_tokens = int(spent[place].sum())

@@ -2,7 +2,8 @@
 
 What is large is sent alone, in place; what is small is sent together, in a bucket of at most `SMALL` elements. All
 ranks send in one order, the parameters' last first, which is about the order in which their gradients come: one that
-comes early waits for its turn.
+comes early waits for its turn. A bucket's turn is that of the last that it waits for: norms of all layers lie in one,
+and what is large would wait with it for the first layer.
 """
 
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ class GradientSums:
 
 
 def _cut(owners: Sequence[Tensor]) -> list[list[Tensor]]:
+    place = {id(owner): number for number, owner in enumerate(owners)}
     buckets, last = [], None  # the last bucket of small ones, if one more may be added to it
     for owner in reversed(owners):
         if owner.numel() > SMALL:
@@ -65,7 +67,7 @@ def _cut(owners: Sequence[Tensor]) -> list[list[Tensor]]:
             last.append(owner)
         else:
             buckets.append(last := [owner])
-    return buckets
+    return sorted(buckets, key=lambda bucket: place[id(bucket[-1])], reverse=True)
 
 
 def _gradient(owner: Tensor) -> Tensor:

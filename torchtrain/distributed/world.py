@@ -74,7 +74,7 @@ class World:
         kind never meets what the program tells them.
         """
         assert self.size == 1 or self.aside is not None, "joined without a group for it"
-        return replace(self, group=self.aside, device=torch.device("cpu"))
+        return replace(self, group=self.aside, host=self.aside, device=torch.device("cpu"))
 
     def wait(self) -> None:
         """Wait for all ranks."""
@@ -94,7 +94,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, group=self.group, device=self.device)
         return box[0]
 
     def give(self, tensor: torch.Tensor, rank: int) -> None:

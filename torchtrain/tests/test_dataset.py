@@ -1,5 +1,6 @@
 """Rows by number: conservation of tokens, one order for everyone, epochs, the split, batches."""
 
+import itertools
 import pickle
 import subprocess
 import sys
@@ -120,6 +121,24 @@ def test_epochs_go_on_with_another_order_and_all_tokens(variant, rows_of_epoch):
     np.testing.assert_equal(rows.row_at(0), packed(lengths, variant, seed=2)[0])
     with pytest.raises(IndexError):
         rows[len(rows)]
+
+
+@pytest.mark.parametrize("variant", ["anchor", "anchor+tag"])
+def test_by_length_the_rows_of_a_step_are_alike_in_every_epoch(variant):
+    together, lengths = 4, np.random.default_rng(0).integers(1, 60, 100).tolist()
+    pack = PackConfig(sequence_length=64, variant=variant, strategy="by_length")
+    tags = TAGS if pack.tag else {}
+    store = memory_store(lengths, [i % 2 for i in range(len(lengths))], FIRST)
+    rows = PackedRows(store, np.arange(len(store)), pack, 0, [1], tags, 0, together)
+    assert len(rows) % together
+    steps = [[rows.locate(i) for i in range(start, start + together)] for start in range(0, 4 * len(rows), together)]
+    for epoch in range(3):
+        plan = rows.plan(epoch)
+        inside = [[row for _, row in step] for step in steps if all(e == epoch for e, _ in step)]
+        pairs = [sorted(sum((x.stop - x.start) ** 2 for x in plan.spans(row)) for row in step) for step in inside]
+        assert len(pairs) >= len(plan) // together - 1
+        pairs.sort()
+        assert all(one[-1] <= other[0] for one, other in itertools.pairwise(pairs)), "no step lies across another"
 
 
 def test_interleaving_differs_from_row_to_row_and_epoch_to_epoch():

@@ -49,7 +49,7 @@ def test_the_order_is_one_whatever_comes_first(wire, order):
         owners[number].grad = torch.full_like(owners[number], float(number))
         sums.note(owners[number])
     sums.finish()
-    assert wire.sent == [1 + 4, 2 + 3, 50], "the last first; what is small together, up to SMALL"
+    assert wire.sent == [1 + 4, 50, 2 + 3], "the last first; what is small together, up to SMALL"
     for number, owner in enumerate(owners):
         assert owner.grad.tolist() == [2.0 * number] * SIZES[number]
 
@@ -63,9 +63,22 @@ def test_what_is_whole_is_sent_before_the_rest_comes(wire):
         owners[number].grad = torch.ones_like(owners[number])
         sums.note(owners[number])
         seen.append(list(wire.sent))
-    assert seen == [[], [], [5], [5], [5, 5, 50]]
+    assert seen == [[], [], [5, 50], [5, 50], [5, 50, 5]]
     sums.finish()
-    assert wire.sent == [5, 5, 50]
+    assert wire.sent == [5, 50, 5]
+
+
+def test_norms_of_all_layers_hold_nothing_up(wire):
+    layers = 6
+    owners = [torch.zeros(n) for _ in range(layers) for n in (50, 1)]  # a matrix and a norm each
+    sums = GradientSums(owners)
+    sums.begin()
+    for come, owner in enumerate(reversed(owners), 1):
+        owner.grad = torch.ones_like(owner)
+        sums.note(owner)
+        assert wire.sent.count(50) == come // 2, "each matrix is sent as soon as it is there"
+    sums.finish()
+    assert sorted(wire.sent) == [layers] + [50] * layers
 
 
 def test_what_has_no_gradient_here_is_sent_as_zeros(wire):
@@ -76,7 +89,7 @@ def test_what_has_no_gradient_here_is_sent_as_zeros(wire):
     sums.note(owners[3])
     assert wire.sent == []
     sums.finish()
-    assert wire.sent == [5, 5, 50]
+    assert wire.sent == [5, 50, 5]
     assert [owner.grad.sum().item() for owner in owners] == [0, 0, 0, 8, 0]
 
 
@@ -85,7 +98,7 @@ def test_two_dtypes_are_not_sent_together(wire):
     sums = GradientSums(owners)
     sums.begin()
     sums.finish()
-    assert wire.sent == [5, 5, 50]
+    assert wire.sent == [5, 50, 5]
     assert [owner.grad.dtype for owner in owners] == [owner.dtype for owner in owners]
 
 

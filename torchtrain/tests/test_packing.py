@@ -144,16 +144,29 @@ def test_best_fit_is_that_of_the_twin_and_cuts_only_what_is_longer_than_a_row(do
     assert plan.padding_tokens == len(rows) * capacity - plan.tokens - plan.overhead_tokens >= 0
 
 
-@given(documents, st.integers(5, 20), st.integers(0, 3), st.integers(1, 4), st.sampled_from(["pad", "drop"]))
-def test_by_length_lays_documents_end_to_end_by_length_and_shuffles_groups(documents, capacity, seed, together, last):
+@given(
+    documents,
+    st.integers(5, 20),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(0, 9),
+    st.sampled_from(["pad", "drop"]),
+)
+def test_by_length_lays_documents_end_to_end_by_length_and_shuffles_groups(
+    documents, capacity, seed, together, before, last
+):
     lengths, overhead = np.array(documents).T
-    plan = PackPlan(lengths, capacity, overhead, seed, 0, last, "by_length", together)
+    plan = PackPlan(lengths, capacity, overhead, seed, 0, last, "by_length", together, before)
     order = sorted(random_stream(seed, 0, 0).permutation(len(lengths)).tolist(), key=lambda i: lengths[i])
     expected, room = fill_token_by_token(order, lengths, overhead, capacity)
     if last == "drop" and room:
         expected.pop()
     expected.sort(key=lambda row: sum((span.stop - span.start) ** 2 for span in row))
-    rows, whole = spans_of(plan), len(expected) // together * together
+    rows, open_places = spans_of(plan), -before % together
+    begins = max(0, len(expected) - open_places)
+    assert rows[:open_places] == expected[begins:], "the step that the epoch before left open"
+    rows, expected = rows[open_places:], expected[:begins]
+    whole = len(expected) // together * together
     groups = [expected[i : i + together] for i in range(0, whole, together)]
     found = [rows[i : i + together] for i in range(0, whole, together)]
     assert sorted(found) == sorted(groups), "a step's rows have as many pairs, in whichever order steps come"

@@ -342,11 +342,24 @@ def test_llama3_70b_on_32_ranks_fits_by_plan():
 def test_hosts_that_hold_too_little_are_named_with_when(call, tree, write_config):
     fits = call(write_config(tree), "--host-memory", 1)
     assert (fits.exit_code, "hosts" in fits.stdout) == (0, False)
-    loads = call(write_config(tree), "--host-memory", 1e-6)
+    small = (write_config(tree), "--host-memory", 1e-6)
+    loads = call(*small, "save.asynchronous=false")
     assert loads.exit_code == 1
     assert "GiB while it loads, more than --host-memory" in loads.stdout
-    offloaded = ["distributed.zero_stage=2", "distributed.offload=optimizer"]
-    assert "while it trains" in call(write_config(tree), "--host-memory", 1e-6, *offloaded).stdout
+    assert "while it trains" in call(*small).stdout, "with the copy that a save beside the steps is written from"
+    offloaded = ["distributed.zero_stage=2", "distributed.offload=optimizer", "save.asynchronous=false"]
+    assert "while it trains" in call(*small, *offloaded).stdout
+
+
+def test_a_change_that_fills_the_hosts_says_so(call, tree, write_config, monkeypatch):
+    """What brings a GPU down may lie on the host afterwards."""
+    after = budget.Memory(0, 0, 0, 0, load=0, host=3 * budget.GIB, host_load=0)
+    monkeypatch.setattr(budget, "remedies", lambda *_: (["distributed.offload=optimizer"], after))
+    small = ("--memory", 1e-6, "--host-memory")
+    told = call(write_config(tree), *small, 2)
+    assert told.exit_code == 1
+    assert "0.0 GiB, fits; the hosts would hold 3.0 GiB, more than --host-memory\n" in told.stdout
+    assert "0.0 GiB, fits\n" in call(write_config(tree), *small, 4).stdout
 
 
 def test_what_does_not_fit_while_it_loads_says_so(call, tree, write_config, monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,20 @@ def test_a_signal_ends_who_waits_for_the_others(tree, write_config, number, code
         _, said = waiting.communicate(timeout=60)
     assert waiting.returncode == code
     assert f"torchtrain: rank 1: {how} while it waited for the other processes at 127.0.0.1:{port}\n" in said
+
+
+def test_what_a_thread_beside_tells_never_meets_what_the_program_tells(monkeypatch):
+    """On one group they would be taken for one another, whichever comes first."""
+    met = []
+    for name in ("all_reduce", "all_gather_object", "broadcast_object_list"):
+        monkeypatch.setattr(world.dist, name, lambda *_, group=None, **__: met.append(group))
+    joined: Any = world.World(rank=1, size=2, host=(host := object()), aside=(aside := object()))  # pyright: ignore[reportArgumentType]
+    for place, groups in ((joined, [host, None, None]), (joined.beside(), [aside] * 3)):
+        place.sum([1.0])
+        place.gather("told")
+        place.from_first("told")
+        assert met == groups
+        met.clear()
 
 
 @pytest.mark.parametrize("beside", [True, False])
