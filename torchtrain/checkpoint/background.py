@@ -27,8 +27,9 @@ class Background:
         """Begin a piece of work; the one before is finished."""
         assert self._thread is None, "one at a time"
         self._ended.clear()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="background", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(work,), name="background", daemon=True)
+        thread.start()
+        self._thread = thread  # once it runs: an interrupt before leaves nothing that is waited for
 
     def _run(self, work: Callable[[], None]) -> None:
         try:

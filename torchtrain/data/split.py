@@ -43,7 +43,8 @@ def split_documents(store: TokenStore, held_out_share: float, seed: int) -> Spli
     if store.repeats is None:
         return Split(np.flatnonzero(~held), np.flatnonzero(held), moved)
     train = np.repeat(np.arange(len(store)), np.where(held, 0, store.repeats))
-    return Split(train, np.flatnonzero(held & (store.repeats > 0)), moved)
+    # Of all documents, taken by the mixture or not: what is held out is the same under every mixture.
+    return Split(train, np.flatnonzero(held), moved)
 
 
 def _by_text(groups: np.ndarray, orders: list[np.ndarray], counts: list[int]) -> np.ndarray:
