@@ -295,7 +295,7 @@ def plan(
         print(f"disk      {written} written in all, up to {most} there at a time")
         over = host_memory is not None and memory.hosts > host_memory * budget.GIB
         if over:
-            when = "loads" if memory.host_load > memory.host else "trains"
+            when = "loads" if memory.host_load >= memory.host else "trains"
             print(f"hosts     hold {memory.hosts / budget.GIB:.1f} GiB while it {when}, more than --host-memory")
         if memory.gpu <= limit and over:
             raise typer.Exit(1)

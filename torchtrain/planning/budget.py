@@ -18,8 +18,8 @@ one weight that is read and its tied one, and then its part, which DeepSpeed mov
 the run's dtype they are only mapped.)
 
 What `distributed.offload` keeps in host memory does not count for the GPU, nor does the copy of the state there that a
-save beside the steps is written from (`save.asynchronous`). `torchtrain/tests/shapes_only` holds all of
-it against what DeepSpeed and the step make.
+save beside the steps is written from (`save.asynchronous`), and the model that the first process gathers to export it.
+`torchtrain/tests/shapes_only` holds all of it against what DeepSpeed and the step make.
 """
 
 import statistics
@@ -59,7 +59,7 @@ class Memory:
     optimizer: int
     activations: int  # with the logits of a chunk
     load: int  # on each GPU before the first step
-    host: int  # while it trains and saves
+    host: int  # while it trains, saves and exports
     host_load: int  # before that
 
     @property
@@ -134,6 +134,8 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     # What a save beside the steps is written from; every process holds its share.
     staged = STATE_BYTES * count if config.save.asynchronous and any(config.save.schedule(config.train.steps)) else 0
 
+    exported = bytes_each * count  # by the first process, which gathers it, perhaps while a save is written
+
     rows_at_a_time = config.train.micro_batch * (processes // config.distributed.sequence_parallel)
     again = config.train.sequences_per_step > rows_at_a_time
     passes = shapes.run(config)
@@ -169,7 +171,7 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         gradients=gradients + summed,
         optimizer=optimizer,
         activations=activations,
-        host=host * processes + staged,
+        host=host * processes + staged + exported,
         load=_load(bytes_each, count, largest, part, config),
         host_load=_host_load(bytes_each, count, largest, part, config) * processes,
     )
