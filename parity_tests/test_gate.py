@@ -299,9 +299,9 @@ def test_nan_shapes_and_missing_arrays_are_problems_in_words():
 def test_stored_weights_are_the_masters_rounded():
     take = Optimizer.step
 
-    def forgetful(self, learning_rate):
+    def forgetful(self, *args):
         before = [parameter.detach().clone() for parameter in self.parameters]
-        norm = take(self, learning_rate)
+        norm = take(self, *args)
         with torch.no_grad():
             for parameter, old in zip(self.parameters, before, strict=True):
                 parameter.copy_(old)
