@@ -8,9 +8,9 @@ from torchtrain.training.optimizer import Optimizer
 _step = Optimizer.step
 
 
-def _at_the_first_rate(self, learning_rate):
+def _at_the_first_rate(self, learning_rate, *found):
     self.first_rate = getattr(self, "first_rate", learning_rate)
-    return _step(self, self.first_rate)
+    return _step(self, self.first_rate, *found)
 
 
 BUG = Bug(

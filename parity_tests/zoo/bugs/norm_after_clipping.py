@@ -8,8 +8,8 @@ from torchtrain.training.optimizer import Optimizer
 _step = Optimizer.step
 
 
-def _clip(self, learning_rate):
-    norm = _step(self, learning_rate)
+def _clip(self, learning_rate, *found):
+    norm = _step(self, learning_rate, *found)
     return norm if self.clip_norm is None else min(norm, self.clip_norm)
 
 
