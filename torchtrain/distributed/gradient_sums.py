@@ -6,7 +6,7 @@ comes early waits for its turn. A bucket's turn is that of the last that it wait
 and what is large would wait with it for the first layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class GradientSums:
                 vector_to_parameters(sums, [_gradient(owner) for owner in bucket])
         self._missing, self._sent = [], []
 
-    def _send(self, ready: Any) -> None:
+    def _send(self, ready: Callable[[int], bool]) -> None:
         while len(self._sent) < len(self._buckets) and ready(len(self._sent)):
             bucket = self._buckets[len(self._sent)]
             gradients = [_gradient(owner) for owner in bucket]
