@@ -99,27 +99,14 @@ def mean_and_gradients(
     query_block: int | None = None,
     chunk: int = 1024,
     count: int | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Return (sum of the losses / `count`, its gradient by parameter name, each in the dtype its parameter is stored
-    in).
+    in, the loss of every token [B, T] of the same pass).
 
     `count`: the counted tokens of the global batch, where this batch is one share of it (None: this batch is all). The
     sum is divided before it is differentiated, as a trainer does it.
     Raises ValueError as `batch_nll` does, and for a batch in which no token is counted.
     """
-    value, _, gradients = mean_nll_and_gradients(decoder, batch, rounding, query_block, chunk, count)
-    return value, gradients
-
-
-def mean_nll_and_gradients(
-    decoder: Decoder,
-    batch: Mapping[str, Any],
-    rounding: Rounding,
-    query_block: int | None = None,
-    chunk: int = 1024,
-    count: int | None = None,
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Return what `mean_and_gradients` does and, between the two, the loss of every token [B, T], of the same pass."""
     counted = int((np.asarray(batch["shift_labels"]) != IGNORED).sum()) if count is None else count
     if counted < 1:
         raise ValueError("shift_labels: every label is -100, so the batch has no loss")
@@ -129,7 +116,7 @@ def mean_nll_and_gradients(
         return nll_BT.sum() / counted, nll_BT
 
     (value, nll_BT), gradients = jax.value_and_grad(mean, has_aux=True)(decoder)
-    return value, nll_BT, to_arrays(gradients)
+    return value, to_arrays(gradients), nll_BT
 
 
 @partial(jax.jit, static_argnames="rounding")

@@ -212,7 +212,7 @@ def oracle(model: str, dtype: str) -> tuple[dict[str, np.ndarray], dict[str, np.
     arrays = {name: x.numpy() for name, x in batch.items()}
     found = []
     for rounding, carrier in (("exact", jnp.float64), (preset_name("sdpa", getattr(torch, dtype)), jnp.float32)):
-        loss, gradients = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding))
+        loss, gradients, _ = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding))
         gradients = {name: jnp.asarray(x, carrier) for name, x in gradients.items()}
         weights = {n: jnp.asarray(p.detach().float().numpy(), carrier) for n, p in candidate.named_parameters()}
         optimizer = adamw_of(TrainConfig.model_validate(SETTINGS), weights)

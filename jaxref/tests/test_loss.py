@@ -56,7 +56,7 @@ def test_the_mean_counts_tokens_and_its_gradient_is_the_slope():
     decoder, rows = tiny("qwen3", np.float64), batch("intra")
     nll_sum, count = totals(batch_nll(decoder, rows, EXACT), rows["shift_labels"])
     assert count == 4 + 3 + 2
-    mean, gradients = mean_and_gradients(decoder, rows, EXACT, chunk=5)
+    mean, gradients, _ = mean_and_gradients(decoder, rows, EXACT, chunk=5)
     assert float(mean) == pytest.approx(float(nll_sum) / count, rel=4 * 2.0**-53)
 
     arrays = to_arrays(decoder)
@@ -81,7 +81,7 @@ def test_the_mean_counts_tokens_and_its_gradient_is_the_slope():
 def test_shares_of_a_batch_add_up_to_the_whole():
     decoder, first, second = tiny("llama"), batch("intra"), batch("anchor")
     both = {name: np.concatenate([first[name], second[name]]) for name in first}
-    mean, gradients = mean_and_gradients(decoder, both, EXACT)
+    mean, gradients, _ = mean_and_gradients(decoder, both, EXACT)
     count = totals(batch_nll(decoder, both, EXACT), both["shift_labels"])[1]
     shares = [mean_and_gradients(decoder, part, EXACT, count=count) for part in (first, second)]
     # Two sums of the same terms in another order: float64 roundings of 2 x 12 terms, gradients then stored in float32.

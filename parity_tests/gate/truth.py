@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxref.layout import lay_out
-from jaxref.loss import IGNORED, mean_nll_and_gradients, token_nll
+from jaxref.loss import IGNORED, mean_and_gradients, token_nll
 from jaxref.model import Decoder
 from jaxref.optim import step
 from jaxref.rounding import Rounding, preset
@@ -165,8 +165,8 @@ def _losses_and_gradients(decoder: Decoder, rounding: Rounding, key: _Key) -> tu
     """
     batch, parts = _layout(key)
     labelled = int((batch["shift_labels"] != IGNORED).sum())
-    found = [mean_nll_and_gradients(decoder, part, rounding, _block(key), count=labelled) for part in parts]
-    _, nll, each = zip(*found, strict=True)
+    found = [mean_and_gradients(decoder, part, rounding, _block(key), count=labelled) for part in parts]
+    _, each, nll = zip(*found, strict=True)
     wide = jnp.float64 if rounding.carrier == "float64" else jnp.float32
     sums = {parameter: sum(gradients[parameter].astype(wide) for gradients in each) for parameter in each[0]}
     return np.concatenate(nll), sums

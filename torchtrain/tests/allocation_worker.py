@@ -6,19 +6,14 @@ A rank leaves their bytes in OUT as NAME-RANK.json, by what they are for.
 """
 
 import gc
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.state import state_of
-from torchtrain.distributed.world import World, here
-from torchtrain.distributed.zero import import_deepspeed
-from torchtrain.tests.distributed_worker import DOMAINS, ENGINE, config_of, forget, micro_batches
+from torchtrain.distributed.world import World
+from torchtrain.tests.distributed_worker import DOMAINS, ENGINE, config_of, forget, micro_batches, write_json
 from torchtrain.tests.load_worker import load
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import make_strategy
@@ -67,14 +62,7 @@ def tensors() -> list[Tensor]:
 
 def main() -> None:
     """Run all cases."""
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    rank, size, _ = here()
-    dist.init_process_group("gloo")
-    import_deepspeed()
-    for case in cases:
-        (out / f"{case['name']}-{rank}.json").write_text(json.dumps(run(case, rank, size)))
-    dist.destroy_process_group()
+    write_json(run)
 
 
 if __name__ == "__main__":

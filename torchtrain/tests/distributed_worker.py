@@ -16,6 +16,7 @@ Legend: B batch · T tokens of a row · t tokens of this rank's part · V vocabu
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,18 +161,35 @@ def run(case: dict[str, Any], rank: int, size: int) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in arrays.items()}
 
 
-def main() -> None:
-    """Run all cases."""
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+def run_cases(run: Callable[[dict[str, Any], int, int], None]) -> None:
+    """Join the other processes and run each case of the file that is the first argument: `run(case, rank, size)`."""
     torch.set_num_threads(1)
     rank, size, _ = here()
     dist.init_process_group("gloo")
     import_deepspeed()
-    for case in cases:
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        run(case, rank, size)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run all cases."""
+
+    def run_and_write(case: dict[str, Any], rank: int, size: int) -> None:
         arrays = run(case, rank, size)
         if rank == 0:
-            np.savez(out / f"{case['name']}.npz", **arrays)  # type: ignore[arg-type]
-    dist.destroy_process_group()
+            np.savez(Path(sys.argv[2]) / f"{case['name']}.npz", **arrays)  # type: ignore[arg-type]
+
+    run_cases(run_and_write)
+
+
+def write_json(run: Callable[[dict[str, Any], int, int], Any]) -> None:
+    """Run all cases; each rank writes what came of each to the folder that is the second argument."""
+
+    def run_and_write(case: dict[str, Any], rank: int, size: int) -> None:
+        (Path(sys.argv[2]) / f"{case['name']}-{rank}.json").write_text(json.dumps(run(case, rank, size)))
+
+    run_cases(run_and_write)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,10 @@ process grew at most, loaded the second way and then the first.
 
 import ctypes
 import gc
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import core_model_loading
 from transformers.models.mistral.modeling_mistral import MistralMLP
@@ -22,12 +19,11 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from anchorline.errors import UserError
 from torchtrain.config import Config
 from torchtrain.distributed.cut import Cutter
-from torchtrain.distributed.world import World, here
-from torchtrain.distributed.zero import import_deepspeed
+from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.source import open_config
-from torchtrain.tests.distributed_worker import DOMAINS, ENGINE, config_of, forget, micro_batches
+from torchtrain.tests.distributed_worker import DOMAINS, ENGINE, config_of, forget, micro_batches, write_json
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Zero, make_strategy
 
@@ -152,14 +148,7 @@ def run(case: dict[str, Any], rank: int, size: int) -> list[Any]:
 
 def main() -> None:
     """Run all cases."""
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    rank, size, _ = here()
-    dist.init_process_group("gloo")
-    import_deepspeed()
-    for case in cases:
-        (out / f"{case['name']}-{rank}.json").write_text(json.dumps(run(case, rank, size)))
-    dist.destroy_process_group()
+    write_json(run)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ each; with `bad_steps`, first two that must not update. Rank 0 leaves in `folder
                         read, held      [ranks]: bytes of state files each read then, and of state each writes
 """
 
-import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from anchorline.files import FileEntry
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
@@ -27,8 +24,7 @@ from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
-from torchtrain.distributed.world import World, here
-from torchtrain.distributed.zero import import_deepspeed
+from torchtrain.distributed.world import World
 from torchtrain.tests import distributed_worker as worker
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Strategy, make_strategy
@@ -109,13 +105,7 @@ def run(case: dict[str, Any], rank: int, size: int) -> None:
 
 def main() -> None:
     """Run all cases."""
-    torch.set_num_threads(1)
-    rank, size, _ = here()
-    dist.init_process_group("gloo")
-    import_deepspeed()
-    for case in json.loads(Path(sys.argv[1]).read_text()):
-        run(case, rank, size)
-    dist.destroy_process_group()
+    worker.run_cases(run)
 
 
 if __name__ == "__main__":
