@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,31 +76,33 @@ def take_steps(
     peak = peak_flops(world.device, setup.model.dtype)
     domains, steps = setup.store.domains, range(first, train.steps)
     ahead = make_ahead(lambda step: step_batches(setup.rows, step, train, domains, world), steps, world.device)
-    for step in steps:
-        started = time.perf_counter()
-        batches = next(ahead)
-        result = take_step(strategy, batches, domains, step, train, guard.fault_of_loss)
-        fault = result.fault or guard.fault_of_norm(result.gradient_norm)
-        if fault is None:
-            guard.note_good(result.losses.overall.value)
-        else:
-            _leave_out(strategy, guard, step + 1, fault, result)
-        seconds = time.perf_counter() - started
-        (tokens,) = world.sum([sum(batch.tokens for batch in batches)])
-        tokens = int(tokens) // world.sequence_parallel
-        tokens_seen += tokens
-        flops = counter.flops(tokens, result.losses.overall.tokens, result.live_pairs)
-        yield Step(
-            number=step + 1,
-            result=result,
-            left_out=fault,
-            tokens=tokens,
-            tokens_seen=tokens_seen,
-            flops=flops,
-            seconds=seconds,
-            mfu=flops / seconds / (peak * world.size) if peak else None,
-            memory_gib=_memory_gib(world.device),
-        )
+    # An error keeps the generator in its traceback; the garbage collector may close it in the very thread it joins.
+    with closing(ahead):
+        for step in steps:
+            started = time.perf_counter()
+            batches = next(ahead)
+            result = take_step(strategy, batches, domains, step, train, guard.fault_of_loss)
+            fault = result.fault or guard.fault_of_norm(result.gradient_norm)
+            if fault is None:
+                guard.note_good(result.losses.overall.value)
+            else:
+                _leave_out(strategy, guard, step + 1, fault, result)
+            seconds = time.perf_counter() - started
+            (tokens,) = world.sum([sum(batch.tokens for batch in batches)])
+            tokens = int(tokens) // world.sequence_parallel
+            tokens_seen += tokens
+            flops = counter.flops(tokens, result.losses.overall.tokens, result.live_pairs)
+            yield Step(
+                number=step + 1,
+                result=result,
+                left_out=fault,
+                tokens=tokens,
+                tokens_seen=tokens_seen,
+                flops=flops,
+                seconds=seconds,
+                mfu=flops / seconds / (peak * world.size) if peak else None,
+                memory_gib=_memory_gib(world.device),
+            )
 
 
 def _leave_out(strategy: Strategy, guard: Guard, number: int, fault: str, result: StepResult) -> None:

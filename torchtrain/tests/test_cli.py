@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -337,6 +338,22 @@ def test_an_interruption_is_one_line(call, tree, monkeypatch):
     monkeypatch.undo()
     # What is left is recognised as a run.
     assert call("train", "--replace", "train.steps=2").exit_code == 0
+
+
+@pytest.mark.parametrize("place", ["torchtrain.training.step.accumulate", "torchtrain.run.journal.Journal.write_step"])
+def test_no_thread_outlives_a_run_that_ends_early(call, monkeypatch, place):
+    """Neither an error of a step nor one of who is handed it leaves the thread of batches to the garbage collector.
+
+    The collector would close the generator in whichever thread it runs in, its own included, which cannot be joined.
+    """
+
+    def broken(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, broken)
+    result = call("train")  # which holds the traceback, and with it every frame
+    assert result.exit_code == 130
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
 def test_an_interruption_before_the_folder_leaves_none(call, tree, monkeypatch):

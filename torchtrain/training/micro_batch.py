@@ -3,7 +3,7 @@
 Legend: B batch · T tokens of a row · t tokens of this rank's part.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,7 +63,7 @@ def make_micro_batch(
     return made.pin_memory() if world.device.type == "cuda" else made
 
 
-def make_ahead(make: Callable[[int], _Made], numbers: Iterable[int], device: torch.device) -> Iterator[_Made]:
+def make_ahead(make: Callable[[int], _Made], numbers: Iterable[int], device: torch.device) -> Generator[_Made]:
     """Yield `make(number)` of each number; while one is used, a thread makes the next.
 
     What `make` raises is raised where its result would have come.
