@@ -31,6 +31,7 @@ def run(
         Path | None, typer.Option(help="report.html, report.json, junit.xml; of a gate: runs/parity")
     ] = None,
     case: Annotated[str | None, typer.Option(help="run this case of the gate alone")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="processes that share the cases of a gate")] = 1,
     model: Annotated[
         str, typer.Option(help="llama, mistral, qwen2, qwen3, tied (tiny, random); smollm2; a folder; or a hub id")
     ] = "llama",
@@ -68,7 +69,7 @@ def run(
     given = {name for name in context.params if _is_given(context, name)}
     with _interruptible():
         if config is None:
-            _refuse_options(given & {"case"}, "needs a configuration")
+            _refuse_options(given & {"case", "workers"}, "needs a configuration")
             if against is None:
                 _refuse_options(given & {"against_dtype"}, "needs --against")
             gate = _quick_gate(
@@ -82,7 +83,7 @@ def run(
             _refuse_options(given & (QUICK | {"against", "against_dtype"}), "has no effect beside a configuration")
             gate = load_gate(config, overrides or [])
             out = OUT if out is None and case is None else out
-        report = _run(gate, out, case)
+        report = _run(gate, out, case, workers)
     if len(report.cases) == 1:
         _show_case(report.cases[0])
     _conclude(report, out)
@@ -171,12 +172,13 @@ def zoo(
         from anchorline.errors import UserError
         from anchorline.files import save
         from parity_tests.gate.case import why_not_here
+        from parity_tests.gate.run import silence_transformers
         from parity_tests.gate.spec import GateConfig, expand, load_gate
         from parity_tests.zoo.run import run_zoo, show, to_markdown
 
         if table is not None and not table.absolute().parent.is_dir():
             raise UserError(f"--table {table}: no such folder; make it first")
-        _quiet()
+        silence_transformers()
         gate = load_gate(config)
         here = [spec for spec in expand(gate) if why_not_here(spec) is None]
         with _progress() as bar:
@@ -243,13 +245,13 @@ def _quick_gate(
         raise UserError(explain(GateConfig, error)) from None
 
 
-def _run(gate: Any, out: Path | None, case: str | None) -> Any:
-    from parity_tests.gate.run import run_gate
+def _run(gate: Any, out: Path | None, case: str | None, workers: int) -> Any:
+    from parity_tests.gate.run import run_gate, silence_transformers
 
-    _quiet()
+    silence_transformers()
     command = shlex.join(["parity", *sys.argv[1:]])
     with _progress() as bar:
-        return run_gate(gate, out, case, lambda done, number, total: bar(_line(done), number, total), command)
+        return run_gate(gate, out, case, lambda done, number, total: bar(_line(done), number, total), command, workers)
 
 
 def _line(case: Any) -> str:
@@ -318,13 +320,6 @@ def _progress() -> Iterator[Any]:
             progress.update(task, completed=done, total=total)
 
         yield advance
-
-
-def _quiet() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 @contextmanager

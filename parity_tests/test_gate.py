@@ -1,6 +1,8 @@
 """The gate: what a configuration multiplies out to, what a case says of a fault, and that a run can go on."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 import torchtrain
 from anchorline import files
+from anchorline.errors import UserError
 from anchorline.settings import explain
 from parity_tests import cli
 from parity_tests.gate import candidate, run
@@ -378,7 +381,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
     again = []
     with patch.object(run, "run_case", lambda spec: again.append(spec) or real(spec)):
         report = run_gate(config, tmp_path)
-    assert calls + again == expand(config)
+    assert sorted(calls + again, key=expand(config).index) == expand(config), "each is run once"
     assert report.passed
     assert read_report(tmp_path / "report.json") == report
     assert "<html" in (tmp_path / "report.html").read_text()
@@ -499,6 +502,31 @@ def test_a_candidate_that_leaves_the_process_is_no_pass():
         case = run_case(SPEC)
     assert case.problem == "the candidate raises SystemExit: 0"
     assert not case.passed
+
+
+def test_workers_judge_as_one_process_does(monkeypatch):
+    """The cases in the order of the file, every number the same; two of them share the oracle's work."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # as it is in this process
+    config = gate(SPEC, CaseSpec(dtype="bfloat16"), CaseSpec(engine="dense"))
+    told, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)  # a worker's part of two
+    alone, shared = (run_gate(config, progress=lambda *of: told.append(of[1:]), workers=n) for n in (1, 2))
+    torch.set_num_threads(threads)
+    assert [case.id for case in shared.cases] == [spec.id for spec in expand(config)]
+    for a, b in zip(alone.cases, shared.cases, strict=True):
+        assert a.model_copy(update={"seconds": b.seconds}) == b
+    assert told == 2 * [(1, 3), (2, 3), (3, 3)]
+    assert shared.environment.threads == 1
+
+
+def kill_this_process(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_ends_the_run(monkeypatch):
+    monkeypatch.setattr(run, "_run_group", kill_this_process)
+    with pytest.raises(UserError, match="--workers 2: a worker was killed"):
+        run_gate(gate(SPEC), workers=2)
 
 
 def test_one_case_of_a_gate():

@@ -2,14 +2,19 @@
 
 import difflib
 import hashlib
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ValidationError
+from transformers.utils import logging
 
 from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
@@ -18,7 +23,7 @@ from parity_tests.gate.case import run_case
 from parity_tests.gate.material import TINY, source
 from parity_tests.gate.sources import ROOT, digest_of
 from parity_tests.gate.spec import CaseSpec, GateConfig, expand
-from parity_tests.gate.truth import forget
+from parity_tests.gate.truth import OracleKey, forget
 from parity_tests.report.html import render
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import Case, Environment, Report, write_report
@@ -41,8 +46,9 @@ def run_gate(
     only: str | None = None,
     progress: TellCase | None = None,
     command: str = "parity run",
+    workers: int = 1,
 ) -> Report:
-    """Judge every case of a gate.
+    """Judge every case of a gate: those that share the oracle's work one after another, and then it is forgotten.
 
     Args:
         config: the gate.
@@ -52,9 +58,10 @@ def run_gate(
         only: the id of the one case to run.
         progress: called after each case.
         command: how the run was started, for the report.
+        workers: processes that share the cases, each with its part of the cores; 1: this process alone.
 
     Raises:
-        UserError: no case of that id; a model that does not exist; `out` cannot be written.
+        UserError: no case of that id; a model that does not exist; `out` cannot be written; a worker was killed.
     """
     started, created = time.perf_counter(), datetime.now(UTC)
     specs = expand(config)
@@ -62,25 +69,37 @@ def run_gate(
         specs = [spec for spec in specs if spec.id == only] or _no_such_case(only, specs)
     if out is not None:
         _make_folder(out)
-    cases = []
-    for number, spec in enumerate(specs, start=1):
-        cases.append(_kept_or_run(spec, out))
-        last_of_seed = number == len(specs) or specs[number].seed != spec.seed
-        if spec.model not in TINY or last_of_seed:
-            forget()
+    threads = torch.get_num_threads()
+    groups: dict[OracleKey, list[CaseSpec]] = {}
+    for spec in specs:
+        groups.setdefault(OracleKey.of(spec), []).append(spec)
+    found: dict[str, Case] = {}
+    if workers == 1:
+        run = _run_in_turn(list(groups.values()), out)
+    else:
+        threads = max(1, threads // workers)
+        run = _run_in_processes(list(groups.values()), out, workers, threads)
+    for case in run:
+        found[case.id] = case
         if progress:
-            progress(cases[-1], number, len(specs))
+            progress(case, len(found), len(specs))
     report = Report(
         title=config.title,
         created=created.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - started,
         command=command,
-        environment=environment(),
-        cases=cases,
+        environment=environment(threads),
+        cases=[found[spec.id] for spec in specs],
     )
     if out is not None:
         write(report, out)
     return report
+
+
+def silence_transformers() -> None:
+    """Let transformers print mistakes alone: a gate prints a line a case."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def write(report: Report, out: Path) -> None:
@@ -91,16 +110,49 @@ def write(report: Report, out: Path) -> None:
     replace_file(out / "junit.xml", to_junit(report).encode())
 
 
-def environment() -> Environment:
-    """Where this process runs."""
+def environment(threads: int | None = None) -> Environment:
+    """Where this process runs; `threads` those of PyTorch, where they are not this process's."""
     commit, dirty = git_state(ROOT)
     return Environment(
         versions=versions(LIBRARIES),
         hardware=_hardware(),
-        threads=torch.get_num_threads(),
+        threads=threads or torch.get_num_threads(),
         git_commit=commit,
         git_dirty=dirty,
     )
+
+
+def _run_in_turn(groups: list[list[CaseSpec]], out: Path | None) -> Iterator[Case]:
+    for group in groups:
+        for spec in group:
+            yield _kept_or_run(spec, out)
+        forget()
+
+
+def _run_in_processes(groups: list[list[CaseSpec]], out: Path | None, workers: int, threads: int) -> Iterator[Case]:
+    """Yield the cases of a group when all of them are done, groups in the order in which they end."""
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (threads,))
+    try:
+        for future in as_completed([pool.submit(_run_group, group, out) for group in groups]):
+            yield from future.result()
+    except BrokenProcessPool:
+        raise UserError(f"--workers {workers}: a worker was killed, perhaps for want of memory; give fewer") from None
+    except BaseException:  # an interruption does not wait for the cases at work
+        for process in pool._processes.values():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked is interrupted, and ends its workers
+    torch.set_num_threads(threads)
+    silence_transformers()
+
+
+def _run_group(group: list[CaseSpec], out: Path | None) -> list[Case]:
+    return list(_run_in_turn([group], out))
 
 
 def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:

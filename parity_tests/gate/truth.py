@@ -36,8 +36,8 @@ class OracleArrays:
     exact: Mapping[str, np.ndarray]
 
 
-class _Key(NamedTuple):
-    """The fields of a case that the oracle depends on, but for those of a trajectory."""
+class OracleKey(NamedTuple):
+    """The fields of a case that the oracle depends on, but for those of a trajectory: what cases share."""
 
     model: str
     variant: str
@@ -48,12 +48,14 @@ class _Key(NamedTuple):
     seed: int
 
     @classmethod
-    def of(cls, spec: CaseSpec) -> "_Key":
+    def of(cls, spec: CaseSpec) -> "OracleKey":
+        """Return the key of a case."""
         model = spec.against or spec.model
         return cls(model, *(getattr(spec, name) for name in cls._fields[1:]))
 
     @property
     def spec(self) -> CaseSpec:
+        """The forward case that has this key."""
         return CaseSpec(**self._asdict())
 
 
@@ -62,7 +64,7 @@ def oracle_side(spec: CaseSpec) -> OracleArrays:
 
     The AdamW step is not among them: it is judged on the candidate's own gradients.
     """
-    key = _Key.of(spec)
+    key = OracleKey.of(spec)
     run = {"forward": _forward, "loss": _loss, "gradients": _gradients}
     truth: Arrays = {}
     reference: Arrays = {}
@@ -85,7 +87,7 @@ def forget() -> None:
 
 
 @cache
-def _decoder(key: _Key, weights: str) -> Decoder:
+def _decoder(key: OracleKey, weights: str) -> Decoder:
     """The case's weights, rounded to its dtype; for the truth held in float64, so that gradients come out in it."""
     spec = key.spec
     config = decoder_config(spec)
@@ -97,12 +99,12 @@ def _decoder(key: _Key, weights: str) -> Decoder:
     return cast(cast(decoder, spec.dtype), weights)
 
 
-def _side(key: _Key, name: str) -> tuple[Decoder, Rounding]:
+def _side(key: OracleKey, name: str) -> tuple[Decoder, Rounding]:
     return _decoder(key, "float64" if name == "exact" else key.dtype), preset(name)
 
 
 @cache
-def _layout(key: _Key) -> tuple[Arrays, list[Arrays]]:
+def _layout(key: OracleKey) -> tuple[Arrays, list[Arrays]]:
     """The five arrays (less the domains) of both rows together [2, T], and of each row [1, T]."""
     parts = [_lay_out(row, key.variant, key.position_offset) for row in rows(key.spec)]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, parts
@@ -133,19 +135,19 @@ def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
     }
 
 
-def _block(key: _Key) -> int | None:
+def _block(key: OracleKey) -> int | None:
     return QUERY_BLOCK if key.tokens > 2 * QUERY_BLOCK else None
 
 
 @cache
-def _forward(key: _Key, name: str) -> Arrays:
+def _forward(key: OracleKey, name: str) -> Arrays:
     decoder, rounding = _side(key, name)
     batch, _ = _layout(key)
     return oracle_taps(decoder, batch, rounding, _block(key))
 
 
 @cache
-def _loss(key: _Key, name: str) -> Arrays:
+def _loss(key: OracleKey, name: str) -> Arrays:
     logits_BTV, labels_BT = _forward(key, name)["logits"], _layout(key)[0]["shift_labels"]
     starts = range(0, key.tokens, QUERY_BLOCK)
     parts = [(logits_BTV[:, at : at + QUERY_BLOCK], labels_BT[:, at : at + QUERY_BLOCK]) for at in starts]
@@ -154,12 +156,12 @@ def _loss(key: _Key, name: str) -> Arrays:
 
 
 @cache
-def _gradients(key: _Key, name: str) -> Arrays:
+def _gradients(key: OracleKey, name: str) -> Arrays:
     _, gradients = _losses_and_gradients(*_side(key, name), key)
     return {f"gradients.{parameter}": np.asarray(gradient) for parameter, gradient in gradients.items()}
 
 
-def _losses_and_gradients(decoder: Decoder, rounding: Rounding, key: _Key) -> tuple[np.ndarray, dict[str, Any]]:
+def _losses_and_gradients(decoder: Decoder, rounding: Rounding, key: OracleKey) -> tuple[np.ndarray, dict[str, Any]]:
     """Of a step of two micro-batches: the loss of every token; gradients, each rounded where its parameter is stored,
     the sum taken in the carrier.
     """
@@ -173,7 +175,7 @@ def _losses_and_gradients(decoder: Decoder, rounding: Rounding, key: _Key) -> tu
 
 
 @cache
-def _trajectory(key: _Key, name: str, schedule: Schedule, warmup_steps: int) -> Arrays:
+def _trajectory(key: OracleKey, name: str, schedule: Schedule, warmup_steps: int) -> Arrays:
     """The rate of each step, the loss of every token before it, its gradient's norm; all steps take the same rows."""
     decoder, rounding = _side(key, name)
     spec = key.spec.model_copy(update={"schedule": schedule, "warmup_steps": warmup_steps})
