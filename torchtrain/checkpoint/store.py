@@ -7,68 +7,23 @@ stays.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from anchorline.errors import UserError, disk_fault
-from anchorline.files import DELETED, PARTIAL, FileEntry, commit, differs, remove, set_aside, write_file
+from anchorline.errors import UserError
+from anchorline.files import PARTIAL, FileEntry, commit, set_aside, write_file
 from torchtrain.checkpoint import fragments, rng
+from torchtrain.checkpoint.folder import OWN, CheckpointFolder, check_file, remove_checkpoint
 from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
 from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import State
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.errors import OtherRankFailed
 
-STEP = re.compile(r"step-\d{8,19}")
-# Files of a checkpoint.
-OWN = re.compile(r"manifest\.json|state-\d{5,}-\d{3,}\.safetensors|rng-\d{5,}\.safetensors")
-_LEFT = re.compile(rf"{STEP.pattern}(?:{re.escape(PARTIAL)}|{re.escape(DELETED)}(?:-\d+)?)")
 
-
-class Checkpoints:
-    """The folder of a run's checkpoints. Making the object touches nothing.
-
-    Args:
-        folder: `checkpoints` in the run's folder; every rank sees the same one.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def path(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint."""
-        return self.folder / f"step-{step:08d}"
-
-    def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in their order, whatever the clock said when they were written.
-
-        Raises:
-            UserError: there is something in the folder's place, and it cannot be looked into.
-        """
-        return sorted(
-            step_of(name) for name in self._names() if STEP.fullmatch(name) and name == self.path(step_of(name)).name
-        )
-
-    def give_up(self) -> None:
-        """Where the checkpoints cannot be reached, rename what stands in the folder's place. Only for who begins anew.
-
-        Raises:
-            OSError: what the system says.
-        """
-        if os.path.lexists(self.folder) and not self.folder.is_dir():
-            set_aside(self.folder)
-
-    def sweep(self) -> None:
-        """Remove what interruptions left. Only for who holds the run's lock.
-
-        Raises:
-            OSError: what the system says.
-        """
-        for name in self._names():
-            if _LEFT.fullmatch(name):
-                _remove(self.folder / name)
+class Checkpoints(CheckpointFolder):
+    """The checkpoints of a run: what `CheckpointFolder` does, and writes and reads their tensors."""
 
     def save(
         self, part: Part, manifest: Callable[[dict[str, FileEntry]], Manifest], step: int, keep: int, world: World
@@ -96,7 +51,7 @@ class Checkpoints:
             if leads:
                 self.folder.mkdir(exist_ok=True)
                 if partial.exists():
-                    _remove(partial)
+                    remove_checkpoint(partial)
                 partial.mkdir()
         with self._tell_faults(step, partial, world):
             entries = fragments.write(partial, part.fragments, world.rank)
@@ -114,29 +69,11 @@ class Checkpoints:
                 damaged = set_aside(self.path(step)) if os.path.lexists(self.path(step)) else None
                 commit(partial, self.path(step))
                 if damaged is not None:
-                    _remove(damaged)
+                    remove_checkpoint(damaged)
         with world.together():
             if leads:
                 self.retain(keep, step)
         return sum(entry.bytes for entry in files.values())
-
-    def retain(self, keep: int, new: int) -> None:
-        """Remove what is older than the last `keep` good ones, never the one just saved or taken up. Damaged ones
-        between them stay, for who wants to look. Only for who holds the run's lock.
-
-        Raises:
-            UserError: one cannot be removed.
-        """
-        good = [step for step in self.steps() if self.looks_good(step)]
-        try:
-            for step in self.steps():
-                if len(good) >= keep and step < good[-keep] and step != new:
-                    _discard(self.path(step))
-        except OSError as error:
-            raise UserError(
-                f"{self.path(new)}: is saved, but an older checkpoint could not be removed: {disk_fault(error)}; "
-                f"mend that, then: torchtrain resume {self.folder.parent}"
-            ) from None
 
     def load(self, state: State, manifest: Manifest, world: World) -> None:
         """Give a strategy the state of a checkpoint that `verify` has checked. All ranks call it.
@@ -222,40 +159,7 @@ class Checkpoints:
         by_writer = sorted(manifest.files, key=lambda name: (fragments.rank_of(name), name))
         for number, name in enumerate(by_writer):
             if number * world.size // len(by_writer) == world.rank:
-                _check(path / name, manifest.files[name])
-
-    def looks_good(self, step: int) -> bool:
-        """Whether a checkpoint has its manifest and files of the right sizes; their content is not read."""
-        try:
-            for name, entry in Manifest.read(self.path(step)).files.items():
-                _check(self.path(step) / name, entry, whole=False)
-        except (DamageError, OSError):
-            return False
-        return True
-
-    def forget_after(self, step: int) -> None:
-        """Remove the checkpoints of all later steps: the run is taken up at this one, and theirs is another future.
-
-        Only for who holds the run's lock. The last one goes first, so that an interruption leaves a run of the same
-        past.
-        """
-        for later in reversed(self.steps()):
-            if later > step:
-                _discard(self.path(later))
-
-    def _names(self) -> list[str]:
-        """Return the names of all that the folder holds, nothing where there is none."""
-        try:
-            return os.listdir(self.folder)
-        except FileNotFoundError:
-            if not self.folder.is_symlink():
-                return []
-            why = f"is a link to {os.readlink(self.folder)}, which is not there"
-        except OSError as error:
-            why = f"cannot be looked into: {str(error.strerror).lower()}"
-        raise UserError(
-            f"{self.folder}: {why}; mount its disk, or begin anew: torchtrain resume {self.folder.parent} --step 0"
-        )
+                check_file(path / name, manifest.files[name])
 
     def _damage(self, step: int, world: World) -> str | None:
         """Return what is wrong with a checkpoint, on the rank that is to say it, "" on the others; None of a good one.
@@ -291,7 +195,7 @@ class Checkpoints:
         except (UserError, OtherRankFailed) as error:
             if world.rank == 0:
                 with suppress(OSError):
-                    _remove(partial)
+                    remove_checkpoint(partial)
             if isinstance(error, OtherRankFailed):
                 raise
             kept = [s for s in self.steps() if self.looks_good(s)]
@@ -300,24 +204,3 @@ class Checkpoints:
                 f"{self.path(step)}: the checkpoint could not be written: {error}; {last}; "
                 f"mend that, then: torchtrain resume {self.folder.parent}"
             ) from None
-
-
-def step_of(name: str) -> int:
-    """Return the step of a folder's name that `STEP` fits."""
-    return int(name.partition("-")[2])
-
-
-def _check(path: Path, entry: FileEntry, whole: bool = True) -> None:
-    if (fault := differs(path, entry, whole)) is not None:
-        raise DamageError(f"{path}: {fault}")
-
-
-def _discard(folder: Path) -> None:
-    """Remove a checkpoint. It loses its name first, so that a crash never leaves a part of it under that name."""
-    _remove(set_aside(folder))
-
-
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint's files and, where nothing else is in it, its folder. What a link leads to stays."""
-    if not folder.is_symlink() and folder.is_dir():
-        remove(folder, filter(OWN.fullmatch, os.listdir(folder)))

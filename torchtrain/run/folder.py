@@ -39,8 +39,8 @@ from anchorline.files import (
     write_all,
     write_file,
 )
+from torchtrain.checkpoint.folder import STEP, step_of
 from torchtrain.checkpoint.manifest import versions
-from torchtrain.checkpoint.store import STEP, step_of
 from torchtrain.config import Config, SaveConfig, dump_config
 from torchtrain.config_history import restore_meaning
 from torchtrain.run.inventory import MODEL_FOLDER, TRANSFORMERS, Inventory, find_change

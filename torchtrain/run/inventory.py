@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from anchorline.files import DELETED, PARTIAL, FileEntry, differs
-from torchtrain.checkpoint.store import OWN, STEP
+from torchtrain.checkpoint.folder import OWN, STEP
 from torchtrain.run.outputs import MODEL, Outputs
 
 _STEP = STEP.pattern

@@ -10,10 +10,10 @@ from rich.console import Console
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
-from torchtrain.run.report import Display, step_status
+from torchtrain.run.report import Display
 from torchtrain.run.steps import Step
 from torchtrain.run.writers import Writers
-from torchtrain.training.events import MetricsFile
+from torchtrain.training.events import MetricsFile, step_status
 
 
 class Journal:

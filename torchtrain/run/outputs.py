@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from anchorline.errors import UserError
 from anchorline.files import DELETED, FileEntry, read_json, replace_file
-from torchtrain.checkpoint.store import STEP
+from torchtrain.checkpoint.folder import STEP
 
 MODEL = "model"
 _MOST_BYTES = 1 << 24

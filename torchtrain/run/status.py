@@ -7,11 +7,10 @@ from pathlib import Path
 
 from anchorline.errors import UserError, disk_fault, one_line
 from anchorline.files import read_json
-from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.checkpoint.folder import CheckpointFolder
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import is_held
-from torchtrain.run.report import step_status
-from torchtrain.training.events import read_metrics
+from torchtrain.training.events import read_metrics, step_status
 
 _LAST = 20  # steps whose time tells how long the others will take
 _MOST_BYTES = 1 << 26
@@ -60,7 +59,7 @@ def _lines(folder: Path) -> Iterator[str]:
             loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
             yield f"held out   loss {loss} after step {event['step']:,}"
 
-    checkpoints = Checkpoints(run.checkpoints)
+    checkpoints = CheckpointFolder(run.checkpoints)
     try:
         saved = checkpoints.steps()
     except UserError as error:

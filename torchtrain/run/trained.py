@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from anchorline.errors import UserError, quoted
-from torchtrain.checkpoint.store import step_of
+from torchtrain.checkpoint.folder import step_of
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.outputs import MODEL, Outputs
 

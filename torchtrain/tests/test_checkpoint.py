@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anchorline.errors import UserError
-from torchtrain.checkpoint import rng, store
+from torchtrain.checkpoint import folder, rng
 from torchtrain.checkpoint.manifest import MANIFEST
 from torchtrain.checkpoint.state import state_of
 from torchtrain.distributed.world import ALONE
@@ -109,8 +109,8 @@ def test_later_ones_are_forgotten_the_last_first(checkpoints, monkeypatch):
     strategy = make_strategy(updates=0)
     for step in (2, 4, 6, 8):
         save(checkpoints, step, strategy)
-    real, calls = store._remove, []
-    monkeypatch.setattr(store, "_remove", lambda path: calls.append(checkpoints.steps()) or real(path))
+    real, calls = folder.remove_checkpoint, []
+    monkeypatch.setattr(folder, "remove_checkpoint", lambda path: calls.append(checkpoints.steps()) or real(path))
     checkpoints.forget_after(4)
     assert calls == [[2, 4, 6], [2, 4]]
     assert checkpoints.steps() == [2, 4]
@@ -125,7 +125,7 @@ def test_an_older_one_that_cannot_be_removed_is_not_called_unsaved(checkpoints, 
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("torchtrain.checkpoint.store._discard", refuse)
+    monkeypatch.setattr("torchtrain.checkpoint.folder._discard", refuse)
     with pytest.raises(
         UserError, match=r"step-00000002: is saved, but an older .*permission denied \(.*step-00000001\)"
     ):

@@ -382,3 +382,16 @@ def test_help_and_config_need_no_torch(tree, write_config):
     )
     assert "run.folder" in process(code, "train", "--help").stdout
     assert process(code, "config", str(write_config(tree))).returncode == 0
+
+
+def test_status_needs_nothing_that_computes(call, tree):
+    """It is asked of runs at work, again and again: it answers in half a second, and PyTorch alone takes some."""
+    assert call("train", "train.steps=2").exit_code == 0
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'numpy', 'safetensors']));"
+        "from torchtrain.cli import main; main()"
+    )
+    result = process(code, "status", tree["run"]["folder"])
+    assert result.returncode == 0, result.stderr
+    assert "steps      2 of 2" in result.stdout
+    assert "checkpoint step 2" in result.stdout

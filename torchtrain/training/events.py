@@ -194,3 +194,17 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def step_status(event: Mapping[str, Any]) -> str:
+    """Return loss, gradient norm, tokens/s and, where they are known, MFU and memory of a step's event."""
+    loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
+    norm = "none" if event["gradient_norm"] is None else f"{event['gradient_norm']:.3g}"
+    parts = [f"loss {loss}", f"gradient {norm}", f"{event['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in event:
+        parts.append(f"MFU {event['mfu']:.1%}")
+    if "memory_gib" in event:
+        parts.append(f"{event['memory_gib']:.1f} GiB")
+    if "left_out" in event:
+        parts.append(f"left out: {event['left_out']}")
+    return " · ".join(parts)
