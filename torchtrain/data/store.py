@@ -231,10 +231,14 @@ class TokenStore:
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of one document, int32; of an int32 store a view of the map, nothing copied."""
-        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
-        shard = bisect_right(self._first_tokens, start) - 1
-        first = self._first_tokens[shard]
-        return self.shards[shard][start - first : stop - first].astype(np.int32, copy=False)
+        return self.part(index, 0, int(self.offsets[index + 1] - self.offsets[index])).astype(np.int32, copy=False)
+
+    def part(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens start..stop (excluded) of one document, as they are stored: a view of the map."""
+        begins = int(self.offsets[index])
+        shard = bisect_right(self._first_tokens, begins) - 1
+        begins -= self._first_tokens[shard]
+        return self.shards[shard][begins + start : begins + stop]
 
     def verify(self) -> None:
         """Read every file that has a digest, and check it.
@@ -313,7 +317,7 @@ def _array(path: Path, dtype: type) -> np.ndarray:
         raise ValueError(f"no .npy file ({error})") from None
     if found.ndim != 1 or found.dtype != dtype:
         raise ValueError(f"holds {found.dtype} of {found.ndim} dimensions, not {np.dtype(dtype)} of one")
-    return found
+    return np.asarray(found)
 
 
 def _tokens(path: Path, token_bytes: int) -> np.ndarray:
@@ -323,7 +327,8 @@ def _tokens(path: Path, token_bytes: int) -> np.ndarray:
         raise ValueError(f"holds tokens of {token_bytes} bytes")
     if path.stat().st_size == 0:  # of a task that found no document; an empty file cannot be mapped
         return np.empty(0, dtype=TOKEN_TYPES[token_bytes])
-    return np.memmap(path, dtype=TOKEN_TYPES[token_bytes], mode="r")
+    # As a plain array, which is as lazy: each slice of a memmap is another memmap, at some microseconds.
+    return np.asarray(np.memmap(path, dtype=TOKEN_TYPES[token_bytes], mode="r"))
 
 
 class _Maps(Sequence[np.ndarray]):
