@@ -85,7 +85,11 @@ def _environment() -> dict[str, Any]:
         except PackageNotFoundError:
             versions[name] = "not installed"
     cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     return {
