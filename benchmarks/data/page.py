@@ -55,7 +55,7 @@ def _section(report: dict[str, Any]) -> str:
         "### How ranks wait",
         "Simulated, the first epoch: live pairs of a step's fullest row over the mean of its rows, in the mean of "
         "steps, each rank one row. 1 is no waiting. The paper publishes how many sequences and tokens each of "
-        "SlimPajama's domains has, not how lengths spread within one: so once with every document at its domain's mean, "
+        "SlimPajama's domains has, not how lengths spread within one: once with every document at its domain's mean, "
         "and once with lognormal lengths about it.",
         _balance(report["balance"]),
     ]
