@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +122,6 @@ def _digest(documents: Any) -> dict[str, Any]:
 
 
 def _empty(folder: Path) -> Path:
-    folder = folder.with_name(f"{folder.name}-{os.getpid()}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
