@@ -153,12 +153,13 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
     Files count by name and size here, by place and time of change, too, for `fingerprint`: where those differ, the same
     tokens may come of it or not (`TokenStore.sha256`). A demo counts by its package's or Python's version; a hub data
     set by its name, subset, split and revision, so that a finished store needs no network: pin `revision` to follow a
-    set that changes. A prepared store counts by its fingerprint.
+    set that changes. A prepared store counts as the sources that it is of (`prepare` compares), by its fingerprint where
+    they are not given.
 
     Raises:
         UserError: a missing file or package.
     """
-    if data.prepared is not None:
+    if data.prepared is not None and not data.sources:
         return {"prepared": _open_prepared(data).fingerprint}
     content = {
         "format": FORMAT,

@@ -211,8 +211,12 @@ class TokenStore:
     @cached_property
     def groups(self) -> np.ndarray:
         """Which text each document holds, int64 [documents]: the same number for documents of the same tokens."""
-        hashes = hashes_of(self) if self.hashes is None else self.hashes
-        return np.unique(hashes, return_inverse=True)[1].reshape(-1)
+        return np.unique(self.content_hashes, return_inverse=True)[1].reshape(-1)
+
+    @cached_property
+    def content_hashes(self) -> np.ndarray:
+        """64 bits of each document's content, uint64 [documents]; of an older store computed."""
+        return hashes_of(self) if self.hashes is None else self.hashes
 
     @property
     def copies(self) -> int:

@@ -240,6 +240,7 @@ def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
         "tokens": store.token_count,
         "places": places,
         "sha256": store.sha256,
+        "contents": hashlib.sha256(store.content_hashes.tobytes()).hexdigest(),
     }
 
 
