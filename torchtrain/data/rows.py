@@ -41,11 +41,11 @@ def build_row(
     neither. Under `cross_document_targets` anchor and last tokens predict what stands next in the row; tags still
     neither predict nor are predicted.
 
-    +interleave: every span is cut into `pack.chunks` pieces (one token each if it has fewer), of near equal length or
-    at random points as `pack.split` says. Its tag stays with the first, and all pieces are merged in a random order
-    that keeps each span's own. Under full the row is stored as merged; under intra and anchor the spans stay whole and
-    take the positions of the merged row, which computes the same. Under intra_reset positions count within each
-    document whatever lies between, so it changes nothing.
+    +interleave: every span is cut into `pack.chunks` pieces, or the authors' 2 or 3 (one token each if it has fewer),
+    of near equal length or at random points, as `pack.split` says. Its tag stays with the first, and all pieces are
+    merged in a random order that keeps each span's own. Under full the row is stored as merged; under intra and anchor
+    the spans stay whole and take the positions of the merged row, which computes the same. Under intra_reset positions
+    count within each document whatever lies between, so it changes nothing.
 
     Args:
         spans: at least one; with anchor and tags no more than T tokens.
@@ -118,22 +118,26 @@ def _merge(
     spans: Sequence[SpanTokens], anchor_tokens: int, T: int, pack: PackConfig, random: np.random.Generator
 ) -> np.ndarray:
     """Return the storage index of each token of the merged row, int64 [T]: anchor first, padding last."""
-    pieces, start = [], anchor_tokens
+    pieces, counts, start = [], [], anchor_tokens
     for tokens, _, tag in spans:
         text = start + len(tag)
         end = text + len(tokens)
         first, *others = _split(np.arange(text, end), pack, random)
+        counts.append(1 + len(others))
         pieces.append(iter([np.concatenate([np.arange(start, text), first]), *others]))
         start = end
     # A shuffled list that names each span once a piece: every merge that keeps the spans' own order is equally likely.
-    counts = [min(pack.chunks, len(span.tokens)) for span in spans]
     turns = random.permutation(np.repeat(np.arange(len(spans)), counts))
     return np.concatenate([np.arange(anchor_tokens), *(next(pieces[turn]) for turn in turns), np.arange(start, T)])
 
 
 def _split(index: np.ndarray, pack: PackConfig, random: np.random.Generator) -> list[np.ndarray]:
-    """Cut a span's storage indices into its pieces; at random points, each set of them is equally likely."""
-    pieces = min(pack.chunks, len(index))
+    """Cut a span's storage indices into its pieces; at random points, each set of them is equally likely.
+
+    The authors' code cuts documents into 2 or 3 pieces. It was not at hand: that both are equally likely, drawn for
+    each span, at random points as the paper has them (arXiv 2411.13476), is what `authors` takes it to do.
+    """
+    pieces = min(pack.chunks if pack.split != "authors" else int(random.integers(2, 4)), len(index))
     if pack.split == "even":
         return np.array_split(index, pieces)
     return np.split(index, 1 + np.sort(random.choice(len(index) - 1, pieces - 1, replace=False)))
