@@ -10,6 +10,7 @@ Legend: n documents.
 import hashlib
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,8 @@ class Signer:
 
     def sign(self, text: str) -> np.ndarray:
         """Return the signature of a text, uint64 [14]."""
-        hashes = (self._minhash._hash_func(" ".join(run)) for run in self._runs(self._simplify(text).split()))
+        hash_of: Any = self._minhash._hash_func  # of str, whatever its type says
+        hashes = (hash_of(" ".join(run)) for run in self._runs(self._simplify(text).split()))
         lowest: np.ndarray | None = None
         while block := list(islice(hashes, _SHINGLES)):
             minima = np.array(self._minhash.get_signature(np.array(block, dtype=np.uint64).reshape(-1, 1)), np.uint64)

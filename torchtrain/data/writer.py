@@ -318,8 +318,8 @@ def join_shards(
         shards=sizes,
         **told,
     )
-    joined = (np.concatenate(arrays) for arrays in (offsets, domains, hashes, signatures))
-    write_index(folder, header, *joined, mixture)
+    ends, of_documents, contents, signed = map(np.concatenate, (offsets, domains, hashes, signatures))
+    write_index(folder, header, ends, of_documents, contents, signed, mixture)
 
 
 def _digest_of_shards(parts: Sequence[TokenStore]) -> str:
