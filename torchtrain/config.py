@@ -225,6 +225,10 @@ class DataConfig(Section):
         default=0.001, description="share of records without text or unparsable above which a source is refused"
     )
     held_out_share: Share = Field(default=0.05, description="share of each domain's documents kept for evaluation")
+    near_duplicates: bool = Field(
+        default=False,
+        description="find near duplicates by MinHash, too, and keep them on one side of the held-out split",
+    )
     mixture: MixtureConfig | None = Field(default=None, description="which documents are chosen, and how often")
 
     @model_validator(mode="after")
@@ -232,7 +236,7 @@ class DataConfig(Section):
         if not self.sources and self.prepared is None:
             raise ValueError("there is nothing to read; give sources, or prepared (what `torchtrain prepare` made)")
         if not self.sources:
-            for name in ("append_eos", "special_tokens", "min_tokens", "mixture"):
+            for name in ("append_eos", "special_tokens", "min_tokens", "near_duplicates", "mixture"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
                         f"{name} belongs to what made the store of prepared; remove it, or give its sources"
@@ -302,8 +306,10 @@ class PackConfig(Section):
     chunks: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
         default=4, description="pieces a document is cut into by +interleave"
     )
-    split: Literal["even", "random"] = Field(
-        default="even", description="where +interleave cuts: pieces of near equal length, or at random points"
+    split: Literal["even", "random", "authors"] = Field(
+        default="even",
+        description="where +interleave cuts: pieces of near equal length, or at random points; `authors`: 2 or 3 "
+        "pieces instead of `chunks`, at random points",
     )
     cross_document_targets: bool = Field(
         default=False, description="train a document's last token to predict the next document's first (the authors')"
@@ -324,6 +330,12 @@ class PackConfig(Section):
             raise ValueError(f"variant {self.variant!r}: after {base!r} may stand +tag and/or +interleave, each once")
         if "tag" in extras and "{domain}" not in self.tag_template:
             raise ValueError("tag_template must contain {domain}")
+        return self
+
+    @model_validator(mode="after")
+    def _pieces_are_counted_once(self) -> Self:
+        if self.split == "authors" and self.chunks != type(self).model_fields["chunks"].default:
+            raise ValueError("split authors cuts into 2 or 3 pieces, chunks says another number; remove one")
         return self
 
     @model_validator(mode="after")

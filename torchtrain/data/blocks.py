@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stderr, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,11 @@ class WriteShard(PipelineStep):
         self.folder, self.data, self.tasks, self.tokenizer = folder, data, list(tasks), tokenizer
         self.one_thread = one_thread
 
+    @cached_property
+    def _tokeniser(self) -> Tokeniser:
+        """What all tasks of a process share: making it reads the tokenizer's whole vocabulary."""
+        return Tokeniser(self.data, self.tokenizer)
+
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         """Write the shard of a task, unless it is there.
 
@@ -121,7 +127,7 @@ class WriteShard(PipelineStep):
         try:
             with StoreWriter(partial, token_bytes_of(self.tokenizer)) as writer:
                 source = self.data.sources[self.tasks[rank].source]
-                count = Tokeniser(self.data, self.tokenizer).add(source, map(_record_of, documents), writer)
+                count = self._tokeniser.add(source, map(_record_of, documents), writer)
                 self.stat_update("tokens", value=writer.tokens)
                 writer.finish("", [count])
             try:

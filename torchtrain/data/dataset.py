@@ -59,6 +59,7 @@ class PackedRows:
                 f"{tag_lengths.max()} tokens leave no room for a document; make rows longer"
             )
         self._overhead = tag_lengths[store.document_domains[self.documents]]
+        self._tags = bool(self._overhead.any())
         self._plans: dict[int, PackPlan] = {}
         self._rows: dict[int, int] = {}
         if not len(self):
@@ -104,19 +105,20 @@ class PackedRows:
 
     def _rows_of(self, epoch: int) -> int:
         # Without tags every order gives as many rows, laid end to end; else a plan tells.
-        epoch = epoch if self._overhead.any() and self.pack.strategy != "best_fit" else 0
+        epoch = epoch if self._tags and self.pack.strategy != "best_fit" else 0
         if epoch not in self._rows:
             self._rows[epoch] = len(self.plan(epoch))
         return self._rows[epoch]
 
     def _row(self, epoch: int, row: int) -> dict[str, np.ndarray]:
         spans = []
-        for span in self.plan(epoch).spans(row):
-            document = int(self.documents[span.document_index])
+        for index, start, stop in self.plan(epoch).spans(row):
+            document = int(self.documents[index])
             domain = int(self.store.document_domains[document])
-            tokens = self.store.document(document)[span.start : span.stop]
+            tokens = self.store.part(document, start, stop)
             spans.append(SpanTokens(tokens, domain, self.tag_ids.get(domain, ())))
-        random = random_stream(self.seed, INTERLEAVE, epoch, row)
+        # A generator costs a tenth of a short row.
+        random = random_stream(self.seed, INTERLEAVE, epoch, row) if self.pack.interleave else None
         return build_row(spans, self.pack, self.anchor_ids, self.pad_id, random)
 
 

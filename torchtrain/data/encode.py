@@ -28,6 +28,7 @@ class Encoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", special_tokens: Literal["text", "control"]) -> None:
         self._tokenizer, self._as_text = tokenizer, special_tokens == "text"
         self._cuts = cuts_of(tokenizer.backend_tokenizer)
+        self._plain = _is_plain(type(tokenizer))
         self._control = control_tokens(tokenizer)
         names = sorted(special_tokens_of(tokenizer), key=len, reverse=True)
         self._looks = re.compile("|".join(map(re.escape, names))) if names else None
@@ -74,18 +75,24 @@ class Encoder:
     def _encode_batch(self, batch: Sequence[tuple[str, bool]]) -> Iterator[tuple[np.ndarray, bool]]:
         if not batch:
             return
-        # verbose=False: a document longer than the model's context is not a mistake here, so no warning about it.
-        encoded = self._tokenizer(
-            [piece for piece, _ in batch],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            split_special_tokens=self._as_text,
-            verbose=False,
-        )
-        for ids, (_, ends) in zip(encoded["input_ids"], batch, strict=True):
+        for ids, (_, ends) in zip(self._ids_of([piece for piece, _ in batch]), batch, strict=True):
             tokens = np.asarray(ids, dtype=np.int32)
             yield (self._without_control(tokens) if self._as_text else tokens), ends
+
+    def _ids_of(self, pieces: list[str]) -> Iterator[list[int]]:
+        if not self._plain:
+            # verbose=False: a document longer than the model's context is not a mistake here, so no warning about it.
+            yield from self._tokenizer(
+                pieces, add_special_tokens=False, split_special_tokens=self._as_text, verbose=False
+            )["input_ids"]
+            return
+        # What the call above does of it, without where each token stands in its text.
+        backend = self._tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self._as_text
+        for encoding in backend.encode_batch_fast(pieces, add_special_tokens=False):
+            yield encoding.ids
 
     def _pieces(self, text: str) -> Iterator[str]:
         return iter((text,)) if self._cuts is None or len(text) <= PIECE else self._cuts.pieces(text)
@@ -114,6 +121,13 @@ class Encoder:
             f"data.special_tokens 'text': a document holds {quoted(content)}, which this tokenizer can only write as "
             f"the control token {token}; remove it from the data, or set data.special_tokens to control"
         )
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether a class leaves encoding to transformers, which leaves it to `tokenizers`."""
+    from transformers import PreTrainedTokenizerFast
+
+    return all(getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("__call__", "_encode_plus"))
 
 
 def special_tokens_of(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:

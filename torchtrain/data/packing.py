@@ -2,9 +2,10 @@
 
 - `sequential`, the paper's: documents are shuffled, laid end to end and cut where a row is full; a document that is cut
   goes on in the next row as a new span.
-- `by_length`: the same with documents in the order of their lengths; then rows that have as much attention to compute
-  are taken together, so that nobody waits long for the longest. Which of these groups come when is shuffled; they
-  begin where steps do, in every epoch.
+- `by_length`: the same with documents in the order of their lengths (from a drawn one on where the last row is dropped,
+  so that what is lost is of any length); then rows that have as much attention to compute are taken together, so that
+  nobody waits long for the longest. Which of these groups come when is shuffled; they begin where steps do, in every
+  epoch.
 - `best_fit` (arXiv 2404.10830): only what is longer than a row is cut. All pieces, the largest first, go where the
   least room is left; rows have room left over.
 
@@ -19,7 +20,7 @@ import numpy as np
 from torchtrain.data.best_fit import fit
 
 # What a random stream is for: the head of its spawn key, so that no two purposes share one.
-SHUFFLE, INTERLEAVE, HELD_OUT, SAMPLE_FILES, SAMPLE, MIX, ROWS = range(7)
+SHUFFLE, INTERLEAVE, HELD_OUT, SAMPLE_FILES, SAMPLE, MIX, ROWS, TAIL = range(8)
 
 Strategy = Literal["sequential", "best_fit", "by_length"]
 
@@ -75,6 +76,12 @@ class PackPlan:
         order = random_stream(seed, SHUFFLE, epoch).permutation(len(lengths))
         if strategy == "by_length":
             order = order[np.argsort(lengths[order], kind="stable")]
+            if last == "drop":
+                # What is laid down last may be left out, and that must not always be the longest document: begin where
+                # a token lies that is drawn, and go on behind the longest with the shortest.
+                ends = np.cumsum(lengths[order])
+                drawn = random_stream(seed, TAIL, epoch).integers(ends[-1])
+                order = np.roll(order, -int(np.searchsorted(ends, drawn, side="right")))
         own, spent = lengths[order].astype(np.int64), overhead[order].astype(np.int64)
         if strategy == "best_fit":
             spans = fit(own, spent, capacity)

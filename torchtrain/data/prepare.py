@@ -116,7 +116,7 @@ def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast")
     """Return the store of the same corpus in which special tokens were control tokens, if its texts hold none: then it
     is the same under `text`. So were all stores before there was a choice.
     """
-    if data.special_tokens == "control" or data.mixture is not None:
+    if data.special_tokens == "control" or data.mixture is not None or data.near_duplicates:
         return None
     before = data.model_copy(update={"special_tokens": "control"})
     try:
@@ -153,12 +153,13 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
     Files count by name and size here, by place and time of change, too, for `fingerprint`: where those differ, the same
     tokens may come of it or not (`TokenStore.sha256`). A demo counts by its package's or Python's version; a hub data
     set by its name, subset, split and revision, so that a finished store needs no network: pin `revision` to follow a
-    set that changes. A prepared store counts by its fingerprint.
+    set that changes. A prepared store counts as the sources that it is of (`prepare` compares), by its fingerprint
+    where they are not given.
 
     Raises:
         UserError: a missing file or package.
     """
-    if data.prepared is not None:
+    if data.prepared is not None and not data.sources:
         return {"prepared": _open_prepared(data).fingerprint}
     content = {
         "format": FORMAT,
@@ -168,6 +169,8 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
     }
     if data.special_tokens != "control":  # what all stores were before there was a choice
         content["special_tokens"] = data.special_tokens
+    if data.near_duplicates:
+        content["near_duplicates"] = True
     if data.mixture is not None:
         content["mixture"] = data.mixture.model_dump(mode="json")
     return json.loads(json.dumps(content))

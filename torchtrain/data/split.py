@@ -23,7 +23,8 @@ def split_documents(store: TokenStore, held_out_share: float, seed: int) -> Spli
     """Draw the held-out documents by seed from each domain apart.
 
     A share above 0 holds out at least one document of every domain that has two different ones. Where the draw would
-    leave one text on both sides, it is done again by whole texts; otherwise it stands, bit for bit.
+    leave one text on both sides, it is done again by whole texts; otherwise it stands, bit for bit. Where a store knows
+    near duplicates, they count as one text.
     """
     orders, counts = [], []
     for domain in range(len(store.domains)):
@@ -37,7 +38,7 @@ def split_documents(store: TokenStore, held_out_share: float, seed: int) -> Spli
     for order, count in zip(orders, counts, strict=True):
         drawn[order[:count]] = True
     held = drawn
-    if store.copies and np.intersect1d(store.groups[drawn], store.groups[~drawn]).size:
+    if store.copies + store.near_copies and np.intersect1d(store.groups[drawn], store.groups[~drawn]).size:
         held = _by_text(store.groups, orders, counts)
     moved = int((held != drawn).sum())
     if store.repeats is None:

@@ -81,6 +81,7 @@ class StoreStatistics:
     documents: int
     tokens: int
     copies: int
+    near_copies: int
     long_tokens: int
     domains: list[DomainStatistics]
     all: DomainStatistics
@@ -114,6 +115,7 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
         documents=len(taken),
         tokens=int(lengths.sum()),
         copies=store.copies,
+        near_copies=store.near_copies,
         long_tokens=long_tokens,
         domains=told,
         all=_domain("all", lengths, len(lengths), int(lengths.sum()), long_tokens),

@@ -3,7 +3,8 @@
 `tokens.bin`, documents one after another, uint16 where the vocabulary allows it and else int32; of a store in shards
 `tokens-00000.bin` and so on, and no document lies in two of them.
 `offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents] · `hashes.npy` uint64 [documents], of each
-document's tokens · `repeats.npy` uint16 [documents], under a mixture · `bad_records.txt` one line each
+document's tokens · `signatures.npy` uint64 [documents * 14], under `data.near_duplicates` · `repeats.npy` uint16
+[documents], under a mixture · `bad_records.txt` one line each
 `store.json` names, counts, the fingerprint, and size and digest of each of the others.
 
 Stores made before `hashes.npy` and the digests are read as well: of them only the tokens have a digest, and hashes are
@@ -26,12 +27,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import FileEntry, entry_of, read_file
+from torchtrain.data.near import BUCKETS, near_groups
 
-TOKENS, OFFSETS, DOMAINS, HASHES, REPEATS, BAD_RECORDS, HEADER = (
+TOKENS, OFFSETS, DOMAINS, HASHES, SIGNATURES, REPEATS, BAD_RECORDS, HEADER = (
     "tokens.bin",
     "offsets.npy",
     "domains.npy",
     "hashes.npy",
+    "signatures.npy",
     "repeats.npy",
     "bad_records.txt",
     "store.json",
@@ -130,6 +133,7 @@ class TokenStore:
     sources: list[SourceCount]
     files: dict[str, FileEntry] | None = None  # size and digest of each; None in a store made before they were kept
     hashes: np.ndarray | None = None  # uint64 [documents]; None in such a store
+    signatures: np.ndarray | None = None  # uint64 [documents, 14] (`torchtrain.data.near`); None where not asked for
     repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None without a mixture
     sizes: Sequence[ShardSize] = ()
     header: StoreHeader | None = field(default=None, repr=False)
@@ -166,10 +170,15 @@ class TokenStore:
             document_domains = _array(folder / name, np.int32)
             _check_domains(document_domains, documents, len(header.domains))
             found: dict[str, np.ndarray | None] = {}
-            for name, dtype in ((HASHES, np.uint64), (REPEATS, np.uint16)):
+            for name, dtype, each in (
+                (HASHES, np.uint64, 1),
+                (SIGNATURES, np.uint64, BUCKETS),
+                (REPEATS, np.uint16, 1),
+            ):
                 one = found[name] = _array(folder / name, dtype) if name in (header.files or {}) else None
-                if one is not None and len(one) != documents:
+                if one is not None and len(one) != documents * each:
                     raise ValueError(f"its sizes differ: {len(one)} of them, {documents} documents")
+            signatures = found[SIGNATURES]
         except FileNotFoundError:
             raise UserError(f"{quoted(folder)} holds no finished token store ({name} is missing); {_ANEW}") from None
         except ValidationError as error:
@@ -192,6 +201,7 @@ class TokenStore:
             sources=header.sources,
             files=header.files,
             hashes=found[HASHES],
+            signatures=None if signatures is None else signatures.reshape(-1, BUCKETS),
             repeats=found[REPEATS],
             sizes=sizes,
             header=header,
@@ -210,14 +220,26 @@ class TokenStore:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """Which text each document holds, int64 [documents]: the same number for documents of the same tokens."""
-        hashes = hashes_of(self) if self.hashes is None else self.hashes
-        return np.unique(hashes, return_inverse=True)[1].reshape(-1)
+        """Which text each document holds, int64 [documents]: the same number for documents of the same tokens, and
+        under `data.near_duplicates` for near duplicates.
+        """
+        same = np.unique(self.content_hashes, return_inverse=True)[1].reshape(-1)
+        return same if self.signatures is None else near_groups(self.signatures, same)
 
-    @property
+    @cached_property
+    def content_hashes(self) -> np.ndarray:
+        """64 bits of each document's content, uint64 [documents]; of an older store computed."""
+        return hashes_of(self) if self.hashes is None else self.hashes
+
+    @cached_property
     def copies(self) -> int:
         """Documents that hold the text of an earlier one."""
-        return len(self) - int(self.groups.max(initial=-1)) - 1
+        return len(self) - len(np.unique(self.content_hashes))
+
+    @property
+    def near_copies(self) -> int:
+        """Documents that hold nearly the text of an earlier one, copies not counted; 0 where nobody looked."""
+        return len(self) - int(self.groups.max(initial=-1)) - 1 - self.copies
 
     @property
     def token_count(self) -> int:
@@ -231,10 +253,14 @@ class TokenStore:
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of one document, int32; of an int32 store a view of the map, nothing copied."""
-        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
-        shard = bisect_right(self._first_tokens, start) - 1
-        first = self._first_tokens[shard]
-        return self.shards[shard][start - first : stop - first].astype(np.int32, copy=False)
+        return self.part(index, 0, int(self.offsets[index + 1] - self.offsets[index])).astype(np.int32, copy=False)
+
+    def part(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens start..stop (excluded) of one document, as they are stored: a view of the map."""
+        begins = int(self.offsets[index])
+        shard = bisect_right(self._first_tokens, begins) - 1
+        begins -= self._first_tokens[shard]
+        return self.shards[shard][begins + start : begins + stop]
 
     def verify(self) -> None:
         """Read every file that has a digest, and check it.
@@ -313,7 +339,7 @@ def _array(path: Path, dtype: type) -> np.ndarray:
         raise ValueError(f"no .npy file ({error})") from None
     if found.ndim != 1 or found.dtype != dtype:
         raise ValueError(f"holds {found.dtype} of {found.ndim} dimensions, not {np.dtype(dtype)} of one")
-    return found
+    return np.asarray(found)
 
 
 def _tokens(path: Path, token_bytes: int) -> np.ndarray:
@@ -323,7 +349,8 @@ def _tokens(path: Path, token_bytes: int) -> np.ndarray:
         raise ValueError(f"holds tokens of {token_bytes} bytes")
     if path.stat().st_size == 0:  # of a task that found no document; an empty file cannot be mapped
         return np.empty(0, dtype=TOKEN_TYPES[token_bytes])
-    return np.memmap(path, dtype=TOKEN_TYPES[token_bytes], mode="r")
+    # As a plain array, which is as lazy: each slice of a memmap is another memmap, at some microseconds.
+    return np.asarray(np.memmap(path, dtype=TOKEN_TYPES[token_bytes], mode="r"))
 
 
 class _Maps(Sequence[np.ndarray]):

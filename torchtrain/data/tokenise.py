@@ -9,6 +9,7 @@ import numpy as np
 from torchtrain.config import DataConfig, Source
 from torchtrain.data.corpus import BadRecord, Document, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder
+from torchtrain.data.near import Signer
 from torchtrain.data.store import SourceCount
 from torchtrain.data.writer import StoreWriter
 
@@ -42,6 +43,7 @@ class Tokeniser:
         self._data, self._encoder = data, Encoder(tokenizer, data.special_tokens)
         appended = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
         self._eos = np.array(appended, dtype=np.int32)
+        self._signer = Signer() if data.near_duplicates else None
 
     def add(
         self,
@@ -103,7 +105,8 @@ class Tokeniser:
             if len(ids) < self._data.min_tokens:
                 writer.skip_short(record.domain, len(ids))
             else:
-                writer.add(record.domain, np.append(ids, self._eos))
+                signature = None if self._signer is None else self._signer.sign(record.text)
+                writer.add(record.domain, np.append(ids, self._eos), signature)
 
 
 def token_bytes_of(tokenizer: "PreTrainedTokenizerFast") -> int:

@@ -21,6 +21,7 @@ from torchtrain.data.store import (
     HEADER,
     OFFSETS,
     REPEATS,
+    SIGNATURES,
     TOKEN_TYPES,
     TOKENS,
     DomainSummary,
@@ -49,6 +50,7 @@ class StoreWriter:
         self.offsets = array("q", [0])
         self.document_domains = array("i")
         self.hashes = array("Q")
+        self.signatures = array("Q")
         self.domain_ids: dict[str, int] = {}
         self.largest_token = -1
         self.bad_records = 0
@@ -74,8 +76,8 @@ class StoreWriter:
         """Tokens written so far."""
         return self.offsets[-1]
 
-    def add(self, domain: str, ids: Sequence[int] | np.ndarray) -> None:
-        """Append one document."""
+    def add(self, domain: str, ids: Sequence[int] | np.ndarray, signature: np.ndarray | None = None) -> None:
+        """Append one document; with a signature, uint64 [14], if all have one."""
         tokens = np.asarray(ids, dtype=np.int32)
         largest = int(tokens.max())
         assert largest <= np.iinfo(self._type).max, "a token that the store's type does not hold"
@@ -83,6 +85,8 @@ class StoreWriter:
         # Not `tofile`: it goes past Python's buffer by C's, and the last block's failure is nobody's.
         self._tokens.write(tokens.astype(self._type, copy=False).tobytes())
         self.hashes.append(hash_of(tokens))
+        if signature is not None:
+            self.signatures.extend(signature.tolist())
         self.offsets.append(self.offsets[-1] + len(tokens))
         self.document_domains.append(self.domain_ids.setdefault(domain, len(self.domain_ids)))
         self.largest_token = max(self.largest_token, largest)
@@ -126,7 +130,8 @@ class StoreWriter:
             token_bytes=np.dtype(self._type).itemsize,
             **told,
         )
-        write_index(self.folder, header, offsets, document_domains, np.array(self.hashes, dtype=np.uint64), mixture)
+        hashes, signatures = (np.array(held, dtype=np.uint64) for held in (self.hashes, self.signatures))
+        write_index(self.folder, header, offsets, document_domains, hashes, signatures, mixture)
 
     def _counts(self, domain: str) -> dict[str, int]:
         return self._skipped.setdefault(domain, {"bad_records": 0, "short_documents": 0, "short_tokens": 0})
@@ -146,6 +151,7 @@ def write_index(
     offsets: np.ndarray,
     document_domains: np.ndarray,
     hashes: np.ndarray,
+    signatures: np.ndarray,
     mixture: MixtureConfig | None,
 ) -> None:
     """Complete a store whose tokens are written: what tells of its documents, and its header.
@@ -156,6 +162,7 @@ def write_index(
         offsets: int64 [documents + 1].
         document_domains: int32 [documents].
         hashes: uint64 [documents].
+        signatures: uint64 [documents * 14], or empty.
         mixture: how often which documents are taken.
 
     Raises:
@@ -163,6 +170,8 @@ def write_index(
         UserError: the mixture does not fit the corpus.
     """
     arrays = {OFFSETS: offsets, DOMAINS: document_domains, HASHES: hashes}
+    if len(signatures):
+        arrays[SIGNATURES] = signatures
     if mixture is not None:
         arrays[REPEATS] = repeats_of(np.diff(offsets), document_domains, header.domains, mixture)
     files = dict(header.files or {}) | {name: _write_array(folder / name, content) for name, content in arrays.items()}
@@ -273,6 +282,7 @@ def join_shards(
     """
     domain_ids: dict[str, int] = {}
     offsets, domains, hashes = [np.zeros(1, dtype=np.int64)], [], []
+    signatures = [np.zeros(0, dtype=np.uint64)]
     files: dict[str, FileEntry] = {}
     sizes: list[ShardSize] = []
     tokens = 0
@@ -290,6 +300,8 @@ def join_shards(
             offsets.append(part.offsets[1:] + tokens)
             domains.append(np.array(ids, dtype=np.int32)[part.document_domains])
             hashes.append(hashes_of(part) if part.hashes is None else part.hashes)
+            if part.signatures is not None:
+                signatures.append(part.signatures.reshape(-1))
             tokens += part.token_count
         files[BAD_RECORDS] = bad.finish()
     finally:
@@ -306,8 +318,8 @@ def join_shards(
         shards=sizes,
         **told,
     )
-    joined = np.concatenate(offsets), np.concatenate(domains), np.concatenate(hashes)
-    write_index(folder, header, *joined, mixture)
+    ends, of_documents, contents, signed = map(np.concatenate, (offsets, domains, hashes, signatures))
+    write_index(folder, header, ends, of_documents, contents, signed, mixture)
 
 
 def _digest_of_shards(parts: Sequence[TokenStore]) -> str:

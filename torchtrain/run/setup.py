@@ -132,7 +132,7 @@ def set_up(
     dropped = plan.dropped_tokens
     if missing := _left_out(store, dropped):
         say(f"left out  {missing}")
-    if store.copies:
+    if store.copies + store.near_copies:
         say(f"copies    {_copies(store, split)}")
     if special := sum(count.special_records or 0 for count in store.sources):
         meaning = "text" if config.data.special_tokens == "text" else "control tokens"
@@ -156,6 +156,7 @@ def set_up(
             "sources": [asdict(count) for count in store.sources],
             "dropped_tokens": dropped,
             "copies": store.copies,
+            "near_copies": store.near_copies,
             "copies_moved": split.moved,
         },
     }
@@ -212,7 +213,8 @@ def describe_variant(pack: PackConfig) -> str:
     if pack.interleave and pack.base_variant == "intra_reset":
         text += "; +interleave changes nothing here, because positions restart in each document: this is intra_reset"
     elif pack.interleave:
-        text += f"; documents are cut into {pack.chunks} chunks that take the positions of a random merge"
+        pieces = "2 or 3" if pack.split == "authors" else f"{pack.chunks}"
+        text += f"; documents are cut into {pieces} chunks that take the positions of a random merge"
     return text
 
 
@@ -240,6 +242,7 @@ def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
         "tokens": store.token_count,
         "places": places,
         "sha256": store.sha256,
+        "contents": hashlib.sha256(store.content_hashes.tobytes()).hexdigest(),
     }
 
 
@@ -260,6 +263,8 @@ def _left_out(store: TokenStore, dropped: int) -> str:
 def _copies(store: TokenStore, split: Split) -> str:
     """Return, in words, that documents hold the same text, and what was done about it."""
     shown = f"{store.copies:,} of {len(store):,} documents hold the text of another"
+    if store.near_copies:
+        shown += f", {store.near_copies:,} more nearly"
     return shown + (
         f"; {split.moved:,} changed sides, so that none trains whose copy is held out" if split.moved else ""
     )

@@ -108,6 +108,8 @@ def grids_of(told: StoreStatistics, steps: Sequence[StepCost], model: str) -> li
     """Return all tables."""
     columns = ("domain", "documents", "ratio", "tokens", "token ratio", "in long ones", "mean", "median", "longest")
     copies = f" {told.copies:,} documents are copies of others." if told.copies else ""
+    if told.near_copies:
+        copies += f" {told.near_copies:,} more are nearly so."
     grids = [
         Grid(
             "Domains",

@@ -165,6 +165,23 @@ def test_texts_long_and_short_come_back_in_their_order(monkeypatch):
     assert [ids.tolist() for ids in Encoder(tokenizer, "text").encode(texts)] == expected
 
 
+class Shouting(PreTrainedTokenizerFast):
+    """A model's own class, which does more than its backend."""
+
+    def _encode_plus(self, text, *arguments, **settings):
+        return super()._encode_plus([one.upper() for one in text], *arguments, **settings)
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
+def test_tokens_are_those_of_a_call_whatever_calls_before_left_behind(kind):
+    made = kind(tokenizer_object=Tokenizer.from_str(json.dumps(byte_level())), eos_token="</s>", pad_token="<s>")
+    texts = ["The cat", "", "sat on the </s> mat " * 9]
+    expected = [made([text], add_special_tokens=False, split_special_tokens=True).input_ids[0] for text in texts]
+    encoder = Encoder(made, "text")
+    made(texts, padding=True, truncation=True, max_length=2, split_special_tokens=False)
+    assert [ids.tolist() for ids in encoder.encode(texts)] == expected
+
+
 def test_a_stretch_that_cannot_be_cut_is_too_long(monkeypatch):
     monkeypatch.setattr(encode, "MOST_WITHOUT_CUT", 100_000)
     encoder = Encoder(fast(byte_level()), "text")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtrain.data.packing import PackPlan, Span, random_stream
+from torchtrain.data.packing import TAIL, PackPlan, Span, random_stream
 
 
 def spans_of(plan: PackPlan) -> list[list[Span]]:
@@ -158,6 +158,10 @@ def test_by_length_lays_documents_end_to_end_by_length_and_shuffles_groups(
     lengths, overhead = np.array(documents).T
     plan = PackPlan(lengths, capacity, overhead, seed, 0, last, "by_length", together, before)
     order = sorted(random_stream(seed, 0, 0).permutation(len(lengths)).tolist(), key=lambda i: lengths[i])
+    if last == "drop":  # from the document on of a token that is drawn, and after the longest the shortest
+        drawn = random_stream(seed, TAIL, 0).integers(lengths.sum())
+        begins = next(i for i in range(len(order)) if lengths[order[: i + 1]].sum() > drawn)
+        order = order[begins:] + order[:begins]
     expected, room = fill_token_by_token(order, lengths, overhead, capacity)
     if last == "drop" and room:
         expected.pop()
@@ -171,6 +175,22 @@ def test_by_length_lays_documents_end_to_end_by_length_and_shuffles_groups(
     found = [rows[i : i + together] for i in range(0, whole, together)]
     assert sorted(found) == sorted(groups), "a step's rows have as many pairs, in whichever order steps come"
     assert rows[whole:] == expected[whole:]
+
+
+def test_what_by_length_drops_is_of_any_length():
+    """Rows of 4 tokens, documents of 1 to 6, one token too many: which is left out is drawn."""
+    lengths, none = np.array([*range(1, 7)] * 5 + [4]), np.zeros(31, dtype=int)
+    dropped = set()
+    for epoch in range(60):
+        plan = PackPlan(lengths, 4, none, 0, epoch, "drop", "by_length")
+        held = np.zeros(len(lengths), dtype=int)
+        for row in spans_of(plan):
+            for document, start, stop in row:
+                held[document] += stop - start
+        assert plan.dropped_tokens == 1
+        (missing,) = np.flatnonzero(held != lengths)
+        dropped.add(int(lengths[missing]))
+    assert dropped == {1, 2, 3, 4, 5, 6}
 
 
 def test_whatever_the_strategy_epochs_and_seeds_have_orders_of_their_own():

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from torchtrain import cli
+from torchtrain.checkpoint.identity import check_identity
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig, load_config
 from torchtrain.data import TokenStore, identity, prepare
 from torchtrain.data.produce import LOGS, PLAN, SHARDS, Submitted, produce
@@ -344,6 +345,28 @@ def test_a_run_trains_on_it_with_the_same_bits(tree, write_config, tmp_path):
     records = [json.loads((Path(f"{tmp_path}/{name}") / "run.json").read_text()) for name in ("run", "run2")]
     assert records[0]["identity"]["tokens"] == records[1]["identity"]["tokens"]
     assert call(cli.app, ["verify", tree["run"]["folder"]]).exit_code == 0
+
+
+def test_a_run_that_tokenised_its_sources_goes_on_with_a_store_of_them(preparation, tmp_path):
+    """Several files, so several shards; of other tokens it does not go on."""
+    from torchtrain.run.setup import _identity_of_tokens
+
+    data, tokenizer = preparation.data, word_tokenizer()
+    was = {"data": identity(data, tokenizer), "tokens": _identity_of_tokens(prepare(data, tokenizer))}
+    store = produce(preparation, tokenizer, tmp_path / "out")
+    assert isinstance(store, TokenStore)
+    now = data.model_copy(update={"prepared": str(store.folder)})
+    told = {"data": identity(now, tokenizer), "tokens": _identity_of_tokens(prepare(now, tokenizer))}
+    assert told["tokens"]["sha256"] != was["tokens"]["sha256"]
+    check_identity(was, told)
+    check_identity(told, was)
+    # What an earlier version recorded: of a store with its sources its fingerprint alone, of tokens no contents.
+    older = {name: value for name, value in told["tokens"].items() if name != "contents"}
+    check_identity({"data": {"prepared": store.fingerprint}, "tokens": older}, told)
+    with pytest.raises(UserError, match=r"tokens\.sha256"):
+        check_identity(was | {"tokens": older}, was)
+    with pytest.raises(UserError, match=r"tokens\.contents"):
+        check_identity(was | {"tokens": was["tokens"] | {"contents": "0"}}, told)
 
 
 def open_as_a_run(data: DataConfig, tokenizer: Any) -> None:

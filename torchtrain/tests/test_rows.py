@@ -1,6 +1,7 @@
 """The five arrays, written out by hand for each variant, and the laws of interleaving."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -199,3 +200,22 @@ def test_random_split_points_are_every_set_of_points_alike():
     assert [len(piece) for piece in _split(np.arange(2), pack, np.random.default_rng(0))] == [1, 1]
     even = pack.model_copy(update={"split": "even"})
     assert [piece.tolist() for piece in _split(np.arange(5), even, None)] == [[0, 1], [2, 3], [4]]
+
+
+def test_the_authors_cut_into_two_or_three_pieces():
+    """Of two spans: how often the merged row goes over from one to the other tells how many pieces there were."""
+    pack = PackConfig(sequence_length=41, variant="full+interleave", split="authors")
+    spans = [SpanTokens(np.arange(100, 120), 0, []), SpanTokens(np.arange(200, 220), 1, [])]
+    seen, cuts = set(), set()
+    for seed in range(300):
+        ids = build_row(spans, pack, [1], 0, np.random.default_rng(seed))["input_ids"][1:]
+        assert sorted(ids) == [*range(100, 120), *range(200, 220)]
+        domains = ids // 100
+        seen.add(1 + int((domains[1:] != domains[:-1]).sum()))
+        cuts |= {int(b) for a, b in pairwise(ids) if a // 100 != b // 100}
+    assert seen == {2, 3, 4, 5, 6}, "two to three pieces each, merged"
+    assert cuts > {*range(101, 120)}, "at every place"
+    one = [SpanTokens(np.array([7]), 0, []), SpanTokens(np.array([8]), 0, [])]
+    assert build_row(one, pack, [1], 0, np.random.default_rng(0))["input_ids"][1:3].tolist() in ([7, 8], [8, 7])
+    with pytest.raises(ValueError, match="split authors cuts into 2 or 3 pieces, chunks says another number"):
+        PackConfig(sequence_length=41, split="authors", chunks=3)

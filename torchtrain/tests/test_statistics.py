@@ -10,31 +10,9 @@ from torchtrain import cli
 from torchtrain.config import DataConfig, MixtureConfig, Source
 from torchtrain.data import PackPlan, prepare
 from torchtrain.data.statistics import row_statistics, statistics_of
-from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
+from torchtrain.tests.data_fixtures import PUBLISHED, memory_store, published_corpus, word_tokenizer, write_jsonl
 
-# SlimPajama at 64K tokens: arXiv 2411.13476, appendix C, table of domain and token distributions.
-PUBLISHED = {
-    "C4": (0.5505, 0.2543),
-    "ArXiv": (0.0040, 0.0522),
-    "GitHub": (0.0366, 0.0505),
-    "StackExchange": (0.0497, 0.0295),
-    "CommonCrawl": (0.3123, 0.5424),
-    "Wikipedia": (0.0458, 0.0324),
-    "Books": (0.0010, 0.0386),
-}
 NAMES = list(PUBLISHED)
-
-
-def published_corpus(documents: int = 100_000, tokens: int = 106_000_000) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths and domains of a corpus with the published ratios, those of sequences being its documents'."""
-    lengths, domains = [], []
-    for number, (of_sequences, of_tokens) in enumerate(PUBLISHED.values()):
-        count, held = round(of_sequences * documents), round(of_tokens * tokens)
-        own = np.full(count, held // count)
-        own[: held % count] += 1
-        lengths.append(own)
-        domains.append(np.full(count, number))
-    return np.concatenate(lengths), np.concatenate(domains)
 
 
 def test_a_corpus_with_slimpajamas_ratios_has_its_table():
