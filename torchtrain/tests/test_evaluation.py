@@ -53,11 +53,16 @@ def _alone(model, prompts) -> list[list[int]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def alone(model) -> list[list[int]]:
+    return _alone(model, _prompts())
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 200, 100_000])
-def test_answers_are_those_of_each_prompt_alone(model, batch_tokens):
+def test_answers_are_those_of_each_prompt_alone(model, alone, batch_tokens):
     prompts, work = _prompts(), []
     found = Generator(model, batch_tokens, [END]).answers(prompts, ROOM, lambda done, of: work.append((done, of)))
-    assert found == _alone(model, prompts)
+    assert found == alone
     assert len({tuple(answer) for answer in found}) == len(prompts) - 1  # only the copies agree
     assert work[-1][0] == len(prompts)
     assert sum(of.prompt_tokens for _, of in work) == sum(map(len, prompts))
