@@ -4,8 +4,9 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
 from torchtrain.data.corpus import source_name
 from torchtrain.data.tokens import anchor_ids
+from torchtrain.evaluation import choices, longbench
 from torchtrain.evaluation.generation import AnswerCost, Generator
 from torchtrain.evaluation.materials import Materials, MissingMaterialError
 from torchtrain.evaluation.perplexity import (
@@ -44,17 +46,22 @@ from torchtrain.evaluation.results import (
 from torchtrain.evaluation.ruler import prompt_of
 from torchtrain.evaluation.samples import SampleSet, open_samples
 from torchtrain.evaluation.scoring import mean_interval, score
-from torchtrain.evaluation.suite import TASKS, PerplexityConfig, Suite
+from torchtrain.evaluation.suite import TASKS, PerplexityConfig, Suite, benchmark_of
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# Ids to ids: what a `Generator` does; a test puts a reader of prompts in its place.
-Answers = Callable[[Sequence[Sequence[int]], int, Callable[[int, AnswerCost], None]], list[list[int]]]
+OnBatch = Callable[[int, AnswerCost], None]
+# Ids to ids, or pairs of ids to log p: what a `Generator` does; a test puts a reader of prompts in its place.
+Answers = Callable[[Sequence[Sequence[int]], int, OnBatch], list[list[int]]]
+Likelihoods = Callable[[Sequence[choices.Pair], OnBatch], list[float]]
 _SECONDS_BETWEEN_LINES = 5.0
 _PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval")
+# LongBench's scores; fuzzywuzzy gives other ratios where Levenshtein is installed.
+_SCORING = ("jieba", "fuzzywuzzy", "rouge", "Levenshtein")
+_CHOICES = ("mmlu", "hellaswag")
 
 
 @dataclass(frozen=True)
@@ -97,8 +104,9 @@ def evaluate(
     materials = Materials(suite)
     opened = [_open(checkpoint, suite, lengths, say) for checkpoint in checkpoints]  # all checks before any weight
     for checkpoint, _, tokenizer in opened:
-        for _ in _jobs(checkpoint, suite, lengths, tokenizer, materials):
-            pass
+        for _, task, samples in _jobs(checkpoint, suite, lengths, tokenizer, materials):
+            if benchmark_of(task) == "longbench" and isinstance(samples, SampleSet):
+                longbench.metric_of(task)  # a package of its scores may be missing
     results: list[Found] = []
     for checkpoint, folder, tokenizer in opened:
         model: PreTrainedModel | None = None
@@ -121,9 +129,14 @@ def evaluate(
                 results.append(found)
                 continue
             model = model or _load(folder, dtype, device, say)
-            generator = Generator(model, suite.batch_tokens, _stops(model, tokenizer))
+            generator = _generator(model, suite, task, tokenizer)
             started = time.perf_counter()
-            answers, work = run_task(samples, task, tokenizer, settings_anchor, generator.answers, what, say)
+            if benchmark_of(task) in _CHOICES:
+                answers, work = run_choices(
+                    samples, task, tokenizer, settings_anchor, generator.log_likelihoods, what, say
+                )
+            else:
+                answers, work = run_task(samples, task, tokenizer, settings_anchor, generator.answers, what, say)
             result = TaskResult(
                 task=task,
                 length=length,
@@ -138,7 +151,7 @@ def evaluate(
                 prompt_tokens=work.prompt_tokens,
                 computed_tokens=work.computed_tokens,
                 seconds=round(time.perf_counter() - started, 3),
-                versions=environment.versions(_PACKAGES),
+                versions=environment.versions(_PACKAGES + (_SCORING if benchmark_of(task) == "longbench" else ())),
                 created=_now(),
                 answers=answers,
             )
@@ -213,7 +226,7 @@ def run_task(
 
     Args:
         samples: of the task.
-        task: one of `TASKS`.
+        task: one of `TASKS`, or of LongBench's.
         tokenizer: of the model.
         anchor: ids put before each prompt that does not begin with them.
         answer: the model.
@@ -223,29 +236,87 @@ def run_task(
     Returns:
         The answers in the order of the samples, and what was computed.
     """
-    room, metric = TASKS[task]
-    prompts = [list(tokenizer(prompt_of(sample), verbose=False).input_ids) for sample in samples.samples]
-    anchored = [ids if ids[: len(anchor)] == list(anchor) else [*anchor, *ids] for ids in prompts]
+    if (ruler := TASKS.get(task)) is not None:
+        room, metric = ruler
+        texts = [prompt_of(sample) for sample in samples.samples]
+        scores = [partial(score, answers=sample["outputs"], metric=metric) for sample in samples.samples]
+    else:
+        room = longbench.room_of(task)
+        texts = [sample["prompt"] for sample in samples.samples]
+        scores = [partial(longbench.score_answer, task, sample=sample) for sample in samples.samples]
+    prompts = [list(tokenizer(text, verbose=False).input_ids) for text in texts]
+    anchored = [_with_anchor(ids, anchor) for ids in prompts]
     longest = max(map(len, anchored)) + room
     assert longest <= samples.samples[0]["max_length"], "samples are made with room for the answer and an anchor"
-    total, began, told = [0, 0, 0], time.monotonic(), time.monotonic()
-
-    def on_batch(done: int, work: AnswerCost) -> None:
-        nonlocal told
-        for i, tokens in enumerate((work.prompt_tokens, work.computed_tokens, work.generated_tokens)):
-            total[i] += tokens
-        now = time.monotonic()
-        if done < len(prompts) and now - told >= _SECONDS_BETWEEN_LINES:
-            told = now
-            left = timedelta(seconds=round((now - began) / done * (len(prompts) - done)))
-            say(f"{what} {done}/{len(prompts)} · {left} left")
-
-    said = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answer(anchored, room, on_batch)]
+    progress = _Progress(len(prompts), what, say)
+    said = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answer(anchored, room, progress.note)]
     answers = [
-        Answer(index=sample["index"], prediction=text, score=score(text, sample["outputs"], metric))
-        for sample, text in zip(samples.samples, said, strict=True)
+        Answer(index=sample["index"], prediction=text, score=score_of(text))
+        for sample, text, score_of in zip(samples.samples, said, scores, strict=True)
     ]
-    return answers, AnswerCost(*total)
+    return answers, progress.cost
+
+
+def run_choices(
+    samples: SampleSet,
+    task: str,
+    tokenizer: "PreTrainedTokenizerFast",
+    anchor: Sequence[int],
+    likelihoods: Likelihoods,
+    what: str = "",
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Answer], AnswerCost]:
+    """Ask a model which of a sample's choices is the likeliest.
+
+    Args:
+        samples, task, tokenizer, anchor, what, say: as for `run_task`.
+        likelihoods: the model.
+
+    Returns:
+        As `run_task`.
+    """
+    pairs: list[choices.Pair] = []
+    for sample in samples.samples:
+        pairs += [
+            (_with_anchor(context, anchor), choice) for context, choice in choices.encode_pairs(sample, tokenizer)
+        ]
+    progress = _Progress(len(pairs), what, say)
+    each = iter(likelihoods(pairs, progress.note))
+    answers = []
+    for sample in samples.samples:
+        of = [next(each) for _ in sample["choices"]]
+        points, plain = choices.score_choices(task, sample, of)
+        likeliest = max(range(len(of)), key=lambda i: of[i])
+        answers.append(Answer(index=sample["index"], prediction=str(likeliest), score=points, acc=plain))
+    return answers, progress.cost
+
+
+class _Progress:
+    """Counts what batches cost, and tells every few seconds what is left."""
+
+    def __init__(self, total: int, what: str, say: Callable[[str], None]) -> None:
+        self._total, self._what, self._say = total, what, say
+        self._began = self._told = time.monotonic()
+        self.cost = AnswerCost(0, 0, 0)
+
+    def note(self, done: int, work: AnswerCost) -> None:
+        """Add a batch, after which `done` are done."""
+        self.cost = AnswerCost(*(a + b for a, b in zip(astuple(self.cost), astuple(work), strict=True)))
+        now = time.monotonic()
+        if done < self._total and now - self._told >= _SECONDS_BETWEEN_LINES:
+            self._told = now
+            left = timedelta(seconds=round((now - self._began) / done * (self._total - done)))
+            self._say(f"{self._what} {done}/{self._total} · {left} left")
+
+
+def _with_anchor(ids: list[int], anchor: Sequence[int]) -> list[int]:
+    return ids if ids[: len(anchor)] == list(anchor) else [*anchor, *ids]
+
+
+def _generator(model: "PreTrainedModel", suite: Suite, task: str, tokenizer: "PreTrainedTokenizerFast") -> Generator:
+    stops = _stops(model, tokenizer)
+    breaks = longbench.newline_stops(task, tokenizer) if benchmark_of(task) == "longbench" else []
+    return Generator(model, suite.batch_tokens, [*stops, *breaks], opens=bool(breaks))
 
 
 def _open(
@@ -274,6 +345,8 @@ def _jobs(
 ) -> Iterator[tuple[int, str, SampleSet | NotRun]]:
     for length in lengths:
         for task in suite.tasks:
+            if benchmark_of(task) in _CHOICES and length != max(lengths):
+                continue  # a length is only what a prompt must not exceed
             try:
                 yield length, task, open_samples(task, length, suite.samples, tokenizer, materials)
             except MissingMaterialError as error:
