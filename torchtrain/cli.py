@@ -388,7 +388,8 @@ def evaluate(
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="what was evaluated, or folders of results")],
     out: Annotated[
-        Path | None, typer.Option(help="folder for results.md, results.tex and results.html; default: none is written")
+        Path | None,
+        typer.Option(help="folder for results.md, results.tex, results.html and figures; default: none is written"),
     ] = None,
 ) -> None:
     """Put results side by side, run by length: the paper's tables, with n, intervals and what did not run.
@@ -402,11 +403,14 @@ def compare(
         from torchtrain.evaluation.compare import compare as tables_of
         from torchtrain.evaluation.tables import print_tables, write_tables
 
-        tables, facts = tables_of(runs)
+        tables, facts, measured = tables_of(runs)
         print_tables(tables)
         if out is not None:
             folder = resolve("--out", out)
-            write_tables(tables, facts, folder, "torchtrain compare " + " ".join(map(str, runs)))
+            from torchtrain.evaluation.figures import figures_of
+
+            command = "torchtrain compare " + " ".join(map(str, runs))
+            write_tables(tables, facts, folder, command, figures_of(measured))
             print(f"tables in {folder}")
 
 
