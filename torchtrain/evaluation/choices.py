@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from anchorline.errors import UserError, quoted_reason
+from torchtrain.evaluation.engines import Pair
 from torchtrain.evaluation.materials import Materials, Questions
 from torchtrain.evaluation.suite import HELLASWAG, library_folder
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Sample = dict[str, Any]
-Pair = tuple[list[int], list[int]]  # ids of a context and of what follows it
 
 
 def make_choices(

@@ -190,6 +190,14 @@ def finished_result(path: Path, settings: Settings) -> TaskResult | PerplexityRe
     return found
 
 
+def finished_or_none(path: Path, settings: Settings) -> TaskResult | PerplexityResult | None:
+    """As `finished_result`, but that what is of something else, or damaged, is none."""
+    try:
+        return finished_result(path, settings)
+    except UserError:
+        return None
+
+
 def holds_scores(path: Path) -> bool:
     """Return whether a task's scores stand there, of whatever checkpoint.
 

@@ -133,6 +133,10 @@ class Suite(Section):
     batch_tokens: Annotated[int, Field(ge=1, lt=2**31)] = Field(
         default=16_384, description="tokens of prompts and answers whose keys and values are held at a time"
     )
+    backend: Literal["torch", "vllm"] = Field(default="torch", description="what answers: this process, or vLLM")
+    vllm: dict[Name, bool | int | float | str] = Field(
+        default={}, description="further arguments of lm-eval's class for vLLM, such as tensor_parallel_size"
+    )
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="default: as the weights are saved")
 
     @field_validator("tasks")
@@ -153,6 +157,8 @@ class Suite(Section):
             near = difflib.get_close_matches(name[:100], each, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
             raise ValueError(f"task {name[:100]!r} is not known; {hint}")
+        if self.vllm and self.backend != "vllm":
+            raise ValueError("vllm belongs to backend vllm; remove it, or set backend: vllm")
         if len(set(self.tasks)) != len(self.tasks):
             raise ValueError("tasks: one stands twice; remove it")
         if {"vt", "vt_2024_10"} <= set(self.tasks):

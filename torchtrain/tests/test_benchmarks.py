@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from torchtrain.cli import app
-from torchtrain.evaluation import choices, longbench
+from torchtrain.evaluation import choices, engines, longbench
 from torchtrain.evaluation.evaluate import run_choices, run_task
 from torchtrain.evaluation.generation import Generator
 from torchtrain.evaluation.materials import Materials, MissingMaterialError
@@ -341,6 +341,56 @@ def test_groups_stand_for_their_tasks_and_typos_are_told():
             Suite.model_validate({"tasks": [name]})
     with pytest.raises(ValueError, match="give exactly one of folder"):
         Suite.model_validate({"tasks": ["mmlu"], "mmlu": {}})
+
+
+def test_vllm_is_asked_through_lm_evals_class_and_is_told_where_it_is_missing(tree, tmp_path, monkeypatch):
+    for save in (tiny_model("qwen3", max_position_embeddings=LENGTH), tiny_tokenizer()):
+        save.save_pretrained(tmp_path / "model")
+    tasks = {"tasks": ["hellaswag", "longbench_samsum"], "samples": 2, "backend": "vllm"}
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(tree | tasks | {"vllm": {"tensor_parallel_size": 2}}))
+
+    def call(*more):
+        given = ["evaluate", str(tmp_path / "model"), "--suite", str(tmp_path / "suite.yaml"), "--lengths", "1024"]
+        return CliRunner().invoke(app, [*given, *more])
+
+    missing = call("tasks=[hellaswag]")
+    assert missing.exit_code == 2
+    assert missing.stderr.strip().splitlines()[-1].endswith("not installed: pip install vllm, or set backend to torch")
+    with pytest.raises(ValueError, match="vllm belongs to backend vllm"):
+        Suite.model_validate({"tasks": ["fwe"], "vllm": {"seed": 1}})
+
+    made, asked = [], []
+
+    class Double:
+        """Takes what lm-eval 0.4.13's VLLM takes."""
+
+        def __init__(self, pretrained, dtype="auto", max_model_len=None, seed=0, tensor_parallel_size=1, **more):
+            made.append({"dtype": dtype, "max_model_len": max_model_len, "seed": seed, **more})
+            assert (pretrained, tensor_parallel_size) == (str(tmp_path / "model"), 2)
+
+        def _model_generate(self, requests, generate=False, sampling_params=None):
+            asked.append((requests, sampling_params))
+            said = SimpleNamespace(token_ids=tiny_tokenizer()("samsum0\n").input_ids)
+            return [SimpleNamespace(outputs=[said]) for _ in requests]
+
+        def _loglikelihood_tokens(self, requests, disable_tqdm=False):
+            return [(-float(len(after)), True) for _, _, after in requests]
+
+    monkeypatch.setattr(engines, "vllm_classes", lambda: (Double, lambda **settings: settings))
+    monkeypatch.setattr(longbench, "metric_of", lambda task: lambda text, answer, **_: float(text == answer))
+    done = call("--anchor")
+    assert done.exit_code == 0, done.output
+    assert made == [{"dtype": "float32", "max_model_len": LENGTH + 1, "seed": 42, "enable_prefix_caching": True}]
+    ((prompts, sampling),) = asked
+    assert {prompt[0] for prompt in prompts} == {256}
+    stops = [257, *tiny_tokenizer()("\n").input_ids]
+    assert sampling == {
+        **{"temperature": 0, "max_tokens": 128, "min_tokens": 1, "stop_token_ids": stops, "detokenize": False}
+    }
+    result = read_result(tmp_path / "model-evaluation" / "model" / "longbench_samsum-1024.json")
+    assert (result.attention, result.answers[0].score) == ("causal, vllm", 1.0)
+    assert result.answers[0].prediction == "samsum0"
+    assert "backend vllm does not give it" in call("perplexity={source: {demo: speeches}}").stderr
 
 
 def test_short_benchmarks_are_evaluated_and_compared(tree, tmp_path):
