@@ -87,10 +87,14 @@ def _library_task(task: str, questions: Questions, samples: int) -> Any:
     config |= {"dataset_path": "", "dataset_name": "", "custom_dataset": lambda **_: tables, "metadata": {}}
     log = logging.getLogger("lm_eval.api.task")
     before, log.level = log.level, logging.ERROR  # it advises on custom data sets
+    bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
     try:
         return kind(config=config)
     finally:
         log.level = before
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def _put(text: str, old: str, new: str) -> str:

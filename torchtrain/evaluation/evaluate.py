@@ -168,6 +168,7 @@ def measure(
     anchor: bool = False,
     replace: bool = False,
     say: Callable[[str], None],
+    pulse: Callable[[], None] = lambda: None,
 ) -> list[Found]:
     """Measure one model; results of it that stand there already are taken over.
 
@@ -176,6 +177,7 @@ def measure(
         suite, lengths, out, anchor, say: as for `evaluate`.
         materials: of the suite.
         replace: write over results of other weights or settings, which are refused otherwise.
+        pulse: called between two batches of prompts.
     """
     results: list[Found] = []
     checkpoint, tokenizer, engine = candidate.checkpoint, candidate.tokenizer, candidate.engine
@@ -199,10 +201,11 @@ def measure(
             results.append(found)
             continue
         started = time.perf_counter()
+        tell = AnswerProgress(what, say, pulse)
         if benchmark_of(task) in _CHOICES:
-            answers, work = run_choices(samples, task, tokenizer, anchor_tokens, engine.log_likelihoods, what, say)
+            answers, work = run_choices(samples, task, tokenizer, anchor_tokens, engine.log_likelihoods, tell)
         else:
-            answers, work = run_task(samples, task, tokenizer, anchor_tokens, partial(engine.answers, task), what, say)
+            answers, work = run_task(samples, task, tokenizer, anchor_tokens, partial(engine.answers, task), tell)
         result = TaskResult(
             task=task,
             length=length,
@@ -284,8 +287,7 @@ def run_task(
     tokenizer: "PreTrainedTokenizerFast",
     anchor: Sequence[int],
     answer: Answers,
-    what: str = "",
-    say: Callable[[str], None] = lambda line: None,
+    progress: "AnswerProgress | None" = None,
 ) -> tuple[list[Answer], AnswerCost]:
     """Ask a model all samples of a task, and score what it says.
 
@@ -295,8 +297,7 @@ def run_task(
         tokenizer: of the model.
         anchor: ids put before each prompt that does not begin with them.
         answer: the model.
-        what: opens each line of progress.
-        say: takes lines of progress.
+        progress: is told of each batch.
 
     Returns:
         The answers in the order of the samples, and what was computed.
@@ -313,7 +314,8 @@ def run_task(
     anchored = [_with_anchor(ids, anchor) for ids in prompts]
     longest = max(map(len, anchored)) + room
     assert longest <= samples.samples[0]["max_length"], "samples are made with room for the answer and an anchor"
-    progress = _Progress(len(prompts), what, say)
+    progress = progress or AnswerProgress()
+    progress.total = len(prompts)
     said = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answer(anchored, room, progress.note)]
     answers = [
         Answer(index=sample["index"], prediction=text, score=score_of(text))
@@ -328,13 +330,12 @@ def run_choices(
     tokenizer: "PreTrainedTokenizerFast",
     anchor: Sequence[int],
     likelihoods: Likelihoods,
-    what: str = "",
-    say: Callable[[str], None] = lambda line: None,
+    progress: "AnswerProgress | None" = None,
 ) -> tuple[list[Answer], AnswerCost]:
     """Ask a model which of a sample's choices is the likeliest.
 
     Args:
-        samples, task, tokenizer, anchor, what, say: as for `run_task`.
+        samples, task, tokenizer, anchor, progress: as for `run_task`.
         likelihoods: the model.
 
     Returns:
@@ -345,7 +346,8 @@ def run_choices(
         pairs += [
             (_with_anchor(context, anchor), choice) for context, choice in choices.encode_pairs(sample, tokenizer)
         ]
-    progress = _Progress(len(pairs), what, say)
+    progress = progress or AnswerProgress()
+    progress.total = len(pairs)
     each = iter(likelihoods(pairs, progress.note))
     answers = []
     for sample in samples.samples:
@@ -356,22 +358,35 @@ def run_choices(
     return answers, progress.cost
 
 
-class _Progress:
-    """Counts what batches cost, and tells every few seconds what is left."""
+class AnswerProgress:
+    """Counts what batches cost, and tells every few seconds what is left.
 
-    def __init__(self, total: int, what: str, say: Callable[[str], None]) -> None:
-        self._total, self._what, self._say = total, what, say
+    Args:
+        what: opens each line.
+        say: takes lines.
+        pulse: called after each batch.
+    """
+
+    def __init__(
+        self,
+        what: str = "",
+        say: Callable[[str], None] = lambda line: None,
+        pulse: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._what, self._say, self._pulse = what, say, pulse
         self._began = self._told = time.monotonic()
+        self.total = 0
         self.cost = AnswerCost(0, 0, 0)
 
     def note(self, done: int, work: AnswerCost) -> None:
         """Add a batch, after which `done` are done."""
         self.cost = AnswerCost(*(a + b for a, b in zip(astuple(self.cost), astuple(work), strict=True)))
         now = time.monotonic()
-        if done < self._total and now - self._told >= _SECONDS_BETWEEN_LINES:
+        if done < self.total and now - self._told >= _SECONDS_BETWEEN_LINES:
             self._told = now
-            left = timedelta(seconds=round((now - self._began) / done * (self._total - done)))
-            self._say(f"{self._what} {done}/{self._total} · {left} left")
+            left = timedelta(seconds=round((now - self._began) / done * (self.total - done)))
+            self._say(f"{self._what} {done}/{self.total} · {left} left")
+        self._pulse()
 
 
 def _with_anchor(ids: list[int], anchor: Sequence[int]) -> list[int]:
