@@ -342,7 +342,7 @@ def evaluate(
     anchor: Annotated[bool, typer.Option("--anchor", help="put the training's anchor before each prompt")] = False,
     out: Annotated[Path | None, typer.Option(help="folder of results; default: TARGET-evaluation")] = None,
 ) -> None:
-    """Measure RULER's tasks and perplexity by position; what is finished is taken over and never computed again.
+    """Measure RULER, LongBench, MMLU, HellaSwag and perplexity by position; what is finished is never computed again.
 
     Leaves a file for each model, task and length in --out, which torchtrain compare reads. A task whose material is
     missing is told as not run, and no average hides it. Attention is plain causal attention.
@@ -392,10 +392,10 @@ def compare(
         typer.Option(help="folder for results.md, results.tex, results.html and figures; default: none is written"),
     ] = None,
 ) -> None:
-    """Put results side by side, run by length: the paper's tables, with n, intervals and what did not run.
+    """Put results side by side, run by length: the paper's tables and figures, with n, intervals and what did not run.
 
-    Differences are paired by sample; bold stands only where the interval of each leaves out zero. Results of other
-    samples, templates or lengths are refused.
+    Differences are paired by sample (bootstrap, McNemar); bold stands only where the interval of each leaves out zero.
+    Results of other samples, templates or lengths are refused.
 
     Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
     """

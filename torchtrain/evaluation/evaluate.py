@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EvaluatedModel:
     """A model that is measured, and what decides the numbers besides the samples."""
 
     checkpoint: Checkpoint
@@ -122,8 +122,8 @@ def evaluate(
             if suite.backend == "vllm"
             else TorchEngine(partial(_load, folder, dtype, device, say), suite, tokenizer)
         )
-        candidate = Candidate(checkpoint, tokenizer, engine, weights_digest(folder), dtype)
-        results += measure(candidate, suite, lengths, out, materials, anchor=anchor, say=say)
+        evaluated = EvaluatedModel(checkpoint, tokenizer, engine, weights_digest(folder), dtype)
+        results += measure(evaluated, suite, lengths, out, materials, anchor=anchor, say=say)
     return results
 
 
@@ -159,7 +159,7 @@ def check_samples(
 
 
 def measure(
-    candidate: Candidate,
+    evaluated: EvaluatedModel,
     suite: Suite,
     lengths: Sequence[int],
     out: Path,
@@ -173,14 +173,14 @@ def measure(
     """Measure one model; results of it that stand there already are taken over.
 
     Args:
-        candidate: the model.
+        evaluated: the model.
         suite, lengths, out, anchor, say: as for `evaluate`.
         materials: of the suite.
         replace: write over results of other weights or settings, which are refused otherwise.
         pulse: called between two batches of prompts.
     """
     results: list[Found] = []
-    checkpoint, tokenizer, engine = candidate.checkpoint, candidate.tokenizer, candidate.engine
+    checkpoint, tokenizer, engine = evaluated.checkpoint, evaluated.tokenizer, evaluated.engine
     anchor_tokens = _anchor(tokenizer) if anchor else []
     find = finished_or_none if replace else finished_result
     for length, task, samples in _jobs(checkpoint.name, suite, lengths, tokenizer, materials):
@@ -193,7 +193,7 @@ def measure(
             results.append(samples)
             continue
         settings = Settings(
-            weights=candidate.weights, samples=samples.sha256, anchor=anchor_tokens, dtype=candidate.dtype
+            weights=evaluated.weights, samples=samples.sha256, anchor=anchor_tokens, dtype=evaluated.dtype
         )
         if (found := find(path, settings)) is not None:
             assert isinstance(found, TaskResult)
@@ -234,7 +234,7 @@ def measure(
         documents = long_documents(wanted, tokenizer, length)
         path = result_path(out, checkpoint.name, "perplexity", length)
         digest = digest_of(documents, wanted.stride)
-        settings = Settings(weights=candidate.weights, samples=digest, anchor=[], dtype=candidate.dtype)
+        settings = Settings(weights=evaluated.weights, samples=digest, anchor=[], dtype=evaluated.dtype)
         if (known := find(path, settings)) is None:
             known = measure_perplexity(engine.model, checkpoint, wanted, documents, settings)
             save_result(path, known)

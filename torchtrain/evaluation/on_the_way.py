@@ -19,7 +19,7 @@ from anchorline.errors import UserError, quoted
 from torchtrain.checkpoint import rng
 from torchtrain.config import Config
 from torchtrain.evaluation.engines import TorchEngine
-from torchtrain.evaluation.evaluate import Candidate, Checkpoint, check_samples, check_suite, measure
+from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_samples, check_suite, measure
 from torchtrain.evaluation.materials import Materials
 from torchtrain.evaluation.suite import Suite, load_suite
 
@@ -105,17 +105,17 @@ class TrainingEvaluation:
         name = f"step-{step:08d}"
         engine = TorchEngine(lambda: share_weights(model), self._suite, tokenizer)
         checkpoint = Checkpoint(name, step, self._source)
-        candidate = Candidate(checkpoint, tokenizer, engine, state_digest(model), self._dtype)
+        evaluated = EvaluatedModel(checkpoint, tokenizer, engine, state_digest(model), self._dtype)
         with _keep_generators() as put_back:
 
             def on_batch() -> None:
                 put_back()  # who ends the run saves them
                 pulse()
 
-            arguments = (candidate, self._suite, self._lengths, self.out, self._materials)
+            arguments = (evaluated, self._suite, self._lengths, self.out, self._materials)
             measure(*arguments, replace=True, say=say, pulse=on_batch)
         if model.device.type == "cuda":
-            del engine, candidate
+            del engine, evaluated
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(model.device)  # the next step tells its own
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from anchorline.errors import UserError
+from benchmarks.evaluation import with_section
 from torchtrain.evaluation import tables
 from torchtrain.evaluation.compare import compare, mcnemar, paired_interval, tables_of_run
 from torchtrain.evaluation.figures import figures_of
@@ -359,6 +360,19 @@ def test_what_is_no_result_is_one_line(tmp_path):
         place.write_text(damaged)
         with pytest.raises(UserError, match=said):
             compare([tmp_path / "a"])
+
+
+def test_the_section_of_the_benchmarks_is_written_alone():
+    row = {"task": "fwe", "ours_seconds": 1.0, "stock_seconds": 2.0, "ratio": 2.0}
+    rows = [row | {"computed_share": 0.5, "same_answers": 4}]
+    facts = {"batch_of_stock": 4, "model": "m", "dtype": "float32", "length": 1024, "samples": 4, "pairs": 1}
+    report = facts | {"device": "d", "threads": 1, "versions": {"torch": "2"}, "results": rows}
+    once = with_section("# Benchmarks\n\n<!-- begin: data -->\n## Data\n<!-- end: data -->\n", report)
+    assert "| fwe | 1.00 | 2.00 | 2.00 | 50% | 4 of 4 |" in once
+    assert "## Data\n<!-- end: data -->\n\n<!-- begin: evaluation" in once
+    assert with_section(once, report) == once
+    changed = with_section(once, report | {"results": [rows[0] | {"ratio": 3.0}]})
+    assert changed == once.replace("| 2.00 | 50% |", "| 3.00 | 50% |")
 
 
 def test_tables_escape_what_they_hold():
