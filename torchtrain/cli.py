@@ -391,6 +391,10 @@ def compare(
         Path | None,
         typer.Option(help="folder for results.md, results.tex, results.html and figures; default: none is written"),
     ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST, help="how many of each run's checkpoints, its last; default: all evaluated"),
+    ] = None,
 ) -> None:
     """Put results side by side, run by length: the paper's tables and figures, with n, intervals and what did not run.
 
@@ -403,7 +407,7 @@ def compare(
         from torchtrain.evaluation.compare import compare as tables_of
         from torchtrain.evaluation.tables import print_tables, write_tables
 
-        tables, facts, measured = tables_of(runs)
+        tables, facts, measured = tables_of(runs, last)
         print_tables(tables)
         if out is not None:
             folder = resolve("--out", out)

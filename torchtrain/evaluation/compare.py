@@ -32,6 +32,15 @@ class Measured:
     found: dict[Key, list[TaskResult]] = field(default_factory=dict)
     not_run: dict[Key, str] = field(default_factory=dict)
     perplexity: dict[int, list[PerplexityResult]] = field(default_factory=dict)
+    whole: "Measured | None" = None  # all checkpoints, where this holds the last ones
+
+    def keep_last(self, last: int) -> "Measured":
+        """Return the run with its last checkpoints alone, by step; one whose step is not known is the trained model."""
+        results = [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
+        steps = sorted({(of.step is None, of.step or 0, of.checkpoint) for of in results})
+        names = {name for _, _, name in steps[-last:]}
+        kept = Measured(self.name, not_run=self.not_run, whole=self)
+        return kept.add(of for of in results if of.checkpoint in names)
 
     def add(self, results: Iterable[Found]) -> "Measured":
         """Add results."""
@@ -121,16 +130,20 @@ def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTa
     return tables + _benchmark_tables([run]) + _perplexity_tables([run])
 
 
-def compare(folders: Sequence[Path]) -> tuple[list[ScoreTable], dict[str, str], list[Measured]]:
+def compare(
+    folders: Sequence[Path], last: int | None = None
+) -> tuple[list[ScoreTable], dict[str, str], list[Measured]]:
     """Return the tables of runs side by side, what is said below them, and what they are of.
 
     Args:
         folders: runs that were evaluated, or folders of results.
+        last: of each run, how many checkpoints at most, the last ones; default: all that were evaluated.
 
     Raises:
         UserError: a folder holds no results or damaged ones; or runs were not measured alike.
     """
     runs = [_read(folder) for folder in folders]
+    runs = runs if last is None else [run.keep_last(last) for run in runs]
     if len({run.name for run in runs}) != len(runs):
         raise UserError("RUN: two have one name, and a table could not tell them apart; rename a folder")
     for other in runs[1:]:

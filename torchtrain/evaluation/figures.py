@@ -42,14 +42,14 @@ def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
         note = "Bars are 95 per cent intervals of each run alone; the tables have those of the differences."
         svg = _draw("by-length", lines, "tokens", "score", lengths)
         figures.append(ScoreFigure("score-by-length", f"RULER by length: {title.lower()}", note, svg))
-        lines = {run.name: _by_step(run, lengths[-1], wanted) for run in runs}
+        lines = {run.name: _by_step(run.whole or run, lengths[-1], wanted) for run in runs}
         if any(len(points) > 1 for points in lines.values()):
             note = f"Each checkpoint alone, at {lengths[-1]:,} tokens; bars are 95 per cent intervals."
             svg = _draw("by-step", lines, "training step", "score")
             figures.append(ScoreFigure("score-by-step", "RULER against the training step", note, svg))
     if first.perplexity:
         length = max(first.perplexity)
-        lines = {run.name: _perplexity_by_step(run, length) for run in runs}
+        lines = {run.name: _perplexity_by_step(run.whole or run, length) for run in runs}
         if any(len(points) > 1 for points in lines.values()):
             note = f"Of all positions up to {length:,}; {len(first.perplexity[length][0].buckets[0].losses)} documents."
             svg = _draw("perplexity", lines, "training step", "perplexity")

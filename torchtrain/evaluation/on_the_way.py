@@ -10,12 +10,12 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from anchorline.errors import UserError, quoted
+from anchorline.files import resolve
 from torchtrain.checkpoint import rng
 from torchtrain.config import Config
 from torchtrain.evaluation.engines import TorchEngine
@@ -41,7 +41,7 @@ class TrainingEvaluation:
         section = config.evaluation
         overrides = [] if section.samples is None else [f"samples={section.samples}"]
         self._suite: Suite = load_suite(section.suite, overrides)
-        self._lengths = sorted(section.lengths or [config.pack.sequence_length])
+        self._lengths = sorted({*section.lengths} or {config.pack.sequence_length})
         if self._lengths[-1] > config.pack.sequence_length:
             raise UserError(
                 f"evaluation.lengths {self._lengths[-1]}: the model is trained for pack.sequence_length "
@@ -53,7 +53,7 @@ class TrainingEvaluation:
             raise UserError(f"evaluation.suite: its dtype is not model.dtype ({config.model.dtype}); remove it there")
         check_suite(self._suite, self._lengths)
         self._every, self._last, self._dtype = section.every, config.train.steps, config.model.dtype
-        folder = Path(config.run.folder)
+        folder = resolve("run.folder", config.run.folder)
         self.out, self._source = folder.with_name(f"{folder.name}-evaluation"), str(folder)
         self._materials = Materials(self._suite)
 

@@ -296,6 +296,11 @@ def test_figures_show_runs_by_length_and_by_step(tmp_path):
     tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b", figures)
     html = (tmp_path / "out" / "results.html").read_text()
     assert html.count("<svg") == 3
+    for last, mean in ((None, "46.7 "), (2, "55.0 "), (1, "50.0 [")):  # 3, 6 and 5 of 10
+        found, _, kept = compare([tmp_path / "a", tmp_path / "b"], last)
+        (table,) = [table for table in found if table.title.startswith("Average of those")]
+        assert dict(table.rows)["a"][0].text.startswith(mean)
+        assert figures_of(kept)[1] == figures[1]  # by step: all of them
 
 
 def test_averages_are_of_thirteen_and_of_eleven_or_none():
