@@ -342,7 +342,7 @@ def evaluate(
     anchor: Annotated[bool, typer.Option("--anchor", help="put the training's anchor before each prompt")] = False,
     out: Annotated[Path | None, typer.Option(help="folder of results; default: TARGET-evaluation")] = None,
 ) -> None:
-    """Measure RULER's tasks and perplexity by position; what is finished is taken over and never computed again.
+    """Measure RULER, LongBench, MMLU, HellaSwag and perplexity by position; what is finished is never computed again.
 
     Leaves a file for each model, task and length in --out, which torchtrain compare reads. A task whose material is
     missing is told as not run, and no average hides it. Attention is plain causal attention.
@@ -388,13 +388,18 @@ def evaluate(
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="what was evaluated, or folders of results")],
     out: Annotated[
-        Path | None, typer.Option(help="folder for results.md, results.tex and results.html; default: none is written")
+        Path | None,
+        typer.Option(help="folder for results.md, results.tex, results.html and figures; default: none is written"),
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST, help="how many of each run's checkpoints, its last; default: all evaluated"),
     ] = None,
 ) -> None:
-    """Put results side by side, run by length: the paper's tables, with n, intervals and what did not run.
+    """Put results side by side, run by length: the paper's tables and figures, with n, intervals and what did not run.
 
-    Differences are paired by sample; bold stands only where the interval of each leaves out zero. Results of other
-    samples, templates or lengths are refused.
+    Differences are paired by sample (bootstrap, McNemar); bold stands only where the interval of each leaves out zero.
+    Results of other samples, templates or lengths are refused.
 
     Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
     """
@@ -402,11 +407,14 @@ def compare(
         from torchtrain.evaluation.compare import compare as tables_of
         from torchtrain.evaluation.tables import print_tables, write_tables
 
-        tables, facts = tables_of(runs)
+        tables, facts, measured = tables_of(runs, last)
         print_tables(tables)
         if out is not None:
             folder = resolve("--out", out)
-            write_tables(tables, facts, folder, "torchtrain compare " + " ".join(map(str, runs)))
+            from torchtrain.evaluation.figures import figures_of
+
+            command = "torchtrain compare " + " ".join(map(str, runs))
+            write_tables(tables, facts, folder, command, figures_of(measured))
             print(f"tables in {folder}")
 
 

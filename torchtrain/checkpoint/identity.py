@@ -17,6 +17,7 @@ FREE = (
     "data.cache",
     "data.prepared",
     "distributed",
+    "evaluation",
     "save",
     "log",
     "train.micro_batch",

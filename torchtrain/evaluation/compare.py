@@ -14,7 +14,7 @@ import numpy as np
 from anchorline.errors import UserError, quoted
 from torchtrain.evaluation.results import Found, NotRun, PerplexityResult, TaskResult, read_results
 from torchtrain.evaluation.scoring import mean_interval
-from torchtrain.evaluation.suite import NOT_IN_ELEVEN, TASKS
+from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, NOT_IN_ELEVEN, TASKS, benchmark_of
 from torchtrain.evaluation.tables import ScoreCell, ScoreTable
 
 DRAWS = 2000
@@ -32,6 +32,15 @@ class Measured:
     found: dict[Key, list[TaskResult]] = field(default_factory=dict)
     not_run: dict[Key, str] = field(default_factory=dict)
     perplexity: dict[int, list[PerplexityResult]] = field(default_factory=dict)
+    whole: "Measured | None" = None  # all checkpoints, where this holds the last ones
+
+    def keep_last(self, last: int) -> "Measured":
+        """Return the run with its last checkpoints alone, by step; one whose step is not known is the trained model."""
+        results = [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
+        steps = sorted({(of.step is None, of.step or 0, of.checkpoint) for of in results})
+        names = {name for _, _, name in steps[-last:]}
+        kept = Measured(self.name, not_run=self.not_run, whole=self)
+        return kept.add(of for of in results if of.checkpoint in names)
 
     def add(self, results: Iterable[Found]) -> "Measured":
         """Add results."""
@@ -44,72 +53,134 @@ class Measured:
                 self.found.setdefault((result.task, result.length), []).append(result)
         return self
 
-    @property
-    def lengths(self) -> list[int]:
-        """What it was measured at, ascending."""
-        return sorted({length for _, length in [*self.found, *self.not_run]})
+    def lengths(self, benchmark: str = "ruler") -> list[int]:
+        """Return what a benchmark was measured at, ascending."""
+        return sorted({length for task, length in [*self.found, *self.not_run] if benchmark_of(task) == benchmark})
 
-    @property
-    def tasks(self) -> list[str]:
-        """What was asked for, in RULER's order."""
-        asked = {task for task, _ in [*self.found, *self.not_run]}
-        return [task for task in TASKS if task in asked]
+    def tasks(self, benchmark: str = "ruler") -> list[str]:
+        """Return what was asked for of a benchmark, in its own order."""
+        asked = {task for task, _ in [*self.found, *self.not_run] if benchmark_of(task) == benchmark}
+        order = [*TASKS, *(f"longbench_{name}" for names in LONGBENCH.values() for name in names)]
+        return [task for task in order if task in asked] + sorted(asked - {*order})
 
     def ran(self, length: int) -> list[str]:
-        """Return the tasks that ran at a length."""
-        return [task for task in self.tasks if (task, length) in self.found]
+        """Return RULER's tasks that ran at a length."""
+        return [task for task in self.tasks() if (task, length) in self.found]
 
     def scores(self, key: Key) -> np.ndarray:
         """Return [samples]: of each its mean over the checkpoints."""
         return np.mean([result.scores for result in self.found[key]], axis=0)
 
-    def spread(self, length: int, tasks: Sequence[str]) -> float | None:
-        """Return the standard deviation over checkpoints of the average of tasks; None of one checkpoint."""
-        each = [[np.mean(result.scores) for result in self.found[task, length]] for task in tasks]
-        means = np.mean(each, axis=0)
+    def by_step(self, keys: Sequence[Key]) -> list[tuple[int, list[list[float]]]]:
+        """Return (step, of each task its scores [samples]) by checkpoint whose step is known, ascending."""
+        of_each = [{of.step: of.scores for of in self.found[key]} for key in keys]
+        steps = sorted(step for step in of_each[0] if step is not None)
+        return [(step, [of[step] for of in of_each]) for step in steps]
+
+    def check_whole(self) -> None:
+        """Check that each checkpoint has every task: a mean over checkpoints is of the same ones.
+
+        Raises:
+            UserError: one lacks a task that another has.
+        """
+        of_all = {result.checkpoint for results in self.found.values() for result in results}
+        for (task, length), results in self.found.items():
+            if lacking := sorted(of_all - {result.checkpoint for result in results}):
+                raise UserError(
+                    f"{self.name}: {quoted(lacking[0])} has no result of {task} at {length:,}, and others have; "
+                    "evaluate it again, which goes on where it stopped"
+                )
+
+
+@dataclass(frozen=True)
+class Average:
+    """What a column shows of a run: the mean over tasks of one weight each; `pooled`: of all their samples instead."""
+
+    name: str
+    keys: list[Key]
+    pooled: bool = False
+
+    def missing(self, run: Measured) -> int:
+        """Return how many of its tasks a run did not do."""
+        return sum(key not in run.found for key in self.keys)
+
+    def scores(self, run: Measured) -> list[np.ndarray]:
+        """Return of each task the scores [samples]; of all of them together where they are pooled."""
+        each = [run.scores(key) for key in self.keys]
+        return [np.concatenate(each)] if self.pooled else each
+
+    def spread(self, run: Measured) -> float | None:
+        """Return the standard deviation of the average over checkpoints; None of one checkpoint."""
+        each = [[np.asarray(of.scores) for of in run.found[key]] for key in self.keys]
+        together = [np.concatenate(of) for of in zip(*each, strict=True)] if self.pooled else None
+        means = [of.mean() for of in together] if together else np.mean([[x.mean() for x in of] for of in each], axis=0)
         return float(np.std(means, ddof=1)) if len(means) > 1 else None
 
 
 def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTable]:
-    """Return the tables of one run: tasks by length, and perplexity."""
+    """Return the tables of one run: tasks by length, groups, and perplexity."""
     run = Measured(name).add(results)
     rows = []
-    for task in run.tasks:
-        rows.append((task, [_cell(run, (task, length)) for length in run.lengths]))
+    for task in run.tasks():
+        rows.append((task, [_cell(run, (task, length)) for length in run.lengths()]))
     for said, wanted in (("mean of the 13", THIRTEEN), ("mean of the paper's 11", ELEVEN)):
-        rows.append((said, [_mean_cell(run, length, wanted) for length in run.lengths]))
-    tables = [ScoreTable("RULER", ["task", *map(_length, run.lengths)], rows, _notes([run]))] if run.lengths else []
-    return tables + _perplexity_tables([run])
+        rows.append((said, [_mean_cell(run, _average(run, length, wanted)) for length in run.lengths()]))
+    heads = ["task", *map(tell_length, run.lengths())]
+    tables = [ScoreTable("RULER", heads, rows, _notes([run], "ruler"))] if run.lengths() else []
+    return tables + _benchmark_tables([run]) + _perplexity_tables([run])
 
 
-def compare(folders: Sequence[Path]) -> tuple[list[ScoreTable], dict[str, str]]:
-    """Return the tables of runs side by side, and what is said below them.
+def compare(
+    folders: Sequence[Path], last: int | None = None
+) -> tuple[list[ScoreTable], dict[str, str], list[Measured]]:
+    """Return the tables of runs side by side, what is said below them, and what they are of.
 
     Args:
         folders: runs that were evaluated, or folders of results.
+        last: of each run, how many checkpoints at most, the last ones; default: all that were evaluated.
 
     Raises:
         UserError: a folder holds no results or damaged ones; or runs were not measured alike.
     """
     runs = [_read(folder) for folder in folders]
+    runs = runs if last is None else [run.keep_last(last) for run in runs]
     if len({run.name for run in runs}) != len(runs):
         raise UserError("RUN: two have one name, and a table could not tell them apart; rename a folder")
     for other in runs[1:]:
         _check_alike(runs[0], other)
     first, tables = runs[0], []
-    for said, wanted in (("Average of the 13 tasks", THIRTEEN), ("Average of the paper's 11 tasks", ELEVEN)):
-        tables += _average_table(said, runs, wanted)
-    ran = [task for task in first.tasks if all((task, length) in first.found for length in first.lengths)]
-    if ran and len(ran) < len(THIRTEEN):
-        tables += _average_table(f"Average of those that ran ({len(ran)} of 13)", runs, [_OLD.get(t, t) for t in ran])
-    for length in first.lengths:
-        rows = [(task, _cells(runs, (task, length))) for task in first.tasks]
-        tables.append(
-            ScoreTable(f"Tasks at {length:,} tokens", ["task", *(run.name for run in runs)], rows, _notes(runs))
-        )
+    for said, wanted in averages(first):
+        columns = [(length, _average(first, length, wanted)) for length in first.lengths()]
+        known = [(tell_length(length), of) for length, of in columns if not of.missing(first)]
+        tables += _side_by_side(said, runs, known, _notes(runs, "ruler"))
+    for length in first.lengths():
+        rows = [(task, _cells(runs, (task, length))) for task in first.tasks()]
+        heads = ["task", *(run.name for run in runs)]
+        tables.append(ScoreTable(f"Tasks at {length:,} tokens", heads, rows, _notes(runs, "ruler")))
+    tables += _benchmark_tables(runs)
+    tables += _right_and_wrong(runs)
     tables += _perplexity_tables(runs)
     facts = {run.name: _tell(run) for run in runs}
-    return tables, facts
+    return tables, facts, runs
+
+
+def averages(run: Measured) -> list[tuple[str, Sequence[str]]]:
+    """Return the averages of RULER that a run has at some length: what it is called, and its tasks."""
+    found: list[tuple[str, Sequence[str]]] = [
+        (said, wanted)
+        for said, wanted in (("Average of the 13 tasks", THIRTEEN), ("Average of the paper's 11 tasks", ELEVEN))
+        if any(not _average(run, length, wanted).missing(run) for length in run.lengths())
+    ]
+    ran = [task for task in run.tasks() if all((task, length) in run.found for length in run.lengths())]
+    if ran and len(ran) < len(THIRTEEN):
+        found.append((f"Average of those that ran ({len(ran)} of 13)", [_OLD.get(task, task) for task in ran]))
+    return found
+
+
+def average_of(run: Measured, length: int, wanted: Sequence[str]) -> list[Key] | None:
+    """Return the tasks of an average as this run names them, at a length; None where one did not run."""
+    found = _average(run, length, wanted)
+    return None if found.missing(run) else found.keys
 
 
 def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[float, float, float]:
@@ -127,6 +198,19 @@ def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[f
     return float(np.mean([np.mean(x - y) for x, y in zip(a, b, strict=True)])), float(low), float(high)
 
 
+def mcnemar(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
+    """Return how many samples a alone gets right, how many b alone, and McNemar's exact p (two-sided, binomial).
+
+    Args:
+        a, b: scores [samples] of the same samples, each 0 or 1.
+    """
+    only_a, only_b = int(np.sum(a > b)), int(np.sum(b > a))
+    from scipy.stats import binomtest
+
+    differing = only_a + only_b
+    return only_a, only_b, float(binomtest(only_a, differing).pvalue) if differing else 1.0
+
+
 def _read(folder: Path) -> Measured:
     beside = folder.with_name(f"{folder.name}-evaluation")
     for place in (folder, beside):
@@ -137,6 +221,7 @@ def _read(folder: Path) -> Measured:
         raise UserError(f"{quoted(folder)}: holds no results; first: torchtrain evaluate {folder}")
     for results in run.found.values():
         _check_same(run.name, run.name, results[0], results)
+    run.check_whole()
     return run
 
 
@@ -147,7 +232,7 @@ def _check_alike(a: Measured, b: Measured) -> None:
         UserError: they are not alike: says in what.
     """
     for what, x, y in (
-        ("lengths", [f"{length:,}" for length in a.lengths], [f"{length:,}" for length in b.lengths]),
+        ("lengths", [f"{length:,}" for length in a.lengths()], [f"{length:,}" for length in b.lengths()]),
         ("tasks", sorted(f"{t} at {n:,}" for t, n in a.found), sorted(f"{t} at {n:,}" for t, n in b.found)),
         ("lengths of perplexity", [f"{n:,}" for n in a.perplexity], [f"{n:,}" for n in b.perplexity]),
     ):
@@ -175,42 +260,122 @@ def _check_same(
                 )
 
 
-def _average_table(title: str, runs: list[Measured], wanted: Sequence[str]) -> list[ScoreTable]:
-    first = runs[0]
-    lengths = [length for length in first.lengths if _names(first, length, wanted)]
-    if not lengths:
+def _average(run: Measured, length: int, wanted: Sequence[str]) -> Average:
+    """Return an average of RULER's tasks as this run names them."""
+    asked = {_OLD.get(task, task): task for task in run.ran(length)}
+    return Average("", [(asked.get(task, task), length) for task in wanted])
+
+
+def _side_by_side(
+    title: str, runs: list[Measured], columns: Sequence[tuple[str, Average]], notes: list[str]
+) -> list[ScoreTable]:
+    """Return a table of averages: a row a run, and below them the differences from the first, paired by sample."""
+    if not columns:
         return []
-    columns = []
-    for length in lengths:
-        tasks = _names(first, length, wanted)
-        columns.append(_best(runs, [_mean_cell(run, length, wanted) for run in runs], [(t, length) for t in tasks]))
-    rows = [(run.name, [column[i] for column in columns]) for i, run in enumerate(runs)]
+    first, cells = runs[0], []
+    for _, average in columns:
+        of_runs = [_mean_cell(run, average) for run in runs]
+        cells.append(of_runs if average.missing(first) else _best(of_runs, [average.scores(run) for run in runs]))
+    rows = [(run.name, [column[i] for column in cells]) for i, run in enumerate(runs)]
     for run in runs[1:]:
-        cells = []
-        for length in lengths:
-            keys = [(task, length) for task in _names(first, length, wanted)]
-            mean, low, high = paired_interval([run.scores(key) for key in keys], [first.scores(key) for key in keys])
-            cells.append(ScoreCell(f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"))
-        rows.append((f"{run.name} - {first.name}, paired", cells))
-    return [ScoreTable(title, ["", *map(_length, lengths)], rows, _notes(runs))]
+        differences = []
+        for _, average in columns:
+            if average.missing(first):
+                differences.append(ScoreCell(""))
+                continue
+            mean, low, high = paired_interval(average.scores(run), average.scores(first))
+            differences.append(ScoreCell(f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"))
+        rows.append((f"{run.name} - {first.name}, paired", differences))
+    return [ScoreTable(title, ["", *(name for name, _ in columns)], rows, notes)]
 
 
-def _names(run: Measured, length: int, wanted: Sequence[str]) -> list[str]:
-    """Return the tasks of an average as this run names them; [] where one did not run."""
-    ran = {_OLD.get(task, task): task for task in run.ran(length)}
-    return [ran[task] for task in wanted] if set(wanted) <= ran.keys() else []
+def _benchmark_tables(runs: list[Measured]) -> list[ScoreTable]:
+    """Return LongBench by group, and the short benchmarks with LongBench's ICL, as the paper lays them out."""
+    first, tables = runs[0], []
+    asked = first.tasks("longbench")
+    of_group = {group: [f"longbench_{name}" for name in names] for group, names in LONGBENCH.items()}
+    of_group = {group: [task for task in tasks if task in asked] for group, tasks in of_group.items()}
+    for length in first.lengths("longbench"):
+        columns = [
+            (group, Average(group, [(task, length) for task in tasks])) for group, tasks in of_group.items() if tasks
+        ]
+        held = "; ".join(
+            f"{group}: {', '.join(task.removeprefix('longbench_') for task in tasks)}"
+            for group, tasks in of_group.items()
+            if tasks
+        )
+        notes = [f"Mean over the tasks of a group ({held}).", *_notes(runs, "longbench")]
+        tables += _side_by_side(f"LongBench at {length:,} tokens", runs, columns, notes)
+        if len(runs) == 1:
+            rows = [(task, [_cell(runs[0], (task, length))]) for task in asked]
+            tables.append(ScoreTable(f"LongBench's tasks at {length:,} tokens", ["task", "score"], rows, []))
+    columns = []
+    if of_group["ICL"]:
+        length = first.lengths("longbench")[-1]
+        keys = [(task, length) for task in of_group["ICL"]]
+        columns.append((f"LongBench ICL ({tell_length(length)})", Average("ICL", keys)))
+    notes = []
+    if lengths := first.lengths(HELLASWAG):
+        columns.append(("HellaSwag", Average(HELLASWAG, [(HELLASWAG, lengths[-1])])))
+        notes += [f"HellaSwag: by the likelihood over the length of the ending{_plain_accuracy(runs, lengths[-1])}."]
+    if lengths := first.lengths("mmlu"):
+        subjects = [(task, lengths[-1]) for task in first.tasks("mmlu")]
+        columns.append((f"MMLU ({len(subjects)} of 57 subjects)", Average("MMLU", subjects, pooled=True)))
+        notes += ["MMLU: of all questions, whatever their subject."]
+    if len(columns) > bool(of_group["ICL"]):
+        every = [*notes, *_notes(runs, "mmlu"), *_notes(runs, HELLASWAG)]
+        tables += _side_by_side("Short benchmarks", runs, columns, list(dict.fromkeys(every)))
+    return tables
+
+
+def _plain_accuracy(runs: list[Measured], length: int) -> str:
+    """Return what HellaSwag's endings score by the likelihood alone, in words."""
+    told = []
+    for run in runs:
+        plain = [of.acc for result in run.found.get((HELLASWAG, length), []) for of in result.answers]
+        known = [of for of in plain if of is not None]
+        told += [f"{run.name} {100 * sum(known) / len(known):.1f}"] if known else []
+    return f"; by the likelihood alone {', '.join(told)}" if told else ""
+
+
+def _right_and_wrong(runs: list[Measured]) -> list[ScoreTable]:
+    """Return how many samples one of two runs alone gets right, of tasks that have no other scores, and McNemar's p."""
+    first, tables = runs[0], []
+    if len(runs) < 2:
+        return []
+    lengths = sorted({length for _, length in first.found})
+    for length in lengths:
+        of_tasks = [
+            Average(task, [(task, length)]) for task in [*first.tasks(), HELLASWAG] if (task, length) in first.found
+        ]
+        subjects = [(task, length) for task in first.tasks("mmlu") if (task, length) in first.found]
+        of_tasks += [Average("mmlu", subjects, pooled=True)] if subjects else []
+        rows = []
+        for of_task in of_tasks:
+            scores = [of_task.scores(run)[0] for run in runs]
+            if not all(np.isin(of, (0.0, 1.0)).all() for of in scores):
+                continue
+            cells = []
+            for run, of in zip(runs[1:], scores[1:], strict=True):
+                alone, first_alone, p = mcnemar(of, scores[0])
+                cells.append(ScoreCell(f"{run.name} {alone}, {first.name} {first_alone}, p {p:.2g}"))
+            rows.append((of_task.name, cells))
+        if rows:
+            heads = ["task", *(f"{run.name} against {first.name}" for run in runs[1:])]
+            note = "McNemar's exact test, two-sided, of each task alone: of many tasks, some p are small by chance."
+            tables.append(ScoreTable(f"Right in one run alone, at {length:,} tokens", heads, rows, [note]))
+    return tables
 
 
 def _cells(runs: list[Measured], key: Key) -> list[ScoreCell]:
     cells = [_cell(run, key) for run in runs]
-    return _best(runs, cells, [key]) if key in runs[0].found else cells
+    return _best(cells, [[run.scores(key)] for run in runs]) if key in runs[0].found else cells
 
 
-def _best(runs: list[Measured], cells: list[ScoreCell], keys: Sequence[Key]) -> list[ScoreCell]:
+def _best(cells: list[ScoreCell], scores: Sequence[list[np.ndarray]]) -> list[ScoreCell]:
     """Make the best of a column bold where the paired interval from each other run leaves out zero."""
-    scores = [[run.scores(key) for key in keys] for run in runs]
-    best = max(range(len(runs)), key=lambda i: np.mean([of.mean() for of in scores[i]]))
-    others = [i for i in range(len(runs)) if i != best]
+    best = max(range(len(scores)), key=lambda i: np.mean([of.mean() for of in scores[i]]))
+    others = [i for i in range(len(scores)) if i != best]
     if others and all(paired_interval(scores[best], scores[i])[1] > 0 for i in others):
         cells[best] = ScoreCell(cells[best].text, bold=True)
     return cells
@@ -223,18 +388,27 @@ def _cell(run: Measured, key: Key) -> ScoreCell:
     return ScoreCell(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]")
 
 
-def _mean_cell(run: Measured, length: int, wanted: Sequence[str]) -> ScoreCell:
-    """Return the average of tasks, its interval (half widths of independent means added as squares), its spread."""
-    if not (tasks := _names(run, length, wanted)):
-        ran = {_OLD.get(task, task) for task in run.ran(length)}
-        return ScoreCell(f"none: {len(set(wanted) - ran)} did not run")
-    each = [mean_interval(list(run.scores((task, length)))) for task in tasks]
+def _mean_cell(run: Measured, average: Average) -> ScoreCell:
+    """Return an average, its interval, its spread over checkpoints."""
+    if missing := average.missing(run):
+        return ScoreCell(f"none: {missing} did not run")
+    mean, low, high = interval_of(average.scores(run))
+    spread = average.spread(run)
+    over = "" if spread is None else f" ±{100 * spread:.1f}"
+    return ScoreCell(f"{100 * mean:.1f}{over} [{100 * low:.1f}, {100 * high:.1f}]")
+
+
+def interval_of(scores: Sequence[Sequence[float] | np.ndarray]) -> tuple[float, float, float]:
+    """Return the mean over tasks and its 95 per cent interval: half widths of independent means added as squares.
+
+    Args:
+        scores: of each task the scores [samples].
+    """
+    each = [mean_interval(list(of)) for of in scores]
     mean = sum(of[0] for of in each) / len(each)
     low = mean - math.sqrt(sum((of[0] - of[1]) ** 2 for of in each)) / len(each)
     high = mean + math.sqrt(sum((of[2] - of[0]) ** 2 for of in each)) / len(each)
-    spread = run.spread(length, tasks)
-    over = "" if spread is None else f" ±{100 * spread:.1f}"
-    return ScoreCell(f"{100 * mean:.1f}{over} [{100 * low:.1f}, {100 * high:.1f}]")
+    return mean, low, high
 
 
 def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
@@ -262,20 +436,21 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
     return tables
 
 
-def _notes(runs: list[Measured]) -> list[str]:
+def _notes(runs: list[Measured], benchmark: str) -> list[str]:
     first = runs[0]
-    counts = sorted({len(results[0].answers) for results in first.found.values()})
+    found = {key: results for key, results in first.found.items() if benchmark_of(key[0]) == benchmark}
+    counts = sorted({len(results[0].answers) for results in found.values()})
     notes = []
     if counts:
         said = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         notes.append(f"n = {said} samples of each task and length; in brackets 95 per cent intervals (Wilson).")
-    texts = {
-        text for results in first.found.values() if (text := results[0].identity.get("materials", {}).get("haystack"))
-    }
+    texts = {text for results in found.values() if (text := results[0].identity.get("materials", {}).get("haystack"))}
     notes += [f"Haystack: {text}." for text in sorted(texts)]
-    missing = sorted({f"{task}: {why}" for run in runs for (task, _), why in run.not_run.items()})
+    missing = {
+        f"{task}: {why}" for run in runs for (task, _), why in run.not_run.items() if benchmark_of(task) == benchmark
+    }
     if missing:
-        notes.append("Not run: " + "; ".join(missing) + ".")
+        notes.append("Not run: " + "; ".join(sorted(missing)) + ".")
     return notes
 
 
@@ -289,5 +464,6 @@ def _tell(run: Measured) -> str:
     )
 
 
-def _length(length: int) -> str:
+def tell_length(length: int) -> str:
+    """Return a length as the paper writes it: 4K."""
     return f"{length // 1024}K" if length % 1024 == 0 else f"{length:,}"

@@ -4,8 +4,9 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
 from torchtrain.data.corpus import source_name
 from torchtrain.data.tokens import anchor_ids
-from torchtrain.evaluation.generation import AnswerCost, Generator
+from torchtrain.evaluation import choices, longbench
+from torchtrain.evaluation.engines import Engine, OnBatch, Pair, TorchEngine, VllmEngine
+from torchtrain.evaluation.generation import AnswerCost
 from torchtrain.evaluation.materials import Materials, MissingMaterialError
 from torchtrain.evaluation.perplexity import (
     bucket_means,
@@ -35,6 +38,7 @@ from torchtrain.evaluation.results import (
     PerplexityResult,
     Settings,
     TaskResult,
+    finished_or_none,
     finished_result,
     holds_scores,
     result_path,
@@ -44,17 +48,21 @@ from torchtrain.evaluation.results import (
 from torchtrain.evaluation.ruler import prompt_of
 from torchtrain.evaluation.samples import SampleSet, open_samples
 from torchtrain.evaluation.scoring import mean_interval, score
-from torchtrain.evaluation.suite import TASKS, PerplexityConfig, Suite
+from torchtrain.evaluation.suite import TASKS, PerplexityConfig, Suite, benchmark_of
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# Ids to ids: what a `Generator` does; a test puts a reader of prompts in its place.
-Answers = Callable[[Sequence[Sequence[int]], int, Callable[[int, AnswerCost], None]], list[list[int]]]
+# Ids to ids, or pairs of ids to log p: what a `Generator` does; a test puts a reader of prompts in its place.
+Answers = Callable[[Sequence[Sequence[int]], int, OnBatch], list[list[int]]]
+Likelihoods = Callable[[Sequence[Pair], OnBatch], list[float]]
 _SECONDS_BETWEEN_LINES = 5.0
 _PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval")
+# LongBench's scores; fuzzywuzzy gives other ratios where Levenshtein is installed.
+_SCORING = ("jieba", "fuzzywuzzy", "rouge", "Levenshtein")
+_CHOICES = ("mmlu", "hellaswag")
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,17 @@ class Checkpoint:
     name: str
     step: int | None
     source: str
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model that is measured, and what decides the numbers besides the samples."""
+
+    checkpoint: Checkpoint
+    tokenizer: "PreTrainedTokenizerFast"
+    engine: Engine
+    weights: str  # digest
+    dtype: str
 
 
 def evaluate(
@@ -90,76 +109,138 @@ def evaluate(
     Raises:
         UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    stride = suite.perplexity.stride if suite.perplexity is not None else None
-    if stride is not None and stride >= min(lengths) // 2:
-        raise UserError(f"perplexity.stride {stride}: windows are half of a length; give less than half of the least")
+    check_suite(suite, lengths)
     materials = Materials(suite)
     opened = [_open(checkpoint, suite, lengths, say) for checkpoint in checkpoints]  # all checks before any weight
-    for checkpoint, _, tokenizer in opened:
-        for _ in _jobs(checkpoint, suite, lengths, tokenizer, materials):
-            pass
+    for _, tokenizer in opened:
+        check_samples(suite, lengths, tokenizer, materials)
     results: list[Found] = []
-    for checkpoint, folder, tokenizer in opened:
-        model: PreTrainedModel | None = None
-        digest = weights_digest(folder)
-        settings_anchor = _anchor(tokenizer) if anchor else []
-        for length, task, samples in _jobs(checkpoint, suite, lengths, tokenizer, materials):
-            path = result_path(out, checkpoint.name, task, length)
-            what = f"{checkpoint.name} {task} {length:,}"
-            if isinstance(samples, NotRun):
-                if not holds_scores(path):  # those of a time when the material was there stay
-                    save_result(path, samples)
-                say(f"{what}: not run, {samples.not_run}")
-                results.append(samples)
-                continue
-            dtype = suite.dtype or _dtype(folder)
-            settings = Settings(weights=digest, samples=samples.sha256, anchor=settings_anchor, dtype=dtype)
-            if (found := finished_result(path, settings)) is not None:
-                assert isinstance(found, TaskResult)
-                say(f"{what}: finished before, {_tell(found)}")
-                results.append(found)
-                continue
-            model = model or _load(folder, dtype, device, say)
-            generator = Generator(model, suite.batch_tokens, _stops(model, tokenizer))
-            started = time.perf_counter()
-            answers, work = run_task(samples, task, tokenizer, settings_anchor, generator.answers, what, say)
-            result = TaskResult(
-                task=task,
-                length=length,
-                checkpoint=checkpoint.name,
-                step=checkpoint.step,
-                source=checkpoint.source,
-                settings=settings,
-                identity=samples.identity,
-                attention="causal, sdpa",
-                device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                shares_prefixes=generator.shares_prefixes,
-                prompt_tokens=work.prompt_tokens,
-                computed_tokens=work.computed_tokens,
-                seconds=round(time.perf_counter() - started, 3),
-                versions=environment.versions(_PACKAGES),
-                created=_now(),
-                answers=answers,
-            )
-            save_result(path, result)
-            say(f"{what}: {_tell(result)}, {result.seconds / len(answers):.2f} s a sample")
-            results.append(result)
+    for checkpoint, (folder, tokenizer) in zip(checkpoints, opened, strict=True):
+        dtype = suite.dtype or _dtype(folder)
+        engine: Engine = (
+            VllmEngine(str(folder), suite, dtype, max(lengths), open_config(str(folder)), tokenizer)
+            if suite.backend == "vllm"
+            else TorchEngine(partial(_load, folder, dtype, device, say), suite, tokenizer)
+        )
+        evaluated = EvaluatedModel(checkpoint, tokenizer, engine, weights_digest(folder), dtype)
+        results += measure(evaluated, suite, lengths, out, materials, anchor=anchor, say=say)
+    return results
+
+
+def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
+    """Check what needs no model.
+
+    Raises:
+        UserError: a stride that does not fit, or perplexity of an engine that does not give it.
+    """
+    if suite.perplexity is None:
+        return
+    stride = suite.perplexity.stride
+    if stride is not None and stride >= min(lengths) // 2:
+        raise UserError(f"perplexity.stride {stride}: windows are half of a length; give less than half of the least")
+    if suite.backend == "vllm":
+        raise UserError("perplexity: backend vllm does not give it; remove it (perplexity=null), or set backend: torch")
+
+
+def check_samples(
+    suite: Suite, lengths: Sequence[int], tokenizer: "PreTrainedTokenizerFast", materials: Materials
+) -> None:
+    """Make all samples that are not there yet, so that nothing is found wrong after a model was loaded.
+
+    Raises:
+        UserError: what cannot be measured, and not for want of a material.
+    """
+    for _, task, samples in _jobs("", suite, lengths, tokenizer, materials):
+        if benchmark_of(task) == "longbench" and isinstance(samples, SampleSet):
+            longbench.metric_of(task)  # a package of its scores may be missing
+    if suite.perplexity is not None:
         for length in lengths:
-            if (wanted := suite.perplexity) is None:
-                break
-            documents = long_documents(wanted, tokenizer, length)
-            path = result_path(out, checkpoint.name, "perplexity", length)
-            dtype = suite.dtype or _dtype(folder)
-            samples_digest = digest_of(documents, wanted.stride)
-            settings = Settings(weights=digest, samples=samples_digest, anchor=[], dtype=dtype)
-            if (known := finished_result(path, settings)) is None:
-                model = model or _load(folder, dtype, device, say)
-                known = measure_perplexity(model, checkpoint, wanted, documents, settings)
-                save_result(path, known)
-            assert isinstance(known, PerplexityResult)
-            say(f"{checkpoint.name} perplexity {length:,}: {_tell_perplexity(known)}")
-            results.append(known)
+            long_documents(suite.perplexity, tokenizer, length)
+
+
+def measure(
+    evaluated: EvaluatedModel,
+    suite: Suite,
+    lengths: Sequence[int],
+    out: Path,
+    materials: Materials,
+    *,
+    anchor: bool = False,
+    replace: bool = False,
+    say: Callable[[str], None],
+    pulse: Callable[[], None] = lambda: None,
+) -> list[Found]:
+    """Measure one model; results of it that stand there already are taken over.
+
+    Args:
+        evaluated: the model.
+        suite, lengths, out, anchor, say: as for `evaluate`.
+        materials: of the suite.
+        replace: write over results of other weights or settings, which are refused otherwise.
+        pulse: called between two batches of prompts.
+    """
+    results: list[Found] = []
+    checkpoint, tokenizer, engine = evaluated.checkpoint, evaluated.tokenizer, evaluated.engine
+    anchor_tokens = _anchor(tokenizer) if anchor else []
+    find = finished_or_none if replace else finished_result
+    for length, task, samples in _jobs(checkpoint.name, suite, lengths, tokenizer, materials):
+        path = result_path(out, checkpoint.name, task, length)
+        what = f"{checkpoint.name} {task} {length:,}"
+        if isinstance(samples, NotRun):
+            if not holds_scores(path):  # those of a time when the material was there stay
+                save_result(path, samples)
+            say(f"{what}: not run, {samples.not_run}")
+            results.append(samples)
+            continue
+        settings = Settings(
+            weights=evaluated.weights, samples=samples.sha256, anchor=anchor_tokens, dtype=evaluated.dtype
+        )
+        if (found := find(path, settings)) is not None:
+            assert isinstance(found, TaskResult)
+            say(f"{what}: finished before, {_tell(found)}")
+            results.append(found)
+            continue
+        started = time.perf_counter()
+        tell = AnswerProgress(what, say, pulse)
+        if benchmark_of(task) in _CHOICES:
+            answers, work = run_choices(samples, task, tokenizer, anchor_tokens, engine.log_likelihoods, tell)
+        else:
+            answers, work = run_task(samples, task, tokenizer, anchor_tokens, partial(engine.answers, task), tell)
+        result = TaskResult(
+            task=task,
+            length=length,
+            checkpoint=checkpoint.name,
+            step=checkpoint.step,
+            source=checkpoint.source,
+            settings=settings,
+            identity=samples.identity,
+            attention=engine.attention,
+            device=engine.device,
+            shares_prefixes=engine.shares_prefixes,
+            prompt_tokens=work.prompt_tokens,
+            computed_tokens=work.computed_tokens,
+            seconds=round(time.perf_counter() - started, 3),
+            versions=environment.versions(_PACKAGES + (_SCORING if benchmark_of(task) == "longbench" else ())),
+            created=_now(),
+            answers=answers,
+        )
+        save_result(path, result)
+        say(f"{what}: {_tell(result)}, {result.seconds / len(answers):.2f} s a sample")
+        results.append(result)
+    for length in lengths:
+        if (wanted := suite.perplexity) is None:
+            break
+        assert isinstance(engine, TorchEngine), "checked before"
+        documents = long_documents(wanted, tokenizer, length)
+        path = result_path(out, checkpoint.name, "perplexity", length)
+        digest = digest_of(documents, wanted.stride)
+        settings = Settings(weights=evaluated.weights, samples=digest, anchor=[], dtype=evaluated.dtype)
+        if (known := find(path, settings)) is None:
+            known = measure_perplexity(engine.model, checkpoint, wanted, documents, settings)
+            save_result(path, known)
+        assert isinstance(known, PerplexityResult)
+        say(f"{checkpoint.name} perplexity {length:,}: {_tell_perplexity(known)}")
+        results.append(known)
     return results
 
 
@@ -206,51 +287,115 @@ def run_task(
     tokenizer: "PreTrainedTokenizerFast",
     anchor: Sequence[int],
     answer: Answers,
-    what: str = "",
-    say: Callable[[str], None] = lambda line: None,
+    progress: "AnswerProgress | None" = None,
 ) -> tuple[list[Answer], AnswerCost]:
     """Ask a model all samples of a task, and score what it says.
 
     Args:
         samples: of the task.
-        task: one of `TASKS`.
+        task: one of `TASKS`, or of LongBench's.
         tokenizer: of the model.
         anchor: ids put before each prompt that does not begin with them.
         answer: the model.
-        what: opens each line of progress.
-        say: takes lines of progress.
+        progress: is told of each batch.
 
     Returns:
         The answers in the order of the samples, and what was computed.
     """
-    room, metric = TASKS[task]
-    prompts = [list(tokenizer(prompt_of(sample), verbose=False).input_ids) for sample in samples.samples]
-    anchored = [ids if ids[: len(anchor)] == list(anchor) else [*anchor, *ids] for ids in prompts]
+    if (ruler := TASKS.get(task)) is not None:
+        room, metric = ruler
+        texts = [prompt_of(sample) for sample in samples.samples]
+        scores = [partial(score, answers=sample["outputs"], metric=metric) for sample in samples.samples]
+    else:
+        room = longbench.room_of(task)
+        texts = [sample["prompt"] for sample in samples.samples]
+        scores = [partial(longbench.score_answer, task, sample=sample) for sample in samples.samples]
+    prompts = [list(tokenizer(text, verbose=False).input_ids) for text in texts]
+    anchored = [_with_anchor(ids, anchor) for ids in prompts]
     longest = max(map(len, anchored)) + room
     assert longest <= samples.samples[0]["max_length"], "samples are made with room for the answer and an anchor"
-    total, began, told = [0, 0, 0], time.monotonic(), time.monotonic()
-
-    def on_batch(done: int, work: AnswerCost) -> None:
-        nonlocal told
-        for i, tokens in enumerate((work.prompt_tokens, work.computed_tokens, work.generated_tokens)):
-            total[i] += tokens
-        now = time.monotonic()
-        if done < len(prompts) and now - told >= _SECONDS_BETWEEN_LINES:
-            told = now
-            left = timedelta(seconds=round((now - began) / done * (len(prompts) - done)))
-            say(f"{what} {done}/{len(prompts)} · {left} left")
-
-    said = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answer(anchored, room, on_batch)]
+    progress = progress or AnswerProgress()
+    progress.total = len(prompts)
+    said = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answer(anchored, room, progress.note)]
     answers = [
-        Answer(index=sample["index"], prediction=text, score=score(text, sample["outputs"], metric))
-        for sample, text in zip(samples.samples, said, strict=True)
+        Answer(index=sample["index"], prediction=text, score=score_of(text))
+        for sample, text, score_of in zip(samples.samples, said, scores, strict=True)
     ]
-    return answers, AnswerCost(*total)
+    return answers, progress.cost
+
+
+def run_choices(
+    samples: SampleSet,
+    task: str,
+    tokenizer: "PreTrainedTokenizerFast",
+    anchor: Sequence[int],
+    likelihoods: Likelihoods,
+    progress: "AnswerProgress | None" = None,
+) -> tuple[list[Answer], AnswerCost]:
+    """Ask a model which of a sample's choices is the likeliest.
+
+    Args:
+        samples, task, tokenizer, anchor, progress: as for `run_task`.
+        likelihoods: the model.
+
+    Returns:
+        As `run_task`.
+    """
+    pairs: list[Pair] = []
+    for sample in samples.samples:
+        pairs += [
+            (_with_anchor(context, anchor), choice) for context, choice in choices.encode_pairs(sample, tokenizer)
+        ]
+    progress = progress or AnswerProgress()
+    progress.total = len(pairs)
+    each = iter(likelihoods(pairs, progress.note))
+    answers = []
+    for sample in samples.samples:
+        of = [next(each) for _ in sample["choices"]]
+        points, plain = choices.score_choices(task, sample, of)
+        likeliest = max(range(len(of)), key=lambda i: of[i])
+        answers.append(Answer(index=sample["index"], prediction=str(likeliest), score=points, acc=plain))
+    return answers, progress.cost
+
+
+class AnswerProgress:
+    """Counts what batches cost, and tells every few seconds what is left.
+
+    Args:
+        what: opens each line.
+        say: takes lines.
+        pulse: called after each batch.
+    """
+
+    def __init__(
+        self,
+        what: str = "",
+        say: Callable[[str], None] = lambda line: None,
+        pulse: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._what, self._say, self._pulse = what, say, pulse
+        self._began = self._told = time.monotonic()
+        self.total = 0
+        self.cost = AnswerCost(0, 0, 0)
+
+    def note(self, done: int, work: AnswerCost) -> None:
+        """Add a batch, after which `done` are done."""
+        self.cost = AnswerCost(*(a + b for a, b in zip(astuple(self.cost), astuple(work), strict=True)))
+        now = time.monotonic()
+        if done < self.total and now - self._told >= _SECONDS_BETWEEN_LINES:
+            self._told = now
+            left = timedelta(seconds=round((now - self._began) / done * (self.total - done)))
+            self._say(f"{self._what} {done}/{self.total} · {left} left")
+        self._pulse()
+
+
+def _with_anchor(ids: list[int], anchor: Sequence[int]) -> list[int]:
+    return ids if ids[: len(anchor)] == list(anchor) else [*anchor, *ids]
 
 
 def _open(
     checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], say: Callable[[str], None]
-) -> tuple[Checkpoint, Path, "PreTrainedTokenizerFast"]:
+) -> tuple[Path, "PreTrainedTokenizerFast"]:
     folder = resolve_source(checkpoint.source, suite.cache, say)
     config = open_config(folder)
     tokenizer = open_tokenizer(folder)
@@ -262,26 +407,25 @@ def _open(
             f"--lengths {max(lengths)}: {quoted(checkpoint.source)} holds {most:,} positions; give no more, or extend "
             "the model first"
         )
-    return checkpoint, Path(folder), tokenizer
+    return Path(folder), tokenizer
 
 
 def _jobs(
-    checkpoint: Checkpoint,
-    suite: Suite,
-    lengths: Sequence[int],
-    tokenizer: "PreTrainedTokenizerFast",
-    materials: Materials,
+    name: str, suite: Suite, lengths: Sequence[int], tokenizer: "PreTrainedTokenizerFast", materials: Materials
 ) -> Iterator[tuple[int, str, SampleSet | NotRun]]:
     for length in lengths:
         for task in suite.tasks:
+            if benchmark_of(task) in _CHOICES and length != max(lengths):
+                continue  # a length is only what a prompt must not exceed
             try:
                 yield length, task, open_samples(task, length, suite.samples, tokenizer, materials)
             except MissingMaterialError as error:
-                yield length, task, NotRun(task=task, length=length, checkpoint=checkpoint.name, not_run=str(error))
+                yield length, task, NotRun(task=task, length=length, checkpoint=name, not_run=str(error))
 
 
-def _load(folder: Path, dtype: str, device: torch.device, say: Callable[[str], None]) -> "PreTrainedModel":
+def _load(folder: Path, dtype: str, device: torch.device | None, say: Callable[[str], None]) -> "PreTrainedModel":
     say(f"loading {folder}")
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_for_evaluation(str(folder), dtype=getattr(torch, dtype), device=device)
 
 
@@ -297,13 +441,6 @@ def _anchor(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 def _dtype(folder: Path) -> str:
     dtype = open_config(str(folder)).dtype
     return "float32" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _stops(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """Return what ends an answer: the EOS of the model's generation config, its config, or its tokenizer."""
-    kinds = (model.generation_config, model.config, tokenizer)
-    ends = next((end for kind in kinds if (end := getattr(kind, "eos_token_id", None)) is not None), [])
-    return [ends] if isinstance(ends, int) else list(ends)
 
 
 def _tell(result: TaskResult) -> str:

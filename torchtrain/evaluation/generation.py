@@ -36,10 +36,12 @@ class Generator:
         model: in evaluation mode, with transformers' own attention.
         batch_tokens: tokens whose keys and values are held at a time; a prompt that needs more goes alone.
         stop: ids that end an answer.
+        opens: whether an answer has a token at least, so that none of `stop` is its first.
     """
 
-    def __init__(self, model: "PreTrainedModel", batch_tokens: int, stop: Sequence[int]) -> None:
+    def __init__(self, model: "PreTrainedModel", batch_tokens: int, stop: Sequence[int], opens: bool = False) -> None:
         self._model, self._batch_tokens, self._stop = model, batch_tokens, frozenset(stop)
+        self._never_first = sorted(self._stop) if opens else []
         self.shares_prefixes = _holds_all_keys(model)
 
     def answers(
@@ -61,6 +63,47 @@ class Generator:
             tokens = sum(len(prompts[i]) for i in batch)
             on_batch(len(found), AnswerCost(tokens, computed, sum(len(found[i]) for i in batch)))
         return [found[i] for i in range(len(prompts))]
+
+    @torch.inference_mode()
+    def log_likelihoods(
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        on_batch: Callable[[int, AnswerCost], None] = lambda *_: None,
+    ) -> list[float]:
+        """Return log p of what follows each context, in nats: float32 logits, one context and continuation at a time.
+
+        Args:
+            pairs: token ids of contexts (one at least) and of what follows (one at least).
+            on_batch: called with how many pairs are done, and the work of the last.
+        """
+        from transformers import DynamicCache
+
+        found: dict[int, float] = {}
+        order = sorted(range(len(pairs)), key=lambda i: [*pairs[i][0], *pairs[i][1]])
+        cache, before = DynamicCache(config=self._model.config), []
+        logits_tV = torch.empty(0)
+        for i in order:
+            context, continuation = list(pairs[i][0]), list(pairs[i][1])
+            ids = context + continuation[:-1]
+            computed = 0
+            if ids != before or len(logits_tV) < len(continuation):  # of MMLU's four, one is computed
+                shared = min(_shared(before, ids), len(context) - 1) if self.shares_prefixes else 0
+                if not self.shares_prefixes:
+                    cache = DynamicCache(config=self._model.config)
+                elif len(before) > shared:
+                    _cut(cache, shared)
+                parts = []
+                for first in range(shared, len(ids), _PREFILL):
+                    part = ids[first : first + _PREFILL]
+                    wanted = first + len(part) - max(len(context) - 1, first)
+                    logits = self._logits(torch.tensor([part]), first, cache, max(wanted, 1))[0]
+                    parts += [logits] if wanted > 0 else []
+                logits_tV, before, computed = torch.cat(parts), ids, len(ids) - shared
+            targets_t = torch.tensor(continuation, device=logits_tV.device)
+            log_p_tV = logits_tV[-len(continuation) :].float().log_softmax(-1)
+            found[i] = float(log_p_tV.gather(-1, targets_t[:, None]).double().sum())
+            on_batch(len(found), AnswerCost(len(context) + len(continuation), computed, 0))
+        return [found[i] for i in range(len(pairs))]
 
     def _batches(self, order: list[int], prompts: Sequence[Sequence[int]], room: int) -> Iterator[list[int]]:
         batch: list[int] = []
@@ -93,16 +136,22 @@ class Generator:
                 computed += len(part)
             assert logits_V is not None, "a prompt has a token"
             before = prompt
+            if self._never_first:
+                logits_V[self._never_first] = -torch.inf
             read.append(_Read(cache, len(prompt), int(logits_V.argmax()), _keys(cache) if self.shares_prefixes else []))
         return read, computed
 
     def _step(self, ids_BT: Tensor, first: int, cache: object) -> Tensor:
+        return self._logits(ids_BT, first, cache, 1)[:, -1]
+
+    def _logits(self, ids_BT: Tensor, first: int, cache: object, keep: int) -> Tensor:
+        """Run tokens from position `first` on; return the logits of the last `keep` of them."""
         ids_BT = ids_BT.to(self._model.device)
         positions_1T = torch.arange(first, first + ids_BT.shape[1], device=ids_BT.device)[None]
         out = self._model(
-            input_ids=ids_BT, position_ids=positions_1T, past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=ids_BT, position_ids=positions_1T, past_key_values=cache, use_cache=True, logits_to_keep=keep
         )
-        return out.logits[:, -1]
+        return out.logits
 
     @torch.inference_mode()
     def _go_on(self, read: list["_Read"], room: int) -> list[list[int]]:

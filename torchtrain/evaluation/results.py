@@ -17,7 +17,7 @@ from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import entry_of, read_json, replace_file
 from anchorline.settings import explain
 
-_NAME = re.compile(r"([a-z][a-z0-9_]*)-(\d+)\.json")
+_NAME = re.compile(r"([a-z][a-z0-9_-]*)-(\d+)\.json")
 _MOST_BYTES = 1 << 28
 Unit = Annotated[float, Field(ge=0, le=1)]
 
@@ -27,11 +27,16 @@ class _Strict(BaseModel):
 
 
 class Answer(_Strict):
-    """What the model said to one sample, and what it is worth."""
+    """What the model said to one sample, and what it is worth.
+
+    Where it chose: `prediction` is its choice's number, `acc` whether that of the largest likelihood is right, which is
+    the score but for HellaSwag.
+    """
 
     index: int
     prediction: str
     score: Unit
+    acc: Unit | None = None
 
 
 class Settings(_Strict):
@@ -183,6 +188,14 @@ def finished_result(path: Path, settings: Settings) -> TaskResult | PerplexityRe
             f"{quoted(now[name], 20)}); choose another --out, or remove it"
         )
     return found
+
+
+def finished_or_none(path: Path, settings: Settings) -> TaskResult | PerplexityResult | None:
+    """As `finished_result`, but that what is of something else, or damaged, is none."""
+    try:
+        return finished_result(path, settings)
+    except UserError:
+        return None
 
 
 def holds_scores(path: Path) -> bool:

@@ -11,8 +11,11 @@ from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import FileEntry, build_folder, differs, expand, read_json, write_file
 from torchtrain.data.prepare import tokenizer_identity
+from torchtrain.evaluation.choices import make_choices, subject_group
+from torchtrain.evaluation.longbench import group_name, make_prompts
 from torchtrain.evaluation.materials import Materials
 from torchtrain.evaluation.ruler import Sample, make_samples
+from torchtrain.evaluation.suite import Suite, benchmark_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,7 +42,7 @@ def open_samples(
     """Return samples, made now if they are not there.
 
     Args:
-        task, length, count: as for `make_samples`.
+        task, length, count: as for `make_samples`, `make_prompts` and `make_choices`.
         tokenizer: of the model.
         materials: haystack and questions; the seed and the cache stand in their suite.
 
@@ -47,23 +50,36 @@ def open_samples(
         MissingMaterialError: the task's material is not set.
         UserError: as `make_samples`; a file is not as it was written; or the cache cannot be written.
     """
-    suite = materials.suite
+    suite, benchmark = materials.suite, benchmark_of(task)
     identity = {
         "format": _FORMAT,
         "task": task,
         "length": length,
         "samples": count,
-        "seed": suite.seed,
+        **_settings(task, suite),
         "tokenizer": tokenizer_identity(tokenizer),
         "materials": materials.identity(task),
-        "versions": versions(("lm_eval", "wonderwords", "nltk", "numpy")),
+        "versions": versions(("lm_eval", "wonderwords", "nltk", "numpy") if benchmark == "ruler" else ("lm_eval",)),
     }
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    folder = expand(suite.cache) / "ruler" / f"{task}-{length}-{name}"
+    folder = expand(suite.cache) / benchmark / f"{task}-{length}-{name}"
     if not folder.is_dir():
-        made = make_samples(task, length, count, suite.seed, tokenizer, materials)
+        if benchmark == "ruler":
+            made = make_samples(task, length, count, suite.seed, tokenizer, materials)
+        else:
+            make = make_prompts if benchmark == "longbench" else make_choices
+            made = make(task, length, count, tokenizer, materials)
         _write(folder, made, identity)
     return _read(folder, identity)
+
+
+def _settings(task: str, suite: Suite) -> dict[str, Any]:
+    """Return what of the suite decides a task's samples, and the group that the task belongs to."""
+    if (benchmark := benchmark_of(task)) == "longbench":
+        return {"group": group_name(task), "prompt": suite.longbench_prompt}
+    if benchmark == "mmlu":
+        return {"group": subject_group(task), "shots": suite.mmlu_shots}
+    return {"seed": suite.seed} if benchmark == "ruler" else {}
 
 
 def _write(folder: Path, samples: list[Sample], identity: dict[str, Any]) -> None:

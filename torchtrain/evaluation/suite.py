@@ -1,11 +1,13 @@
 """A suite: which tasks, how many samples, of which materials. YAML in, a strict schema out."""
 
 import difflib
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from anchorline import settings
 from anchorline.errors import UserError, quoted
@@ -33,6 +35,16 @@ TASKS: dict[str, tuple[int, Metric]] = {
 }
 # The paper leaves these out for LLaMA-2, on which they measure nothing.
 NOT_IN_ELEVEN = ("niah_multikey_3", "cwe")
+# LongBench's six groups (arXiv 2308.14508, table 1), by the names that the paper's table has.
+LONGBENCH: dict[str, tuple[str, ...]] = {
+    "Code Completion": ("lcc", "repobench-p"),
+    "ICL": ("trec", "triviaqa", "samsum", "lsht"),
+    "Multi-Doc QA": ("hotpotqa", "2wikimqa", "musique", "dureader"),
+    "Single-Doc QA": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
+    "Summarization": ("gov_report", "qmsum", "multi_news", "vcsum"),
+    "Synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
+}
+CHINESE = ("lsht", "dureader", "multifieldqa_zh", "vcsum", "passage_retrieval_zh")
 LEAST_LENGTH = 512  # tokens: below, the questions alone take most of the room
 NEEDS_HAYSTACK = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 
@@ -68,6 +80,22 @@ class Haystack(Section):
         return f"{kind} {getattr(self, kind)}, sentences {self.sentences}"
 
 
+class Published(Section):
+    """The published questions of a benchmark: exactly one of `folder` and `dataset`."""
+
+    folder: PathText | None = Field(default=None, description="folder of the benchmark's own files")
+    dataset: Name | None = Field(default=None, description="as in data.sources: folder or hub id of a data set")
+    revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.folder is None) == (self.dataset is None):
+            raise ValueError("give exactly one of folder (the benchmark's own files) and dataset")
+        if self.revision is not None and self.dataset is None:
+            raise ValueError("revision belongs to a dataset; remove it")
+        return self
+
+
 class PerplexityConfig(Section):
     """Perplexity on long documents, by position."""
 
@@ -88,24 +116,95 @@ class Suite(Section):
     haystack: Haystack | None = None
     squad: PathText | None = Field(default=None, description="SQuAD 2.0's dev-v2.0.json")
     hotpotqa: PathText | None = Field(default=None, description="HotpotQA's hotpot_dev_distractor_v1.json")
+    longbench: Published | None = Field(
+        default=None, description="a folder with NAME.jsonl of each task (or data/NAME.jsonl), as in data.zip"
+    )
+    longbench_prompt: Count | None = Field(
+        default=None,
+        description="tokens a prompt of LongBench is cut to, in its middle; default: what the length leaves beside "
+        "the answer. LongBench's own: 3500 for models of 4K, 31500 of 32K",
+    )
+    mmlu: Published | None = Field(
+        default=None, description="a folder with test/SUBJECT_test.csv and dev/SUBJECT_dev.csv, as in data.tar"
+    )
+    mmlu_shots: Annotated[int, Field(ge=0, le=5)] = Field(default=5, description="solved questions before each")
+    hellaswag: Published | None = Field(default=None, description="a folder with hellaswag_val.jsonl")
     perplexity: PerplexityConfig | None = None
     batch_tokens: Annotated[int, Field(ge=1, lt=2**31)] = Field(
         default=16_384, description="tokens of prompts and answers whose keys and values are held at a time"
     )
+    backend: Literal["torch", "vllm"] = Field(default="torch", description="what answers: this process, or vLLM")
+    vllm: dict[Name, bool | int | float | str] = Field(
+        default={}, description="further arguments of lm-eval's class for vLLM, such as tensor_parallel_size"
+    )
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="default: as the weights are saved")
+
+    @field_validator("tasks")
+    @classmethod
+    def _groups_are_tasks(cls, tasks: list[str]) -> list[str]:
+        """Write out the names of groups: `longbench`, `longbench_en`, `mmlu`."""
+        return [task for name in tasks for task in group_of(name)]
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> Self:
         for name in self.tasks:
-            if name not in TASKS:
-                near = difflib.get_close_matches(name[:100], TASKS, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(TASKS)}"
-                raise ValueError(f"task {name[:100]!r} is not one of RULER's; {hint}")
+            if name in TASKS or name == HELLASWAG or name in group_of("longbench"):
+                continue
+            if name.startswith("mmlu_") and name in group_of("mmlu"):
+                continue
+            known = [*TASKS, "longbench", "longbench_en", "mmlu", HELLASWAG]
+            each = [*known, *group_of("longbench"), *(group_of("mmlu") if name.startswith("mmlu") else ())]
+            near = difflib.get_close_matches(name[:100], each, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"task {name[:100]!r} is not known; {hint}")
+        if self.vllm and self.backend != "vllm":
+            raise ValueError("vllm belongs to backend vllm; remove it, or set backend: vllm")
         if len(set(self.tasks)) != len(self.tasks):
             raise ValueError("tasks: one stands twice; remove it")
         if {"vt", "vt_2024_10"} <= set(self.tasks):
             raise ValueError("tasks: vt and vt_2024_10 are the same task at two times; an average takes one")
         return self
+
+
+HELLASWAG = "hellaswag"
+
+
+def benchmark_of(task: str) -> str:
+    """Return `ruler`, `longbench`, `mmlu` or `hellaswag`."""
+    if task in TASKS:
+        return "ruler"
+    return task if task == HELLASWAG else task.partition("_")[0]
+
+
+@cache
+def group_of(name: str) -> tuple[str, ...]:
+    """Return the tasks that a name stands for: of a group all of them, else itself.
+
+    Raises:
+        ValueError: lm-eval, which has the subjects of MMLU, is not installed.
+    """
+    if name in ("longbench", "longbench_en"):
+        all_of_them = (task for tasks in LONGBENCH.values() for task in tasks)
+        return tuple(f"longbench_{task}" for task in all_of_them if name == "longbench" or task not in CHINESE)
+    if name == "mmlu":
+        found = sorted(path.stem for path in library_folder("mmlu/default").glob("mmlu_*.yaml"))
+        return tuple(found)
+    return (name,)
+
+
+def library_folder(tasks: str) -> Path:
+    """Return a folder of tasks of the installed lm-eval, without importing it.
+
+    Raises:
+        ValueError: it is not installed, or has no such folder.
+    """
+    found = importlib.util.find_spec("lm_eval")
+    if found is None or not found.submodule_search_locations:
+        raise ValueError("the package lm_eval is not installed: pip install 'anchorline[eval]'")
+    folder = Path(found.submodule_search_locations[0]) / "tasks" / tasks
+    if not folder.is_dir():
+        raise ValueError(f"lm-eval has no tasks {tasks}, which that of 0.4.13 has; pip install lm_eval==0.4.13")
+    return folder
 
 
 def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:

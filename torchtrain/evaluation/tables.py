@@ -4,10 +4,14 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import save
+
+if TYPE_CHECKING:
+    from torchtrain.evaluation.figures import ScoreFigure
 
 _LATEX = str.maketrans({c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
 
@@ -47,13 +51,19 @@ def print_tables(tables: Sequence[ScoreTable]) -> None:
             console.print(note, markup=False, soft_wrap=True, highlight=False)
 
 
-def write_tables(tables: Sequence[ScoreTable], facts: Mapping[str, str], folder: Path, command: str) -> None:
-    """Write results.md, results.tex and results.html.
+def write_tables(
+    tables: Sequence[ScoreTable],
+    facts: Mapping[str, str],
+    folder: Path,
+    command: str,
+    figures: Sequence["ScoreFigure"] = (),
+) -> None:
+    """Write results.md, results.tex and results.html, and each figure as an SVG of its own.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    from anchorline.page.html import render
+    from anchorline.page import inline, render
 
     page = render(
         "torchtrain.evaluation",
@@ -64,6 +74,7 @@ def write_tables(tables: Sequence[ScoreTable], facts: Mapping[str, str], folder:
         facts=facts,
         versions=versions(("anchorline", "torch", "transformers", "lm_eval")),
         tables=tables,
+        figures=[(inline(figure.svg, figure.title), figure) for figure in figures],
     )
     said = "\n".join(f"- {name}: {what}" for name, what in facts.items())
     try:
@@ -72,6 +83,8 @@ def write_tables(tables: Sequence[ScoreTable], facts: Mapping[str, str], folder:
         save(folder / "results.md", markdown_text.encode())
         save(folder / "results.tex", "\n".join(map(latex, tables)).encode())
         save(folder / "results.html", page.encode())
+        for figure in figures:
+            save(folder / f"{figure.name}.svg", figure.svg.encode())
     except OSError as error:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.strategy import make_strategy
+
+if TYPE_CHECKING:
+    from torchtrain.evaluation.on_the_way import TrainingEvaluation
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def train(
     with Termination() as termination, _place(config) as world, ExitStack() as locks:
         run = _Run(config, console, world, termination, started)
         run.check()
+        run.check_evaluation_is_new()
         return run.train(run.opening.open_new(run.set_up, replace, locks))
 
 
@@ -132,6 +136,7 @@ class _Run:
         with world.together():
             self.folder = RunFolder(config.run.folder)
         self.opening = Opening(config, self.folder, world, termination, self.say)
+        self.evaluation: TrainingEvaluation | None = None
 
     def check(self) -> None:
         """Check what needs neither model nor data."""
@@ -139,6 +144,13 @@ class _Run:
             resolve("data.cache", self.config.data.cache)
             check_layout(self.config, self.world.size)
             check_writers(self.config)
+            self.evaluation = make_evaluation(self.config, self.world)
+
+    def check_evaluation_is_new(self) -> None:
+        """Check that a new run's evaluation will not mix with another's."""
+        with self.world.together():
+            if self.evaluation is not None:
+                self.evaluation.check_new()
 
     def set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None) -> Setup:
         """Make model and rows; see `torchtrain.run.setup.set_up`."""
@@ -159,6 +171,8 @@ class _Run:
         """
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
+        if self.evaluation is not None:
+            self.evaluation.check_samples(setup.tokenizer)
         strategy = make_strategy(setup.model, setup.engine, config, self.world)
         with Journal(config, folder, self.world, self.console) as journal:
             session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.say)
@@ -171,6 +185,7 @@ class _Run:
             with self._see_through(session):
                 with self.termination.defer():
                     session.export_if_kept()  # of the step that was saved last, if the run was interrupted right then
+                    self._evaluate(session)
                     for step in take_steps(
                         config.train, setup, strategy, counter, session.guard, session.step, session.tokens_seen
                     ):
@@ -181,6 +196,7 @@ class _Run:
                             session.save()
                             session.export_if_kept()
                         self._attend(session)
+                        self._evaluate(session)
                     after = self._measure_held_out(session, journal, lambda: self._attend(session))
                     session.settle()
                     self._attend(session)
@@ -227,6 +243,16 @@ class _Run:
         journal.tell("evaluation", session.step, event)
         return losses
 
+    def _evaluate(self, session: Session) -> None:
+        """Measure the model on the way, if that is due after this step; SIGTERM is obeyed between two batches.
+
+        Raises:
+            UserError, OtherRankFailed, Terminated: as `_attend`; or a result cannot be written.
+        """
+        if self.evaluation is not None and self.evaluation.due(session.step):
+            setup = session.setup
+            self.evaluation.measure(setup.model, setup.tokenizer, session.step, self.say, lambda: self._attend(session))
+
     def _attend(self, session: Session) -> None:
         """Between two steps: see whether a save has been written, and save and stop if any rank was sent SIGTERM.
 
@@ -259,6 +285,24 @@ class _Run:
             if self.leads:
                 replace_file(self.folder.plot, plot(read_metrics(self.folder.metrics)))
                 self.folder.finish(step)
+
+
+def make_evaluation(config: Config, world: World) -> "TrainingEvaluation | None":
+    """Return what a run measures on its way; None: nothing.
+
+    Raises:
+        UserError: the run is spread over processes, or the suite does not fit.
+    """
+    if not config.evaluation.every:
+        return None
+    if world.size > 1 or config.distributed.zero_stage:
+        raise UserError(
+            "evaluation.every: on the way, one process without ZeRO is evaluated; set it to 0, keep models "
+            f"(save.last), and then: torchtrain evaluate {config.run.folder} --last {config.save.last}"
+        )
+    from torchtrain.evaluation.on_the_way import TrainingEvaluation
+
+    return TrainingEvaluation(config)
 
 
 def _check_held_out(losses: HeldOut, step: int) -> None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from anchorline.errors import UserError
+from benchmarks.evaluation import with_section
 from torchtrain.evaluation import tables
-from torchtrain.evaluation.compare import compare, paired_interval, tables_of_run
+from torchtrain.evaluation.compare import compare, mcnemar, paired_interval, tables_of_run
+from torchtrain.evaluation.figures import figures_of
 from torchtrain.evaluation.generation import Generator
 from torchtrain.evaluation.perplexity import (
     bucket_means,
@@ -53,11 +55,16 @@ def _alone(model, prompts) -> list[list[int]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def alone(model) -> list[list[int]]:
+    return _alone(model, _prompts())
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 200, 100_000])
-def test_answers_are_those_of_each_prompt_alone(model, batch_tokens):
+def test_answers_are_those_of_each_prompt_alone(model, alone, batch_tokens):
     prompts, work = _prompts(), []
     found = Generator(model, batch_tokens, [END]).answers(prompts, ROOM, lambda done, of: work.append((done, of)))
-    assert found == _alone(model, prompts)
+    assert found == alone
     assert len({tuple(answer) for answer in found}) == len(prompts) - 1  # only the copies agree
     assert work[-1][0] == len(prompts)
     assert sum(of.prompt_tokens for _, of in work) == sum(map(len, prompts))
@@ -204,7 +211,7 @@ def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
     wins, ties = [1.0] * 20 + [0.0] * 10, [1.0] * 10 + [0.0] * 20
     _save(tmp_path / "a", _result(scores=ties), _result("cwe", [1.0] * 15 + [0.0] * 15), _perplexity(0.5))
     _save(tmp_path / "b", _result(scores=wins), _result("cwe", [0.0] * 14 + [1.0] * 16), _perplexity())
-    found, facts = compare([tmp_path / "a", tmp_path / "b"])
+    found, facts, runs = compare([tmp_path / "a", tmp_path / "b"])
     assert facts.keys() == {"a", "b"}
     by_title = {table.title: table for table in found}
     tasks = dict(by_title["Tasks at 1,024 tokens"].rows)
@@ -217,11 +224,83 @@ def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
     assert perplexity.head == ["", "1 to 255", "256 to 1,023"]
     assert dict(perplexity.rows)["loss: b - a, paired"][0].text == "-0.500 [-0.500, -0.500]"
     assert [note for note in by_title["Tasks at 1,024 tokens"].notes if "n = 30 samples" in note]
-    tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b")
+    tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b", figures_of(runs))
+    assert [path.name for path in (tmp_path / "out").glob("*.svg")] == ["score-by-length.svg"]
     html, tex = ((tmp_path / "out" / f"results.{kind}").read_text() for kind in ("html", "tex"))
     assert "<strong>66.7 [" in html
     assert r"\textbf{66.7 [" in tex
     assert "**66.7 [" in (tmp_path / "out" / "results.md").read_text()
+
+
+def test_mcnemar_is_exact_and_stands_where_samples_are_right_or_wrong(tmp_path):
+    a, b = np.array([1.0] * 9 + [0.0] * 1 + [1.0] * 5), np.array([0.0] * 9 + [1.0] * 1 + [1.0] * 5)
+    assert mcnemar(a, b) == (9, 1, pytest.approx(22 / 1024))  # 2 (1 + 10) / 2^10
+    assert mcnemar(a, a) == (0, 0, 1.0)
+    mixed = [0.5, *a[1:]]
+    for name, scores, other in (("a", a, mixed), ("b", b, mixed)):
+        _save(tmp_path / name, _result(scores=scores), _result("cwe", other))
+    found, _, _ = compare([tmp_path / "a", tmp_path / "b"])
+    (table,) = [table for table in found if table.title.startswith("Right in one run alone")]
+    assert [(name, cells[0].text) for name, cells in table.rows] == [("fwe", "b 1, a 9, p 0.021")]
+
+
+def test_groups_and_short_benchmarks_are_laid_out_as_the_papers(tmp_path):
+    def short(value: float, **more):
+        names = [
+            ("longbench_lcc", [value, 1.0]),
+            ("longbench_repobench-p", [value, 0.0]),
+            ("longbench_trec", [value, 1.0]),
+        ]
+        return [
+            *(_result(name, scores) for name, scores in names),
+            _result("mmlu_anatomy", [value]),
+            _result("mmlu_virology", [1.0, 1.0, 1.0]),
+            _result("hellaswag", [1.0, value]),
+        ]
+
+    _save(
+        tmp_path / "a", *short(0.0), NotRun(task="longbench_samsum", length=1024, checkpoint="model", not_run="no file")
+    )
+    _save(tmp_path / "b", *short(1.0))
+    found, _, runs = compare([tmp_path / "a", tmp_path / "b"])
+    by_title = {table.title: table for table in found}
+    groups = by_title["LongBench at 1,024 tokens"]
+    assert groups.head == ["", "Code Completion", "ICL"]
+    rows = {name: [cell.text for cell in cells] for name, cells in groups.rows}
+    assert rows["a"][0].startswith("25.0 [")
+    assert rows["b - a, paired"][0].startswith("+50.0 [")
+    assert rows["a"][1] == "none: 1 did not run"  # samsum: never an average of trec alone
+    short_table = by_title["Short benchmarks"]
+    assert short_table.head == ["", "LongBench ICL (1K)", "HellaSwag", "MMLU (2 of 57 subjects)"]
+    rows = {name: [cell.text for cell in cells] for name, cells in short_table.rows}
+    assert rows["a"][2].startswith("75.0 [")  # three of four questions, not the mean of 0 and 100
+    assert any("Not run: longbench_samsum: no file." in note for note in groups.notes)
+    assert {name for name, _ in by_title["Right in one run alone, at 1,024 tokens"].rows} == {"hellaswag", "mmlu"}
+    assert figures_of(runs) == []
+
+
+def test_figures_show_runs_by_length_and_by_step(tmp_path):
+    for name, shift in (("a", 0.0), ("b", 0.5)):
+        for step, right in ((10, 3), (20, 6), (30, 5)):
+            scores = [1.0] * right + [0.0] * (10 - right)
+            for length in (1024, 2048):
+                result = _result(scores=scores, length=length, checkpoint=f"step-{step}")
+                _save(tmp_path / name, result.model_copy(update={"step": step}))
+            _save(tmp_path / name, _perplexity(shift).model_copy(update={"step": step, "checkpoint": f"step-{step}"}))
+    found, facts, runs = compare([tmp_path / "a", tmp_path / "b"])
+    figures = figures_of(runs)
+    assert [figure.name for figure in figures] == ["score-by-length", "score-by-step", "perplexity-by-step"]
+    assert all(
+        f">{name}<" in figure.svg for figure in figures for name in ("a", "b", "1K")[: 2 + ("length" in figure.name)]
+    )
+    tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b", figures)
+    html = (tmp_path / "out" / "results.html").read_text()
+    assert html.count("<svg") == 3
+    for last, mean in ((None, "46.7 "), (2, "55.0 "), (1, "50.0 [")):  # 3, 6 and 5 of 10
+        found, _, kept = compare([tmp_path / "a", tmp_path / "b"], last)
+        (table,) = [table for table in found if table.title.startswith("Average of those")]
+        assert dict(table.rows)["a"][0].text.startswith(mean)
+        assert figures_of(kept)[1] == figures[1]  # by step: all of them
 
 
 def test_averages_are_of_thirteen_and_of_eleven_or_none():
@@ -264,6 +343,12 @@ def test_compare_refuses_other_samples_lengths_and_tasks(tmp_path, other, said):
         compare([tmp_path / "a", tmp_path / "b"])
 
 
+def test_a_checkpoint_that_lacks_a_task_is_told(tmp_path):
+    _save(tmp_path / "a", _result(), _result("cwe"), _result(checkpoint="step-1"))
+    with pytest.raises(UserError, match=r"a: '?step-1'? has no result of cwe at 1,024, and others have; evaluate"):
+        compare([tmp_path / "a"])
+
+
 def test_what_is_no_result_is_one_line(tmp_path):
     _save(tmp_path / "a", _result())
     with pytest.raises(UserError, match=r"holds no results; first: torchtrain evaluate"):
@@ -280,6 +365,19 @@ def test_what_is_no_result_is_one_line(tmp_path):
         place.write_text(damaged)
         with pytest.raises(UserError, match=said):
             compare([tmp_path / "a"])
+
+
+def test_the_section_of_the_benchmarks_is_written_alone():
+    row = {"task": "fwe", "ours_seconds": 1.0, "stock_seconds": 2.0, "ratio": 2.0}
+    rows = [row | {"computed_share": 0.5, "same_answers": 4}]
+    facts = {"batch_of_stock": 4, "model": "m", "dtype": "float32", "length": 1024, "samples": 4, "pairs": 1}
+    report = facts | {"device": "d", "threads": 1, "versions": {"torch": "2"}, "results": rows}
+    once = with_section("# Benchmarks\n\n<!-- begin: data -->\n## Data\n<!-- end: data -->\n", report)
+    assert "| fwe | 1.00 | 2.00 | 2.00 | 50% | 4 of 4 |" in once
+    assert "## Data\n<!-- end: data -->\n\n<!-- begin: evaluation" in once
+    assert with_section(once, report) == once
+    changed = with_section(once, report | {"results": [rows[0] | {"ratio": 3.0}]})
+    assert changed == once.replace("| 2.00 | 50% |", "| 3.00 | 50% |")
 
 
 def test_tables_escape_what_they_hold():

@@ -1,0 +1,149 @@
+"""Evaluation of a model that is being trained, between two steps, without changing a bit of the training.
+
+What answers is a second tree of modules on the same weights (`share_weights`): with its own buffers, its own config,
+transformers' own attention and a KV cache. Of the training's model nothing is touched, not even RoPE's frequencies,
+which some types change as they meet longer rows. Greedy answers draw nothing; but lm-eval does, when it is imported
+and when it makes samples, so the generators' states are put back.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from anchorline.errors import UserError, quoted
+from anchorline.files import resolve
+from torchtrain.checkpoint import rng
+from torchtrain.config import Config
+from torchtrain.evaluation.engines import TorchEngine
+from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_samples, check_suite, measure
+from torchtrain.evaluation.materials import Materials
+from torchtrain.evaluation.suite import Suite, load_suite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+class TrainingEvaluation:
+    """What a run measures on its way.
+
+    Args:
+        config: the run's; `evaluation.every` is above 0.
+
+    Raises:
+        UserError: the suite cannot be read, or asks for what a training cannot give.
+    """
+
+    def __init__(self, config: Config) -> None:
+        section = config.evaluation
+        overrides = [] if section.samples is None else [f"samples={section.samples}"]
+        self._suite: Suite = load_suite(section.suite, overrides)
+        self._lengths = sorted({*section.lengths} or {config.pack.sequence_length})
+        if self._lengths[-1] > config.pack.sequence_length:
+            raise UserError(
+                f"evaluation.lengths {self._lengths[-1]}: the model is trained for pack.sequence_length "
+                f"{config.pack.sequence_length}; give no more"
+            )
+        if self._suite.backend != "torch":
+            raise UserError("evaluation.suite: on the way the model itself answers; set backend: torch in it")
+        if self._suite.dtype not in (None, config.model.dtype):
+            raise UserError(f"evaluation.suite: its dtype is not model.dtype ({config.model.dtype}); remove it there")
+        check_suite(self._suite, self._lengths)
+        self._every, self._last, self._dtype = section.every, config.train.steps, config.model.dtype
+        folder = resolve("run.folder", config.run.folder)
+        self.out, self._source = folder.with_name(f"{folder.name}-evaluation"), str(folder)
+        self._materials = Materials(self._suite)
+
+    def check_new(self) -> None:
+        """Check that no results stand where a new run's will.
+
+        Raises:
+            UserError: some do, of another run: `compare` would take them for this one's.
+        """
+        if next(self.out.glob("*/*.json"), None) is not None:
+            raise UserError(
+                f"evaluation: {quoted(self.out)} holds results of another run; move them away, or choose another "
+                "run.folder"
+            )
+
+    def check_samples(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Make all samples, so that nothing is found wrong after steps were taken.
+
+        Raises:
+            UserError: what cannot be measured, and not for want of a material.
+        """
+        with _keep_generators():
+            check_samples(self._suite, self._lengths, tokenizer, self._materials)
+
+    def due(self, step: int) -> bool:
+        """Whether a model is measured after so many steps: every so many, and after the last."""
+        return step > 0 and (step % self._every == 0 or step == self._last)
+
+    def measure(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerFast",
+        step: int,
+        say: Callable[[str], None],
+        pulse: Callable[[], None],
+    ) -> None:
+        """Measure a model as it is after a step; what was finished of it before is taken over.
+
+        Args:
+            model: the one that is trained; it is left as it is.
+            tokenizer: of the model.
+            step: steps done.
+            say: takes lines of progress.
+            pulse: called between two batches of prompts; may end the run.
+
+        Raises:
+            UserError: results cannot be written, or what `pulse` raises.
+        """
+        name = f"step-{step:08d}"
+        engine = TorchEngine(lambda: share_weights(model), self._suite, tokenizer)
+        checkpoint = Checkpoint(name, step, self._source)
+        evaluated = EvaluatedModel(checkpoint, tokenizer, engine, state_digest(model), self._dtype)
+        with _keep_generators() as put_back:
+
+            def on_batch() -> None:
+                put_back()  # who ends the run saves them
+                pulse()
+
+            arguments = (evaluated, self._suite, self._lengths, self.out, self._materials)
+            measure(*arguments, replace=True, say=say, pulse=on_batch)
+        if model.device.type == "cuda":
+            del engine, evaluated
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(model.device)  # the next step tells its own
+
+
+@contextmanager
+def _keep_generators() -> Iterator[Callable[[], None]]:
+    """Put the states of all random generators back after the block; give what does so within it."""
+    states = rng.capture()
+    try:
+        yield lambda: rng.restore(states)
+    finally:
+        rng.restore(states)
+
+
+def share_weights(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return a model of the same parameters, ready to generate; all else is its own."""
+    shared = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    shared.set_attn_implementation("sdpa")
+    shared.config.use_cache = True
+    if shared.generation_config is not None:
+        shared.generation_config.use_cache = True
+    return shared.eval()
+
+
+def state_digest(model: "PreTrainedModel") -> str:
+    """Return the SHA-256 of a model's config and weights as they are in memory."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,176 @@
+"""Evaluation between steps: not a bit of the training changes, a resumed run keeps it, what cannot be is told."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from anchorline.errors import UserError
+from torchtrain.attention.hf import register
+from torchtrain.checkpoint import rng
+from torchtrain.config import load_config
+from torchtrain.distributed.world import World
+from torchtrain.evaluation import evaluate as measuring
+from torchtrain.evaluation import on_the_way
+from torchtrain.evaluation.evaluate import Checkpoint, evaluate
+from torchtrain.evaluation.on_the_way import TrainingEvaluation, share_weights, state_digest
+from torchtrain.evaluation.results import read_result, read_results
+from torchtrain.evaluation.suite import load_suite
+from torchtrain.run import recipe
+from torchtrain.tests.run_fixtures import QUIET
+from torchtrain.tests.tiny import POSITIONS, tiny_tokenizer
+
+LENGTH = 2 * POSITIONS
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    """HellaSwag alone, three short questions: what a model of 128 positions can be asked."""
+    folder = tmp_path_factory.mktemp("suite")
+    record = {"activity_label": "A", "ctx_a": "We count.", "ctx_b": "1 2", "endings": ["3 4", "b c", "x", "9 9 9"]}
+    lines = [json.dumps(record | {"label": i, "ctx_b": f"{i} {i + 1}"}) + "\n" for i in range(3)]
+    (folder / "hellaswag_val.jsonl").write_text("".join(lines))
+    tree = {
+        "tasks": ["hellaswag", "mmlu_anatomy"],
+        "cache": str(folder / "cache"),
+        "hellaswag": {"folder": str(folder)},
+    }
+    (folder / "suite.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "suite.yaml"
+
+
+def _left(folder):
+    """All of a run but its clock, its config (which says that it was evaluated), and records of when and where."""
+    names = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    skipped = ("timing.jsonl", "run.json", "config.yaml", "manifest.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in names if path.name not in skipped}
+
+
+def _train(place, folder, *overrides, **more):
+    return recipe.train(load_config(place.config, [f"run.folder={folder}", *overrides]), console=QUIET, **more)
+
+
+@pytest.fixture(scope="module")
+def warm(place, tmp_path_factory):
+    """A run before those that are compared: packages draw from numpy's generator when they are first imported."""
+    _train(place, tmp_path_factory.mktemp("warm") / "run", "train.steps=1", "save.every=0", "save.last=1")
+
+
+@pytest.mark.parametrize("overrides", [(), ("rope.type=dynamic", "model.activation_checkpointing=true")])
+def test_not_a_bit_of_the_training_changes(warm, place, suite, tmp_path, overrides):
+    overrides = ("train.steps=4", *overrides)
+    _train(place, tmp_path / "plain", *overrides)
+    with_it = ("evaluation.every=2", f"evaluation.suite={suite}", f"evaluation.lengths=[{LENGTH - 20},{LENGTH}]")
+    _train(place, tmp_path / "measured", *overrides, *with_it)
+    plain, measured = _left(tmp_path / "plain"), _left(tmp_path / "measured")
+    assert plain.keys() == measured.keys()
+    assert any(name.endswith("rng-00000.safetensors") for name in plain)
+    assert [name for name in plain if plain[name] != measured[name]] == []
+    found = list(read_results(tmp_path / "measured-evaluation"))
+    scores = [of for of in found if of.task == "hellaswag"]
+    assert [(of.checkpoint, of.step) for of in scores] == [(f"step-0000000{step}", step) for step in (2, 4)]
+    assert len({of.settings.weights for of in scores}) == 2
+    assert all("mmlu is not set" in of.not_run for of in found if of.task == "mmlu_anatomy")
+    # What was measured is what the model of that step, exported, is found to be.
+    export = tmp_path / "measured" / "exports" / "step-00000002"
+    again = evaluate(
+        [Checkpoint("x", 2, str(export))], load_suite(suite), [LENGTH], tmp_path / "o", say=lambda line: None
+    )
+    assert again[0].answers == scores[0].answers
+
+
+def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, tmp_path, monkeypatch):
+    settings = ("evaluation.every=2", f"evaluation.suite={suite}", "train.steps=4", "save.last=1")
+    _train(place, tmp_path / "straight", *settings)
+    real, asked = measuring.run_choices, []
+
+    def stop(*arguments):
+        asked.append(1)
+        arguments[-1]._pulse = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+        return real(*arguments)
+
+    monkeypatch.setattr(measuring, "run_choices", stop)
+    with pytest.raises(KeyboardInterrupt):
+        _train(place, tmp_path / "run", *settings)
+    assert asked == [1]
+    monkeypatch.undo()
+    folder = tmp_path / "run"
+    recipe.resume(load_config(folder / "config.yaml", [f"run.folder={folder}"]), console=QUIET)
+    for step in (2, 4):  # the evaluation that was interrupted is made after all
+        own, straight = (
+            read_result(tmp_path / f"{name}-evaluation" / f"step-0000000{step}" / f"hellaswag-{LENGTH}.json")
+            for name in ("run", "straight")
+        )
+        assert (own.answers, own.settings) == (straight.answers, straight.settings)
+    shutil.rmtree(tmp_path / "straight")
+    with pytest.raises(UserError, match=r"straight-evaluation.* holds results of another run; move them away"):
+        _train(place, tmp_path / "straight", *settings)
+    assert not (tmp_path / "straight").exists()
+
+
+def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(place, suite, model_folder, monkeypatch):
+    config = load_config(place.config, ["evaluation.every=2", f"evaluation.suite={suite}"])
+    evaluation = TrainingEvaluation(config)
+    seen = []
+
+    def draw(*_, pulse, **__):
+        np.random.rand(3), random.random(), torch.rand(3)
+        pulse()
+        np.random.rand(3), random.random(), torch.rand(3)
+
+    monkeypatch.setattr(on_the_way, "measure", draw)
+    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    before = rng.capture()
+    evaluation.measure(model, tiny_tokenizer(), 2, print, lambda: seen.append(rng.capture()))
+    for states in (*seen, rng.capture()):
+        assert [name for name in before if not torch.equal(before[name], states[name])] == []
+    assert len(seen) == 1
+
+
+def test_a_model_that_shares_weights_shares_nothing_else(model_folder):
+    register()
+    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"), attn_implementation="anchor").train()
+    config, digest = model.config.to_json_string(), state_digest(model)
+    states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
+    shared = share_weights(model)
+    assert [a is b for a, b in zip(model.parameters(), shared.parameters(), strict=True)].count(False) == 0
+    assert not {id(of) for of in model.modules()} & {id(of) for of in shared.modules()}
+    assert not {id(of) for of in model.buffers()} & {id(of) for of in shared.buffers()}
+    assert (model.training, shared.training) == (True, False)
+    assert (model.config._attn_implementation, shared.config._attn_implementation) == ("anchor", "sdpa")
+    assert model.config.to_json_string() == config
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == (states[0], states[2])
+    assert torch.equal(torch.get_rng_state(), states[1])
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    assert state_digest(model) == state_digest(shared) != digest
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["evaluation.lengths=[4096]"], "evaluation.lengths 4096: the model is trained for pack.sequence_length 128"),
+        (["evaluation.suite=nowhere.yaml"], "nowhere.yaml"),
+        (["distributed.zero_stage=1"], "one process without ZeRO is evaluated; set it to 0, keep models"),
+    ],
+)
+def test_what_cannot_be_is_told_before_a_run_is_made(place, suite, tmp_path, overrides, said):
+    config = load_config(
+        place.config, [f"run.folder={tmp_path / 'run'}", "evaluation.every=1", f"evaluation.suite={suite}", *overrides]
+    )
+    with pytest.raises(UserError, match=said):
+        recipe.make_evaluation(config, World())
+    if "zero" in overrides[0]:
+        with pytest.raises(UserError, match=said):
+            recipe.make_evaluation(load_config(place.config, ["evaluation.every=1"]), World(size=2))
+        assert recipe.make_evaluation(load_config(place.config), World(size=2)) is None
+        return
+    with pytest.raises(UserError, match=said):
+        recipe.train(config, console=Console(quiet=True))
+    assert not (tmp_path / "run").exists()
