@@ -226,16 +226,27 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 def _open(path: str) -> Iterator[BinaryIO]:
     """Open a file for reading what it holds decompressed; a .zst of several frames is one content."""
     if _ends(path, ".gz"):
-        with _open_raw(path) as raw, gzip.open(raw, "rb") as file:
-            yield cast(BinaryIO, file)
+        with _open_raw(path) as raw:
+            _check_begun(raw)
+            with gzip.open(raw, "rb") as file:
+                yield cast(BinaryIO, file)
     elif _ends(path, ".zst"):
         arrow = import_arrow(path)
         # pyarrow's reader: it comes with datasets, and tells of a file that is cut off.
-        with _open_arrow(path, arrow) as raw, arrow.CompressedInputStream(raw, "zstd") as content:
-            yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
+        with _open_arrow(path, arrow) as raw:
+            _check_begun(raw)
+            with arrow.CompressedInputStream(raw, "zstd") as content:
+                yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
     else:
         with _open_raw(path) as file:
             yield file
+
+
+def _check_begun(raw: Any) -> None:
+    """Refuse a compressed file without a byte: one that holds nothing has a header. Raises EOFError."""
+    if not raw.read(1):
+        raise EOFError("it is empty")
+    raw.seek(0)
 
 
 @contextmanager

@@ -110,6 +110,16 @@ def test_a_zst_file_that_is_cut_off_or_other_is_refused(tmp_path, damage, reason
         list(items(str(path), {}))
 
 
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_compressed_file_without_a_byte_was_cut_off(tmp_path, suffix):
+    """Beside others it would lose its documents in silence. A plain one may be empty."""
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    assert list(read(Source(files=f"{tmp_path}/*.jsonl"))) == []
+    (tmp_path / f"b.jsonl.{suffix}").write_bytes(b"")
+    with pytest.raises(UserError, match=rf"b\.jsonl\.{suffix} breaks off after line 0: it is empty; copy it again"):
+        list(read(Source(files=f"{tmp_path}/*.jsonl*")))
+
+
 def test_a_line_too_long_to_hold_costs_that_line(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MOST_LINE_BYTES", 100)
     path = tmp_path / "a.jsonl"
