@@ -209,7 +209,7 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
         (["shift_pairs.contestants=[]"], "shift_pairs.contestants"),
         (["tokens"], "override 'tokens': write section.key=value"),
         (["block=0"], "block: 0: Input should be greater than or equal to 1"),
-        ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of shift_pairs"),
+        ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of setups"),
         (["lengths.lengths=[0]"], "lengths.lengths.0: 0: Input should be greater than or equal to 4"),
         (["lengths.lengths=[-5, 6]"], "lengths.lengths.0: -5: Input should be greater than or equal to 4"),
         (["lengths.columns=[-1]"], "lengths.columns.0: -1: Input should be greater than or equal to 0"),
