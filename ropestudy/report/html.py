@@ -18,7 +18,7 @@ from ropestudy.report.figures_sites import sites_figures
 from ropestudy.report.select import number
 from ropestudy.schema import Results
 
-SIGNS = {"holds": "✓", "does not hold": "✗", "depends": "~", "not measured": "–"}
+SIGNS = {"holds": "✓", "does not hold": "✗", "not settled": "?", "depends": "~", "not measured": "–"}
 SHARES = (
     "Shares: the rows of attention sum to one, so what one column loses others gain, and a column's part of the "
     "unweighted difference cannot exceed a half. n of eq. 5 divides a column by the queries that see it, so the last "
@@ -69,10 +69,17 @@ def render(results: Results) -> str:
 def cases_of(claim: Claim) -> Table:
     """Return every case of a claim, a row each: its factors, its number and its answer."""
     factors = list(dict.fromkeys(factor for case in claim.cases for factor in case.where))
-    said = {True: "yes", False: "no", None: "sequences disagree"}
-    rows = [[*(case.where.get(factor, "") for factor in factors), case.number, said[case.yes]] for case in claim.cases]
+    said = {True: "yes", False: "no", None: "not settled"}
+    rows = [
+        [
+            *(case.where.get(factor, "") for factor in factors),
+            *(case.effect.value, case.effect.low, case.effect.high),
+            said[case.yes],
+        ]
+        for case in claim.cases
+    ]
     title = f"All {count(len(rows), 'case')}" if len(rows) > 1 else "The case"
-    return Table(claim.key, title, (*factors, claim.number_is, "criterion met"), rows)
+    return Table(claim.key, title, (*factors, claim.number_is, "from", "to", "criterion met"), rows)
 
 
 def _lede(results: Results, paper: Sequence[Claim]) -> str:
@@ -80,12 +87,13 @@ def _lede(results: Results, paper: Sequence[Claim]) -> str:
     parts = [
         f"{tally['holds']} {'holds' if tally['holds'] == 1 else 'hold'}",
         f"{tally['does not hold']} {'does' if tally['does not hold'] == 1 else 'do'} not",
+        f"{tally['not settled']} {'is' if tally['not settled'] == 1 else 'are'} not settled",
         f"{tally['depends']} depend{'s' if tally['depends'] == 1 else ''}",
     ]
     parts += [f"{tally['not measured']} not measured in this configuration"] if tally["not measured"] else []
     return (
         f"Of the paper's {count(len(paper), 'claim')}, tried on {results.model.source}: {', '.join(parts)}. "
-        "Each verdict follows from the numbers by the criterion beside it."
+        "Each verdict follows from the numbers by the criterion beside it, with an interval over the texts."
     )
 
 

@@ -55,8 +55,10 @@ def baseline(results: Results, score: Score) -> Score | None:
     none.
     """
     for other in scores(results, "baseline"):
-        same = (other.tokens, other.sequences, other.model, other.text, other.mask, other.d1, other.d2) == (
-            *(score.tokens, score.sequences, score.model, score.text, score.mask, score.d1),
+        same = (
+            *(other.tokens, other.sequences, other.model, other.text, other.mask, other.gap, other.d1, other.d2),
+        ) == (
+            *(score.tokens, score.sequences, score.model, score.text, score.mask, score.gap, score.d1),
             *(score.d2 if score.d2 != score.d1 else other.d2,),
         )
         if same and other.condition == score.base:

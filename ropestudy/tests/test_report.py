@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 from anchorline.page.colours import DARK, LIGHT
 from ropestudy import report
 from ropestudy.report import __main__ as again
-from ropestudy.report.claims import Claim, Comparison
+from ropestudy.report.claims import Claim, Comparison, above
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
 from ropestudy.report.docs import BEGIN, END, numbers, refresh
+from ropestudy.report.effects import known
 from ropestudy.report.html import SHARES, figures_of, render
 from ropestudy.report.select import number, one_rounding
 from ropestudy.schema import (
@@ -89,13 +90,13 @@ def pairs(row: float, condition: str = BF16, mode: str = "local", **fields: Any)
     )
 
 
-def tokens(first: float) -> PerToken:
-    """The first column against all others at 1."""
+def tokens(first: float, share: float = 0.2) -> PerToken:
+    """The first column against all others at 1, and its share of D."""
     columns = Columns(
         d=[first, *[1.0] * (TOKENS - 1)], d_std=[0.1] * TOKENS, unweighted=[first, *[1.0] * (TOKENS - 1)],
         mass=[1.0] * TOKENS, d_logit=[1.0] * TOKENS, row=[1.0] * TOKENS,
     )  # fmt: skip
-    return PerToken(**about(), mode="local", d1=0, d2=16, difference=diff(0.01), columns=columns)
+    return PerToken(**about(), mode="local", d1=0, d2=16, difference=diff(0.01, first_share=share), columns=columns)
 
 
 def lengths(first: float, rest: float, condition: str = BF16) -> ByLength:
@@ -270,7 +271,7 @@ TRIED = {
     "fp32-relative": ([pairs(AT / 2, "fp32")], [pairs(2 * AT, "fp32")]),
     "samples": ([pairs(0.01), pairs(1e-7, "fp32")], [pairs(1e-7), pairs(0.01, "fp32")]),
     "amplified": ([PAIRED, pairs(0.005, model="kaiming")], [PAIRED, pairs(0.02, model="kaiming")]),
-    "first-most": ([tokens(1.5)], [tokens(0.5)]),
+    "first-most": ([tokens(1.5, 0.6)], [tokens(1.5, 0.2)]),
     "grows": ([lengths(0.5, 0.1)], [lengths(-0.2, 0.1)]),
     "only-first": ([lengths(0.5, 0.1)], [lengths(0.5, 0.9)]),
     "reset-matters": (
@@ -313,8 +314,8 @@ TRIED["by-length"] = (
         LengthPoint(tokens=T, sequences=2, shift=diff(row), error=diff(row), columns={}, columns_d={})
         for T, row in ((8, 0.001), (32, 0.01))])],
     [ByLength(**about(), mode="local", d1=0, d2=16, points=[
-        LengthPoint(tokens=T, sequences=2, shift=diff(0.01), error=diff(0.01), columns={}, columns_d={})
-        for T in (8, 32)])],
+        LengthPoint(tokens=T, sequences=2, shift=diff(row), error=diff(row), columns={}, columns_d={})
+        for T, row in ((8, 0.01), (32, 0.009))])],
 )  # fmt: skip
 
 
@@ -369,38 +370,52 @@ def test_an_emulation_over_its_allowance_is_named_by_its_layer():
     assert (claim.verdict, claim.depends) == ("depends", "the layer: yes for 0; no for 1")
 
 
-def test_what_it_depends_on_is_the_factor_that_tells_yes_from_no():
-    results = study(pairs(2 * AT), pairs(AT / 2, mode="propagated"), pairs(2 * AT, FLASH))
+def case(yes: bool, **where: str) -> Comparison:
+    return above(where, known(2.0 if yes else 0.5), 1)
+
+
+def test_the_verdict_is_that_of_the_case_a_training_run_is_in():
+    results = study(pairs(2 * AT, mode="propagated"), pairs(AT / 2), pairs(2 * AT, FLASH, mode="propagated"))
     claim = claims(results)["not-relative"]
-    assert (claim.verdict, claim.depends) == ("depends", "the mode: yes for local; no for propagated")
+    assert (claim.verdict, claim.depends) == ("holds", "")
+    assert claim.exceptions == "the mode: yes for propagated; no for local"
+
+
+def test_positions_from_0_decide_nothing_where_others_were_measured():
+    cases = [case(True, positions="from 0"), case(False, positions="from 4,080"), case(False, positions="a gap of 9")]
+    claim = Claim("k", "says", "s", "c", "n", "f", cases)
+    assert claim.verdict == "does not hold"
+    assert Claim("k", "says", "s", "c", "n", "f", cases[:1]).verdict == "holds"
+
+
+def test_what_it_depends_on_is_the_factor_that_tells_yes_from_no():
+    cases = [case(preset != "flash_bf16", preset=preset, mode="propagated") for preset in (BF16, FLASH)]
+    claim = Claim("k", "says", "s", "c", "n", "f", cases)
+    assert (claim.verdict, claim.depends) == ("depends", f"the preset: yes for {BF16}; no for {FLASH}")
 
 
 def test_two_factors_together_may_tell_them_apart():
     remedies = [str(i) for i in range(9)]
     cases = [
-        Comparison({"mode": m, "remedy": r, "length": n}, (m, r) == ("local", "3"), 1.0)
-        for m in ("local", "propagated") for r in remedies for n in ("8", "16")
+        case((m, r) == ("a", "3"), mask=m, remedy=r, length=n)
+        for m in ("a", "b") for r in remedies for n in ("8", "16")
     ]  # fmt: skip
     claim = Claim("k", "says", "s", "c", "n", "f", cases)
-    assert claim.depends == "the mode and the remedy: yes for local, 3; no for all others"
+    assert claim.depends == "the mask and the remedy: yes for a, 3; no for all others"
 
 
 def test_where_no_factor_does_the_cases_are_counted():
-    cases = [
-        Comparison({"mode": m, "shift": s}, (m, s) == ("local", "1"), 1.0)
-        for m in ("local", "propagated")
-        for s in "12"
-    ]
+    cases = [case((m, s) == ("a", "1"), mask=m, shift=s) for m in ("a", "b") for s in "12"]
     claim = Claim("k", "says", "s", "c", "n", "f", cases)
-    assert claim.depends == "more than one thing; yes, by mode: local 1 of 2, propagated 0 of 2"
+    assert claim.depends == "the case: yes in 1, no in 3 of 4"
 
 
-def test_sequences_that_disagree_decide_nothing():
+def test_an_interval_over_the_margin_settles_nothing():
     spread = diff(AT).model_copy(update={"row": stat(AT, 0.5)})
     one = ShiftPairs(**about(), mode="local", pairs=[PairDifference(d1=0, d2=16, difference=spread)])
     claim = claims(study(one))["not-relative"]
-    assert (claim.verdict, claim.depends) == ("depends", "the sequence")
-    assert "sequences disagree" in claim.numbers
+    assert (claim.verdict, claim.depends, claim.exceptions) == ("not settled", "", "")
+    assert f"{number(AT)} ({number(AT / 2)} to {number(1.5 * AT)})" in claim.numbers
 
 
 def test_one_rounding_is_what_rounding_moves():

@@ -1,0 +1,311 @@
+"""What to do, and what was found, each with one number and its interval: the top of docs/precision.md.
+
+Every sentence here is a template: which of its words stand, and every number, follow from the records. KL is compared by
+the geometric mean of the quotients of the same texts, because a few texts hold most of a mean.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ropestudy.report.effects import (
+    Effect,
+    common_share,
+    difference_of,
+    fold_of,
+    mean_of,
+    quotient_of,
+    rms_of,
+    typical_of,
+)
+from ropestudy.report.select import baseline, number, of_kind, scores
+from ropestudy.schema import Outcome, Results, SignedBias, Stat
+
+BETTER, WORSE = 0.8, 1.25  # a fifth: what is closer to 1 makes no difference worth a change
+MUCH = 2.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What somebody may do to a setup: another condition, in words, and what it costs."""
+
+    words: str
+    condition: str
+    cost: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way to compute attention, and what may be changed in it."""
+
+    words: str
+    condition: str
+    changes: tuple[Change, ...]
+
+
+SETUPS = (
+    Setup(
+        "transformers, eager, bf16",
+        "hf_eager_bf16",
+        (
+            Change("FlashAttention-2 instead", "flash_bf16", "none"),
+            Change("let inv_freq become bf16", "hf_eager_bf16_inv_freq", "none"),
+            Change("let TF32 multiply positions", "hf_eager_bf16_tf32", "none"),
+        ),
+    ),
+    Setup(
+        "FlashAttention-2, bf16 (FlashAttention-3 in bf16 rounds alike)",
+        "flash_bf16",
+        (
+            Change("rotate in float32, round once", "paper_bf16", "a fused rotary kernel"),
+            Change("the same with float64 angles", "paper_bf16_angles64", "a table made once"),
+            Change("keep q and k in float32", "flash_bf16_fp32_qk", "no kernel takes them; twice the bytes"),
+        ),
+    ),
+    Setup(
+        "FlashAttention-3, fp8",
+        "fa3_fp8",
+        (
+            Change("stay in bf16", "flash_bf16", "half the speed of the products"),
+            Change("round before RoPE", "fa3_fp8_before", "a kernel that rotates what it reads; q k in bf16"),
+        ),
+    ),
+)
+
+
+def where_of(start: int, gap: int, tokens: int) -> str:
+    """`to position 8,192`, `keys 8,128 farther away`: where a row of a setting stands."""
+    if gap:
+        return f"keys {gap:,} farther away"
+    return f"positions to {start + tokens:,}"
+
+
+def outcomes(results: Results, group: str, task: str = "text") -> list[Outcome]:
+    """Return the outcomes of a group and a task."""
+    return [one for one in of_kind(results, Outcome) if (one.group, one.task) == (group, task)]
+
+
+def settings(records: Sequence[Outcome]) -> list[tuple[int, int]]:
+    """Return (start, gap) of all of them, positions from 0 last: there a rotation is almost the identity."""
+    found = list(dict.fromkeys((one.start, one.gap) for one in records))
+    return sorted(found, key=lambda at: (at == (0, 0), at[1] == 0, at[0] + at[1]))
+
+
+def in_setting(records: Sequence[Outcome], at: tuple[int, int]) -> dict[str, Outcome]:
+    """Return the outcomes of a setting by their conditions."""
+    return {one.condition: one for one in records if (one.start, one.gap) == at}
+
+
+def loss_added(one: Outcome) -> Effect | None:
+    """Return the condition's loss less float64's, nats a token; None where no loss was taken."""
+    p, q = one.outputs.nll_p, one.outputs.nll_q
+    return difference_of(q.values, p.values) if p and q else None
+
+
+def advise(effect: Effect) -> str:
+    """Say whether a change should be made that leaves so many times the KL."""
+    if effect.high < BETTER:
+        return "do"
+    if effect.low > WORSE:
+        return "never" if effect.low > MUCH else "do not"
+    return "no matter" if effect.within(BETTER, WORSE) else "not settled"
+
+
+def action_rows(results: Results) -> list[list[str]]:
+    """Return the table from setup to action: setup, where, KL, loss, and each change with what it leaves."""
+    records = outcomes(results, "setup")
+    rows = []
+    for setup in SETUPS:
+        for at in settings(records):
+            here = in_setting(records, at)
+            own = here.get(setup.condition)
+            if own is None or at == (0, 0):
+                continue
+            for change in setup.changes:
+                other = here.get(change.condition)
+                if other is not None:
+                    left = fold_of(other.outputs.kl.values, own.outputs.kl.values)
+                    loss = loss_added(own)
+                    rows.append(
+                        [
+                            setup.words, where_of(*at, own.tokens), str(typical_of(own.outputs.kl.values)),
+                            str(loss) if loss else "", change.words, f"**{advise(left)}**", str(left), change.cost,
+                        ]
+                    )  # fmt: skip
+    return rows
+
+
+ACTION_HEADS = (
+    *("setup", "where", "KL from float64, nats", "loss added, nats", "change", "do it?"),
+    *("KL after over before", "cost"),
+)
+
+
+def findings(results: Results) -> list[str]:
+    """Return what was found, most useful first: as many as the study has records for."""
+    asked: tuple[Callable[[Results], str], ...] = (_cliff, _rope_in_bf16, _angles, _bias, _fp8)
+    return [found for found in (ask(results) for ask in asked) if found]
+
+
+def _cliff(results: Results) -> str:
+    """How many bits retrieval needs."""
+    rows = [one for one in outcomes(results, "dose", "copy") if one.site == "q and k" and one.outputs.right_p]
+    if not rows:
+        return ""
+    gap = max(one.gap for one in rows)
+    rows = sorted((one for one in rows if one.gap == gap), key=lambda one: one.mantissa_bits or 0)
+    lost = {one.mantissa_bits: _right_lost(one) for one in rows}
+    exact = mean_of(_values(rows[0].outputs.right_p))
+    parts = [f"{bits} bits {effect}" for bits, effect in lost.items()]
+    bf16 = lost.get(7)
+    head = f"bf16's 7 bits lose {bf16} of the copies." if bf16 else "How many bits copying needs."
+    return (
+        f"**{head}** With q and k rounded after the rotation and all else in float32, a key seen {gap:,} positions "
+        f"before is copied in {exact} of cases in float64; of these fractions rounding takes off: {'; '.join(parts)} "
+        "(bf16 has 7, fp16 and TF32 10, e4m3 3, e5m2 2)."
+    )
+
+
+def _right_lost(one: Outcome) -> Effect:
+    return difference_of(_values(one.outputs.right_p), _values(one.outputs.right_q))
+
+
+def _values(stat: Stat | None) -> list[float]:
+    return stat.values if stat else []
+
+
+def _rope_in_bf16(results: Results) -> str:
+    """What the rotation's own roundings are worth, away from position 0."""
+    told = []
+    for r in scores(results, "remedy"):
+        whole = baseline(results, r)
+        if whole is None or not r.condition.endswith(": fp32 q and k") or (r.d1, r.gap) == (0, 0):
+            continue
+        where = where_of(r.d1, r.gap, r.tokens)
+        error = quotient_of(r.error["local"].row.values, whole.error["local"].row.values)
+        told.append((f"{r.base}, {where}", error, fold_of(r.kl_error.kl.values, whole.kl_error.kl.values)))
+    if not told:
+        return ""
+    first = told[0]
+    rest = "; ".join(f"{name} {error} and {kl}" for name, error, kl in told)
+    return (
+        f"**Rotation, q and k in float32 leave {first[1]} of the error of attention, and {first[2]} of the KL, of a "
+        f"layer in bf16** ({first[0]}). Of the local error and of the KL is left: {rest}. Rounding of all else in the "
+        "network is what remains."
+    )
+
+
+def _angles(results: Results) -> str:
+    """What must never be rounded."""
+    records = [one for one in outcomes(results, "setup") if (one.start, one.gap) != (0, 0)]
+    told = []
+    for at in settings(records):
+        here = in_setting(records, at)
+        own = here.get("hf_eager_bf16")
+        for name, words in (("hf_eager_bf16_inv_freq", "bf16 inverse frequencies"), ("hf_eager_bf16_tf32", "TF32")):
+            if own and name in here:
+                fold = fold_of(here[name].outputs.kl.values, own.outputs.kl.values)
+                told.append((fold, f"{words}, {where_of(*at, own.tokens)}: {fold} times"))
+    if not told:
+        return ""
+    worst = max(told, key=lambda one: one[0].value)
+    return (
+        f"**What makes angles must not be rounded: at worst it multiplies the KL by {worst[0]}.** KL with over KL "
+        f"without, in transformers' eager bf16: {'; '.join(line for _, line in told)}."
+    )
+
+
+def _bias(results: Results) -> str:
+    """The signed error of the first column."""
+    rows = [one for one in of_kind(results, SignedBias) if (one.start, one.gap) != (0, 0)]
+    if not rows:
+        return ""
+    first = rows[0]
+    own, others = common_share(first.first), common_share(first.others)
+    told = []
+    for one in rows:
+        line = f"{one.condition}, {where_of(one.start, one.gap, one.tokens)}: {common_share(one.first)} of it common"
+        line += f", {rms_of(one.first)} logits"
+        if one.alone and one.whole and one.alone.nll_p and one.alone.nll_q:
+            added = difference_of(one.alone.nll_q.values, one.alone.nll_p.values)
+            part = fold_of(one.alone.kl.values, one.whole.kl.values)
+            line += f"; alone it adds {added} nats to the loss and makes {part} of the condition's KL"
+        told.append(line)
+    return (
+        f"**Of the signed error of the first token's logits {own} is the same in every text, of other columns' "
+        f"{others}.** (Share of the mean square, products of different texts; 0 is noise.) {'. '.join(told)}."
+    )
+
+
+def _fp8(results: Results) -> str:
+    """After against before the rotation, in fp8."""
+    records = [one for one in outcomes(results, "setup") if (one.start, one.gap) != (0, 0)]
+    told, worse = [], []
+    for at in settings(records):
+        here = in_setting(records, at)
+        if {"fa3_fp8", "fa3_fp8_before", "flash_bf16"} <= here.keys():
+            after, before, bf16 = (here[name] for name in ("fa3_fp8", "fa3_fp8_before", "flash_bf16"))
+            fold = fold_of(before.outputs.kl.values, after.outputs.kl.values)
+            more = fold_of(after.outputs.kl.values, bf16.outputs.kl.values)
+            loss = loss_added(after)
+            worse.append(more)
+            told.append(
+                f"{where_of(*at, after.tokens)}: {more} times bf16's KL, {loss} nats of loss; before RoPE {fold}"
+            )
+    if not told:
+        return ""
+    return (
+        f"**fp8 costs {worse[0]} times the KL of bf16, and rounding before RoPE does not change its order.** q, k, v "
+        f"in e4m3 with a scale a head, P in e4m3: {'; '.join(told)} of that."
+    )
+
+
+def small_table(results: Results, group: str, task: str) -> list[list[str]]:
+    """Return one line for each condition and setting of a group: KL, loss added, and how often the argmax differs or
+    the copy fails.
+    """
+    records, rows = outcomes(results, group, task), []
+    for at in settings(records):
+        for one in in_setting(records, at).values():
+            loss, kl = loss_added(one), one.outputs.kl
+            lost = str(_right_lost(one)) if task == "copy" and one.outputs.right_p else ""
+            differs = mean_of(one.outputs.argmax_differs.values)
+            rows.append(
+                [
+                    one.condition, where_of(*at, one.tokens), str(typical_of(kl.values)), number(kl.mean),
+                    str(loss) if loss else "", str(differs), *([lost] if task == "copy" else []),
+                ]
+            )  # fmt: skip
+    return rows
+
+
+OUTCOME_HEADS = (
+    *("condition", "where", "KL from float64, geometric mean", "KL, mean", "loss added, nats", "argmax differs"),
+)
+
+
+def bias_rows(results: Results) -> list[list[str]]:
+    """Return one line for each case of the signed error."""
+    rows = []
+    for one in of_kind(results, SignedBias):
+        alone = one.alone.kl if one.alone else None
+        added = (
+            difference_of(one.alone.nll_q.values, one.alone.nll_p.values)
+            if one.alone and one.alone.nll_p and one.alone.nll_q
+            else None
+        )
+        rows.append(
+            [
+                f"{one.condition}, {one.mask}", where_of(one.start, one.gap, one.tokens),
+                str(common_share(one.first)), str(common_share(one.others)), str(rms_of(one.first)),
+                str(mean_of(one.first_abs.values)), str(mean_of(one.first_mass.values)),
+                str(typical_of(alone.values)) if alone else "", str(added) if added else "",
+            ]
+        )  # fmt: skip
+    return rows
+
+
+BIAS_HEADS = (
+    *("condition and mask", "where", "common to all texts, first column", "other columns"),
+    *("signed error, RMS over heads, logits", "mean of |error|, logits", "attention it receives"),
+    *("KL of the bias alone, nats", "loss of the bias alone, nats"),
+)
