@@ -1,7 +1,7 @@
 """What to do, and what was found, each with one number and its interval: the top of docs/precision.md.
 
-Every sentence here is a template: which of its words stand, and every number, follow from the records. KL is compared by
-the geometric mean of the quotients of the same texts, because a few texts hold most of a mean.
+Every sentence here is a template: which of its words stand, and every number, follow from the records. KL is compared
+by the geometric mean of the quotients of the same texts, because a few texts hold most of a mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,34 +110,26 @@ def advise(effect: Effect) -> str:
     return "no matter" if effect.within(BETTER, WORSE) else "not settled"
 
 
-def action_rows(results: Results) -> list[list[str]]:
-    """Return the table from setup to action: setup, where, KL, loss, and each change with what it leaves."""
-    records = outcomes(results, "setup")
+def actions(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of the table from setup to action: each change of each setup, and wherever it was measured
+    away from position 0 what to do and how many times the KL it leaves.
+    """
+    away = _away(results)
     rows = []
     for setup in SETUPS:
-        for at in settings(records):
-            here = in_setting(records, at)
-            own = here.get(setup.condition)
-            if own is None or at == (0, 0):
-                continue
-            for change in setup.changes:
-                other = here.get(change.condition)
-                if other is not None:
-                    left = fold_of(other.outputs.kl.values, own.outputs.kl.values)
-                    loss = loss_added(own)
-                    rows.append(
-                        [
-                            setup.words, where_of(*at, own.tokens), str(typical_of(own.outputs.kl.values)),
-                            str(loss) if loss else "", change.words, f"**{advise(left)}**", str(left), change.cost,
-                        ]
-                    )  # fmt: skip
-    return rows
-
-
-ACTION_HEADS = (
-    *("setup", "where", "KL from float64, nats", "loss added, nats", "change", "do it?"),
-    *("KL after over before", "cost"),
-)
+        for change in setup.changes:
+            cells = []
+            for _, here in away:
+                if setup.condition in here and change.condition in here:
+                    after, before = (here[name].outputs.kl.values for name in (change.condition, setup.condition))
+                    left = fold_of(after, before)
+                    cells.append(f"**{advise(left)}** {left}")
+                else:
+                    cells.append("")
+            if any(cells):
+                rows.append([setup.words, change.words, *cells, change.cost])
+    places = [where_of(*at, next(iter(here.values())).tokens) for at, here in away]
+    return ["setup", "change", *places, "cost"], rows
 
 
 def findings(results: Results) -> list[str]:
@@ -180,37 +172,43 @@ def _rope_in_bf16(results: Results) -> str:
         whole = baseline(results, r)
         if whole is None or not r.condition.endswith(": fp32 q and k") or (r.d1, r.gap) == (0, 0):
             continue
-        where = where_of(r.d1, r.gap, r.tokens)
         error = quotient_of(r.error["local"].row.values, whole.error["local"].row.values)
-        told.append((f"{r.base}, {where}", error, fold_of(r.kl_error.kl.values, whole.kl_error.kl.values)))
-    if not told:
+        kl = fold_of(r.kl_error.kl.values, whole.kl_error.kl.values)
+        told.append((f"{r.base}, {where_of(r.d1, r.gap, r.tokens)}", error, kl))
+    outputs = [
+        (fold_of(here["flash_bf16_fp32_qk"].outputs.kl.values, own.outputs.kl.values), where_of(*at, own.tokens))
+        for at, here in _away(results)
+        if (own := here.get("flash_bf16")) and "flash_bf16_fp32_qk" in here
+    ]
+    if not told and not outputs:
         return ""
-    first = told[0]
-    rest = "; ".join(f"{name} {error} and {kl}" for name, error, kl in told)
-    return (
-        f"**Rotation, q and k in float32 leave {first[1]} of the error of attention, and {first[2]} of the KL, of a "
-        f"layer in bf16** ({first[0]}). Of the local error and of the KL is left: {rest}. Rounding of all else in the "
-        "network is what remains."
-    )
+    parts = [f"of the local error of attention {error} is left and of the KL {kl} ({name})" for name, error, kl in told]
+    parts += [f"of flash_bf16's KL {fold} is left ({where})" for fold, where in outputs]
+    head = parts[0].replace("of the", "Of the", 1).replace("of flash", "Of flash", 1)
+    rest = f" Elsewhere {'; '.join(parts[1:])}." if len(parts) > 1 else ""
+    return f"**{head} when rotation, q and k are kept in float32: what the rest of the network rounds remains.**{rest}"
 
 
 def _angles(results: Results) -> str:
     """What must never be rounded."""
-    records = [one for one in outcomes(results, "setup") if (one.start, one.gap) != (0, 0)]
-    told = []
-    for at in settings(records):
-        here = in_setting(records, at)
+    told: dict[str, list[tuple[Effect, str]]] = {}
+    for at, here in _away(results):
         own = here.get("hf_eager_bf16")
-        for name, words in (("hf_eager_bf16_inv_freq", "bf16 inverse frequencies"), ("hf_eager_bf16_tf32", "TF32")):
+        for name, words in (("hf_eager_bf16_tf32", "TF32"), ("hf_eager_bf16_inv_freq", "bf16 inverse frequencies")):
             if own and name in here:
                 fold = fold_of(here[name].outputs.kl.values, own.outputs.kl.values)
-                told.append((fold, f"{words}, {where_of(*at, own.tokens)}: {fold} times"))
+                told.setdefault(words, []).append((fold, where_of(*at, own.tokens)))
     if not told:
         return ""
-    worst = max(told, key=lambda one: one[0].value)
+    parts, heads = [], []
+    for words, found in told.items():
+        fold, where = max(found, key=lambda one: one[0].value)
+        heads.append(f"{words} multiply the KL by {fold} ({where})" if words != "TF32" else
+                     f"TF32 multiplies it by {fold} ({where})")  # fmt: skip
+        parts.append(f"{words}: " + "; ".join(f"{fold} ({where})" for fold, where in found))
     return (
-        f"**What makes angles must not be rounded: at worst it multiplies the KL by {worst[0]}.** KL with over KL "
-        f"without, in transformers' eager bf16: {'; '.join(line for _, line in told)}."
+        f"**What makes angles must not be rounded: of transformers' eager bf16, {', '.join(heads)}.** KL with over KL "
+        f"without. {'. '.join(parts)}."
     )
 
 
@@ -237,26 +235,36 @@ def _bias(results: Results) -> str:
 
 
 def _fp8(results: Results) -> str:
-    """After against before the rotation, in fp8."""
-    records = [one for one in outcomes(results, "setup") if (one.start, one.gap) != (0, 0)]
-    told, worse = [], []
-    for at in settings(records):
-        here = in_setting(records, at)
+    """fp8 against bf16, and after against before the rotation."""
+    told, orders = [], []
+    for at, here in _away(results):
         if {"fa3_fp8", "fa3_fp8_before", "flash_bf16"} <= here.keys():
             after, before, bf16 = (here[name] for name in ("fa3_fp8", "fa3_fp8_before", "flash_bf16"))
-            fold = fold_of(before.outputs.kl.values, after.outputs.kl.values)
-            more = fold_of(after.outputs.kl.values, bf16.outputs.kl.values)
-            loss = loss_added(after)
-            worse.append(more)
-            told.append(
-                f"{where_of(*at, after.tokens)}: {more} times bf16's KL, {loss} nats of loss; before RoPE {fold}"
+            more, less = (
+                fold_of(x.outputs.kl.values, y.outputs.kl.values) for x, y in ((after, bf16), (before, after))
             )
+            orders.append((less, where_of(*at, after.tokens)))
+            told.append((more, f"{where_of(*at, after.tokens)}: {more} and {less}"))
     if not told:
         return ""
-    return (
-        f"**fp8 costs {worse[0]} times the KL of bf16, and rounding before RoPE does not change its order.** q, k, v "
-        f"in e4m3 with a scale a head, P in e4m3: {'; '.join(told)} of that."
+    worst, best = max((one for one, _ in told), key=lambda e: e.value), min(orders, key=lambda one: one[0].value)
+    helps = (
+        f"Rounding before RoPE leaves {best[0]} of that ({best[1]})"
+        if best[0].high < BETTER
+        else "Rounding before RoPE is not seen to help"
     )
+    unsettled = [where for less, where in orders if advise(less) == "not settled"]
+    rest = f"; it is not settled for {' and '.join(unsettled)}" if unsettled and best[0].high < BETTER else ""
+    return (
+        f"**fp8 has up to {worst} times the KL of bf16. {helps}{rest}.** q, k and v in e4m3 with a scale a head, P in "
+        f"e4m3. KL over that of bf16, and before RoPE over after: {'; '.join(line for _, line in told)}."
+    )
+
+
+def _away(results: Results) -> list[tuple[tuple[int, int], dict[str, Outcome]]]:
+    """Return the setups in plain text by setting, wherever that is not position 0."""
+    records = outcomes(results, "setup")
+    return [(at, in_setting(records, at)) for at in settings(records) if at != (0, 0)]
 
 
 def small_table(results: Results, group: str, task: str) -> list[list[str]]:

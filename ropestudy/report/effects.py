@@ -31,9 +31,8 @@ class Effect:
     def __str__(self) -> str:
         if math.isinf(self.low) and math.isinf(self.high) and not math.isinf(self.value):
             return f"{number(self.value)} (one text)"
-        if self.low == self.high == self.value:
-            return number(self.value)
-        return f"{number(self.value)} ({number(self.low)} to {number(self.high)})"
+        value, low, high = map(number, (self.value, self.low, self.high))
+        return value if low == high == value else f"{value} ({low} to {high})"
 
     def within(self, low: float, high: float) -> bool | None:
         """Return whether it lies between two margins: None where the interval spans one of them."""

@@ -34,8 +34,8 @@ def dose_figures(results: Results) -> list[Figure]:
     caption = (
         f"Mantissa bits at one site, float32's exponents, all else float32, angles in float64; keys {farthest:,} "
         f"positions away; means and standard deviations over {count(first.sequences, 'sequence')} of "
-        f"{count(first.tokens, 'token')}. Dotted: the bits that formats have. q and k before RoPE are rotated in float32 "
-        "after they are rounded."
+        f"{count(first.tokens, 'token')}. Dotted: the bits that formats have. q and k before RoPE are rotated in "
+        "float32 after they are rounded."
     )
     return [Figure("dose", "How many bits RoPE needs", caption, panels, [Table("dose", "Every dose", heads, rows)])]
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from anchorline.page import count
 from anchorline.page import render as render_page
+from ropestudy.report.answers import actions, findings
 from ropestudy.report.claims import Claim
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
 from ropestudy.report.figure import Figure, Table, svg
 from ropestudy.report.figures_context import context_figures
+from ropestudy.report.figures_dose import dose_figures
 from ropestudy.report.figures_paper import paper_figures
 from ropestudy.report.figures_sites import sites_figures
 from ropestudy.report.select import number
@@ -34,7 +36,7 @@ READ = (
 
 def figures_of(results: Results) -> list[Figure]:
     """Return every figure that the study has records for, in the order of the page."""
-    return [*paper_figures(results), *sites_figures(results), *context_figures(results)]
+    return [*dose_figures(results), *paper_figures(results), *sites_figures(results), *context_figures(results)]
 
 
 def render(results: Results) -> str:
@@ -52,6 +54,8 @@ def render(results: Results) -> str:
         facts=_facts(results),
         versions=results.environment.versions,
         lede=_lede(results, paper),
+        findings=[one.replace("**", "") for one in findings(results)],
+        actions=_actions(results),
         read=READ,
         shares=SHARES,
         signs=SIGNS,
@@ -63,6 +67,16 @@ def render(results: Results) -> str:
         cases=cases_of,
         number=number,
         sortable=_sortable,
+    )
+
+
+def _actions(results: Results) -> Table | None:
+    heads, rows = actions(results)
+    plain = [[cell.replace("**", "") for cell in row] for row in rows]
+    return (
+        Table("actions", "From setup to action: what a change leaves of the KL from float64", heads, plain)
+        if rows
+        else None
     )
 
 

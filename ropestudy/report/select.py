@@ -88,6 +88,8 @@ def number(value: float) -> str:
         return "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
+    if abs(value) < 1000:
+        value = float(f"{value:.3g}")  # 999.9 becomes 1,000 and not 1e+03
     if 1e-3 <= abs(value) < 1000:
         return f"{value:.3g}"
     if 1000 <= abs(value) < 1e6:

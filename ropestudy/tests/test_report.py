@@ -3,6 +3,7 @@ it.
 """
 
 import csv
+import json
 import re
 from collections import Counter
 from html import unescape
@@ -15,11 +16,12 @@ from typer.testing import CliRunner
 from anchorline.page.colours import DARK, LIGHT
 from ropestudy import report
 from ropestudy.report import __main__ as again
+from ropestudy.report.answers import actions, findings
 from ropestudy.report.claims import Claim, Comparison, above
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
-from ropestudy.report.docs import BEGIN, END, numbers, refresh
+from ropestudy.report.docs import BEGIN, END, FIGURES, numbers, refresh
 from ropestudy.report.effects import known
 from ropestudy.report.html import SHARES, figures_of, render
 from ropestudy.report.select import number, one_rounding
@@ -32,6 +34,7 @@ from ropestudy.schema import (
     LengthPoint,
     MaskPair,
     ModelDescription,
+    Outcome,
     OutputDivergence,
     OwnError,
     OwnErrorPoint,
@@ -41,9 +44,11 @@ from ropestudy.schema import (
     Results,
     Score,
     ShiftPairs,
+    SignedBias,
     Stat,
     StudyEnvironment,
     TextDescription,
+    read_results,
     write_results,
 )
 
@@ -218,6 +223,103 @@ def whole() -> Results:
         frequency(0.01, 0.002),
         emulation(0.9),
     )
+
+
+def outcome(condition: str, kl_: float, group: str = "setup", **fields: Any) -> Outcome:
+    """Three texts at positions to 8,192 unless other ones are given."""
+
+    def three(value: float) -> Stat:
+        return Stat(mean=value, std=0.0, values=[value * x for x in (0.5, 1.0, 1.5)])
+
+    outputs = OutputDivergence(
+        kl=three(kl_), argmax_differs=three(0.01), nll_p=three(3.0), nll_q=three(3.0 + kl_),
+        right_p=three(0.8), right_q=three(0.8 - fields.pop("lost", 0.0)),
+    )  # fmt: skip
+    standard = {"task": "text", "about": "in words", "start": 8192 - TOKENS, "gap": 0, "outputs": outputs}
+    return Outcome(**about(condition), group=group, **standard | fields)
+
+
+def bias(common: float, **fields: Any) -> SignedBias:
+    """Signed errors of which so much is common."""
+    gram = [[1.0, common, common], [common, 1.0, common], [common, common, 1.0]]
+    standard = {
+        "mask": "full",
+        "start": 0,
+        "gap": 8000,
+        "first": gram,
+        "others": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+    }
+    return SignedBias(**about(BF16), columns=[3], first_abs=stat(0.01), first_mass=stat(0.4), **standard | fields)
+
+
+def outputs_alone() -> Results:
+    """Setups, doses and signed errors."""
+    return study(
+        outcome(BF16, 1e-3), outcome(FLASH, 1e-3), outcome("paper_bf16", 5e-4), outcome("fa3_fp8", 2e-2),
+        outcome("fa3_fp8_before", 1e-2), outcome(f"{BF16}_tf32", 1.0), outcome(f"{BF16}_inv_freq", 1.3e-3),
+        outcome("flash_bf16_fp32_qk", 9e-4), outcome(BF16, 7.0, start=0), outcome("fa3_fp8", 9.0, start=0),
+        *(
+            outcome(f"q and k, {bits} bits", 2.0**-bits, "dose", site="q and k", mantissa_bits=bits, task="copy",
+                    gap=8000, start=0, lost=lost)
+            for bits, lost in ((3, 0.25), (7, 0.01))
+        ),
+        outcome("on table", 1e-4, "site", site="table"),
+        bias(0.9),
+    )  # fmt: skip
+
+
+def test_what_to_do_follows_from_the_numbers():
+    heads, rows = actions(outputs_alone())
+    assert heads == ["setup", "change", "positions to 8,192", "cost"]
+    said = {change: cell for _, change, cell, _ in rows}
+    assert said["let TF32 multiply positions"] == "**never** 1,000"
+    assert said["let inv_freq become bf16"] == "**do not** 1.3"
+    assert said["rotate in float32, round once"] == "**do** 0.5"
+    assert said["keep q and k in float32"] == "**no matter** 0.9"
+    assert said["stay in bf16"] == "**do** 0.05"
+
+
+def test_findings_have_a_number_each_and_none_is_of_position_0():
+    found = findings(outputs_alone())
+    assert len(found) == 5
+    assert "bf16's 7 bits lose 0.01" in found[0]
+    assert "3 bits 0.25" in found[0]
+    assert "TF32 multiplies it by 1,000" in found[2]
+    assert "0.9 is the same in every text" in found[3]
+    assert "fp8 has up to 20 times the KL of bf16. Rounding before RoPE leaves 0.5 of that" in found[4]
+    assert not any("9" in line.partition("**")[0] for line in found)
+    only_zero = study(*(outcome(name, 1.0, start=0) for name in (BF16, FLASH, "fa3_fp8", "fa3_fp8_before")))
+    assert findings(only_zero) == []
+    assert actions(only_zero)[1] == []
+
+
+def test_the_page_and_the_document_show_them():
+    page, text = render(outputs_alone()), numbers(outputs_alone(), figures_of(outputs_alone()), outputs_alone())
+    for shown in (unescape(page), text):
+        assert "From setup to action" in shown
+        assert "fp8 has up to 20 times" in shown
+    assert text.count("### From setup to action") == 2
+    assert "figures/precision-dose.png" in text
+    assert "## A second model" in text
+
+
+def test_results_of_version_1_are_read(tmp_path):
+    old = json.loads(study(score("baseline", 0.01), mask_pair(0.01, BF16)).model_dump_json())
+    old["schema_version"] = 1
+    del old["cells"], old["records"][0]["gap"]
+    for record in old["records"]:
+        for name in ("kl", "kl_shift", "kl_error"):
+            for new in ("nll_p", "nll_q", "right_p", "right_q"):
+                record.get(name, {}).pop(new, None)
+    (tmp_path / "results.json").write_text(json.dumps(old), encoding="utf-8")
+    found = read_results(tmp_path / "results.json")
+    assert (found.schema_version, found.records[0].gap) == (1, 0)
+    assert "### Whole presets" in numbers(found)
+
+
+def test_what_is_not_finished_is_named():
+    text = numbers(study(outcome(BF16, 1e-3), cells={"setups": (7, 7), "remedies": (3, 40)}))
+    assert "Not finished, and not shown: remedies 3 of 40 cells." in text
 
 
 def claims(results: Results) -> dict[str, Claim]:
@@ -430,7 +532,7 @@ def test_one_rounding_is_what_rounding_moves():
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0.0, "0"), (0.012345, "0.0123"), (1.5e-7, "1.50e-7"), (1234.5, "1,234"), (2e8, "2.00e8"), (1.0, "1")],
+    [(0.0, "0"), (0.012345, "0.0123"), (1.5e-7, "1.50e-7"), (1234.5, "1,234"), (2e8, "2.00e8"), (1.0, "1"), (999.9, "1,000")],
 )
 def test_numbers_are_short(value, shown):
     assert number(value) == shown
@@ -520,7 +622,7 @@ def test_studies_of_the_same_model_and_text_are_shown_together(tmp_path):
         write_results(one, tmp_path / name / "results.json")
     run = CliRunner().invoke
     assert run(again.app, [str(tmp_path / "own"), "--beside", str(tmp_path / "torch")]).exit_code == 0
-    both = study(frequency(0.03, 0.01), pairs(0.01, attention_from="torch eager"))
+    both = study(frequency(0.03, 0.01), pairs(0.01, attention_from="torch eager"), seconds=25.0)
     assert (tmp_path / "own" / "report.html").read_text("utf-8") == render(both)
     for name in ("model", "text"):
         refused = run(again.app, [str(tmp_path / "own"), "--beside", str(tmp_path / name)])
@@ -537,9 +639,9 @@ def test_the_document_s_numbers_are_replaced(tmp_path):
     refresh(whole(), file)
     text = file.read_text("utf-8")
     assert (text.splitlines()[0], text.splitlines()[-1]) == ("before", "after")
-    assert numbers(whole()) in text
+    assert numbers(whole(), [one for one in figures_of(whole()) if one.name in FIGURES]) in text
     assert "obsolete" not in text
-    assert "| split q and k | 0.10 |" in text
+    assert "| split q and k | positions to 32 | 0.1 |" in text
 
 
 def test_a_document_without_its_marks_is_refused(tmp_path):
