@@ -83,7 +83,7 @@ def _at(name: str, number: int) -> str:
     return f"{name}: row {number}"
 
 
-class Asked(NamedTuple):
+class Together(NamedTuple):
     """Conditions that share a cell, and the setting."""
 
     conditions: tuple[Condition, ...]
@@ -91,18 +91,18 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcomes(Experiment[Asked]):
+class Outcomes(Experiment[Together]):
     """Whole setups, doses and sites. `name` is the section's."""
 
     section: Any
     name: str  # type: ignore[misc]
     group: Literal["setup", "dose", "site"]
 
-    def _questions(self) -> Iterator[Asked]:
+    def _questions(self) -> Iterator[Together]:
         for setting in self.section.settings:
             for together in self._asked():
                 for start in range(0, len(together), SHARING):
-                    yield Asked(tuple(together[start : start + SHARING]), setting)
+                    yield Together(tuple(together[start : start + SHARING]), setting)
 
     def _asked(self) -> list[list[Condition]]:
         """Return the conditions, those that may share a cell together."""
@@ -114,11 +114,11 @@ class Outcomes(Experiment[Asked]):
         assert isinstance(section, SitesConfig)
         return [on_alone(section.format)]
 
-    def _cells(self, question: Asked) -> list[OutcomeCell]:
+    def _cells(self, question: Together) -> list[OutcomeCell]:
         section = self.section
         return [OutcomeCell(self.name, section.tokens, section.sequences, question.setting, question.conditions)]
 
-    def _records(self, question: Asked, results: Mapping[Any, CellResult]) -> list[schema.Outcome]:
+    def _records(self, question: Together, results: Mapping[Any, CellResult]) -> list[schema.Outcome]:
         (cell,) = self._cells(question)
         found, made = results[cell].divergences, []
         for one in question.conditions:

@@ -7,14 +7,18 @@ by the geometric mean of the quotients of the same texts, because a few texts ho
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ropestudy.report.effects import (
     Effect,
+    bootstrap,
     common_share,
     difference_of,
     fold_of,
     mean_of,
     quotient_of,
     rms_of,
+    slope,
     typical_of,
 )
 from ropestudy.report.select import baseline, number, of_kind, scores
@@ -34,7 +38,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Setup:
+class KernelSetup:
     """A way to compute attention, and what may be changed in it."""
 
     words: str
@@ -43,7 +47,7 @@ class Setup:
 
 
 SETUPS = (
-    Setup(
+    KernelSetup(
         "transformers, eager, bf16",
         "hf_eager_bf16",
         (
@@ -52,7 +56,7 @@ SETUPS = (
             Change("let TF32 multiply positions", "hf_eager_bf16_tf32", "none"),
         ),
     ),
-    Setup(
+    KernelSetup(
         "FlashAttention-2, bf16 (FlashAttention-3 in bf16 rounds alike)",
         "flash_bf16",
         (
@@ -61,7 +65,7 @@ SETUPS = (
             Change("keep q and k in float32", "flash_bf16_fp32_qk", "no kernel takes them; twice the bytes"),
         ),
     ),
-    Setup(
+    KernelSetup(
         "FlashAttention-3, fp8",
         "fa3_fp8",
         (
@@ -194,7 +198,7 @@ def _angles(results: Results) -> str:
     told: dict[str, list[tuple[Effect, str]]] = {}
     for at, here in _away(results):
         own = here.get("hf_eager_bf16")
-        for name, words in (("hf_eager_bf16_tf32", "TF32"), ("hf_eager_bf16_inv_freq", "bf16 inverse frequencies")):
+        for name, words in (("hf_eager_bf16_inv_freq", "bf16 inverse frequencies"), ("hf_eager_bf16_tf32", "TF32")):
             if own and name in here:
                 fold = fold_of(here[name].outputs.kl.values, own.outputs.kl.values)
                 told.setdefault(words, []).append((fold, where_of(*at, own.tokens)))
@@ -203,13 +207,43 @@ def _angles(results: Results) -> str:
     parts, heads = [], []
     for words, found in told.items():
         fold, where = max(found, key=lambda one: one[0].value)
-        heads.append(f"{words} multiply the KL by {fold} ({where})" if words != "TF32" else
-                     f"TF32 multiplies it by {fold} ({where})")  # fmt: skip
+        verb = "multiplies it" if words == "TF32" else "multiply the KL"
+        heads.append(f"{words} {verb} by {fold} ({where})")
         parts.append(f"{words}: " + "; ".join(f"{fold} ({where})" for fold, where in found))
     return (
         f"**What makes angles must not be rounded: of transformers' eager bf16, {', '.join(heads)}.** KL with over KL "
-        f"without. {'. '.join(parts)}."
+        f"without. {'. '.join(parts)}.{_float32(results)}"
     )
+
+
+def _float32(results: Results) -> str:
+    """Where float32's own angles reach bf16's KL: by the slope up to there, and measured where the study went."""
+    found = [
+        (at[0] + here["fp32"].tokens, here["fp32"].outputs.kl.values, here["flash_bf16"].outputs.kl.values)
+        for at, here in _away(results)
+        if not at[1] and {"fp32", "flash_bf16"} <= here.keys()
+    ]
+    found.sort()
+    below = [one for one in found if typical_of(one[1]).value < typical_of(one[2]).value]
+    if len(below) < 2:
+        return ""
+    ends = [end for end, *_ in below]
+    # A line through the logarithms of each text's KL, and where it meets that text's KL in bf16 at the last of them.
+    own, half = (np.log(np.array([one[side] for one in below])) for side in (1, 2))
+
+    def crossing(chosen: np.ndarray) -> np.ndarray:
+        exponent = slope(ends, np.exp(own[:, chosen].mean(-1)))
+        return ends[-1] * np.exp((half[-1][chosen].mean(-1) - own[-1][chosen].mean(-1)) / exponent)
+
+    grows = bootstrap(own.shape[1], lambda chosen: slope(ends, np.exp(own[:, chosen].mean(-1))))
+    text = (
+        f" float32's own angles err with the position: the KL of a float32 run grows as its power {grows} from "
+        f"{ends[0]:,} to {ends[-1]:,}, which reaches bf16's at {bootstrap(own.shape[1], crossing)} positions"
+    )
+    for end, values, bf16 in found:
+        if end not in ends:
+            text += f"; measured at {end:,} it is {fold_of(values, bf16)} times bf16's"
+    return f"{text}."
 
 
 def _bias(results: Results) -> str:

@@ -28,7 +28,7 @@ AT_ZERO = "from 0"  # positions where the first token is not rotated at all
 
 
 @dataclass(frozen=True)
-class Part:
+class Margins:
     """An effect, and the margins between which it says yes."""
 
     effect: Effect
@@ -43,7 +43,7 @@ class Comparison:
     """
 
     where: dict[str, str]
-    parts: tuple[Part, ...]
+    parts: tuple[Margins, ...]
 
     @property
     def yes(self) -> bool | None:
@@ -76,12 +76,12 @@ class Comparison:
 
 def above(where: dict[str, str], effect: Effect, margin: float) -> Comparison:
     """Say yes where an effect is above a margin."""
-    return Comparison(where, (Part(effect, low=math.nextafter(margin, math.inf)),))
+    return Comparison(where, (Margins(effect, low=math.nextafter(margin, math.inf)),))
 
 
 def below(where: dict[str, str], effect: Effect, margin: float) -> Comparison:
     """Say yes where it is below."""
-    return Comparison(where, (Part(effect, high=math.nextafter(margin, -math.inf)),))
+    return Comparison(where, (Margins(effect, high=math.nextafter(margin, -math.inf)),))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Legend: KL of the output distributions, in nats.
 """
 
-from ropestudy.report.claims import Claim, Comparison, Part, above, below, moved, ratio
+from ropestudy.report.claims import Claim, Comparison, Margins, above, below, moved, ratio
 from ropestudy.report.claims_paper import FP32_ROUNDOFF, positions_of, where
 from ropestudy.report.effects import Effect, known, mean_of, quotient_of
 from ropestudy.report.figures_sites import AGAIN
@@ -41,9 +41,9 @@ def rounds_after(results: Results) -> Claim:
             assert before is not None
             errors = ratio(moved(before.error[mode]), moved(after.error[mode]))
             parts = (
-                Part(errors, HALF_LEFT, 1 / HALF_LEFT),
-                Part(mean_of(before.shift[mode].row.values), high=FP32_ROUNDOFF),
-                Part(mean_of(after.shift[mode].row.values), low=FP32_ROUNDOFF),
+                Margins(errors, HALF_LEFT, 1 / HALF_LEFT),
+                Margins(mean_of(before.shift[mode].row.values), high=FP32_ROUNDOFF),
+                Margins(mean_of(after.shift[mode].row.values), low=FP32_ROUNDOFF),
             )
             cases.append(Comparison({"mode": mode, "positions": positions_of(after)}, parts))
     return Claim(
@@ -139,7 +139,7 @@ def as_neutral(results: Results) -> Claim:
             cases += [
                 Comparison(
                     where(r, mode=mode, positions=positions_of(r)),
-                    (Part(ratio(moved(r.shift[mode]), moved(whole.shift[mode])), HALF_LEFT, 1 / HALF_LEFT),),
+                    (Margins(ratio(moved(r.shift[mode]), moved(whole.shift[mode])), HALF_LEFT, 1 / HALF_LEFT),),
                 )
                 for mode in r.shift
             ]
@@ -186,7 +186,7 @@ def cost(results: Results) -> Claim:
     rows = [s for s in scores(results, "baseline") if s.base is not None]
     for r in {(s.condition, positions_of(s)): s for s in rows}.values():
         quotient = ratio(r.kl_shift.kl, r.kl_error.kl)
-        cases.append(Comparison(where(r, positions=positions_of(r)), (Part(quotient, high=2),)))
+        cases.append(Comparison(where(r, positions=positions_of(r)), (Margins(quotient, high=2),)))
     return Claim(
         "cost",
         "What a shift does to the outputs is no more than what rounding does to them anyway",
@@ -262,7 +262,7 @@ def emulated(results: Results) -> Claim:
 def _allowed(factors: dict[str, str], quotient: float) -> Comparison:
     """Of all sequences together: a number without an interval."""
     effect: Effect = known(quotient)
-    return Comparison(factors, (Part(effect, high=1),))
+    return Comparison(factors, (Margins(effect, high=1),))
 
 
 def same_numbers(results: Results) -> Claim:

@@ -51,8 +51,9 @@ def bootstrap(texts: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Effe
     value = float(statistic(np.arange(texts)[None])[0])
     if texts < 2:
         return Effect(value, -math.inf, math.inf, texts)
-    found = np.sort(statistic(_draws(texts)))
-    edge = int(DRAWS * (1 - LEVEL) / 2)
+    found = statistic(_draws(texts))
+    found = np.sort(found[~np.isnan(found)])  # NaN: a draw that says nothing, such as one text over and over
+    edge = int(len(found) * (1 - LEVEL) / 2)
     return Effect(value, float(found[edge]), float(found[-1 - edge]), texts)
 
 
@@ -148,7 +149,8 @@ def common_share(gram: Sequence[Sequence[float]]) -> Effect:
         pairs = other.sum((1, 2))
         common = (drawn * other).sum((1, 2)) / np.maximum(pairs, 1)
         own = products.diagonal()[chosen].mean(1)
-        return np.where((pairs > 0) & (own > 0), common / np.where(own > 0, own, 1.0), 0.0)
+        shares = np.where(own > 0, common / np.where(own > 0, own, 1.0), 0.0)
+        return np.where(pairs > 0, shares, np.nan)
 
     return bootstrap(len(products), share)
 

@@ -532,7 +532,15 @@ def test_one_rounding_is_what_rounding_moves():
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0.0, "0"), (0.012345, "0.0123"), (1.5e-7, "1.50e-7"), (1234.5, "1,234"), (2e8, "2.00e8"), (1.0, "1"), (999.9, "1,000")],
+    [
+        (0.0, "0"),
+        (0.012345, "0.0123"),
+        (1.5e-7, "1.50e-7"),
+        (1234.5, "1,234"),
+        (2e8, "2.00e8"),
+        (1.0, "1"),
+        (999.9, "1,000"),
+    ],
 )
 def test_numbers_are_short(value, shown):
     assert number(value) == shown
