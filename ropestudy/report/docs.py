@@ -12,6 +12,7 @@ from anchorline.page import count
 from ropestudy.report.answers import (
     BETTER,
     BIAS_HEADS,
+    COPY_HEADS,
     MUCH,
     OUTCOME_HEADS,
     WORSE,
@@ -133,8 +134,8 @@ def _actions(results: Results) -> str:
 def _tables(results: Results) -> list[str]:
     return [
         _table("Whole setups, plain text", OUTCOME_HEADS, small_table(results, "setup", "text")),
-        _table("Whole setups, copied keys", (*OUTCOME_HEADS, "copies lost"), small_table(results, "setup", "copy")),
-        _table("Doses, copied keys", (*OUTCOME_HEADS, "copies lost"), small_table(results, "dose", "copy")),
+        _table("Whole setups, copied keys", (*OUTCOME_HEADS, *COPY_HEADS), small_table(results, "setup", "copy")),
+        _table("Doses, copied keys", (*OUTCOME_HEADS, *COPY_HEADS), small_table(results, "dose", "copy")),
         _table("Doses, plain text", OUTCOME_HEADS, small_table(results, "dose", "text")),
         _table(
             "Every rounding alone, by what the outputs make of it", OUTCOME_HEADS, small_table(results, "site", "text")

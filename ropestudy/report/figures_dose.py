@@ -4,6 +4,7 @@ from typing import Any
 
 from anchorline.page import count
 from anchorline.page.colours import SERIES
+from ropestudy.report.answers import copies
 from ropestudy.report.draw import Draw, Line, lines
 from ropestudy.report.figure import SOFT, Figure, Panel, Table
 from ropestudy.report.select import of_kind, unique
@@ -19,7 +20,8 @@ def dose_figures(results: Results) -> list[Figure]:
         return []
     task = "copy" if any(one.task == "copy" for one in records) else "text"
     records = [one for one in records if one.task == task]
-    farthest = max(one.gap for one in records)
+    # The farthest at which float64 copies: beyond, rounding has nothing to take off.
+    farthest = max((one.gap for one in records if copies(one)), default=max(one.gap for one in records))
     shown = [one for one in records if one.gap == farthest]
     panels = [Panel("Divergence from float64", _marked(_kl(shown)))]
     if task == "copy":

@@ -231,9 +231,11 @@ def outcome(condition: str, kl_: float, group: str = "setup", **fields: Any) -> 
     def three(value: float) -> Stat:
         return Stat(mean=value, std=0.0, values=[value * x for x in (0.5, 1.0, 1.5)])
 
+    right, lost = fields.pop("right", 0.8), fields.pop("lost", 0.0)
+    copied = Stat(mean=right, std=0.0, values=[right - 0.1, right, right + 0.1])
     outputs = OutputDivergence(
         kl=three(kl_), argmax_differs=three(0.01), nll_p=three(3.0), nll_q=three(3.0 + kl_),
-        right_p=three(0.8), right_q=three(0.8 - fields.pop("lost", 0.0)),
+        right_p=copied, right_q=Stat(mean=0.0, std=0.0, values=[x - lost for x in copied.values]),
     )  # fmt: skip
     standard = {"task": "text", "about": "in words", "start": 8192 - TOKENS, "gap": 0, "outputs": outputs}
     return Outcome(**about(condition), group=group, **standard | fields)
@@ -263,6 +265,7 @@ def outputs_alone() -> Results:
                     gap=8000, start=0, lost=lost)
             for bits, lost in ((3, 0.25), (7, 0.01))
         ),
+        outcome("q and k, 7 bits", 2.0, "dose", site="q and k", mantissa_bits=7, task="copy", gap=99_999, right=0.1),
         outcome("on table", 1e-4, "site", site="table"),
         bias(0.9),
     )  # fmt: skip
@@ -282,8 +285,9 @@ def test_what_to_do_follows_from_the_numbers():
 def test_findings_have_a_number_each_and_none_is_of_position_0():
     found = findings(outputs_alone())
     assert len(found) == 5
-    assert "bf16's 7 bits lose 0.01" in found[0]
-    assert "3 bits 0.25" in found[0]
+    assert "bf16's 7 bits of q and k lose 0.01" in found[0]
+    assert "e4m3's 3 bits 0.25" in found[0]
+    assert "At 99,999 float64 itself copies less than half" in found[0]
     assert "TF32 multiplies it by 1,000" in found[2]
     assert "0.9 is the same in every text" in found[3]
     assert "fp8 has up to 20 times the KL of bf16. Rounding before RoPE leaves 0.5 of that" in found[4]
