@@ -90,9 +90,11 @@ def outcomes(results: Results, group: str, task: str = "text") -> list[Outcome]:
 
 
 def settings(records: Sequence[Outcome]) -> list[tuple[int, int]]:
-    """Return (start, gap) of all of them, positions from 0 last: there a rotation is almost the identity."""
+    """Return (start, gap) of all of them, gaps behind, and positions from 0 last, where a rotation is almost the
+    identity.
+    """
     found = list(dict.fromkeys((one.start, one.gap) for one in records))
-    return sorted(found, key=lambda at: (at == (0, 0), at[1] == 0, at[0] + at[1]))
+    return sorted(found, key=lambda at: (at == (0, 0), at[1] > 0, at[0] + at[1]))
 
 
 def in_setting(records: Sequence[Outcome], at: tuple[int, int]) -> dict[str, Outcome]:
@@ -159,9 +161,9 @@ def _cliff(results: Results) -> str:
     failing = sorted({one.gap for one in outcomes(results, "dose", "copy") if not copies(one)})
     beyond = f" (At {' and '.join(f'{g:,}' for g in failing)} float64 itself copies less than half.)" if failing else ""
     return (
-        f"**{head}.** With q and k rounded after the rotation and all else in float32, a key seen {gap:,} positions "
-        f"before is copied in {exact} of cases in float64; rounding takes off: {'; '.join(parts)} (bf16 has 7, fp16 and "
-        f"TF32 10, e4m3 3, e5m2 2).{beyond}"
+        f"**{head}.** With q and k rounded after the rotation and all else in float32, a key {gap:,} positions "
+        f"before is copied in {exact} of cases in float64; rounding takes off: {'; '.join(parts)} (bf16 has 7, fp16 "
+        f"and TF32 10, e4m3 3, e5m2 2).{beyond}"
     )
 
 

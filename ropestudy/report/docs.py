@@ -81,8 +81,8 @@ def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | No
         *_shown(drawn, "dose"),
         "## The paper's claims",
         CLAIMS_SAY,
-        _verdicts("Claim by claim", paper_claims(results)),
-        _verdicts("Beyond them", [*cause_claims(results), *context_claims(results)]),
+        *_judged("Claim by claim", paper_claims(results)),
+        *_judged("Beyond them", [*cause_claims(results), *context_claims(results)]),
         *_shown(drawn, "shift", "tokens", "length"),
         "## Every number",
         *_tables(results),
@@ -93,7 +93,8 @@ def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | No
             _where(second),
             _actions(second),
             "\n".join(f"{place}. {one}" for place, one in enumerate(findings(second), start=1)),
-            _verdicts("Claims that were measured of it", _measured(paper_claims(second))),
+            *_judged("The paper's claims, of the second model", paper_claims(second)),
+            *_judged("Beyond them, of the second model", [*cause_claims(second), *context_claims(second)]),
             *_tables(second),
         ]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -122,13 +123,23 @@ def _shown(drawn: Sequence[Figure], *names: str) -> list[str]:
     ]
 
 
-def _measured(claims: Sequence[Claim]) -> list[Claim]:
-    return [claim for claim in claims if claim.cases]
+def _judged(title: str, claims: Sequence[Claim]) -> list[str]:
+    """The claims that were measured, and the others by name."""
+    left = [claim.says for claim in claims if not claim.cases]
+    named = f"Not measured here: {'; '.join(left)}." if left else ""
+    return [_verdicts(title, [claim for claim in claims if claim.cases]), named]
 
 
 def _actions(results: Results) -> str:
     heads, rows = actions(results)
-    return _table("From setup to action", heads, rows)
+    return _table(
+        "From setup to action", heads, [["", *row[1:]] if _same(rows, n) else row for n, row in enumerate(rows)]
+    )
+
+
+def _same(rows: Sequence[Sequence[str]], number: int) -> bool:
+    """Return whether a row is of the same setup as the one above it, whose name then stands there alone."""
+    return number > 0 and rows[number][0] == rows[number - 1][0]
 
 
 def _tables(results: Results) -> list[str]:
