@@ -152,7 +152,7 @@ def _cliff(results: Results) -> str:
         return ""
     gap = max(one.gap for one in rows)
     rows = sorted((one for one in rows if one.gap == gap), key=lambda one: one.mantissa_bits or 0)
-    lost = {one.mantissa_bits: _right_lost(one) for one in rows}
+    lost = {one.mantissa_bits: _lost_in_words(one) for one in rows}
     exact = mean_of(_values(rows[0].outputs.right_p))
     parts = [f"{bits} bits {effect}" for bits, effect in lost.items()]
     head = "How many bits copying needs" if 7 not in lost else f"bf16's 7 bits of q and k lose {lost[7]} of the copies"
@@ -165,6 +165,16 @@ def _cliff(results: Results) -> str:
         f"before is copied in {exact} of cases in float64; rounding takes off: {'; '.join(parts)} (bf16 has 7, fp16 "
         f"and TF32 10, e4m3 3, e5m2 2).{beyond}"
     )
+
+
+def _lost_in_words(one: Outcome) -> str:
+    """An interval over texts; where none lost a copy, what the number of copies leaves open (the rule of three)."""
+    effect = _right_lost(one)
+    if effect.low != 0 or effect.high != 0:
+        return str(effect)
+    # `text.copy_row`: half a row but for the token that opens it and the first of the key.
+    tried = one.sequences * (one.tokens // 2 - 2) * mean_of(_values(one.outputs.right_p)).value
+    return f"0 (of {tried:,.0f}: below {number(3 / tried)})"
 
 
 def copies(one: Outcome) -> bool:
