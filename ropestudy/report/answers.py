@@ -27,6 +27,7 @@ from ropestudy.schema import Outcome, Results, SignedBias, Stat
 BETTER, WORSE = 0.8, 1.25  # a fifth: what is closer to 1 makes no difference worth a change
 MUCH = 2.0
 HALF = 0.5
+BF16_ALONE = "paper_bf16_angles64"  # bf16 without what float32 does to angles
 
 
 @dataclass(frozen=True)
@@ -240,9 +241,9 @@ def _angles(results: Results) -> str:
 def _float32(results: Results) -> str:
     """Where float32's own angles reach bf16's KL: by the slope up to there, and measured where the study went."""
     found = [
-        (at[0] + here["fp32"].tokens, here["fp32"].outputs.kl.values, here["flash_bf16"].outputs.kl.values)
+        (at[0] + here["fp32"].tokens, here["fp32"].outputs.kl.values, here[BF16_ALONE].outputs.kl.values)
         for at, here in _away(results)
-        if not at[1] and {"fp32", "flash_bf16"} <= here.keys()
+        if not at[1] and {"fp32", BF16_ALONE} <= here.keys()
     ]
     found.sort()
     below = [one for one in found if typical_of(one[1]).value < typical_of(one[2]).value]
@@ -259,11 +260,12 @@ def _float32(results: Results) -> str:
     grows = bootstrap(own.shape[1], lambda chosen: slope(ends, np.exp(own[:, chosen].mean(-1))))
     text = (
         f" float32's own angles err with the position: the KL of a float32 run grows as its power {grows} from "
-        f"{ends[0]:,} to {ends[-1]:,}, which reaches bf16's at {bootstrap(own.shape[1], crossing)} positions"
+        f"{ends[0]:,} to {ends[-1]:,}, which reaches that of bf16 (with exact angles) at "
+        f"{bootstrap(own.shape[1], crossing)} positions"
     )
     for end, values, bf16 in found:
         if end not in ends:
-            text += f"; measured at {end:,} it is {fold_of(values, bf16)} times bf16's"
+            text += f"; measured at {end:,} it is {fold_of(values, bf16)} times that"
     return f"{text}."
 
 

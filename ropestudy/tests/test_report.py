@@ -297,6 +297,19 @@ def test_findings_have_a_number_each_and_none_is_of_position_0():
     assert actions(only_zero)[1] == []
 
 
+def test_where_float32_s_angles_reach_bf16_is_extrapolated_and_checked():
+    """A KL that grows as the square of the position, from a millionth of bf16's at 2^13: it meets bf16's at 2^23."""
+    ends = {2**13: 2.0**-20, 2**17: 2.0**-12, 2**20: 2.0**-6, 2**24: 4.0}
+    records = [
+        outcome(name, kl_, start=end - TOKENS)
+        for end, fp32 in ends.items()
+        for name, kl_ in (("fp32", fp32), ("paper_bf16_angles64", 1.0), (BF16, 1.0), (f"{BF16}_tf32", 2.0))
+    ]
+    (found,) = findings(study(*records))
+    assert "as its power 2 from 8,192 to 1,048,576, which reaches that of bf16 (with exact angles) at 8.39e6" in found
+    assert "measured at 16,777,216 it is 4 times that" in found
+
+
 def test_the_page_and_the_document_show_them():
     page, text = render(outputs_alone()), numbers(outputs_alone(), figures_of(outputs_alone()), outputs_alone())
     for shown in (unescape(page), text):
