@@ -169,8 +169,8 @@ def _tables(results: Results) -> list[str]:
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    return "\n".join([f"### {title}", "", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|", *lines])
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (heads, *rows)]
+    return "\n".join([f"### {title}", "", lines[0], "| --- " * len(heads) + "|", *lines[1:]])
 
 
 def _where(results: Results) -> str:

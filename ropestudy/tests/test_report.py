@@ -669,6 +669,12 @@ def test_the_document_s_numbers_are_replaced(tmp_path):
     assert "| split q and k | positions to 32 | 0.1 |" in text
 
 
+def test_every_row_of_a_table_has_as_many_cells_as_its_head():
+    text = numbers(outputs_alone(), (), whole())
+    for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
+
+
 def test_a_document_without_its_marks_is_refused(tmp_path):
     file = tmp_path / "precision.md"
     file.write_text("nothing", encoding="utf-8")
