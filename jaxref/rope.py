@@ -53,14 +53,14 @@ def inverse_frequencies(spec: RopeSpec, seq_len: int | None = None) -> tuple[np.
 def cos_sin(
     position_ids_BT: Any, inv_freq_C: Any, attention_scaling: float, rounding: Rounding
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tables cos, sin [B, T, C] in the carrier, rounded at `inv_freq`, `angle` and `table`.
+    """Return tables cos, sin [B, T, C] in the carrier, rounded at `position`, `inv_freq`, `angle` and `table`.
 
     position_ids_BT: integers [B, T], below 2^24 in a float32 carrier, which holds no others exactly.
     inv_freq_C: float64 [C] from `inverse_frequencies`; the carrier takes it with one rounding.
     attention_scaling: from the same.
     """
     inv_freq_C = rounding.round("inv_freq", jnp.asarray(inv_freq_C, rounding.dtype))
-    position_BT1 = jnp.asarray(position_ids_BT, rounding.dtype)[..., None]
+    position_BT1 = rounding.round("position", jnp.asarray(position_ids_BT, rounding.dtype))[..., None]
     angle_BTC = rounding.round("angle", position_BT1 * inv_freq_C)
     cos_BTC = rounding.round("table", jnp.cos(angle_BTC) * attention_scaling)
     sin_BTC = rounding.round("table", jnp.sin(angle_BTC) * attention_scaling)

@@ -9,6 +9,7 @@ A first reader needs the table, `Rounding` and the comment over `PRESETS`. Gradi
 
 | site           | rounds                                                     | where                |
 | -------------- | ---------------------------------------------------------- | -------------------- |
+| `position`     | the positions that angles are made of                      | `rope.cos_sin`       |
 | `inv_freq`     | RoPE's inverse frequencies                                 | `rope.cos_sin`       |
 | `angle`        | position times inverse frequency                           | `rope.cos_sin`       |
 | `table`        | cos and sin, times attention scaling                       | `rope.cos_sin`       |
@@ -29,10 +30,13 @@ A first reader needs the table, `Rounding` and the comment over `PRESETS`. Gradi
 | `residual`     | both sums of a layer                                       | `model`              |
 | `logits`       | the last projection                                        | `model`              |
 
-Formats are `bf16`, `fp16` and `fp32`, to nearest, ties to even, overflow to infinity, subnormals kept. Matrix products
-accumulate in the carrier, whose sum order is XLA's. In a float32 carrier `fp32` adds nothing, and compiled code may
-contract a product and a sum into one FMA; in a float64 carrier it is IEEE float32 exactly, for + - x / and square
-roots.
+Formats are those of `FORMATS` and any `eXmY`, X exponent and Y mantissa bits, as IEEE 754 would define it: to nearest,
+ties to even, overflow to infinity, subnormals kept. Two names mean what hardware has under them: `e4m3` is OCP's, whose
+largest number is 448 and which has no infinity (overflow is NaN), and the `_sat` formats give their largest number in
+place of overflow, as the conversion instructions of GPUs do. `tf32` is rounded to nearest too, which tensor cores that
+cut the last bits off do not. Matrix products accumulate in the carrier, whose sum order is XLA's. In a float32 carrier
+`fp32` adds nothing, and compiled code may contract a product and a sum into one FMA; in a float64 carrier it is IEEE
+float32 exactly, for + - x / and square roots.
 
 Gradients: a site rounds the cotangent that arrives at it to the same format, as autograd stores the gradient of a bf16
 tensor in bf16. Where a value is used more than once the cotangents meet in the carrier and are rounded once; torch
@@ -41,8 +45,9 @@ every engine rounds there. With `after_pv` the backward pass of attention is Fla
 forward transposed: it rounds P and dS where the transpose would round dP.
 """
 
+import re
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import jax
@@ -50,11 +55,64 @@ import jax.numpy as jnp
 
 from anchorline.errors import UserError
 
-# Exponent and explicit mantissa bits.
-FORMATS = {"bf16": (8, 7), "fp16": (5, 10), "fp32": (8, 23)}
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating point format: exponent and explicit mantissa bits.
+
+    finite: it has no infinity; the largest exponent holds numbers, and only its last mantissa is NaN (OCP's E4M3).
+    saturates: what is too large becomes the largest number instead of infinity or NaN.
+    scale: a power of two; numbers are multiplied by it before they are rounded, and divided after.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    finite: bool = False
+    saturates: bool = False
+    scale: float = 1.0
+
+    @property
+    def smallest_normal_exponent(self) -> int:
+        """-126 of float32."""
+        return 2 - 2 ** (self.exponent_bits - 1)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number, the scale left aside."""
+        top = 2 ** (self.exponent_bits - 1) - (0 if self.finite else 1)
+        return (2 - 2.0 ** (1 - self.mantissa_bits if self.finite else -self.mantissa_bits)) * 2.0**top
+
+
+FORMATS = {
+    "bf16": FloatFormat(8, 7),
+    "fp16": FloatFormat(5, 10),
+    "fp32": FloatFormat(8, 23),
+    "tf32": FloatFormat(8, 10),
+    "e5m2": FloatFormat(5, 2),
+    "e5m2_sat": FloatFormat(5, 2, saturates=True),
+    "e4m3": FloatFormat(4, 3, finite=True),
+    "e4m3_sat": FloatFormat(4, 3, finite=True, saturates=True),
+    # The unnormalised probabilities of FlashAttention-3 in fp8: exp(logit - max), at most 1, is kept times 2^8.
+    "e4m3_probs": FloatFormat(4, 3, finite=True, saturates=True, scale=2.0**8),
+}
+_ANY = re.compile(r"e(\d{1,2})m(\d{1,2})")
+MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 11, 52  # float64's, the widest carrier
 CARRIERS = ("float64", "float32")
 
-Format = Literal["bf16", "fp16", "fp32"] | None
+Format = str | None  # a name of `FORMATS` or `eXmY`; None is not rounded
+
+
+@cache
+def find_format(name: str) -> FloatFormat | None:
+    """Return the format of a name, or None if there is none such."""
+    if name in FORMATS:
+        return FORMATS[name]
+    match = _ANY.fullmatch(name)
+    if match is None:
+        return None
+    exponent, mantissa = map(int, match.groups())
+    possible = 2 <= exponent <= MOST_EXPONENT_BITS and 1 <= mantissa <= MOST_MANTISSA_BITS
+    return FloatFormat(exponent, mantissa) if possible else None
 
 
 @dataclass(frozen=True)
@@ -69,6 +127,7 @@ class Rounding:
     """
 
     carrier: Literal["float64", "float32"]
+    position: Format = None
     inv_freq: Format = None
     angle: Format = None
     table: Format = None
@@ -93,9 +152,14 @@ class Rounding:
     def __post_init__(self) -> None:
         known = {"carrier": CARRIERS, "normalise": ("before_pv", "after_pv")}
         for name, value in vars(self).items():
-            choices = known.get(name, (None, *FORMATS))
-            if value not in choices:
-                raise UserError(f"{name}: {value!r} is unknown; choose from {', '.join(map(str, choices))}")
+            if name in known:
+                if value not in known[name]:
+                    raise UserError(f"{name}: {value!r} is unknown; choose from {', '.join(known[name])}")
+            elif value is not None and not (isinstance(value, str) and find_format(value)):
+                raise UserError(
+                    f"{name}: {value!r} is unknown; choose from None, {', '.join(FORMATS)} or eXmY with 2 to "
+                    f"{MOST_EXPONENT_BITS} exponent and 1 to {MOST_MANTISSA_BITS} mantissa bits"
+                )
 
     @property
     def dtype(self) -> Any:
@@ -135,22 +199,34 @@ def _check_names(names: Any) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, fmt: str) -> jax.Array:
-    """Return float32 or float64 `x`, any shape, rounded to a format of `FORMATS`; dtype unchanged. Its gradient is
+    """Return float32 or float64 `x`, any shape, rounded to a format of `find_format`; dtype unchanged. Its gradient is
     rounded alike.
 
     `lax.reduce_precision` and not a pair of casts: compilers drop those, and from float64 `astype` rounds twice.
     """
-    exponent_bits, mantissa_bits = FORMATS[fmt]
-    rounded = jax.lax.reduce_precision(x, exponent_bits, mantissa_bits)
-    carrier = jnp.finfo(x.dtype)
-    if exponent_bits >= carrier.nexp:
+    form, carrier = find_format(fmt), jnp.finfo(x.dtype)
+    assert form is not None, f"{fmt}: no such format"
+    if form.scale != 1:
+        return _round(x * form.scale, form, carrier) / form.scale
+    return _round(x, form, carrier)
+
+
+def _round(x: jax.Array, form: FloatFormat, carrier: Any) -> jax.Array:
+    exponent_bits = form.exponent_bits + form.finite  # the largest exponent holds numbers: one of the next format's
+    mantissa_bits = min(form.mantissa_bits, carrier.nmant)
+    rounded = jax.lax.reduce_precision(x, min(exponent_bits, carrier.nexp), mantissa_bits)
+    if form.exponent_bits >= carrier.nexp:
         return rounded  # the carrier's own subnormals, which XLA keeps or flushes as the device does
+    if form.finite:
+        rounded = jnp.where(jnp.abs(rounded) > form.largest, jnp.nan, rounded)
+    if form.saturates:
+        over = ~(jnp.abs(rounded) <= form.largest) & ~jnp.isnan(x)
+        rounded = jnp.where(over, jnp.copysign(form.largest, x), rounded)
     # reduce_precision flushes subnormals to zero, hardware casts keep them: they are the multiples of one quantum. In
     # fp16 that is every probability below 6.1e-5.
-    smallest_normal_exponent = 2 - 2 ** (exponent_bits - 1)
-    quantum = 2.0 ** (smallest_normal_exponent - mantissa_bits)
+    quantum = 2.0 ** (form.smallest_normal_exponent - mantissa_bits)
     subnormal = jax.lax.round(x / quantum, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * quantum
-    return jnp.where(jnp.abs(x) < 2.0**smallest_normal_exponent, subnormal, rounded)
+    return jnp.where(jnp.abs(x) < 2.0**form.smallest_normal_exponent, subnormal, rounded)
 
 
 def _forward(x: jax.Array, fmt: str) -> tuple[jax.Array, None]:
@@ -166,7 +242,7 @@ round_to.defvjp(_forward, _backward)
 
 def _half_precision(fmt: Format) -> dict[str, Rounding]:
     everywhere = Rounding("float32").replace(**dict.fromkeys(SITES, fmt))
-    hf_eager = everywhere.replace(inv_freq="fp32", angle="fp32")
+    hf_eager = everywhere.replace(position="fp32", inv_freq="fp32", angle="fp32")
     flash = hf_eager.replace(qk=None, scaled=None, pv=None, normalise="after_pv")
     paper = flash.replace(table="fp32", rope_product="fp32", rope_sum="fp32")
     return {f"hf_eager_{fmt}": hf_eager, f"flash_{fmt}": flash, f"paper_{fmt}": paper}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -100,15 +100,58 @@ class Cell:
     mask: str = "full"
     documents: int | None = None
     sink: bool = False
+    gap: int = 0  # between the positions of the row's two halves
 
     def __post_init__(self) -> None:
         for named in (self.streams, self.pairs, self.divergences):
             assert len({one.name for one in named}) == len(named), "two of a cell have the same name"
 
+    @property
+    def conditions(self) -> list[str]:
+        """Names, for whoever waits."""
+        return list(dict.fromkeys(runs.condition.name for runs in self.streams))
+
+    def run(self, bench: "Bench") -> "CellResult":
+        """Compute it."""
+        return bench.compare(self)
+
     def find(self, run: RunAt) -> Run:
         """Return where a run stands among the streams."""
         place = [stream.name for stream in self.streams].index(run.stream)
         return Run(place, self.streams[place].shifts.index(run.shift))
+
+
+class AnyCell(Protocol):
+    """What a bench runs and keeps. Its repr and the bench's own say all that its numbers depend on."""
+
+    @property
+    def experiment(self) -> str:
+        """Its section."""
+        ...
+
+    @property
+    def model(self) -> str:
+        """A `spec.ModelName`."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Of each row."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """Of the first row."""
+        ...
+
+    @property
+    def conditions(self) -> list[str]:
+        """Names, for whoever waits."""
+        ...
+
+    def run(self, bench: "Bench") -> "CellResult":
+        """Compute it."""
+        ...
 
 
 class CellResult(BaseModel):
@@ -119,7 +162,7 @@ class CellResult(BaseModel):
     samples: dict[str, Sample]
     divergences: dict[str, DivergenceSample]
     lengths: tuple[int, ...]  # of the row's documents
-    seconds: float
+    seconds: float = 0.0
 
 
 Question = TypeVar("Question")
@@ -130,11 +173,11 @@ class Experiment(ABC, Generic[Question]):
 
     name: ClassVar[str]  # of its section
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[Any]:
         """Return what is computed, in this order."""
         return [cell for question in self._questions() for cell in self._cells(question)]
 
-    def records(self, results: Mapping[Cell, CellResult]) -> list[AnyRecord]:
+    def records(self, results: Mapping[Any, CellResult]) -> list[AnyRecord]:
         """Return what was found. results: of all `cells`."""
         return [record for question in self._questions() for record in self._records(question, results)]
 
@@ -143,11 +186,11 @@ class Experiment(ABC, Generic[Question]):
         """Each becomes records of its own."""
 
     @abstractmethod
-    def _cells(self, question: Question) -> list[Cell]:
+    def _cells(self, question: Question) -> Sequence[Any]:
         """Return what answers one."""
 
     @abstractmethod
-    def _records(self, question: Question, results: Mapping[Cell, CellResult]) -> Sequence[AnyRecord]:
+    def _records(self, question: Question, results: Mapping[Any, CellResult]) -> Sequence[AnyRecord]:
         """What is answered."""
 
 
@@ -180,10 +223,14 @@ class Bench:
         self.config, self.pretrained, self.pool = config, pretrained, pool
         self._latest: tuple[str, Decoder] | None = None
 
-    def run(self, cell: Cell) -> CellResult:
+    def run(self, cell: "AnyCell") -> CellResult:
         """Compute a cell."""
         started = time.perf_counter()
-        decoder, made = self._decoder(cell.model), self._row(cell, cell.mask)
+        return cell.run(self).model_copy(update={"seconds": time.perf_counter() - started})
+
+    def compare(self, cell: Cell, signed: Sequence[int] = ()) -> CellResult:
+        """Compare the attention of a cell's pairs. signed: columns whose signed differences are kept."""
+        decoder, made = self.decoder(cell.model), self._row(cell, cell.mask)
         sinks_LH = None
         if cell.sink:
             with_bos = text.row(self.pool, cell.number, cell.tokens, self.pretrained.bos, "first")
@@ -193,22 +240,22 @@ class Bench:
         for runs in cell.streams:
             base = made if runs.mask is None else self._row(cell, runs.mask)
             assert np.array_equal(base.documents, made.documents), "runs of other documents are not the same function"
-            streams.append(Stream(runs.condition, base.positions + np.array(runs.shifts)[:, None]))
-        row = Row(made.ids, made.documents, sinks_LH)
+            positions_T = text.open_gap(base.positions, cell.gap)
+            streams.append(Stream(runs.condition, positions_T + np.array(runs.shifts)[:, None]))
+        row = Row(made.ids, made.documents, sinks_LH, made.targets)
         pairs = [Pair(cell.find(one.a), cell.find(one.b), one.mode) for one in cell.pairs]
         ends = [(cell.find(one.p), cell.find(one.q)) for one in cell.divergences]
-        sums, divergences = compare(decoder, row, streams, pairs, ends, self.config.block)
+        sums, divergences = compare(decoder, row, streams, pairs, ends, self.config.block, bool(signed))
         return CellResult(
             samples={
-                one.name: _sample(found, made.documents, one.keep_columns)
+                one.name: _sample(found, made.documents, one.keep_columns, signed)
                 for one, found in zip(cell.pairs, sums, strict=True)
             },
             divergences={one.name: found for one, found in zip(cell.divergences, divergences, strict=True)},
             lengths=made.lengths,
-            seconds=time.perf_counter() - started,
         )
 
-    def key(self, cell: Cell) -> str:
+    def key(self, cell: "AnyCell") -> str:
         """Return a hash of everything that the cell's numbers depend on."""
         digest = hashlib.sha256(f"{cell!r} {self.config.block} {self.config.seed}".encode())
         digest.update(
@@ -218,7 +265,7 @@ class Bench:
             digest.update(ids.tobytes())
         return digest.hexdigest()
 
-    def kept_or_run(self, cell: Cell, folder: Path) -> CellResult:
+    def kept_or_run(self, cell: "AnyCell", folder: Path) -> CellResult:
         """Return the cell from its file, or compute it and write that."""
         key = self.key(cell)
         path = folder / f"{cell.experiment}-{key[:24]}.json"
@@ -232,7 +279,8 @@ class Bench:
             replace_file(path, kept.model_dump_json().encode())
         return kept.result
 
-    def _decoder(self, name: str) -> Decoder:
+    def decoder(self, name: str) -> Decoder:
+        """Return a model by name."""
         if name == "pretrained":
             return self.pretrained.decoder
         if self._latest is None or self._latest[0] != name:
@@ -249,8 +297,8 @@ class Bench:
         return text.packed_row(self.pool, cell.number, cell.tokens, bos_id, cell.documents, mask)
 
 
-def _sample(sums: Sums, documents_T: np.ndarray, keep_columns: bool) -> Sample:
-    found = sample(sums, documents_T)
+def _sample(sums: Sums, documents_T: np.ndarray, keep_columns: bool, signed: Sequence[int]) -> Sample:
+    found = sample(sums, documents_T, signed)
     return found if keep_columns else found.model_copy(update={"columns": {}})
 
 

@@ -28,6 +28,8 @@ IN_A_ROW = (
     ("pv", "attn_out"),
 )
 
+TF32_SITES = ("position", "inv_freq", "table")
+
 EXACT = Condition("exact", preset("exact"), about="float64, nothing rounded")
 
 
@@ -42,6 +44,37 @@ def _name_conditions() -> dict[str, Condition]:
             preset(name).replace(inv_freq="bf16"),
             about="inverse frequencies rounded to bf16 as well, as model.to(bfloat16) does",
             base=name,
+        )
+    for name in ("hf_eager_bf16", "flash_bf16", "paper_bf16"):
+        found[f"{name}_angles64"] = Condition(
+            f"{name}_angles64", preset(name), Method(angles="float64"), f"{name}, angles in float64", name
+        )
+        found[f"{name}_tf32"] = Condition(
+            f"{name}_tf32",
+            preset(name).replace(position="tf32", inv_freq="tf32"),
+            about="positions and inverse frequencies rounded to TF32 before they are multiplied, as where TF32 is on",
+            base=name,
+        )
+    # The paper's rotation and nothing rounded behind it: what kernels that take float32 q and k would give.
+    found["flash_bf16_fp32_qk"] = Condition(
+        "flash_bf16_fp32_qk",
+        preset("paper_bf16").replace(q_rotated="fp32", k_rotated="fp32", kv_heads=None),
+        about="flash_bf16 with rotation, q and k in float32",
+        base="flash_bf16",
+    )
+    # q, k and v arrive in fp8 with a scale a head, P is rounded to fp8 times 2^8, sums are float32 (arXiv 2407.08608).
+    fp8 = {"kv_heads": None, "probs": "e4m3_probs"}
+    for name, rounding, when in (
+        ("fa3_fp8", preset("flash_bf16"), "after"),
+        ("fa3_fp8_before", preset("paper_bf16"), "before"),
+    ):
+        where = "after RoPE" if when == "after" else "before RoPE, which is then applied in float32 and rounded to bf16"
+        found[name] = Condition(
+            name,
+            rounding.replace(**fp8),
+            Method(per_head="e4m3_sat", per_head_when=when),  # type: ignore[arg-type]
+            f"FlashAttention-3 in fp8: q, k, v in e4m3 with a scale per head, q and k rounded {where}",
+            "flash_bf16",
         )
     return found
 
@@ -64,12 +97,14 @@ def check_condition(field: str, name: str) -> None:
 def on_alone(fmt: str) -> list[Condition]:
     """Return every site of `Rounding` rounded to `fmt` and nothing else, in a float64 carrier.
 
-    Sites that transformers keeps in float32 are also there with that format.
+    Sites that transformers keeps in float32 are also there with that format; positions, frequencies and tables in TF32
+    too, which is what a product of them becomes where TF32 is switched on.
     """
     kept = preset(f"hf_eager_{fmt}")
     found = []
     for site in SITES:
-        for form in dict.fromkeys((fmt, getattr(kept, site))):
+        tf32 = ("tf32",) if site in TF32_SITES else ()
+        for form in dict.fromkeys((fmt, getattr(kept, site), *tf32)):
             name = f"on {site}" + (f" {form}" if form != fmt else "")
             rounding = EXACT.rounding.replace(**{site: form})
             found.append(Condition(name, rounding, about=f"{site} alone in {form}", base="exact", site=site))
@@ -142,6 +177,25 @@ def remedies(base: str) -> list[Condition]:
     ]
     # FlashAttention keeps its logits in float32: what a preset does anyway does not remedy it.
     return [one for one in changes if (one.rounding, one.method) != (rounding, AS_THE_ORACLE)]
+
+
+DOSES = ("table", "q and k", "q and k before RoPE", "all of RoPE")
+
+
+def dose(site: str, mantissa_bits: int) -> Condition:
+    """Return a site of `DOSES` rounded to so many mantissa bits with float32's exponents; angles are float64's and all
+    else is float32. `all of RoPE` is the tables, products, sums, q and k.
+    """
+    form, name = f"e8m{mantissa_bits}", f"{site}, {mantissa_bits} bits"
+    sites = {
+        "table": ("table",),
+        "q and k": ("q_rotated", "k_rotated"),
+        "q and k before RoPE": (),
+        "all of RoPE": ("table", "rope_product", "rope_sum", "q_rotated", "k_rotated"),
+    }[site]
+    before = form if site == "q and k before RoPE" else None
+    rounding = preset("fp32").replace(**dict.fromkeys(sites, form))
+    return Condition(name, rounding, Method(angles="float64", before=before), f"{name} of mantissa", "fp32", site)
 
 
 def before_and_after(base: str) -> list[Condition]:

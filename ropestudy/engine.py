@@ -32,6 +32,7 @@ from ropestudy.pieces import (
     finish_layer,
     kl,
     log_probabilities,
+    losses,
     project_and_rotate,
     restrict,
 )
@@ -47,6 +48,7 @@ class Row:
     ids_T: np.ndarray  # int64
     documents_T: np.ndarray  # int64, the contract's document_ids
     sinks_LH: np.ndarray | None = None  # a logit per layer and head, for conditions with a sink
+    targets_T: np.ndarray | None = None  # int64, the next token; below 0: no loss is taken. None: of none
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def compare(
     pairs: Sequence[Pair],
     divergences: Sequence[tuple[Run, Run]] = (),
     query_block: int = 64,
+    signed: bool = False,
 ) -> tuple[list[Sums], list[DivergenceSample]]:
     """Compare the attention of pairs of runs over all layers, and the output distributions of `divergences`' pairs.
 
@@ -91,6 +94,7 @@ def compare(
         row, streams, pairs: see there.
         divergences: pairs (p, q) of runs; each is a forward pass of its own.
         query_block: queries at a time; memory is R H query_block T.
+        signed: whether `Sums.signed_LHT` is made.
 
     Returns the sums of each pair and KL(p || q) of each divergence, in order.
     """
@@ -133,7 +137,7 @@ def compare(
                         layer, _first(x[group.source], condition.rounding.dtype), table[i], condition
                     )
                     sides.append(Side(condition, fed.q, fed.k))
-            sums.append(compare_layer(sides, documents_T, sink_H, group.index_P2, scale, query_block))
+            sums.append(compare_layer(sides, documents_T, sink_H, group.index_P2, scale, query_block, signed))
         for i in advanced:
             x[i] = finish_layer(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, query_block)
 
@@ -143,13 +147,61 @@ def compare(
         for i in hidden
         for place, run in enumerate(advanced[i])
     }
-    outputs = _divergences(decoder, ends, divergences, row.documents_T)
+    outputs = _divergences(decoder, ends, divergences, row.documents_T, row.targets_T)
     found = {
         pair: _over_layers(sums, place)
         for group, sums in zip(groups, layers, strict=True)
         for place, pair in enumerate(group.pairs)
     }
     return [found[pair] for pair in range(len(pairs))], outputs
+
+
+def final_hidden(
+    decoder: Decoder,
+    ids_ST: np.ndarray,
+    positions_ST: np.ndarray,
+    documents_T: np.ndarray,
+    condition: Condition,
+    query_block: int = 64,
+    offsets_SLH: np.ndarray | None = None,
+) -> jax.Array:
+    """Return the output of the final norm [S, T, M] of several rows at once, in the condition's carrier.
+
+    offsets_SLH: added to each row's logits of column 0, by layer and head; of `exact` alone, whose sums they do not
+        round.
+    """
+    rounding, method = condition.rounding, condition.method
+    assert not method.sink, "a sink's logits are one row's own"
+    scale, T = decoder.config.head_dim**-0.5, ids_ST.shape[1]
+    inv_freq, scaling = inverse_frequencies(decoder.config.rope, T)
+    table, documents = tables(positions_ST, inv_freq, scaling, rounding, method), jnp.asarray(documents_T)
+    x = decoder.embed_tokens(jnp.asarray(ids_ST), rounding)
+    for number, layer in enumerate(decoder.layers):
+        offset_SH = None if offsets_SLH is None else jnp.asarray(offsets_SLH[:, number])[:, None]
+        own = project_and_rotate(layer, x, table, condition)
+        x = finish_layer(layer, x, own, documents, None, condition, scale, query_block, offset_SH)
+    return decoder.norm(x, rounding)
+
+
+def divergences_of_rows(
+    decoder: Decoder,
+    hidden: Sequence[tuple[jax.Array, Condition]],
+    documents_T: np.ndarray,
+    targets_ST: np.ndarray,
+) -> list[list[DivergenceSample]]:
+    """Return, for each of `hidden` but the first, the divergence of its outputs from the first one's, row by row.
+
+    hidden: (`final_hidden` [S, T, M], its condition).
+    """
+    pairs = [(Run(0, 0), Run(i, 0)) for i in range(1, len(hidden))]
+    found: list[list[DivergenceSample]] = [[] for _ in pairs]
+    for number, targets_T in enumerate(targets_ST):
+        ends = {
+            Run(i, 0): (x_STM[number], restrict(condition, ("logits",))) for i, (x_STM, condition) in enumerate(hidden)
+        }
+        for one, samples in zip(_divergences(decoder, ends, pairs, documents_T, targets_T), found, strict=True):
+            samples.append(one)
+    return found
 
 
 def column_logits(
@@ -232,6 +284,9 @@ def _over_layers(layers: Sequence[LayerSums], place: int) -> Sums:
         mass_T=np.array([layer.mass_PT[place] for layer in layers]).sum(0),
         head_LH=np.array([layer.head_PH[place] for layer in layers]),
         square=float(np.array([layer.square_P[place] for layer in layers]).sum()),
+        signed_LHT=None
+        if layers[0].signed_PHT is None
+        else np.array([layer.signed_PHT[place] for layer in layers if layer.signed_PHT is not None]),
     )
 
 
@@ -240,13 +295,16 @@ def _divergences(
     ends: dict[Run, tuple[jax.Array, Rounding]],
     pairs: Sequence[tuple[Run, Run]],
     documents_T: np.ndarray,
+    targets_T: np.ndarray | None,
 ) -> list[DivergenceSample]:
-    """Return KL(p || q) in nats and how often the argmax differs, means over the positions that are not padding.
+    """Return KL(p || q) in nats and how often the argmax differs, means over the positions that are not padding; and
+    the loss of both and how often they are right, means over the targets.
 
     ends: the final hidden states [T, M] of each run and its rounding. A run's logits are computed once, some rows at a
         time.
     """
-    totals = np.zeros((len(pairs), 2))
+    totals, known = np.zeros((len(pairs), 2)), targets_T is not None and bool((targets_T >= 0).any())
+    of_ends = {end: np.zeros(2) for pair in pairs for end in pair}
     used = {end for pair in pairs for end in pair}
     at_once = max(1, HEAD_NUMBERS // decoder.config.vocab_size)
     for start in range(0, len(documents_T), at_once):
@@ -254,5 +312,15 @@ def _divergences(
         real_T = jnp.asarray(documents_T[rows] != PADDING)
         logs = {end: log_probabilities(head_logits(decoder.head, ends[end][0][rows], ends[end][1])) for end in used}
         totals += np.array([kl(logs[p], logs[q], real_T) for p, q in pairs]).reshape(totals.shape)
+        if targets_T is not None and known:
+            for end, total in of_ends.items():
+                total += np.array(losses(logs[end], jnp.asarray(targets_T[rows])))
     count = int((documents_T != PADDING).sum())
-    return [DivergenceSample(kl=kl / count, argmax_differs=differs / count) for kl, differs in totals]
+    found = [DivergenceSample(kl=kl / count, argmax_differs=differs / count) for kl, differs in totals]
+    if targets_T is None or not known:
+        return found
+    (*means,) = ([of_ends[end] / (targets_T >= 0).sum() for end in pair] for pair in pairs)
+    return [
+        one.model_copy(update={"nll_p": p[0], "nll_q": q[0], "right_p": p[1], "right_q": q[1]})
+        for one, (p, q) in zip(found, means, strict=True)
+    ]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ropestudy import schema
+from ropestudy.bias import Bias
 from ropestudy.cells import (
     ERROR,
     SHIFT,
@@ -24,6 +25,7 @@ from ropestudy.cells import (
 from ropestudy.conditions import EXACT, Condition, condition
 from ropestudy.measures import columns
 from ropestudy.methods import ROPE_SITES, Method
+from ropestudy.outcomes import Outcomes
 from ropestudy.schema import AnyRecord, Mode
 from ropestudy.scores import Controls, Factorial, FirstToken, MaskPairs, Masks, Remedies
 from ropestudy.spec import Contestant, FrequencyConfig, LengthsConfig, OwnErrorConfig, ShiftPairsConfig, StudyConfig
@@ -42,6 +44,10 @@ def make_experiments(config: StudyConfig, wavelengths: Sequence[float]) -> list[
         "first_token": lambda section: [FirstToken(section)],
         "masks": lambda section: [Masks(section), MaskPairs(section)],
         "own_error": lambda section: [OwnErrorExperiment(section)],
+        "setups": lambda section: [Outcomes(section, "setups", "setup")],
+        "bias": lambda section: [Bias(section)],
+        "dose": lambda section: [Outcomes(section, "dose", "dose")],
+        "sites": lambda section: [Outcomes(section, "sites", "site")],
         "frequency": lambda section: [Frequency(section, tuple(wavelengths))],
     }
     return [experiment for name, section in config.experiments.items() for experiment in make[name](section)]

@@ -23,6 +23,7 @@ class Sums:
     mass_T: np.ndarray  # sum over layers, heads, queries of ATTN of run a
     head_LH: np.ndarray  # sum over columns j and queries of n_j |dATTN|
     square: float  # sum over all visible pairs, layers, heads of dLOGIT^2
+    signed_LHT: np.ndarray | None = None  # sum over queries of LOGIT(a) - LOGIT(b), visible pairs; if asked for
 
 
 class Sample(BaseModel):
@@ -44,6 +45,7 @@ class Sample(BaseModel):
     row: float
     by_head: list[list[float]]
     columns: dict[str, list[float]]
+    signed: dict[int, list[float]] = {}  # by column: mean over its queries of LOGIT(a) - LOGIT(b), [L H]
 
 
 class DivergenceSample(BaseModel):
@@ -53,6 +55,10 @@ class DivergenceSample(BaseModel):
 
     kl: float
     argmax_differs: float
+    nll_p: float | None = None  # mean over targets, nats
+    nll_q: float | None = None
+    right_p: float | None = None  # fraction of targets that are the argmax
+    right_q: float | None = None
 
 
 def queries_of_columns(document_ids_T: np.ndarray) -> np.ndarray:
@@ -78,8 +84,10 @@ def weights(document_ids_T: np.ndarray) -> np.ndarray:
     return np.where(count_T > 0, 1 / np.maximum(count_T, 1), 0.0)
 
 
-def sample(sums: Sums, document_ids_T: np.ndarray) -> Sample:
-    """Return every measure of one sequence. A quotient whose denominator is 0 (nothing differs) is 0."""
+def sample(sums: Sums, document_ids_T: np.ndarray, signed: Sequence[int] = ()) -> Sample:
+    """Return every measure of one sequence. A quotient whose denominator is 0 (nothing differs) is 0. signed: columns
+    whose signed differences are kept.
+    """
     n_T, count_T = weights(document_ids_T), queries_of_columns(document_ids_T)
     weighted_T, weighted_mass_T, weighted_logit_T = (n_T * x for x in (sums.column_T, sums.mass_T, sums.logit_T))
     heads = sums.head_LH.size
@@ -104,6 +112,7 @@ def sample(sums: Sums, document_ids_T: np.ndarray) -> Sample:
             "d_logit": weighted_logit_T.tolist(),
             "row": (sums.row_T / heads).tolist(),
         },
+        signed={j: (sums.signed_LHT[..., j].ravel() * n_T[j]).tolist() for j in signed if sums.signed_LHT is not None},
     )
 
 
@@ -134,9 +143,12 @@ def columns(samples: Sequence[Sample]) -> Columns:
 
 def divergence(samples: Sequence[DivergenceSample]) -> OutputDivergence:
     """Return the sequences together."""
-    return OutputDivergence(
-        kl=stat([one.kl for one in samples]), argmax_differs=stat([one.argmax_differs for one in samples])
-    )
+    values = {
+        name: [getattr(one, name) for one in samples]
+        for name in DivergenceSample.model_fields
+        if all(getattr(one, name) is not None for one in samples)
+    }
+    return OutputDivergence(**{name: stat(found) for name, found in values.items()})
 
 
 def _quotient(x: float, y: float) -> float:

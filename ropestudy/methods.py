@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxref.mask import ANCHOR
 from jaxref.rope import cos_sin, rotate
-from jaxref.rounding import FORMATS, Format, Rounding, round_to
+from jaxref.rounding import Format, Rounding, find_format, round_to
 
-ROPE_SITES = ("inv_freq", "angle", "table", "rope_product", "rope_sum", "q_rotated", "k_rotated")
+ROPE_SITES = ("position", "inv_freq", "angle", "table", "rope_product", "rope_sum", "q_rotated", "k_rotated")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Method:
     pairs: only the rotary pairs first..last are rounded at RoPE's sites; every other is rotated as the carrier
         computes.
     sink: a logit per head that takes part in every softmax and has no position and no value, in place of a first token.
+    per_head: q, k and v are rounded to this format, each key/value head (and the query heads that read it) with one
+        scale that makes its largest entry the format's largest number, as FlashAttention-3 takes fp8. q and k before or
+        after they are rotated.
     """
 
     angles: Literal["carrier", "float64"] = "carrier"
@@ -39,10 +42,13 @@ class Method:
     split: Format = None
     pairs: tuple[int, int] | None = None
     sink: bool = False
+    per_head: Format = None
+    per_head_when: Literal["before", "after"] = "after"
 
     def __post_init__(self) -> None:
         assert self.phases is None or self.angles == "float64", "phases are added to float64 angles"
-        assert {self.before, self.split} <= {None, *FORMATS}
+        for name in (self.before, self.split, self.per_head):
+            assert name is None or find_format(name), f"{name}: no such format"
 
 
 AS_THE_ORACLE = Method()
@@ -110,6 +116,21 @@ def rotate_heads(x_STHD: jax.Array, tables: Tables, rounding: Rounding, method: 
     return jnp.where(chosen_D, turned, plain)
 
 
+def round_per_head(x_STHD: jax.Array, fmt: str, kv_heads: int) -> jax.Array:
+    """Return x rounded to `fmt` with one scale for each key/value head of each run; 0 where all of a head is 0.
+
+    What is returned is descaled in the carrier: a kernel multiplies its float32 logits by the scales instead.
+    """
+    form = find_format(fmt)
+    assert form is not None
+    S, T, H, D = x_STHD.shape
+    x_STKGD = x_STHD.reshape(S, T, kv_heads, H // kv_heads, D)
+    largest = jnp.abs(x_STKGD).max((1, 3, 4), keepdims=True)
+    scale = jnp.where(largest > 0, largest, 1) / form.largest
+    rounded: jax.Array = round_to(x_STKGD / scale, fmt)  # type: ignore[assignment]
+    return (rounded * scale).reshape(x_STHD.shape)
+
+
 def two_terms(x: jax.Array, fmt: str) -> jax.Array:
     """Return hi + lo with hi = x and lo = x - hi, both rounded to `fmt`: exact in the carrier, where a bf16 split needs
     17 bits.
@@ -117,6 +138,17 @@ def two_terms(x: jax.Array, fmt: str) -> jax.Array:
     high: jax.Array = round_to(x, fmt)  # type: ignore[assignment]
     low: jax.Array = round_to(x - high, fmt)  # type: ignore[assignment]
     return high + low
+
+
+def add_offset(
+    q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, offset_H: Any, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return q, k, v with one dimension more, so that head h's logits of column 0 are larger by `offset_H[h]` (or, of
+    [S, 1, H], each run by its own); all other logits, and the output but for its last dimension, are the same.
+    """
+    wider = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, 1))) for x in (q_STHD, k_STKD, v_STKD)]
+    q = wider[0].at[..., -1].set(jnp.asarray(offset_H, q_STHD.dtype) / scale)
+    return q, wider[1].at[:, 0, :, -1].set(1.0), wider[2]
 
 
 class WithSink(NamedTuple):

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 
 from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
-from anchorline.files import read_json
+from anchorline.files import expand, read_json
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
 from jaxref.weights import cast, from_arrays, load_hf, parameter_shapes, to_arrays
-from ropestudy import smollm2
+from ropestudy import llama2c, smollm2
 from ropestudy.spec import ModelConfig
 
 # Matrices are [outputs, inputs]: fan_in is the last axis. The embedding's is its width, as torch computes it.
@@ -64,6 +64,10 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
             config_json, arrays, tokenizer = smollm2.read_gguf()
             config = DecoderConfig.from_hf(config_json)
             return _pretrained(model, config_json, from_arrays(config, arrays), tokenizer, config_json["bos_token_id"])
+    elif (file := expand(model.source)).suffix in llama2c.SUFFIXES and file.is_file():
+        config_json, arrays, tokenizer = llama2c.read_llama2c(file)
+        config = DecoderConfig.from_hf(config_json)
+        return _pretrained(model, config_json, from_arrays(config, arrays), tokenizer, config_json["bos_token_id"])
     else:
         folder = _folder(model.source)
     try:

@@ -20,7 +20,7 @@ from jaxref.model import Layer
 from jaxref.rounding import Rounding
 from ropestudy.conditions import Condition
 from ropestudy.measures import weights
-from ropestudy.methods import Method, Tables, add_sink, rotate_heads
+from ropestudy.methods import Method, Tables, add_offset, add_sink, rotate_heads, round_per_head
 
 # The sites that act in each piece.
 PROJECTION = ("norm", "proj")
@@ -54,6 +54,7 @@ class LayerSums(NamedTuple):
     mass_PT: np.ndarray
     head_PH: np.ndarray
     square_P: np.ndarray
+    signed_PHT: np.ndarray | None
 
 
 class _BlockSums(NamedTuple):
@@ -64,6 +65,7 @@ class _BlockSums(NamedTuple):
     mass_RT: jax.Array
     head_PH: jax.Array
     square_P: jax.Array
+    signed_PHT: jax.Array  # [P, H, 0] unless it is asked for
 
 
 def restrict(condition: Condition, sites: tuple[str, ...]) -> Rounding:
@@ -88,8 +90,16 @@ def _project(layer: Layer, x_STM: jax.Array, rounding: Rounding) -> QKV:
 def _rotate(
     q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, table: Tables, rounding: Rounding, method: Method
 ) -> QKV:
+    kv_heads, fmt, when = k_STKD.shape[2], method.per_head, method.per_head_when
+    if fmt is not None and when == "before":
+        q_STHD, k_STKD = (round_per_head(x, fmt, kv_heads) for x in (q_STHD, k_STKD))
     q_STHD = rotate_heads(q_STHD, table, rounding, method, "q_rotated")
-    return QKV(q_STHD, rotate_heads(k_STKD, table, rounding, method, "k_rotated"), v_STKD)
+    k_STKD = rotate_heads(k_STKD, table, rounding, method, "k_rotated")
+    if fmt is not None:
+        if when == "after":
+            q_STHD, k_STKD = (round_per_head(x, fmt, kv_heads) for x in (q_STHD, k_STKD))
+        v_STKD = round_per_head(v_STKD, fmt, kv_heads)
+    return QKV(q_STHD, k_STKD, v_STKD)
 
 
 def finish_layer(
@@ -101,13 +111,14 @@ def finish_layer(
     condition: Condition,
     scale: float,
     query_block: int,
+    offset_H: Any = None,
 ) -> jax.Array:
     """Return the layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose
-    method has one.
+    method has one. offset_H: float [H], added to the logits of column 0.
     """
     used = sink_H if condition.method.sink else None
     at_once = None if query_block >= x_STM.shape[1] else query_block
-    return _finish(layer, x_STM, *qkv, documents_T, used, restrict(condition, REST), scale, at_once)
+    return _finish(layer, x_STM, *qkv, documents_T, used, offset_H, restrict(condition, REST), scale, at_once)
 
 
 @partial(jax.jit, static_argnames=("rounding", "scale", "query_block"))
@@ -119,6 +130,7 @@ def _finish(
     v_STKD: jax.Array,
     documents_T: jax.Array,
     sink_H: Any,
+    offset_H: Any,
     rounding: Rounding,
     scale: float,
     query_block: int | None,
@@ -127,11 +139,13 @@ def _finish(
     D = q_STHD.shape[-1]
     if sink_H is not None:
         q_STHD, k_STKD, v_STKD, documents_T = add_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
+    if offset_H is not None:
+        q_STHD, k_STKD, v_STKD = add_offset(q_STHD, k_STKD, v_STKD, offset_H, scale)
     documents_ST = jnp.broadcast_to(documents_T, (len(q_STHD), len(documents_T)))
     attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, query_block)
     if sink_H is not None:
-        attn_STHD = attn_STHD[:, 1:, :, :D]
-    return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD, rounding), rounding)[0]
+        attn_STHD = attn_STHD[:, 1:]
+    return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD[..., :D], rounding), rounding)[0]
 
 
 def compare_layer(
@@ -141,8 +155,12 @@ def compare_layer(
     index_P2: np.ndarray,
     scale: float,
     query_block: int,
+    signed: bool = False,
 ) -> LayerSums:
-    """Return the sums of each pair in one layer. index_P2: the places of a and b among all runs of the sides."""
+    """Return the sums of each pair in one layer. index_P2: the places of a and b among all runs of the sides.
+
+    signed: whether the logits' difference a - b is summed with its sign too, by head and column.
+    """
     n_T = jnp.asarray(weights(np.asarray(documents_T)))
     sinks = {side.condition.method.sink for side in sides}
     assert len(sinks) == 1, "a run with a sink and one without are not the same function"
@@ -154,7 +172,7 @@ def compare_layer(
         n_T = jnp.concatenate([jnp.zeros(1), n_T])
     queries, keys = tuple(side.q for side in sides), tuple(side.k for side in sides)
     roundings = tuple(restrict(side.condition, SOFTMAX) for side in sides)
-    sums, row_PT = _sums(queries, keys, documents_T, n_T, index_P2, roundings, scale, query_block)
+    sums, row_PT = _sums(queries, keys, documents_T, n_T, index_P2, roundings, scale, query_block, signed)
     first = 1 if sink else 0  # behind the sink, which the row does not hold
     return LayerSums(
         column_PT=np.asarray(sums.column_PT)[:, first:],
@@ -163,6 +181,7 @@ def compare_layer(
         mass_PT=np.asarray(sums.mass_RT)[index_P2[:, 0], first:],
         head_PH=np.asarray(sums.head_PH),
         square_P=np.asarray(sums.square_P),
+        signed_PHT=np.asarray(sums.signed_PHT)[..., first:] if signed else None,
     )
 
 
@@ -182,7 +201,7 @@ def probabilities(
     return rounding.round("probs", exponentials / total[..., None]), logits
 
 
-@partial(jax.jit, static_argnames=("roundings", "scale", "query_block"))
+@partial(jax.jit, static_argnames=("roundings", "scale", "query_block", "signed"))
 def _sums(
     queries: tuple[jax.Array, ...],
     keys: tuple[jax.Array, ...],
@@ -192,6 +211,7 @@ def _sums(
     roundings: tuple[Rounding, ...],
     scale: float,
     query_block: int,
+    signed: bool,
 ) -> tuple[_BlockSums, jax.Array]:
     """Return all but the sums of rows, and these, [P, T]."""
     T, query_block = len(documents_T), min(query_block, len(documents_T))
@@ -224,19 +244,29 @@ def _sums(
 
         def one_pair(ends: jax.Array) -> tuple[jax.Array, ...]:
             d_HQT = jnp.abs(probs_RHQT[ends[0]] - probs_RHQT[ends[1]])
-            d_logit_HQT = jnp.abs(logits_RHQT[ends[0]] - logits_RHQT[ends[1]])
+            signed_HQT = logits_RHQT[ends[0]] - logits_RHQT[ends[1]]
+            d_logit_HQT = jnp.abs(signed_HQT)
             by_column_HT = d_HQT.sum(1)
             square = jnp.square(d_logit_HQT).sum()
-            return by_column_HT.sum(0), d_logit_HQT.sum((0, 1)), d_HQT.sum((0, 2)), by_column_HT @ n_T, square
+            signed_HT = signed_HQT.sum(1)[:, : T if signed else 0]
+            return (
+                by_column_HT.sum(0),
+                d_logit_HQT.sum((0, 1)),
+                d_HQT.sum((0, 2)),
+                by_column_HT @ n_T,
+                square,
+                signed_HT,
+            )
 
-        column, logit, row, head, square = lax.map(one_pair, index_P2)
+        column, logit, row, head, square, with_sign = lax.map(one_pair, index_P2)
         mass = probs_RHQT.sum((1, 2))
-        sums = _BlockSums(column, logit, mass, head, square)
+        sums = _BlockSums(column, logit, mass, head, square, with_sign)
         added = jax.tree.map(lambda before, now: before + now.astype(jnp.float64), carry, sums)
         return added, row.astype(jnp.float64)
 
     P, R, H = len(index_P2), sum(len(q) for q in queries), queries[0].shape[2]
-    nothing = _BlockSums(*(jnp.zeros(shape) for shape in ((P, T), (P, T), (R, T), (P, H), (P,))))
+    shapes = ((P, T), (P, T), (R, T), (P, H), (P,), (P, H, T if signed else 0))
+    nothing = _BlockSums(*(jnp.zeros(shape) for shape in shapes))
     index_nQ = jnp.arange(blocks * query_block).reshape(blocks, query_block)
     q_blocks = tuple(split(q, k.shape[2]) for q, k in zip(queries, keys, strict=True))
     sums, row_nPQ = lax.scan(one_block, nothing, (index_nQ, q_blocks))
@@ -247,6 +277,17 @@ def _sums(
 def log_probabilities(logits_TV: jax.Array) -> jax.Array:
     """Return them in float64 from any carrier: KL takes the difference of two that are almost the same."""
     return jax.nn.log_softmax(logits_TV.astype(jnp.float64))
+
+
+@jax.jit
+def losses(log_p_TV: jax.Array, targets_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (sum of the targets' negative log-probabilities, how many targets are the argmax); targets below 0 are
+    left out.
+    """
+    real_T = targets_T >= 0
+    taken_T = jnp.take_along_axis(log_p_TV, jnp.maximum(targets_T, 0)[:, None], axis=-1)[:, 0]
+    right_T = log_p_TV.argmax(-1) == targets_T
+    return -jnp.where(real_T, taken_T, 0).sum(), (real_T & right_T).sum()
 
 
 @jax.jit

@@ -27,7 +27,8 @@ TellCell = Callable[[str, int, int], None]  # what was done, cells done, cells i
 
 
 def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, command: str = "") -> Results:
-    """Run a study, or what is left of it, and write `results.json` into `out`.
+    """Run a study, or what is left of it, and write `results.json` into `out`, after each
+    experiment with all that is finished.
 
     Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on
     after the last of them, and one with other sources, another model or another device computes anew.
@@ -45,8 +46,12 @@ def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, 
 
     bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]
     wavelengths = (2 * np.pi / inv_freq).tolist()
+    found: Results | None = None
     planned = [(experiment, experiment.cells()) for experiment in make_experiments(config, wavelengths)]
     total, done, seconds, records = sum(len(cells) for _, cells in planned), 0, 0.0, []
+    counts: dict[str, tuple[int, int]] = {}
+    for experiment, cells in planned:
+        counts[experiment.name] = (0, counts.get(experiment.name, (0, 0))[1] + len(cells))
     write_config(config, out)  # last: a mistake found on the way must not mark the folder
     for experiment, cells in planned:
         results = {}
@@ -54,22 +59,27 @@ def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, 
             results[cell] = bench.kept_or_run(cell, out / CELLS)
             done, seconds = done + 1, seconds + results[cell].seconds
             if progress:
-                names = ", ".join(dict.fromkeys(runs.condition.name for runs in cell.streams))
+                names = ", ".join(cell.conditions)
                 what = f"{cell.experiment} {cell.model}, {cell.tokens} tokens, sequence {cell.number}: {names}"
                 progress(f"{what} ({results[cell].seconds:.1f} s)", done, total)
         records += experiment.records(results)
-    found = Results(
-        title=config.title,
-        created=created.isoformat(timespec="seconds"),
-        seconds=seconds,
-        command=command,
-        environment=environment(),
-        config=config.model_dump(mode="json"),
-        model=describe(config, pretrained, wavelengths, {record.model for record in records}),
-        text=TextDescription(source=config.text.source, bos=pretrained.bos, documents=pool.names),
-        records=records,
-    )
-    write_results(found, out / RESULTS)
+        ready, whole = counts[experiment.name]
+        counts[experiment.name] = (ready + len(cells), whole)
+        # After each experiment: what was found so far can be read while the rest is computed.
+        found = Results(
+            title=config.title,
+            created=created.isoformat(timespec="seconds"),
+            seconds=seconds,
+            command=command,
+            environment=environment(),
+            config=config.model_dump(mode="json"),
+            model=describe(config, pretrained, wavelengths, {record.model for record in records}),
+            text=TextDescription(source=config.text.source, bos=pretrained.bos, documents=pool.names),
+            cells=dict(counts),
+            records=list(records),
+        )
+        write_results(found, out / RESULTS)
+    assert found is not None, "a study has an experiment"
     return found
 
 
@@ -118,7 +128,7 @@ def describe(config: StudyConfig, pretrained: Pretrained, wavelengths: list[floa
 
 
 def _check_bos(config: StudyConfig, pretrained: Pretrained) -> None:
-    needs = [name for name in ("masks", "first_token") if getattr(config, name) is not None]
+    needs = [name for name in ("masks", "first_token", "bias") if getattr(config, name) is not None]
     if pretrained.bos is None and (needs or config.text.bos == "first"):
         what = f"{needs[0]}: it" if needs else "text.bos: 'first'"
         raise UserError(

@@ -1,4 +1,4 @@
-"""`results.json`, version 1: what one study found. The report reads only this.
+"""`results.json`, version 2: what one study found. The report reads only this, and version 1, which lacks what is new.
 
 A study is a flat list of records. Each says which experiment it belongs to, which model and condition it is of, over
 how many sequences of how many tokens, and holds its numbers as `Stat`: the mean over sequences, their spread, and each
@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from anchorline.errors import UserError
 from anchorline.files import replace_file
 
-VERSION = 1
+VERSION = 2
 Mode = Literal["local", "propagated"]
 Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
 
@@ -147,6 +147,10 @@ class OutputDivergence(_Part):
 
     kl: Stat
     argmax_differs: Stat = Field(description="fraction of positions")
+    nll_p: Stat | None = Field(default=None, description="mean over targets of -log p, nats; None of version 1")
+    nll_q: Stat | None = None
+    right_p: Stat | None = Field(default=None, description="fraction of targets that are p's argmax")
+    right_q: Stat | None = None
 
 
 class Score(Record):
@@ -170,6 +174,7 @@ class Score(Record):
     about: str = Field(description="the condition in words")
     d1: int
     d2: int
+    gap: int = Field(default=0, description="between the positions of the row's two halves")
     shift: dict[Mode, Difference]
     error: dict[Mode, Difference]
     kl_shift: OutputDivergence = Field(description="of the outputs at d1 from those at d2")
@@ -262,8 +267,58 @@ class EmulationCheck(Record):
     d2: int
 
 
+class Outcome(Record):
+    """What one condition makes of the outputs, beside `exact`: of plain text, or of copying a key seen far before.
+
+    Sequences are computed together; `outputs.p` is `exact`, `outputs.q` the condition, both at the same positions.
+    """
+
+    kind: Literal["outcome"] = "outcome"
+    group: Literal["setup", "dose", "site"]
+    task: Literal["text", "copy"]
+    about: str
+    start: int = Field(description="position of the row's first token")
+    gap: int = Field(description="between the positions of the row's two halves")
+    site: str | None = Field(default=None, description="of dose and site: what is rounded")
+    mantissa_bits: int | None = Field(default=None, description="of dose: of the format, whose exponent is float32's")
+    outputs: OutputDivergence
+
+
+class SignedBias(Record):
+    """Signed errors of the logits: LOGIT(condition) - LOGIT(exact), both given the condition's own inputs at each layer
+    (so the rest of the network is in its precision), mean over the queries that see a column.
+
+    A vector b holds one such mean per layer and head. gram[s][t] is the mean over layers and heads of b of text s times
+    b of text t: its diagonal says how large the signed error is, what stands beside it how much of that is common.
+    """
+
+    kind: Literal["signed_bias"] = "signed_bias"
+    mask: str
+    start: int
+    gap: int
+    first: list[list[float]] = Field(description="gram of column 0, the BOS")
+    others: list[list[float]] = Field(description="the same, mean over some other columns")
+    columns: list[int] = Field(description="those")
+    first_abs: Stat = Field(description="mean over queries, layers and heads of |dLOGIT| of column 0")
+    first_mass: Stat = Field(description="column 0's mean probability")
+    alone: OutputDivergence | None = Field(
+        default=None,
+        description="p is `exact`, q is `exact` with every head's mean bias over the *other* texts added to column 0",
+    )
+    whole: OutputDivergence | None = Field(default=None, description="p is `exact`, q the condition itself")
+
+
 AnyRecord = Annotated[
-    ShiftPairs | PerToken | ByLength | Score | OwnError | ByFrequency | MaskPair | EmulationCheck,
+    ShiftPairs
+    | PerToken
+    | ByLength
+    | Score
+    | OwnError
+    | ByFrequency
+    | MaskPair
+    | EmulationCheck
+    | Outcome
+    | SignedBias,
     Field(discriminator="kind"),
 ]
 
@@ -301,7 +356,7 @@ class TextDescription(_Part):
 class Results(_Part):
     """The whole of a study."""
 
-    schema_version: Literal[1] = VERSION
+    schema_version: Literal[1, 2] = VERSION
     title: str
     created: str = Field(description="ISO 8601, UTC")
     seconds: float = Field(description="of computing, all cells together, also those kept from an earlier run")
@@ -310,6 +365,9 @@ class Results(_Part):
     config: dict[str, Any] = Field(description="the resolved configuration, every default written out")
     model: ModelDescription
     text: TextDescription
+    cells: dict[str, tuple[int, int]] = Field(
+        default={}, description="by experiment: cells that were computed, and all; records are of finished ones alone"
+    )
     records: list[AnyRecord]
 
 

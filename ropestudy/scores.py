@@ -43,6 +43,7 @@ from ropestudy.spec import (
     FirstTokenConfig,
     MasksConfig,
     RemediesConfig,
+    RowPositions,
 )
 from ropestudy.text import Bos
 
@@ -82,10 +83,17 @@ class Place(NamedTuple):
     sink: bool
 
 
-class Scores(Experiment[list[Asked]]):
-    """An experiment that asks for rows of the table; a question is some rows of one place."""
+class Inquiry(NamedTuple):
+    """Rows that share their cells, and where these stand."""
 
-    section: Any  # with d1, d2, tokens and sequences
+    rows: list[Asked]
+    positions: RowPositions
+
+
+class Scores(Experiment[Inquiry]):
+    """An experiment that asks for rows of the table, at each of its positions."""
+
+    section: Any  # with positions, tokens and sequences
 
     @abstractmethod
     def list_rows(self) -> Iterator[Asked]:
@@ -96,47 +104,49 @@ class Scores(Experiment[list[Asked]]):
         """Documents in a packed row."""
         return None
 
-    def _questions(self) -> Iterator[list[Asked]]:
+    def _questions(self) -> Iterator[Inquiry]:
         places: dict[Place, list[Asked]] = {}
         for one in self.list_rows():
             places.setdefault(one.place, []).append(one)
-        for rows in places.values():
-            for start in range(0, len(rows), SHARING):
-                yield rows[start : start + SHARING]
+        for positions in self.section.positions:
+            for rows in places.values():
+                for start in range(0, len(rows), SHARING):
+                    yield Inquiry(rows[start : start + SHARING], positions)
 
-    def _cells(self, question: list[Asked]) -> list[Cell]:
-        section, place = self.section, question[0].place
+    def _cells(self, question: Inquiry) -> list[Cell]:
+        rows, positions = question
+        section, place = self.section, rows[0].place
         exact = replace(EXACT, name="exact + sink", method=replace(EXACT.method, sink=True)) if place.sink else EXACT
-        truth = RunAt(TRUTH, section.d1)
-        streams, pairs, divergences = [RunsOf(TRUTH, exact, (section.d1,))], [], []
+        truth = RunAt(TRUTH, positions.d1)
+        streams, pairs, divergences = [RunsOf(TRUTH, exact, (positions.d1,))], [], []
         # A condition may be asked for twice, such as a baseline that is a control too: it is computed once.
-        for one in {row.condition.name: row for row in question}.values():
+        for one in {row.condition.name: row for row in rows}.values():
             name = one.condition.name
-            own = RunAt(name, section.d1)
+            own = RunAt(name, positions.d1)
             if one.partner is None:
-                streams.append(RunsOf(name, one.condition, (section.d1, section.d2)))
-                a, b = own, RunAt(name, section.d2)
+                streams.append(RunsOf(name, one.condition, (positions.d1, positions.d2)))
+                a, b = own, RunAt(name, positions.d2)
             else:
                 without = f"{name}, partner"
                 streams += [
-                    RunsOf(without, one.partner, (section.d1,)),
-                    RunsOf(name, one.condition, (section.d1,)),
+                    RunsOf(without, one.partner, (positions.d1,)),
+                    RunsOf(name, one.condition, (positions.d1,)),
                 ]
-                a, b = RunAt(without, section.d1), own
+                a, b = RunAt(without, positions.d1), own
             pairs += [NamedPair(one.name(SHIFT, mode), a, b, mode) for mode in MODES]
             pairs += [NamedPair(one.name(ERROR, mode), own, truth, mode) for mode in MODES]
             divergences += [NamedDivergence(one.name(SHIFT), a, b), NamedDivergence(one.name(ERROR), truth, own)]
         cell = Cell(
             self.name, place.model, 0, section.tokens, tuple(streams), tuple(pairs), tuple(divergences),
-            bos=place.text, mask=place.mask, documents=self.documents, sink=place.sink,
+            bos=place.text, mask=place.mask, documents=self.documents, sink=place.sink, gap=positions.gap,
         )  # fmt: skip
         return per_sequence(cell, section.sequences)
 
-    def _records(self, question: list[Asked], results: Mapping[Cell, CellResult]) -> list[schema.Score]:
+    def _records(self, question: Inquiry, results: Mapping[Cell, CellResult]) -> list[schema.Score]:
         found = [results[cell] for cell in self._cells(question)]
-        return [self._score(row, found) for row in question]
+        return [self._score(row, question.positions, found) for row in question.rows]
 
-    def _score(self, row: Asked, results: list[CellResult]) -> schema.Score:
+    def _score(self, row: Asked, positions: RowPositions, results: list[CellResult]) -> schema.Score:
         section = self.section
         return schema.Score(
             model=row.model,
@@ -149,8 +159,9 @@ class Scores(Experiment[list[Asked]]):
             text=row.text,
             mask=row.mask,
             about=row.condition.about,
-            d1=section.d1,
-            d2=section.d1 if row.partner is not None else section.d2,
+            d1=positions.d1,
+            d2=positions.d1 if row.partner is not None else positions.d2,
+            gap=positions.gap,
             shift={mode: difference_of(results, row.name(SHIFT, mode)) for mode in MODES},
             error={mode: difference_of(results, row.name(ERROR, mode)) for mode in MODES},
             kl_shift=divergence_of(results, row.name(SHIFT)),
@@ -188,7 +199,8 @@ class Remedies(Scores):
         for base in self.section.bases:
             yield Asked("baseline", replace(condition(base), base=base))
             for one in remedies(base):
-                yield Asked("remedy", one)
+                if self.section.only is None or one.name.removeprefix(f"{base}: ") in self.section.only:
+                    yield Asked("remedy", one)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def read_gguf() -> tuple[dict[str, Any], dict[str, np.ndarray], Tokenizer]:
         array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         name = _name(tensor.name)
         if "q_proj" in name or "k_proj" in name:
-            array = _half_split(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+            array = half_split(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
         arrays[name] = array
     return config, arrays, _tokenizer(reader)
 
@@ -107,8 +107,8 @@ def _name(name: str) -> str:
     return f"model.layers.{layer}.{_LAYER[part]}.{weight}"
 
 
-def _half_split(array: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring rows of a head, Hugging Face rows half a head apart: undo its permutation."""
+def half_split(array: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of each head as Hugging Face rotates them, half a head apart; in the file neighbours rotate."""
     return array.reshape(heads, -1, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
 
 

@@ -39,7 +39,9 @@ class ModelConfig(_Strict):
     """What is studied."""
 
     source: str = Field(
-        default="smollm2", description="smollm2, a folder with config.json and safetensors, or a hub id"
+        default="smollm2",
+        description="smollm2, a folder with config.json and safetensors, a checkpoint of llama2.c (.data, .bin), or a "
+        "hub id",
     )
     weights: Literal["bfloat16", "float16", "float32", "stored"] = Field(
         default="bfloat16",
@@ -72,9 +74,23 @@ class _Experiment(_Strict):
     sequences: Count = 2
 
 
+class RowPositions(_Strict):
+    """Where a row stands: two shifts that are compared, and a gap that is opened in its middle."""
+
+    d1: int = 0
+    d2: int = 16
+    gap: int = Field(
+        default=0, description="added to the positions of the second half: its queries see keys this much farther away"
+    )
+
+
 class _Pair(_Experiment):
     d1: int = 0
     d2: int = 16
+
+
+class _Placed(_Experiment):
+    positions: list[RowPositions] = Field(default=[RowPositions()], min_length=1, description="each is measured")
 
 
 class ShiftPairsConfig(_Experiment):
@@ -114,22 +130,26 @@ class LengthsConfig(_Strict):
     columns: list[Column] = Field(default=[0, 1, 2, 3, 4, 8, 16, 32], description="beside the middle and the last one")
 
 
-class FactorialConfig(_Pair):
+class FactorialConfig(_Placed):
     """Every rounding site alone, and every site left out."""
 
     format: Half = "bf16"
     off_from: list[str] = Field(
-        default=["hf_eager_bf16", "flash_bf16"], description="half precision presets a site is left out of"
+        default=["hf_eager_bf16", "flash_bf16", "paper_bf16"],
+        description="half precision presets a site is left out of",
     )
 
 
-class RemediesConfig(_Pair):
+class RemediesConfig(_Placed):
     """What is done against it."""
 
-    bases: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], description="half precision presets")
+    bases: list[str] = Field(
+        default=["hf_eager_bf16", "flash_bf16", "paper_bf16"], description="half precision presets"
+    )
+    only: list[str] | None = Field(default=None, description="of the remedies, by name; null is all")
 
 
-class ControlsConfig(_Pair):
+class ControlsConfig(_Placed):
     """What must hold, or must not, if rounding is the cause."""
 
     base: str = Field(default="hf_eager_bf16", description="a half precision preset")
@@ -138,13 +158,13 @@ class ControlsConfig(_Pair):
     phases: Count = Field(default=2, description="draws of random phases")
 
 
-class FirstTokenConfig(_Pair):
+class FirstTokenConfig(_Placed):
     """The sink, and what is left without it."""
 
     conditions: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], min_length=1)
 
 
-class MasksConfig(_Pair):
+class MasksConfig(_Placed):
     """Packed documents under every mask."""
 
     documents: Annotated[int, Field(ge=2, le=10_000)] = Field(default=4, description="in a row, of unequal lengths")
@@ -176,6 +196,62 @@ class FrequencyConfig(_Pair):
     mode: Mode = "local"
 
 
+class Setting(_Strict):
+    """What a row of an outcome is: plain text or a copied key, and where it stands."""
+
+    task: Literal["text", "copy"] = "text"
+    start: int = Field(default=0, description="position of the first token")
+    gap: int = Field(default=0, description="added to the positions of the second half")
+
+
+class OutcomesConfig(_Experiment):
+    """What whole setups make of the outputs: loss, divergence from float64, whether a key is copied. No attention is
+    compared, so rows are computed together and cost a tenth.
+    """
+
+    conditions: list[str] = Field(default=["hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1)
+    settings: list[Setting] = Field(default=[Setting()], min_length=1)
+
+
+class DoseConfig(_Experiment):
+    """How many bits RoPE needs: each dose at each site, in each setting."""
+
+    sites: list[Literal["table", "q and k", "q and k before RoPE", "all of RoPE"]] = Field(
+        default=["table", "q and k", "q and k before RoPE", "all of RoPE"], min_length=1
+    )
+    mantissa_bits: list[Annotated[int, Field(ge=1, le=23)]] = Field(
+        default=[2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 23], min_length=1
+    )
+    settings: list[Setting] = Field(
+        default=[Setting(task=task, gap=gap) for gap in (100, 1000, 8000) for task in ("text", "copy")], min_length=1
+    )
+
+
+class SitesConfig(_Experiment):
+    """Every site alone, by what it does to the outputs."""
+
+    format: Half = "bf16"
+    settings: list[Setting] = Field(default=[Setting()], min_length=1)
+
+
+class BiasCase(_Strict):
+    """A condition under a mask, somewhere. loss: whether the bias alone is tried too; under `full` only."""
+
+    condition: str
+    mask: MaskName = "full"
+    start: int = 0
+    gap: int = 0
+    loss: bool = False
+
+
+class BiasConfig(_Experiment):
+    """The sign of what rounding does to logits, by column."""
+
+    cases: list[BiasCase] = Field(default=[BiasCase(condition="hf_eager_bf16")], min_length=1)
+    documents: Annotated[int, Field(ge=2, le=10_000)] = Field(default=4, description="in a row of the other masks")
+    columns: Count = Field(default=7, description="beside column 0, spread over the row")
+
+
 class StudyConfig(_Strict):
     """A study."""
 
@@ -193,6 +269,10 @@ class StudyConfig(_Strict):
     masks: MasksConfig | None = None
     own_error: OwnErrorConfig | None = None
     frequency: FrequencyConfig | None = None
+    setups: OutcomesConfig | None = None
+    bias: BiasConfig | None = None
+    dose: DoseConfig | None = None
+    sites: SitesConfig | None = None
 
     @property
     def experiments(self) -> dict[str, Any]:
@@ -207,20 +287,22 @@ class StudyConfig(_Strict):
         if not self.experiments:
             raise UserError(f"no experiment; give one of {', '.join(EXPERIMENTS)}")
         for name, section in self.experiments.items():
-            for field, shift in _shifts(name, section):
-                _check_shift(field, shift, longest(section))
+            for field, shift, gap in _shifts(name, section):
+                _check_shift(field, shift, longest(section), gap)
             for field, condition in _conditions(name, section):
                 check_condition(field, condition)
             for field, name_of_preset in _bases(name, section):
                 _check_base(field, name_of_preset)
-        if self.masks is not None:
-            _check_documents(self.masks)
+        for name, section in (("masks", self.masks), ("bias", self.bias)):
+            if section is not None:
+                _check_documents(name, section)
         return self
 
 
+# In the order in which they are computed: what says most for its cost first, for a study may be read before its end.
 EXPERIMENTS = (
-    *("shift_pairs", "lengths", "factorial", "remedies", "controls", "first_token", "masks"),
-    *("own_error", "frequency"),
+    *("setups", "bias", "dose", "remedies", "lengths", "shift_pairs", "masks", "sites"),
+    *("factorial", "controls", "first_token", "own_error", "frequency"),
 )
 
 
@@ -229,16 +311,23 @@ def longest(section: Any) -> int:
     return max(section.lengths) if isinstance(section, LengthsConfig) else section.tokens
 
 
-def _shifts(name: str, section: Any) -> list[tuple[str, int]]:
-    """Return (field, shift) of everything that is added to positions."""
+def _shifts(name: str, section: Any) -> list[tuple[str, int, int]]:
+    """Return (field, shift, gap) of everything that is added to positions."""
     found = []
+    for one in getattr(section, "positions", []):
+        found += [(f"{name}.positions", shift, one.gap) for shift in (one.d1, one.d2)]
+    for field in ("settings", "cases"):
+        found += [(f"{name}.{field}", one.start, one.gap) for one in getattr(section, field, [])]
     for field in ("d1", "d2", "grid", "propagated_d1", "shifts", "offsets"):
         value = getattr(section, field, None) or []
-        found += [(f"{name}.{field}", shift) for shift in ([value] if isinstance(value, int) else value)]
+        found += [(f"{name}.{field}", shift, 0) for shift in ([value] if isinstance(value, int) else value)]
     return found
 
 
-def _check_shift(field: str, shift: int, tokens: int) -> None:
+def _check_shift(field: str, shift: int, tokens: int, gap: int) -> None:
+    if not 0 <= gap <= MOST_POSITION - tokens:
+        raise UserError(f"{field}: the gap {gap} leaves the positions; give one from 0 to {MOST_POSITION - tokens}")
+    tokens += gap
     if not -INT32 <= shift < INT32:
         raise UserError(f"{field}: the shift {shift} is not an int32; give one from 0 to {MOST_POSITION - tokens}")
     if not 0 <= shift <= MOST_POSITION - tokens:
@@ -250,6 +339,7 @@ def _check_shift(field: str, shift: int, tokens: int) -> None:
 
 def _conditions(name: str, section: Any) -> list[tuple[str, str]]:
     found = [(f"{name}.contestants", one.condition) for one in getattr(section, "contestants", [])]
+    found += [(f"{name}.cases", one.condition) for one in getattr(section, "cases", [])]
     for field in ("conditions", "bases", "base", "off_from", "model_conditions"):
         value = getattr(section, field, [])
         found += [(f"{name}.{field}", one) for one in ([value] if isinstance(value, str) else value)]
@@ -273,12 +363,12 @@ def _check_base(field: str, name: str) -> None:
         )
 
 
-def _check_documents(masks: MasksConfig) -> None:
+def _check_documents(name: str, masks: MasksConfig | BiasConfig) -> None:
     """`text.packed_row` gives document k the share k of the row behind its BOS, and none may be empty."""
     needed = masks.documents * (masks.documents + 1) // 2 + 1
     if masks.tokens < needed:
         raise UserError(
-            f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens "
+            f"{name}.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and {name}.tokens "
             f"is {masks.tokens}; give fewer documents or more tokens"
         )
 

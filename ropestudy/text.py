@@ -25,6 +25,7 @@ Bos = Literal["first", "none", "middle"]
 DEMO: tuple[Name, ...] = ("speeches", "factbook_fields", "library_modules")
 
 MOST_FILES = 100_000  # of a folder
+NO_TARGET = -100
 CHARACTERS = 12  # per token asked for are given to the tokenizer: what is longer than any language needs
 
 
@@ -65,6 +66,15 @@ class RowArrays:
     positions: np.ndarray
     lengths: tuple[int, ...]
 
+    @property
+    def targets(self) -> np.ndarray:
+        """The next token within each document, `NO_TARGET` at its end and at the anchor of a packed row."""
+        following = np.append(self.ids[1:], NO_TARGET)
+        start = len(self.ids) - sum(self.lengths)
+        following[:start] = NO_TARGET
+        following[start + np.cumsum(self.lengths) - 1] = NO_TARGET
+        return following
+
 
 def row(pool: Pool, number: int, tokens: int, bos_id: int | None, bos: Bos) -> RowArrays:
     """Return one document as one row under `full`, with the BOS first, in the middle or nowhere."""
@@ -76,6 +86,33 @@ def row(pool: Pool, number: int, tokens: int, bos_id: int | None, bos: Bos) -> R
     else:
         ids = np.concatenate([own[: tokens // 2], [bos_id], own[tokens // 2 : tokens - 1]])
     return RowArrays(ids, np.ones(tokens, np.int64), np.arange(tokens), (tokens,))
+
+
+def open_gap(positions_T: np.ndarray, gap: int) -> np.ndarray:
+    """Return positions with the second half of the row moved `gap` farther: queries there see keys far away."""
+    return positions_T + gap * (np.arange(len(positions_T)) >= len(positions_T) // 2)
+
+
+def copy_row(pool: Pool, number: int, tokens: int, bos_id: int | None, seed: int) -> tuple[RowArrays, np.ndarray]:
+    """Return a row whose second half repeats the first half's key, and the targets of what is to be copied.
+
+    The key is tokens of the text in a random order, so that nothing but the copy foretells them: `BOS key BOS key`
+    (or the document's first token where there is no BOS). The targets are the second key's tokens but the first, which
+    nothing announces.
+    """
+    half = tokens // 2
+    random = np.random.default_rng((seed, 11, number))
+    key = random.permutation(np.unique(np.concatenate(pool.ids)))[: half - 1]
+    if len(key) < half - 1:
+        raise UserError(
+            f"text.source: its documents have {len(key)} different tokens, and a key to copy needs {half - 1}; give "
+            "longer text or shorter rows"
+        )
+    opening = pool.ids[number][0] if bos_id is None else bos_id
+    ids = np.array([opening, *key, opening, *key, *[opening] * (tokens - 2 * half)], np.int64)
+    targets = np.full(tokens, NO_TARGET)
+    targets[half + 1 : 2 * half - 1] = key[1:]
+    return RowArrays(ids, np.ones(tokens, np.int64), np.arange(tokens), (tokens,)), targets
 
 
 def packed_row(pool: Pool, number: int, tokens: int, bos_id: int, documents: int, mask: str) -> RowArrays:

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxref.rounding import FORMATS, PRESETS, SITES, Rounding, preset, round_to
+from jaxref.rounding import FORMATS, PRESETS, SITES, FloatFormat, Rounding, find_format, preset, round_to
 
 DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}
 
@@ -28,7 +28,7 @@ def values_near(fmt: str, carrier: str) -> np.ndarray:
 
 @pytest.mark.parametrize("compile_", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", DTYPES)
 def test_rounds_as_the_hardware_casts(fmt, carrier, compile_):
     x = values_near(fmt, carrier)
     rounded = (jax.jit(round_to, static_argnums=1) if compile_ else round_to)(jnp.asarray(x), fmt)
@@ -49,6 +49,95 @@ def to_odd_float32(x: np.ndarray) -> np.ndarray:
     toward_zero = np.where(np.abs(near.astype(np.float64)) > np.abs(x), np.nextafter(near, np.float32(0)), near)
     inexact = toward_zero.astype(np.float64) != x
     return np.where(inexact & np.isfinite(x), (toward_zero.view(np.int32) | 1).view(np.float32), near)
+
+
+BYTES = {
+    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e3m4": ml_dtypes.float8_e3m4,
+    "e2m3": ml_dtypes.float6_e2m3fn, "e3m2": ml_dtypes.float6_e3m2fn,
+}  # fmt: skip
+
+
+def every_half(carrier: str) -> np.ndarray:
+    """Every number of fp16 and of bf16 that the carrier keeps, infinities and NaN among them."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):
+        found = np.concatenate([bits.view(dtype).astype(carrier) for dtype in (np.float16, ml_dtypes.bfloat16)])
+    return found[~((np.abs(found) < 2.0**-120) & (found != 0))]
+
+
+@pytest.mark.parametrize("carrier", ["float32", "float64"])
+@pytest.mark.parametrize("fmt", BYTES)
+def test_every_half_precision_number_becomes_the_byte_that_ml_dtypes_makes_of_it(fmt, carrier):
+    x, form = every_half(carrier), find_format(fmt)
+    assert form is not None
+    with np.errstate(all="ignore"):
+        expected = x.astype(BYTES[fmt]).astype(carrier)
+    if fmt in ("e2m3", "e3m2"):  # these two saturate in ml_dtypes and have one exponent more: within ours alone
+        x, expected = (array[np.abs(x) <= form.largest] for array in (x, expected))
+    rounded = np.asarray(round_to(jnp.asarray(x), fmt))
+    np.testing.assert_array_equal(rounded, expected)
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(rounded[number]), np.signbit(x[number]))
+    if f"{fmt}_sat" in FORMATS:
+        saturated = np.asarray(round_to(jnp.asarray(x), f"{fmt}_sat"))
+        over = ~np.isnan(x) & ~np.isfinite(expected)
+        np.testing.assert_array_equal(saturated[~over], expected[~over])
+        np.testing.assert_array_equal(saturated[over], np.copysign(form.largest, x[over]))
+
+
+def numbers_of(form: FloatFormat) -> np.ndarray:
+    """Every number that is not negative of a format, counted out one by one: mantissas within exponents; and the one
+    that would follow the largest.
+    """
+    steps = 2**form.mantissa_bits
+    low = form.smallest_normal_exponent
+    codes = 2**form.exponent_bits - (0 if form.finite else 1)
+    found = [m / steps * 2.0**low for m in range(steps)]
+    for code in range(1, codes):
+        found += [(1 + m / steps) * 2.0 ** (low + code - 1) for m in range(steps)]
+    if form.finite:
+        found = found[:-1]  # the last is NaN
+    return np.array([*found, found[-1] + (found[-1] - found[-2])])
+
+
+@pytest.mark.parametrize("fmt", ["e2m1", "e3m2", "e4m3", "e4m3_sat", "e5m2", "e5m2_sat", "e5m10", "e4m7", "e6m1"])
+def test_the_nearest_of_all_numbers_and_of_two_the_even_one(fmt):
+    form = find_format(fmt)
+    assert form is not None
+    table = numbers_of(form)
+    assert table[-2] == form.largest
+    middles = (table[1:] + table[:-1]) / 2
+    x = np.concatenate([table, middles, np.nextafter(middles, 0), np.nextafter(middles, np.inf), [4 * table[-1]]])
+    place = np.searchsorted(middles, x)  # a tie goes down; up where that one is odd
+    tie = (place < len(middles)) & (x == middles[np.minimum(place, len(middles) - 1)])
+    place += tie & (place % 2 == 1)
+    over = place == len(table) - 1
+    beyond = form.largest if form.saturates else np.nan if form.finite else np.inf
+    expected = np.where(over, beyond, table[place])
+    np.testing.assert_array_equal(round_to(jnp.asarray(x), fmt), expected)
+    np.testing.assert_array_equal(round_to(jnp.asarray(-x), fmt), -expected)
+    assert form.largest == table[-2]
+
+
+def test_a_scale_moves_the_range_and_no_mantissa():
+    x = jnp.asarray(np.random.default_rng(3).uniform(0, 1, 1000) ** 8)
+    np.testing.assert_array_equal(round_to(x, "e4m3_probs"), round_to(x * 256, "e4m3_sat") / 256)
+    assert (round_to(x, "e4m3_probs") != round_to(x, "e4m3_sat")).any()
+
+
+@pytest.mark.parametrize("bits", [1, 7, 10, 23, 40])
+def test_mantissa_bits_of_a_dose(bits):
+    """With float32's exponents, the error of one rounding is at most half a unit in the last place, and reaches it."""
+    x = np.random.default_rng(bits).uniform(1, 2, 10_000)
+    error = np.abs(np.asarray(round_to(jnp.asarray(x), f"e8m{bits}")) - x)
+    assert error.max() <= 2.0 ** -(bits + 1)
+    assert error.max() > 0.99 * 2.0 ** -(bits + 1)
+
+
+def test_a_format_wider_than_the_carrier_rounds_nothing():
+    x = jnp.asarray(np.random.default_rng(4).normal(size=100), jnp.float32)
+    for fmt in ("fp32", "e11m52", "e8m30"):
+        np.testing.assert_array_equal(round_to(x, fmt), x)
 
 
 def test_one_rounding_from_float64_and_not_two():
@@ -105,7 +194,7 @@ def test_presets():
     rope, scores = {"table", "rope_product", "rope_sum"}, {"qk", "scaled", "pv"}
     for half in ("bf16", "fp16"):
         eager, flash, paper = (rounded_sites(f"{name}_{half}") for name in ("hf_eager", "flash", "paper"))
-        assert eager == set(SITES) - {"inv_freq", "angle"}
+        assert eager == set(SITES) - {"position", "inv_freq", "angle"}
         assert eager - flash == scores
         assert flash - paper == rope
         orders = {name: preset(f"{name}_{half}").normalise for name in ("hf_eager", "flash", "paper")}
@@ -125,8 +214,15 @@ def test_a_float32_site_survives_a_float64_carrier():
         (lambda: preset("bf16"), "rounding: 'bf16' is not a preset; choose from exact, fp32"),
         (lambda: Rounding("bfloat16"), "carrier: 'bfloat16' is unknown; choose from float64, float32"),
         (lambda: Rounding("float64", qk="int8"), "qk: 'int8' is unknown; choose from None, bf16, fp16, fp32"),
+        (
+            lambda: Rounding("float64", qk="e1m3"),
+            "qk: 'e1m3' is unknown; choose from None, bf16.* or eXmY with 2 to 11",
+        ),
+        (lambda: Rounding("float64", qk="e8m53"), "qk: 'e8m53' is unknown"),
+        (lambda: Rounding("float64", qk="e8m7 "), "qk: 'e8m7 ' is unknown"),
+        (lambda: Rounding("float64", qk=7), "qk: 7 is unknown"),
         (lambda: Rounding("float64", normalise="never"), "normalise: 'never' is unknown"),
-        (lambda: preset("exact").replace(softmax="bf16"), "softmax: no such site; the sites are inv_freq"),
+        (lambda: preset("exact").replace(softmax="bf16"), "softmax: no such site; the sites are position"),
         (lambda: preset("exact").only("softmax"), "softmax: no such site"),
         (lambda: preset("exact").without("softmax"), "softmax: no such site"),
     ],

@@ -1,5 +1,6 @@
 """Render a finished study again from its results.json: `python -m ropestudy.report runs/study`."""
 
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,12 @@ def render(
             help="folder of a study of the same model on the same text (parity_tests.study): shown in the same page"
         ),
     ] = None,
+    second: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="folder of a study of another model, whose tables follow in the document; several are merged"
+        ),
+    ] = None,
     document: Annotated[
         Path | None,
         typer.Option(help="a Markdown file, such as docs/precision.md, whose numbers and figures are made anew"),
@@ -35,7 +42,8 @@ def render(
     for other in beside or []:
         results = merge_results(results, read_results(other / "results.json"))
     if document is not None:
-        refresh(results, document)
+        others = [read_results(other / "results.json") for other in second or []]
+        refresh(results, document, reduce(merge_results, others) if others else None)
     print(write_report(results, folder))
 
 
@@ -56,7 +64,19 @@ def merge_results(results: Results, other: Results) -> Results:
     ):
         if mine != theirs:
             raise UserError(f"--beside: {other.title!r} is of another {what}; give a study of the same")
-    return results.model_copy(update={"records": [*results.records, *other.records]})
+    sections = {name: value for name, value in other.config.items() if value is not None}
+    return results.model_copy(
+        update={
+            "records": [*results.records, *other.records],
+            "config": sections | {name: value for name, value in results.config.items() if value is not None},
+            "command": "\n".join(dict.fromkeys([*results.command.split("\n"), other.command])),
+            "seconds": results.seconds + other.seconds,
+            "cells": other.cells | {name: n for name, n in results.cells.items() if n[0] or name not in other.cells},
+            "model": results.model.model_copy(
+                update={"initialisations": results.model.initialisations | other.model.initialisations}
+            ),
+        }
+    )
 
 
 def _said(results: Results, *keys: str) -> Any:

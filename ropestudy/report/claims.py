@@ -1,33 +1,87 @@
 """A claim, the comparisons that it rests on, and the verdict that follows from them. No verdict is written by hand.
 
-A claim is tried on every case the study holds: a model under an arithmetic, in a mode, at a shift. A case says yes if
-its criterion is met in every sequence, no if in none, and nothing if the sequences disagree.
+A claim is tried on every case the study holds: a model under an arithmetic, in a mode, at positions. A case is an
+effect with its interval over texts, and a margin: it says yes if the interval lies on the claim's side of the margin,
+no if it lies on the other, and is not settled if it spans it. The verdict is that of the cases that a training run is
+in; where others say something else, `exceptions` tells which.
 
-    holds           every case says yes
-    does not hold   every case says no
-    depends         neither; `depends` then names the factor whose values tell yes from no, or says how they mix
+    holds           they say yes
+    does not hold   they say no
+    not settled     their intervals span the margin
+    depends         some say yes and some no; `depends` names the factor that tells them apart
     not measured    the study holds no case
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
 from anchorline.page import count
-from ropestudy.report.select import between
+from ropestudy.report.effects import Effect, quotient_of
+from ropestudy.report.select import between, number
 from ropestudy.schema import Difference, Stat
 
-Verdict = Literal["holds", "does not hold", "depends", "not measured"]
+Verdict = Literal["holds", "does not hold", "not settled", "depends", "not measured"]
+AT_ZERO = "from 0"  # positions where the first token is not rotated at all
+
+
+@dataclass(frozen=True)
+class Margins:
+    """An effect, and the margins between which it says yes."""
+
+    effect: Effect
+    low: float = -math.inf
+    high: float = math.inf
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison. where: each factor's value, in words; number: what `Claim.number_is` says."""
+    """One case. where: each factor's value, in words; parts: all must say yes, and the first one's effect is what
+    `Claim.number_is` says.
+    """
 
     where: dict[str, str]
-    yes: bool | None
-    number: float
+    parts: tuple[Margins, ...]
+
+    @property
+    def yes(self) -> bool | None:
+        """None is not settled."""
+        said = {part.effect.within(part.low, part.high) for part in self.parts}
+        return False if False in said else None if None in said else True
+
+    @property
+    def effect(self) -> Effect:
+        """Its number."""
+        return self.parts[0].effect
+
+    @property
+    def number(self) -> float:
+        """Its value alone."""
+        return self.effect.value
+
+    @property
+    def in_training(self) -> bool:
+        """Whether a training run is in this case: whole forward passes in bf16 of a pretrained model, away from 0."""
+        where = self.where
+        arithmetic = where.get("arithmetic", where.get("preset", "bf16"))
+        return (
+            where.get("mode", "propagated") == "propagated"
+            and "bf16" in arithmetic
+            and "inv_freq" not in arithmetic
+            and not where.get("positions", "").startswith(AT_ZERO)
+        )
+
+
+def above(where: dict[str, str], effect: Effect, margin: float) -> Comparison:
+    """Say yes where an effect is above a margin."""
+    return Comparison(where, (Margins(effect, low=math.nextafter(margin, math.inf)),))
+
+
+def below(where: dict[str, str], effect: Effect, margin: float) -> Comparison:
+    """Say yes where it is below."""
+    return Comparison(where, (Margins(effect, high=math.nextafter(margin, -math.inf)),))
 
 
 @dataclass(frozen=True)
@@ -45,47 +99,53 @@ class Claim:
     about_shares: bool = False  # the page adds what a column's share can be
 
     @property
+    def main(self) -> Sequence[Comparison]:
+        """The cases that a training run is in; all, where the study has none such."""
+        return [case for case in self.cases if case.in_training] or self.cases
+
+    @property
     def verdict(self) -> Verdict:
-        """What the cases say together."""
+        """What the main cases say together."""
         if not self.cases:
             return "not measured"
-        said = {case.yes for case in self.cases}
-        return "holds" if said == {True} else "does not hold" if said == {False} else "depends"
+        said = {case.yes for case in self.main}
+        if said == {True}:
+            return "holds"
+        if True not in said:
+            return "does not hold" if said == {False} else "not settled"
+        return "depends" if False in said else "not settled"
 
     @property
     def depends(self) -> str:
         """On what, in words; empty unless the verdict is `depends`."""
-        return _depends(self.cases) if self.verdict == "depends" else ""
+        return _depends(self.main) if self.verdict == "depends" else ""
+
+    @property
+    def exceptions(self) -> str:
+        """Which cases say otherwise than the verdict; empty if none does."""
+        expected = {"holds": True, "does not hold": False}.get(self.verdict)
+        if expected is None or all(case.yes is expected for case in self.cases):
+            return ""
+        return _depends(self.cases)
 
     @property
     def numbers(self) -> str:
-        """The numbers of the cases, by what they say."""
+        """The numbers of the main cases: one with its interval, or the range of several."""
         if not self.cases:
             return ""
-        parts = []
-        for yes, name in ((True, "yes"), (False, "no"), (None, "sequences disagree")):
-            own = [case.number for case in self.cases if case.yes is yes]
-            if own:
-                told = f" where {name}" if yes is None or len({case.yes for case in self.cases}) > 1 else ""
-                parts.append(f"{between(own)}{told} ({count(len(own), 'case')})")
-        return f"{self.number_is[:1].upper()}{self.number_is[1:]}: {', '.join(parts)}"
+        own = self.main
+        if len(own) == 1:
+            told = f"{own[0].effect}"
+        else:
+            low, high = min(case.effect.low for case in own), max(case.effect.high for case in own)
+            told = f"{between([case.number for case in own])} ({count(len(own), 'case')}"
+            told += f"; intervals from {number(low)} to {number(high)})" if math.isfinite(low + high) else ")"
+        return f"{self.number_is[:1].upper()}{self.number_is[1:]}: {told}"
 
 
-def agree(answers: Iterable[bool]) -> bool | None:
-    """Return yes if all do, no if none does, None if they disagree."""
-    found = set(answers)
-    assert found, "a case has at least one sequence"
-    return found.pop() if len(found) == 1 else None
-
-
-def compare_each(a: Stat, b: Stat, test: Callable[[float, float], bool]) -> bool | None:
-    """Test two numbers of the same sequences, sequence by sequence."""
-    return agree(test(x, y) for x, y in zip(a.values, b.values, strict=True))
-
-
-def above(a: Stat, bound: float) -> bool | None:
-    """Return whether the sequences are above a bound."""
-    return agree(value > bound for value in a.values)
+def ratio(a: Stat, b: Stat) -> Effect:
+    """Return the quotient of two numbers of the same sequences, paired."""
+    return quotient_of(a.values, b.values)
 
 
 def moved(difference: Difference) -> Stat:
@@ -94,7 +154,8 @@ def moved(difference: Difference) -> Stat:
 
 
 MOST_NAMED = 6  # values named in a sentence; beyond, the first are named and the rest counted
-ANSWERS = {True: "yes for", False: "no for", None: "the sequences disagree for"}
+COUNTED = {True: "yes", False: "no", None: "not settled"}
+ANSWERS = {True: "yes for", False: "no for", None: "not settled for"}
 
 
 def _depends(cases: Sequence[Comparison]) -> str:
@@ -103,7 +164,7 @@ def _depends(cases: Sequence[Comparison]) -> str:
     """
     factors = _factors(cases)
     if not factors:
-        return "the sequence"
+        return "the case"
     for names in (*((factor,) for factor in factors), *combinations(factors, 2)):
         said: dict[str, set[bool | None]] = {}
         for case in cases:
@@ -112,12 +173,8 @@ def _depends(cases: Sequence[Comparison]) -> str:
             return (
                 f"the {' and the '.join(names)}: {_answers({value: answers.pop() for value, answers in said.items()})}"
             )
-    mixed = min(factors, key=lambda factor: _impurity(cases, factor))
-    tally = []
-    for value in dict.fromkeys(case.where.get(mixed, "") for case in cases):
-        own = [case for case in cases if case.where.get(mixed, "") == value]
-        tally.append(f"{value} {sum(case.yes is True for case in own)} of {len(own)}")
-    return f"more than one thing; yes, by {mixed}: {_list(tally, ', ')}"
+    tally = {words: sum(case.yes is answer for case in cases) for answer, words in COUNTED.items()}
+    return f"the case: {', '.join(f'{words} in {n}' for words, n in tally.items() if n)} of {len(cases)}"
 
 
 def _answers(said: dict[str, bool | None]) -> str:
@@ -138,15 +195,6 @@ def _factors(cases: Sequence[Comparison]) -> list[str]:
     names = dict.fromkeys(name for case in cases for name in case.where)
     values = {name: {case.where.get(name, "") for case in cases} for name in names}
     return sorted((name for name in names if len(values[name]) > 1), key=lambda name: len(values[name]))
-
-
-def _impurity(cases: Sequence[Comparison], factor: str) -> float:
-    """Cases that a majority vote within each value of the factor would get wrong; more values cost a little."""
-    wrong, values = 0, dict.fromkeys(case.where.get(factor, "") for case in cases)
-    for value in values:
-        said = [case.yes for case in cases if case.where.get(factor, "") == value]
-        wrong += len(said) - max(said.count(answer) for answer in (True, False, None))
-    return wrong + 0.5 * len(values)
 
 
 def _list(names: Sequence[str], between: str) -> str:

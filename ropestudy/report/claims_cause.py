@@ -3,11 +3,12 @@
 Legend: KL of the output distributions, in nats.
 """
 
-from ropestudy.report.claims import Claim, Comparison, agree, compare_each, moved
-from ropestudy.report.claims_paper import FP32_ROUNDOFF, where
+from ropestudy.report.claims import Claim, Comparison, Margins, above, below, moved, ratio
+from ropestudy.report.claims_paper import FP32_ROUNDOFF, positions_of, where
+from ropestudy.report.effects import Effect, known, mean_of, quotient_of
 from ropestudy.report.figures_sites import AGAIN
 from ropestudy.report.select import baseline, is_half, number, of_kind, scores, times
-from ropestudy.schema import ByFrequency, Difference, EmulationCheck, Results, Score
+from ropestudy.schema import ByFrequency, EmulationCheck, Results, Score
 
 TOGETHER = ", "  # between the sites of a score that are left out together
 HALF_LEFT = 0.5  # "to blame", "works": without it, or with it, less than half is left
@@ -33,21 +34,18 @@ def rounds_after(results: Results) -> Claim:
     """The control of before against after."""
     cases = []
     rows = scores(results, "control")
-    after = next((r for r in rows if r.condition == "q, k rounded after RoPE"), None)
-    before = next((r for r in rows if r.condition == "q, k rounded before RoPE"), None)
-    if after and before:
-        for mode in after.shift:
-            yes = agree(
-                a > b and b <= FP32_ROUNDOFF and _within_twice(x, y)
-                for a, b, x, y in zip(
-                    *(r.shift[mode].row.values for r in (after, before)),
-                    *(r.error[mode].row.values for r in (before, after)),
-                    strict=True,
-                )
+    befores = {positions_of(r): r for r in rows if r.condition == "q, k rounded before RoPE"}
+    for after in (r for r in rows if r.condition == "q, k rounded after RoPE"):
+        before = befores.get(positions_of(after))
+        for mode in after.shift if before else ():
+            assert before is not None
+            errors = ratio(moved(before.error[mode]), moved(after.error[mode]))
+            parts = (
+                Margins(errors, HALF_LEFT, 1 / HALF_LEFT),
+                Margins(mean_of(before.shift[mode].row.values), high=FP32_ROUNDOFF),
+                Margins(mean_of(after.shift[mode].row.values), low=FP32_ROUNDOFF),
             )
-            cases.append(
-                Comparison({"mode": mode}, yes, times(before.error[mode].row.mean, after.error[mode].row.mean))
-            )
+            cases.append(Comparison({"mode": mode, "positions": positions_of(after)}, parts))
     return Claim(
         "after",
         (
@@ -56,8 +54,8 @@ def rounds_after(results: Results) -> Claim:
         ),
         "control",
         "q and k rounded before the rotation: two shifts agree to 2^-24 per query; rounded after: they do not; and "
-        "their distances from float64 are within a factor of two of each other, in every sequence. The number says "
-        "that agreement of shifts is not accuracy.",
+        "their distances from float64 are within a factor of two of each other. The number says that agreement of "
+        "shifts is not accuracy.",
         "error against float64, before over after",
         "controls",
         cases,
@@ -71,10 +69,7 @@ def one_cast(results: Results) -> Claim:
         "one-cast",
         "One cast is to blame: without it, less than half of the shift error is left",
         "own finding",
-        (
-            "A preset with one site not rounded moves less than half of what the whole preset moves between the "
-            "shifts, in every sequence."
-        ),
+        ("A preset with one site not rounded moves less than half of what the whole preset moves between the shifts."),
         "fraction left of the whole preset's shift error",
         "off-alone",
         cases,
@@ -92,7 +87,7 @@ def all_of_rope(results: Results) -> Claim:
         ),
         "own finding",
         "A preset with all of the named sites not rounded moves less than half of what the whole preset moves between "
-        "the shifts, in every sequence.",
+        "the shifts.",
         "fraction left of the whole preset's shift error",
         "off-alone",
         _left_out(results, [r for r in scores(results, "off_alone") if TOGETHER in (r.site or "")]),
@@ -105,18 +100,14 @@ def _left_out(results: Results, rows: list[Score]) -> list[Comparison]:
         whole = baseline(results, r)
         if whole:
             cases += [
-                Comparison(
-                    {"preset": r.base or "", "mode": mode, "site": r.site or ""},
-                    _less_than_half(r.shift[mode], whole.shift[mode]),
-                    times(r.shift[mode].row.mean, whole.shift[mode].row.mean),
+                below(
+                    {"preset": r.base or "", "mode": mode, "site": r.site or "", "positions": positions_of(r)},
+                    ratio(moved(r.shift[mode]), moved(whole.shift[mode])),
+                    HALF_LEFT,
                 )
                 for mode in r.shift
             ]
     return cases
-
-
-def _less_than_half(a: Difference, b: Difference) -> bool | None:
-    return compare_each(moved(a), moved(b), lambda x, y: x < HALF_LEFT * y)
 
 
 def _ranking(results: Results) -> str:
@@ -147,9 +138,8 @@ def as_neutral(results: Results) -> Claim:
         if whole:
             cases += [
                 Comparison(
-                    where(r, mode=mode),
-                    compare_each(moved(r.shift[mode]), moved(whole.shift[mode]), _within_twice),
-                    times(r.shift[mode].row.mean, whole.shift[mode].row.mean),
+                    where(r, mode=mode, positions=positions_of(r)),
+                    (Margins(ratio(moved(r.shift[mode]), moved(whole.shift[mode])), HALF_LEFT, 1 / HALF_LEFT),),
                 )
                 for mode in r.shift
             ]
@@ -157,16 +147,12 @@ def as_neutral(results: Results) -> Claim:
         "phases",
         "A shift is nothing special: constant random phases per rotary pair, as neutral as it is, move as much",
         "control",
-        "Random phases move between half and twice what the shift moves, in every sequence. (Phases turn every pair; "
+        "Random phases move between half and twice what the shift moves. (Phases turn every pair; "
         "a shift of a few tokens hardly turns the slow ones.)",
         "moved by the phases over moved by the shift",
         "controls",
         cases,
     )
-
-
-def _within_twice(x: float, y: float) -> bool:
-    return HALF_LEFT * y < x < y / HALF_LEFT
 
 
 def few_frequencies(results: Results) -> Claim:
@@ -177,8 +163,7 @@ def few_frequencies(results: Results) -> Claim:
             continue
         most = max(r.groups, key=lambda g: g.shift.row.mean)
         sums = [sum(row) for row in zip(*(g.shift.row.values for g in r.groups), strict=True)]
-        yes = agree(row > HALF_LEFT * total for row, total in zip(most.shift.row.values, sums, strict=True))
-        cases.append(Comparison(where(r, mode=r.mode), yes, times(most.shift.row.mean, sum(sums) / len(sums))))
+        cases.append(above(where(r, mode=r.mode), quotient_of(most.shift.row.values, sums), HALF_LEFT))
         ends = " to ".join(number(wavelength) for wavelength in most.wavelengths)
         note = (
             f"The most is in pairs {most.first} to {most.last} of 0 to {r.groups[-1].last}, wavelengths {ends} tokens."
@@ -187,8 +172,7 @@ def few_frequencies(results: Results) -> Claim:
         "frequency",
         "One group of rotary pairs carries it",
         "own finding",
-        "Of all groups of pairs, each rounded alone, the largest moves more than half of their sum between the "
-        "shifts, in every sequence.",
+        "Of all groups of pairs, each rounded alone, the largest moves more than half of their sum between the shifts.",
         "the largest group's part of the sum",
         "frequency",
         cases,
@@ -199,9 +183,10 @@ def few_frequencies(results: Results) -> Claim:
 def cost(results: Results) -> Claim:
     """What the outputs make of it."""
     cases = []
-    for r in {s.condition: s for s in scores(results, "baseline") if s.base is not None}.values():
-        yes = compare_each(r.kl_shift.kl, r.kl_error.kl, lambda x, y: x <= 2 * y)
-        cases.append(Comparison(where(r), yes, times(r.kl_shift.kl.mean, r.kl_error.kl.mean)))
+    rows = [s for s in scores(results, "baseline") if s.base is not None]
+    for r in {(s.condition, positions_of(s)): s for s in rows}.values():
+        quotient = ratio(r.kl_shift.kl, r.kl_error.kl)
+        cases.append(Comparison(where(r, positions=positions_of(r)), (Margins(quotient, high=2),)))
     return Claim(
         "cost",
         "What a shift does to the outputs is no more than what rounding does to them anyway",
@@ -223,9 +208,10 @@ def _remedy_cases(results: Results, which: str) -> list[Comparison]:
         if whole is None:
             continue
         factors = {"preset": r.base or "", "remedy": r.condition.removeprefix(f"{r.base}: ")}
+        factors |= {"positions": positions_of(r)}
         for mode in r.shift:
             a, b = (r.shift[mode], whole.shift[mode]) if which == "shift" else (r.error[mode], whole.error[mode])
-            cases.append(Comparison(factors | {"mode": mode}, _less_than_half(a, b), times(a.row.mean, b.row.mean)))
+            cases.append(below(factors | {"mode": mode}, ratio(moved(a), moved(b)), HALF_LEFT))
     return cases
 
 
@@ -235,7 +221,7 @@ def remedies_shift(results: Results) -> Claim:
         "remedies-shift",
         "The remedies restore invariance to shifts: less than half of the shift error is left",
         "own finding",
-        "Less than half of the preset's shift error is left, in every sequence.",
+        "Less than half of the preset's shift error is left.",
         "fraction left",
         "remedies",
         _remedy_cases(results, "shift"),
@@ -248,7 +234,7 @@ def remedies_error(results: Results) -> Claim:
         "remedies-error",
         "The remedies make the model more accurate: less than half of the distance from float64 is left",
         "own finding",
-        "Less than half of the preset's distance from float64 is left, in every sequence.",
+        "Less than half of the preset's distance from float64 is left.",
         "fraction left",
         "remedies",
         _remedy_cases(results, "error"),
@@ -258,9 +244,9 @@ def remedies_error(results: Results) -> Claim:
 def emulated(results: Results) -> Claim:
     """The oracle beside torch."""
     cases = [
-        Comparison({"torch": r.attention_from, "dtype": r.dtype, "layer": str(layer)}, ratio <= 1, ratio)
+        _allowed({"torch": r.attention_from, "dtype": r.dtype, "layer": str(layer)}, quotient)
         for r in of_kind(results, EmulationCheck)
-        for layer, ratio in zip(r.layers, r.ratio, strict=True)
+        for layer, quotient in zip(r.layers, r.ratio, strict=True)
     ]
     return Claim(
         "emulation",
@@ -273,16 +259,22 @@ def emulated(results: Results) -> Claim:
     )
 
 
+def _allowed(factors: dict[str, str], quotient: float) -> Comparison:
+    """Of all sequences together: a number without an interval."""
+    effect: Effect = known(quotient)
+    return Comparison(factors, (Margins(effect, high=1),))
+
+
 def same_numbers(results: Results) -> Claim:
     """What the study is made of, from both."""
     cases = []
     for r in of_kind(results, EmulationCheck):
-        for what, ratio in (
+        for what, quotient in (
             ("the attention's difference", r.shift_ratio),
             ("the same in the first layer", r.shift_ratio_first),
             ("D by column", r.d_ratio),
         ):
-            cases.append(Comparison({"torch": r.attention_from, "dtype": r.dtype, "of": what}, ratio <= 1, ratio))
+            cases.append(_allowed({"torch": r.attention_from, "dtype": r.dtype, "of": what}, quotient))
     return Claim(
         "same-numbers",
         "The study's numbers come out the same from torch's own attention as from the oracle's",

@@ -5,9 +5,10 @@ Legend: D eq. 5.
 
 from collections.abc import Iterator
 
-from ropestudy.report.claims import Claim, Comparison, agree, compare_each, moved
-from ropestudy.report.claims_paper import where
-from ropestudy.report.select import is_half, of_kind, scores, share, times
+from ropestudy.report.claims import Claim, Comparison, above, below, moved, ratio
+from ropestudy.report.claims_paper import positions_of, where
+from ropestudy.report.effects import exponent_of
+from ropestudy.report.select import is_half, of_kind, scores, share
 from ropestudy.schema import ByLength, Difference, OwnError, Results, ShiftPairs
 
 ONE_TENTH_MORE = 1.1
@@ -39,14 +40,13 @@ def distance_only(results: Results) -> Claim:
                 low, high = (f(pairs, key=lambda pair: pair.difference.row.mean) for f in (min, max))
                 a, b = moved(high.difference), moved(low.difference)
                 starts = ", ".join(f"{pair.d1:,}" for pair in pairs)
-                yes = compare_each(a, b, lambda x, y: x < ONE_TENTH_MORE * y)
-                cases.append(Comparison(where(r, distance=f"{distance:,} from {starts}"), yes, times(a.mean, b.mean)))
+                cases.append(below(where(r, distance=f"{distance:,} from {starts}"), ratio(a, b), ONE_TENTH_MORE))
     return Claim(
         "distance",
         "The deviation is a function of |d1 - d2| alone",
         "own finding",
         "Of all pairs of shifts at one distance, the one that moves most and the one that moves least differ by less "
-        "than a tenth, in every sequence.",
+        "than a tenth.",
         "most over least moved at one distance",
         "grid",
         cases,
@@ -65,11 +65,7 @@ def zero_is_privileged(results: Results) -> Claim:
     for r in _own_errors(results):
         zero = next(p for p in r.points if p.shift == 0)
         cases += [
-            Comparison(
-                where(r, mode=r.mode, shift=f"{p.shift:,}"),
-                compare_each(moved(zero.error), moved(p.error), lambda x, y: x < y),
-                times(p.error.row.mean, zero.error.row.mean),
-            )
+            above(where(r, mode=r.mode, shift=f"{p.shift:,}"), ratio(moved(p.error), moved(zero.error)), 1)
             for p in r.points
             if p.shift > 0 and is_half(r.condition)
         ]
@@ -77,7 +73,7 @@ def zero_is_privileged(results: Results) -> Claim:
         "zero",
         "Shift 0 is privileged: every other shift is farther from float64",
         "own finding",
-        "The distance from float64 at the shift exceeds that at shift 0 in every sequence.",
+        "The distance from float64 at the shift exceeds that at shift 0.",
         "distance from float64 at the shift over that at shift 0",
         "position",
         cases,
@@ -90,15 +86,14 @@ def grows_with_position(results: Results) -> Claim:
     for r in _own_errors(results):
         zero = next(p for p in r.points if p.shift == 0)
         most = max(r.points, key=lambda p: p.error.row.mean)
-        yes = compare_each(moved(zero.error), moved(most.error), lambda x, y: y > 2 * x)
-        cases.append(Comparison(where(r, mode=r.mode), yes, times(most.error.row.mean, zero.error.row.mean)))
+        cases.append(above(where(r, mode=r.mode), ratio(moved(most.error), moved(zero.error)), 2))
     last = max((p.shift for r in _own_errors(results) for p in r.points), default=0)
     return Claim(
         "position",
         "The error more than doubles with the position",
         "own finding",
         f"Of all shifts{f' up to {last:,}' if last else ''} the one farthest from float64 is more than twice as far "
-        "as shift 0, in every sequence.",
+        "as shift 0.",
         "largest distance from float64 over that at shift 0",
         "position",
         cases,
@@ -111,24 +106,19 @@ def grows_with_length(results: Results) -> Claim:
     for r in of_kind(results, ByLength):
         points = [p for p in r.points if p.error is not None]
         if r.model == "pretrained" and len(points) > 1:
-            first, last = points[0], points[-1]
-            for what, a, b in (
-                ("shift error", first.shift, last.shift),
-                ("error against float64", first.error, last.error),
+            sizes = [p.tokens for p in points]
+            errors = [p.error.row.values for p in points if p.error is not None]
+            for what, values in (
+                ("shift error", [p.shift.row.values for p in points]),
+                ("error against float64", errors),
             ):
-                assert a is not None
-                assert b is not None
-                yes = agree(y > 2 * x for x, y in zip(a.row.values, b.row.values, strict=True))
-                cases.append(Comparison(where(r, mode=r.mode, measure=what), yes, times(b.row.mean, a.row.mean)))
+                cases.append(above(where(r, mode=r.mode, measure=what), exponent_of(sizes, values), 0))
     return Claim(
         "by-length",
-        "The error of a query more than doubles with the length",
+        "The error of a query grows with the length",
         "own finding",
-        (
-            "At the longest length the probability moved per query is more than twice that at the shortest, in every "
-            "sequence."
-        ),
-        "longest over shortest",
+        "The exponent of a power law of the probability moved per query over all lengths is above 0.",
+        "exponent of the length",
         "length",
         cases,
     )
@@ -139,15 +129,12 @@ def more_than_its_mass(results: Results) -> Claim:
     cases = []
     for r in scores(results, "first_token"):
         if r.text == "first" and is_half(r.condition):
-            cases += [_per_mass(where(r, mode=mode, text="BOS first"), f) for mode, f in r.shift.items()]
+            cases += [_per_mass(where(r, mode=mode, positions=positions_of(r)), f) for mode, f in r.shift.items()]
     return Claim(
         "mass",
         "The first token's part is more than the attention it receives explains",
         "own finding",
-        (
-            "The difference per unit of attention received is larger for the first column than for all others "
-            "together, in every sequence."
-        ),
+        ("The difference per unit of attention received is larger for the first column than for all others together."),
         "difference per mass, first column over all others",
         "first-token",
         cases,
@@ -156,8 +143,7 @@ def more_than_its_mass(results: Results) -> Claim:
 
 
 def _per_mass(factors: dict[str, str], f: Difference) -> Comparison:
-    yes = compare_each(f.first_per_mass, f.rest_per_mass, lambda x, y: x > y)
-    return Comparison(factors, yes, times(f.first_per_mass.mean, f.rest_per_mass.mean))
+    return above(factors, ratio(f.first_per_mass, f.rest_per_mass), 1)
 
 
 def sink_removed(results: Results) -> Claim:
@@ -165,7 +151,12 @@ def sink_removed(results: Results) -> Claim:
     cases, rows, masses = [], scores(results, "first_token"), []
     for r in rows:
         base = next(
-            (b for b in rows if (b.base, b.text, b.tokens) == (r.base, "first", r.tokens) and b.condition == b.base),
+            (
+                b
+                for b in rows
+                if (b.base, b.text, b.tokens, b.d1, b.gap) == (r.base, "first", r.tokens, r.d1, r.gap)
+                and b.condition == b.base
+            ),
             None,
         )
         if base and r is not base:
@@ -174,13 +165,13 @@ def sink_removed(results: Results) -> Claim:
             )
             mass, before = (s.shift["local"].first_mass_unweighted for s in (r, base))
             masses.append(f"{r.base}, {text}: {share(mass.mean)} (BOS first: {share(before.mean)})")
-            if not compare_each(mass, before, lambda x, y: x < y):
+            if not ratio(mass, before).high < 1:
                 continue  # another token is the sink now
             cases += [
-                Comparison(
-                    {"arithmetic": r.base or "", "mode": mode, "sink": text},
-                    compare_each(moved(r.shift[mode]), moved(base.shift[mode]), lambda x, y: x < y),
-                    times(r.shift[mode].row.mean, base.shift[mode].row.mean),
+                below(
+                    {"arithmetic": r.base or "", "mode": mode, "sink": text, "positions": positions_of(r)},
+                    ratio(moved(r.shift[mode]), moved(base.shift[mode])),
+                    1,
                 )
                 for mode in r.shift
             ]
@@ -189,7 +180,7 @@ def sink_removed(results: Results) -> Claim:
         "Without the first token as a sink the deviation is smaller",
         "own finding",
         "Where the first column receives less attention than with the BOS first, a query moves less between the "
-        "shifts than there; both in every sequence. Taking the BOS away does not take the sink away where another "
+        "shifts than there. Taking the BOS away does not take the sink away where another "
         "token becomes it: such texts are not judged.",
         "shift error over that with the BOS first",
         "first-token",

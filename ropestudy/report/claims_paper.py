@@ -3,10 +3,9 @@ records.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
-from math import log
 
-from ropestudy.report.claims import Claim, Comparison, above, agree, compare_each, moved
+from ropestudy.report.claims import Claim, Comparison, above, below, moved, ratio
+from ropestudy.report.effects import Effect, exponent_of, exponents_apart, mean_of
 from ropestudy.report.select import at_other_end, is_half, of_kind, one_rounding, paper_shift, scores, times
 from ropestudy.schema import ByLength, Difference, MaskPair, PerToken, Record, Results, Score, ShiftPairs
 
@@ -16,6 +15,7 @@ ONE_ROUNDING = (
 )
 FP32 = ("fp32", "flash_fp32", "fp32_sites", "fp32_angles64")
 FP32_ROUNDOFF = 2.0**-24
+MOST = 0.5
 
 
 def paper_claims(results: Results) -> list[Claim]:
@@ -44,6 +44,12 @@ def where(record: Record, **more: str) -> dict[str, str]:
     return found | more
 
 
+def positions_of(score: Score) -> str:
+    """`from 0`, `from 4,080`, `from 0, a gap of 8,128`: where a row's tokens stand."""
+    gap = f"a gap of {score.gap:,}" if score.gap else ""
+    return f"{gap}, from {score.d1:,}" if gap else f"from {score.d1:,}"
+
+
 def _points(results: Results) -> Iterator[tuple[ShiftPairs, int, Difference]]:
     """Every (record, d1, difference from the paper's d2)."""
     for record in of_kind(results, ShiftPairs):
@@ -54,7 +60,7 @@ def _points(results: Results) -> Iterator[tuple[ShiftPairs, int, Difference]]:
 def not_relative(results: Results) -> Claim:
     """Abstract; figure 1, left."""
     cases = [
-        Comparison(where(r, mode=r.mode, shift=f"d1 = {d}"), above(moved(f), one_rounding(r.condition)), f.row.mean)
+        above(where(r, mode=r.mode, shift=f"d1 = {d}"), mean_of(f.row.values), one_rounding(r.condition))
         for r, d, f in _points(results)
         if r.model == "pretrained" and is_half(r.condition)
     ]
@@ -72,11 +78,7 @@ def not_relative(results: Results) -> Claim:
 def fp32_relative(results: Results) -> Claim:
     """Figure 1, left: the line of float32."""
     cases = [
-        Comparison(
-            where(r, mode=r.mode, shift=f"d1 = {d}"),
-            agree(v <= one_rounding("bf16") for v in f.row.values),
-            f.row.mean,
-        )
+        below(where(r, mode=r.mode, shift=f"d1 = {d}"), mean_of(f.row.values), one_rounding("bf16"))
         for r, d, f in _points(results)
         if r.model == "pretrained" and r.condition in FP32
     ]
@@ -105,17 +107,15 @@ def samples_agree(results: Results) -> Claim:
     for r, d, f in oracles:
         low = lows.get((r.mode, d))
         if r.model == "pretrained" and is_half(r.condition) and low and len(low.d.values) == len(f.d.values):
-            ratio = min(times(a, b) for a, b in zip(f.d.values, low.d.values, strict=True))
-            cases.append(
-                Comparison(
-                    where(r, mode=r.mode, shift=f"d1 = {d}"), compare_each(f.d, low.d, lambda a, b: a > b), ratio
-                )
-            )
+            each = [times(a, b) for a, b in zip(f.d.values, low.d.values, strict=True)]
+            over_texts = Effect(min(each), min(each), max(each), len(each))
+            cases.append(above(where(r, mode=r.mode, shift=f"d1 = {d}"), over_texts, 1))
     return Claim(
         "samples",
         "Single samples show the same as their mean: bf16 above float32 at every shift",
         "the paper's appendix",
-        "In each sequence by itself D in half precision exceeds D in float32, at every shift.",
+        "In each sequence by itself D in half precision exceeds D in float32, at every shift. The interval is the "
+        "range over the sequences.",
         "smallest quotient over the sequences",
         "samples",
         cases,
@@ -141,8 +141,8 @@ def amplified(results: Results) -> Claim:
         "amplified",
         "Pretraining amplifies the deviation: a randomly initialised model shows less",
         "the paper's section 2 and figure 1, left",
-        "The pretrained model moves more than the other weights in every sequence, at the same shift, length and "
-        "arithmetic: by D, and per query.",
+        "The pretrained model moves more than the other weights (a quotient above 1, paired by text), at the same "
+        "shift, length and arithmetic: by D, and per query.",
         "pretrained over the other",
         "models" if any(r.model != "pretrained" for r in controls) else "shift",
         cases,
@@ -152,17 +152,14 @@ def amplified(results: Results) -> Claim:
 
 def _twin(s: Score, r: Score) -> bool:
     same = (s.condition, s.tokens, s.sequences, s.d1, s.d2) == (r.condition, r.tokens, r.sequences, r.d1, r.d2)
+    same = same and s.gap == r.gap
     return same and s.model == "pretrained" and s.mask == r.mask and s.text == r.text
 
 
 def _more(record: Record, trained: Difference, other: Difference, mode: str) -> list[Comparison]:
     """By D, whose n weighs the last columns most, and by what moves per query."""
-    made = []
-    for name, a, b in (("D", trained.d, other.d), ("moved per query", moved(trained), moved(other))):
-        n = min(len(a.values), len(b.values))
-        yes = agree(x > y for x, y in zip(a.values[:n], b.values[:n], strict=True))
-        made.append(Comparison(where(record, mode=mode, measure=name), yes, times(a.mean, b.mean)))
-    return made
+    pairs = (("D", trained.d, other.d), ("moved per query", moved(trained), moved(other)))
+    return [above(where(record, mode=mode, measure=name), ratio(a, b), 1) for name, a, b in pairs]
 
 
 def first_most(results: Results) -> Claim:
@@ -170,35 +167,17 @@ def first_most(results: Results) -> Claim:
     cases = []
     for r in of_kind(results, PerToken):
         if r.model == "pretrained" and is_half(r.condition):
-            for name, columns, part in (
-                ("n as in eq. 5", r.columns.d, r.difference.first_share),
-                ("every n = 1", r.columns.unweighted, r.difference.first_share_unweighted),
-            ):
-                cases.append(Comparison(where(r, mode=r.mode, weighting=name), columns[0] >= max(columns), part.mean))
+            cases.append(above(where(r, mode=r.mode), mean_of(r.difference.first_share.values), MOST))
     return Claim(
         "first-most",
-        "The first token contributes most to the deviation",
+        "The first token accounts for most of the deviation",
         "the paper's abstract and figure 1, middle",
-        "No column has a larger part of D than the first, in the mean over sequences.",
+        "Its column has more than half of D (eq. 5), whatever the second largest has.",
         "the first column's share of D",
         "tokens",
         cases,
         about_shares=True,
     )
-
-
-def _exponent(points: list[tuple[int, float]]) -> float:
-    """Of a power law through the first and the last point."""
-    (t0, y0), (t1, y1) = points[0], points[-1]
-    return log(times(y1, y0)) / log(t1 / t0) if y0 > 0 and y1 > 0 and t1 != t0 else 0.0
-
-
-def _grows(points: list[tuple[int, list[float]]]) -> bool | None:
-    """Whether the longest exceeds the shortest in every sequence, and the mean rises at most steps."""
-    means = [sum(values) / len(values) for _, values in points]
-    rises = sum(b > a for a, b in pairwise(means))
-    ends = agree(b > a for a, b in zip(points[0][1], points[-1][1], strict=True))
-    return ends and 2 * rises > len(points) - 1 if ends is not None else None
 
 
 def _half_lengths(results: Results) -> list[ByLength]:
@@ -208,40 +187,49 @@ def _half_lengths(results: Results) -> list[ByLength]:
 
 def grows(results: Results) -> Claim:
     """Abstract; figure 1, right."""
-    cases = []
-    for r in _half_lengths(results):
-        values = [(p.tokens, p.shift.d_logit_first.values) for p in r.points]
-        exponent = _exponent([(p.tokens, p.shift.d_logit_first.mean) for p in r.points])
-        cases.append(Comparison(where(r, mode=r.mode), _grows(values), exponent))
+    cases = [
+        above(where(r, mode=r.mode), _exponent(r, [p.shift.d_logit_first.values for p in r.points]), 0)
+        for r in _half_lengths(results)
+    ]
     return Claim(
         "grows",
         "The deviation of the first token grows with the length",
         "the paper's abstract and figure 1, right",
-        "D_logit of the first column at the longest length exceeds that at the shortest in every sequence, and its "
-        "mean rises at more than half of the steps.",
-        "exponent of the length between shortest and longest (0: no growth, 1: in proportion)",
+        "The exponent of a power law of D_logit of the first column over all lengths is above 0.",
+        "exponent of the length (0: no growth, 1: in proportion)",
         "length",
         cases,
+        note=_growth(results),
     )
+
+
+def _exponent(record: ByLength, values: list[list[float]]) -> Effect:
+    return exponent_of([p.tokens for p in record.points], values)
+
+
+def _growth(results: Results) -> str:
+    """What the exponent comes to between the shortest and the longest length."""
+    told = []
+    for r in _half_lengths(results):
+        a, b = r.points[0], r.points[-1]
+        quotient = ratio(b.shift.d_logit_first, a.shift.d_logit_first)
+        told.append(f"{r.condition}, {r.mode}: {quotient} times from {a.tokens:,} to {b.tokens:,} tokens")
+    return "; ".join(told)
 
 
 def only_the_first_grows(results: Results) -> Claim:
     """Figure 1, right, says it of the first alone."""
     cases = []
     for r in _half_lengths(results):
-        first = _exponent([(p.tokens, p.shift.d_logit_first.mean) for p in r.points])
-        for j in sorted(set(r.points[0].columns) & set(r.points[-1].columns) - {0}):
-            other = _exponent([(p.tokens, p.columns[j]) for p in r.points if j in p.columns])
-            cases.append(Comparison(where(r, mode=r.mode, column=f"column {j + 1}"), first > other, other - first))
-        rest = _exponent([(p.tokens, p.shift.d_logit_rest.mean) for p in r.points])
-        cases.append(Comparison(where(r, mode=r.mode, column="mean of all others"), first > rest, rest - first))
+        first, rest = ([getattr(p.shift, name).values for p in r.points] for name in ("d_logit_first", "d_logit_rest"))
+        cases.append(above(where(r, mode=r.mode), exponents_apart([p.tokens for p in r.points], first, rest), 0))
     return Claim(
         "only-first",
-        "It is the first token whose deviation grows: it grows faster than that of any other column",
+        "It is the first token whose deviation grows: it grows faster than that of the others",
         "the paper's abstract (the first token contributes significantly as context grows)",
-        "The exponent of D_logit with the length is larger for the first column than for the other (of means over "
-        "sequences: columns are recorded without a spread).",
-        "the other column's exponent minus the first one's",
+        "The exponent of D_logit with the length is larger for the first column than for the mean of all others, "
+        "paired by text.",
+        "the first column's exponent less the others'",
         "length",
         cases,
     )
@@ -255,9 +243,9 @@ def reset_matters(results: Results) -> Claim:
             continue
         row = moved(r.difference)
         if is_half(r.condition):
-            cases.append(Comparison(where(r, mode=r.mode), above(row, one_rounding(r.condition)), row.mean))
+            cases.append(above(where(r, mode=r.mode), mean_of(row.values), one_rounding(r.condition)))
         elif r.condition == "exact":
-            cases.append(Comparison(where(r, mode=r.mode), agree(v <= FP32_ROUNDOFF for v in row.values), row.mean))
+            cases.append(below(where(r, mode=r.mode), mean_of(row.values), FP32_ROUNDOFF))
     return Claim(
         "reset-matters",
         "Resetting positions in every document changes nothing in exact arithmetic, and something in bf16",
@@ -311,14 +299,15 @@ def anchor_helps_beyond_isolation(results: Results) -> Claim:
 def _closer(results: Results, key: str, says: str, mask: str, than: str, section: str) -> Claim:
     rows, cases = scores(results, "mask"), []
     for r in rows:
-        other = next((s for s in rows if s.mask == than and (s.condition, s.tokens) == (r.condition, r.tokens)), None)
+        same = (r.condition, r.tokens, r.d1, r.gap)
+        other = next((s for s in rows if s.mask == than and (s.condition, s.tokens, s.d1, s.gap) == same), None)
         if r.mask == mask and other and is_half(r.condition):
             for what, a, b in (("error against float64", r.error, other.error), ("shift error", r.shift, other.shift)):
                 cases += [
-                    Comparison(
-                        where(r, mode=mode, measure=what),
-                        compare_each(moved(a[mode]), moved(b[mode]), lambda x, y: x < y),
-                        times(a[mode].row.mean, b[mode].row.mean),
+                    below(
+                        where(r, mode=mode, measure=what, positions=positions_of(r)),
+                        ratio(moved(a[mode]), moved(b[mode])),
+                        1,
                     )
                     for mode in a
                 ]
@@ -326,8 +315,8 @@ def _closer(results: Results, key: str, says: str, mask: str, than: str, section
         key,
         says,
         f"the paper's {section}",
-        f"Under {mask} a query moves less than under {than}, in every sequence: from float64 under the same mask, and "
-        "between two shifts of the whole row.",
+        f"Under {mask} a query moves less than under {than} (a quotient below 1, paired by text): from float64 under "
+        "the same mask, and between two shifts of the whole row.",
         f"{mask} over {than}",
         "masks",
         cases,

@@ -9,11 +9,25 @@ from pathlib import Path
 from anchorline.errors import UserError
 from anchorline.files import replace_file
 from anchorline.page import count
+from ropestudy.report.answers import (
+    BETTER,
+    BIAS_HEADS,
+    COPY_HEADS,
+    MUCH,
+    OUTCOME_HEADS,
+    WORSE,
+    actions,
+    bias_rows,
+    findings,
+    small_table,
+    where_of,
+)
 from ropestudy.report.claims import Claim
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
-from ropestudy.report.figure import write_png
+from ropestudy.report.effects import difference_of, exponent_of, mean_of, quotient_of
+from ropestudy.report.figure import Figure, write_png
 from ropestudy.report.figures_context import TEXTS
 from ropestudy.report.figures_sites import rank
 from ropestudy.report.html import figures_of
@@ -22,11 +36,8 @@ from ropestudy.report.select import (
     between,
     is_half,
     name_of,
-    number,
     of_kind,
     scores,
-    share,
-    times,
     unique,
 )
 from ropestudy.schema import ByLength, EmulationCheck, MaskPair, OwnError, Results, Score
@@ -34,11 +45,13 @@ from ropestudy.schema import ByLength, EmulationCheck, MaskPair, OwnError, Resul
 BEGIN = "<!-- Numbers: made by `python -m ropestudy.report FOLDER --document FILE`; edit the study, not this. -->"
 END = "<!-- End of the numbers. -->"
 TINY = 0.005  # fractions below would be 0.00
-FIGURES = ("shift", "on-alone", "position")  # shown in the document
+FIGURES = ("dose", "shift", "tokens", "length")  # shown in the document
 
 
-def refresh(results: Results, document: Path) -> None:
+def refresh(results: Results, document: Path, second: Results | None = None) -> None:
     """Replace what stands between the marks of the document, and its figures in `figures/` beside it.
+
+    second: of another model, whose tables follow.
 
     Raises UserError, one line, if the document is not there or has not both marks.
     """
@@ -53,15 +66,92 @@ def refresh(results: Results, document: Path) -> None:
         folder.mkdir(exist_ok=True)
     for figure in drawn:
         write_png(figure, folder / f"precision-{figure.name}.png")
-    replace_file(document, f"{before}{BEGIN}\n\n{numbers(results)}\n{END}{after}".encode())
+    replace_file(document, f"{before}{BEGIN}\n\n{numbers(results, drawn, second)}\n{END}{after}".encode())
 
 
-def numbers(results: Results) -> str:
-    """Return every table, with where and how it was measured."""
+def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | None = None) -> str:
+    """Return the whole of what is measured: what to do, what was found, claims, every table, a second model."""
     parts = [
         _where(results),
-        _verdicts("The paper's claims", paper_claims(results)),
-        _verdicts("Beyond them", [*cause_claims(results), *context_claims(results)]),
+        "## What to do",
+        ACTIONS_SAY,
+        _actions(results),
+        "## What was found",
+        "\n".join(f"{place}. {one}" for place, one in enumerate(findings(results), start=1)),
+        *_shown(drawn, "dose"),
+        "## The paper's claims",
+        CLAIMS_SAY,
+        *_judged("Claim by claim", paper_claims(results)),
+        *_judged("Beyond them", [*cause_claims(results), *context_claims(results)]),
+        *_shown(drawn, "shift", "tokens", "length"),
+        "## Every number",
+        *_tables(results),
+    ]
+    if second is not None:
+        parts += [
+            f"## A second model: {second.title}",
+            _where(second),
+            _actions(second),
+            "\n".join(f"{place}. {one}" for place, one in enumerate(findings(second), start=1)),
+            *_judged("The paper's claims, of the second model", paper_claims(second)),
+            *_judged("Beyond them, of the second model", [*cause_claims(second), *context_claims(second)]),
+            *_tables(second),
+        ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+ACTIONS_SAY = (
+    "Each cell is the KL of the outputs from float64 with the change over that without it: geometric mean over texts, "
+    f"and its 95 % interval. **do**: the interval lies below {BETTER}; **do not**: above {WORSE}; **never**: above "
+    f"{MUCH:g}; **no matter**: between the first two; **not settled**: it spans one of them. *keys N farther away*: a "
+    "row is cut in two, and N positions lie between its halves; *positions to N*: the whole row ends there."
+)
+CLAIMS_SAY = (
+    "A verdict is that of the cases a training run is in (whole forward passes in bf16 of the pretrained model, away "
+    "from position 0), where the study has such; what other cases say stands behind it. It is *not settled* where an "
+    "interval spans the margin."
+)
+
+
+def _shown(drawn: Sequence[Figure], *names: str) -> list[str]:
+    """Each figure and its caption."""
+    found = {figure.name: figure for figure in drawn}
+    return [
+        f"![{found[name].title}](figures/precision-{name}.png)\n\n*{found[name].caption}*"
+        for name in names
+        if name in found
+    ]
+
+
+def _judged(title: str, claims: Sequence[Claim]) -> list[str]:
+    """The claims that were measured, and the others by name."""
+    left = [claim.says for claim in claims if not claim.cases]
+    named = f"Not measured here: {'; '.join(left)}." if left else ""
+    return [_verdicts(title, [claim for claim in claims if claim.cases]), named]
+
+
+def _actions(results: Results) -> str:
+    heads, rows = actions(results)
+    return _table(
+        "From setup to action", heads, [["", *row[1:]] if _same(rows, n) else row for n, row in enumerate(rows)]
+    )
+
+
+def _same(rows: Sequence[Sequence[str]], number: int) -> bool:
+    """Return whether a row is of the same setup as the one above it, whose name then stands there alone."""
+    return number > 0 and rows[number][0] == rows[number - 1][0]
+
+
+def _tables(results: Results) -> list[str]:
+    return [
+        _table("Whole setups, plain text", OUTCOME_HEADS, small_table(results, "setup", "text")),
+        _table("Whole setups, copied keys", (*OUTCOME_HEADS, *COPY_HEADS), small_table(results, "setup", "copy")),
+        _table("Doses, copied keys", (*OUTCOME_HEADS, *COPY_HEADS), small_table(results, "dose", "copy")),
+        _table("Doses, plain text", OUTCOME_HEADS, small_table(results, "dose", "text")),
+        _table(
+            "Every rounding alone, by what the outputs make of it", OUTCOME_HEADS, small_table(results, "site", "text")
+        ),
+        _table("The sign of the error of logits", BIAS_HEADS, bias_rows(results)),
         _presets(results),
         _sites(results),
         *_left_out(results),
@@ -74,26 +164,28 @@ def numbers(results: Results) -> str:
         _lengths(results),
         _emulation(results),
     ]
-    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    return "\n".join([f"### {title}", "", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|", *lines])
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (heads, *rows)]
+    return "\n".join([f"### {title}", "", lines[0], "| --- " * len(heads) + "|", *lines[1:]])
 
 
 def _where(results: Results) -> str:
     environment = results.environment
     commit = (environment.git_commit or "no commit")[:12] + (" with changes" if environment.git_dirty else "")
     seen = [f"{tokens:,}" for tokens in sorted({r.tokens for r in results.records})]
+    commands = "; ".join(f"`{one}`" for one in results.command.split("\n"))
     sequences = between(sorted({float(r.sequences) for r in results.records})) if results.records else "0"
+    left = [f"{name} {ready} of {whole}" for name, (ready, whole) in results.cells.items() if ready < whole]
+    unfinished = f" Not finished, and not shown: {', '.join(left)} cells." if left else ""
     return (
-        f"Measured with `{results.command}` ({results.title}) on {results.created[:10]}: {results.model.source}, "
+        f"Measured with {commands} ({results.title}) on {results.created[:10]}: {results.model.source}, "
         f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text "
         f"{results.text.source}; {sequences} sequences of {', '.join(seen)} tokens; {environment.hardware}, JAX on "
-        f"{environment.device}, computing {results.seconds:,.0f} s; {commit}."
+        f"{environment.device}, computing {results.seconds:,.0f} s; {commit}.{unfinished}"
     )
 
 
@@ -101,6 +193,7 @@ def _verdicts(title: str, claims: Sequence[Claim]) -> str:
     rows = []
     for claim in claims:
         verdict = claim.verdict + (f" on {claim.depends}" if claim.depends else "")
+        verdict += f" (over all cases, by {claim.exceptions})" if claim.exceptions else ""
         rows.append([claim.says, verdict, claim.numbers])
     return _table(title, ("claim", "verdict", "number"), rows)
 
@@ -111,23 +204,39 @@ MEASURES = (
 )
 
 
-def _measures(score: Score) -> list[float]:
-    rows = [side[mode].row.mean for side in (score.shift, score.error) for mode in ("local", "propagated")]
-    return [*rows, score.kl_shift.kl.mean, score.kl_error.kl.mean]
+def _measures(score: Score) -> list[list[float]]:
+    """Return each text's own of what `MEASURES` names."""
+    rows = [side[mode].row.values for side in (score.shift, score.error) for mode in ("local", "propagated")]
+    return [*rows, score.kl_shift.kl.values, score.kl_error.kl.values]
 
 
 def _absolute(title: str, head: str, rows: Sequence[tuple[str, Score]]) -> str:
     return _table(
         title,
-        (head, *MEASURES),
-        [[name, *map(number, _measures(score))] for name, score in rows],
+        (head, "positions", *MEASURES, "loss added, nats"),
+        [
+            [name, _positions_of(score), *(str(mean_of(x)) for x in _measures(score)), _loss(score)]
+            for name, score in rows
+        ],
     )
 
 
+def _positions_of(score: Score) -> str:
+    return where_of(score.d1, score.gap, score.tokens)
+
+
+def _loss(score: Score) -> str:
+    """The condition's loss less float64's."""
+    p, q = score.kl_error.nll_p, score.kl_error.nll_q
+    return str(difference_of(q.values, p.values)) if p and q else ""
+
+
 def _presets(results: Results) -> str:
-    found = {score.condition: score for score in scores(results, "baseline")}
-    found |= {score.condition: score for score in scores(results, "control") if score.condition.startswith("fp32")}
-    return _absolute("Whole presets: probability moved per query (0 to 2)", "preset", list(found.items()))
+    rows = [*scores(results, "baseline"), *scores(results, "control")]
+    rows = [score for score in rows if score.group == "baseline" or score.condition.startswith("fp32")]
+    found = {(score.condition, _positions_of(score)): score for score in rows}
+    named = [(condition, score) for (condition, _), score in found.items()]
+    return _absolute("Whole presets: probability moved per query (0 to 2)", "preset", named)
 
 
 def _sites(results: Results) -> str:
@@ -152,20 +261,20 @@ def _fractions(results: Results, rows: Sequence[Score], title: str, head: str, b
         for row in rows:
             whole = baseline(results, row)
             if row.base == base and whole:
-                left = [times(x, y) for x, y in zip(_measures(row), _measures(whole), strict=True)]
+                left = [quotient_of(x, y) for x, y in zip(_measures(row), _measures(whole), strict=True)]
                 name = row.condition.removeprefix(f"{base}{behind}")
-                cells.append([name, *(number(x) if x < TINY else f"{x:.2f}" for x in left)])
-        made.append(_table(title.format(base), (head, *MEASURES), cells))
+                cells.append([name, _positions_of(row), *map(str, left)])
+        made.append(_table(title.format(base), (head, "positions", *MEASURES), cells))
     return made
 
 
 def _models(results: Results) -> str:
-    rows = {(r.model, r.condition): r for r in scores(results, "control") if r.model != "pretrained"}
-    conditions = {condition for _, condition in rows}
-    own = {(r.model, r.condition): r for r in scores(results, "baseline") if r.condition in conditions} if rows else {}
+    others = [r for r in scores(results, "control") if r.model != "pretrained"]
+    conditions = {r.condition for r in others}
+    rows = [*(r for r in scores(results, "baseline") if r.condition in conditions), *others]
+    found = {(r.model, r.condition, _positions_of(r)): r for r in rows}
     named = [
-        (model if len(conditions) == 1 else f"{model}, {condition}", r)
-        for (model, condition), r in (own | rows).items()
+        (model if len(conditions) == 1 else f"{model}, {condition}", r) for (model, condition, _), r in found.items()
     ]
     table = _absolute(f"Other weights, under {', '.join(sorted(conditions))}", "weights", named)
     words = "\n".join(f"- {name}: {what}" for name, what in results.model.initialisations.items())
@@ -177,12 +286,11 @@ def _first_token(results: Results) -> str:
     for r in scores(results, "first_token"):
         f = r.shift["local"]
         name = f"{r.condition}, {TEXTS[r.text]}"
-        shares = (share(stat.mean) for stat in (f.first_mass_unweighted, f.first_share_unweighted))
-        rows.append(
-            [name, *shares, number(f.first_per_mass.mean), number(f.rest_per_mass.mean), *map(number, _measures(r)[:2])]
-        )
+        stats = (f.first_mass_unweighted, f.first_share_unweighted, f.first_per_mass, f.rest_per_mass)
+        told = [str(mean_of(values)) for values in (*(stat.values for stat in stats), *_measures(r)[:2])]
+        rows.append([name, _positions_of(r), *told])
     heads = (
-        *("arithmetic and text", "attention it receives", "its share of the difference (at most 50%)"),
+        *("arithmetic and text", "positions", "attention it receives", "its share of the difference (at most 0.5)"),
         *("difference per unit of attention, first column", "all others", *MEASURES[:2]),
     )
     return _table("The first column, local", heads, rows)
@@ -195,7 +303,7 @@ def _masks(results: Results) -> str:
 
 def _mask_pairs(results: Results) -> str:
     rows = [
-        [p.condition, f"{p.a} and {p.b}", p.mode, number(p.difference.row.mean), number(p.kl.kl.mean)]
+        [p.condition, f"{p.a} and {p.b}", p.mode, str(mean_of(p.difference.row.values)), str(mean_of(p.kl.kl.values))]
         for p in of_kind(results, MaskPair)
     ]
     heads = ("arithmetic", "positions as in", "mode", "moved per query", "KL of the outputs, nats")
@@ -208,8 +316,8 @@ def _positions(results: Results) -> str:
     shifts = sorted({p.shift for r in records for p in r.points})
     rows = []
     for r in records:
-        by_shift = {p.shift: p.error.row.mean for p in r.points}
-        rows.append([name_of(r), *(number(by_shift[d]) if d in by_shift else "" for d in shifts)])
+        by_shift = {p.shift: str(mean_of(p.error.row.values)) for p in r.points}
+        rows.append([name_of(r), *(by_shift.get(d, "") for d in shifts)])
     title = f"Distance from float64 per query by shift of the positions{f', {records[0].mode}' if records else ''}"
     return _table(title, ("arithmetic", *(f"{d:,}" for d in shifts)), rows)
 
@@ -219,11 +327,25 @@ def _lengths(results: Results) -> str:
     for r in of_kind(results, ByLength):
         if is_half(r.condition):
             for p in r.points:
-                stats = (p.shift.d_logit_first, p.shift.d_logit_rest, p.shift.row)
-                error = number(p.error.row.mean) if p.error else ""
-                rows.append([f"{name_of(r)}, {r.mode}", f"{p.tokens:,}", *(number(s.mean) for s in stats), error])
-    heads = ("run", "tokens", "D_logit, first column", "mean of all others", "shift error per query", "error per query")
+                stats = (p.shift.d_logit_first, p.shift.d_logit_rest, p.shift.d, p.shift.row)
+                error = str(mean_of(p.error.row.values)) if p.error else ""
+                told = [str(mean_of(stat.values)) for stat in stats]
+                rows.append([f"{name_of(r)}, {r.mode}", f"{p.tokens:,}", *told, error])
+            if len(r.points) > 1:
+                sizes = [p.tokens for p in r.points]
+                sides = ("d_logit_first", "d_logit_rest", "d", "row")
+                told = [str(exponent_of(sizes, [getattr(p.shift, x).values for p in r.points])) for x in sides]
+                rows.append([f"{name_of(r)}, {r.mode}", "exponent", *told, _error_exponent(r)])
+    heads = (
+        *("run", "tokens", "D_logit, first column", "mean of all others", "D (eq. 5)", "shift error per query"),
+        "error per query",
+    )
     return _table("By length", heads, rows)
+
+
+def _error_exponent(record: ByLength) -> str:
+    found = [(p.tokens, p.error.row.values) for p in record.points if p.error]
+    return str(exponent_of([x for x, _ in found], [y for _, y in found])) if len(found) > 1 else ""
 
 
 def _emulation(results: Results) -> str:

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 
 from anchorline.page import count
 from anchorline.page import render as render_page
+from ropestudy.report.answers import actions, findings
 from ropestudy.report.claims import Claim
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
 from ropestudy.report.figure import Figure, Table, svg
 from ropestudy.report.figures_context import context_figures
+from ropestudy.report.figures_dose import dose_figures
 from ropestudy.report.figures_paper import paper_figures
 from ropestudy.report.figures_sites import sites_figures
 from ropestudy.report.select import number
 from ropestudy.schema import Results
 
-SIGNS = {"holds": "✓", "does not hold": "✗", "depends": "~", "not measured": "–"}
+SIGNS = {"holds": "✓", "does not hold": "✗", "not settled": "?", "depends": "~", "not measured": "–"}
 SHARES = (
     "Shares: the rows of attention sum to one, so what one column loses others gain, and a column's part of the "
     "unweighted difference cannot exceed a half. n of eq. 5 divides a column by the queries that see it, so the last "
@@ -34,7 +36,7 @@ READ = (
 
 def figures_of(results: Results) -> list[Figure]:
     """Return every figure that the study has records for, in the order of the page."""
-    return [*paper_figures(results), *sites_figures(results), *context_figures(results)]
+    return [*dose_figures(results), *paper_figures(results), *sites_figures(results), *context_figures(results)]
 
 
 def render(results: Results) -> str:
@@ -52,6 +54,8 @@ def render(results: Results) -> str:
         facts=_facts(results),
         versions=results.environment.versions,
         lede=_lede(results, paper),
+        findings=[one.replace("**", "") for one in findings(results)],
+        actions=_actions(results),
         read=READ,
         shares=SHARES,
         signs=SIGNS,
@@ -66,13 +70,30 @@ def render(results: Results) -> str:
     )
 
 
+def _actions(results: Results) -> Table | None:
+    heads, rows = actions(results)
+    plain = [[cell.replace("**", "") for cell in row] for row in rows]
+    return (
+        Table("actions", "From setup to action: what a change leaves of the KL from float64", heads, plain)
+        if rows
+        else None
+    )
+
+
 def cases_of(claim: Claim) -> Table:
     """Return every case of a claim, a row each: its factors, its number and its answer."""
     factors = list(dict.fromkeys(factor for case in claim.cases for factor in case.where))
-    said = {True: "yes", False: "no", None: "sequences disagree"}
-    rows = [[*(case.where.get(factor, "") for factor in factors), case.number, said[case.yes]] for case in claim.cases]
+    said = {True: "yes", False: "no", None: "not settled"}
+    rows = [
+        [
+            *(case.where.get(factor, "") for factor in factors),
+            *(case.effect.value, case.effect.low, case.effect.high),
+            said[case.yes],
+        ]
+        for case in claim.cases
+    ]
     title = f"All {count(len(rows), 'case')}" if len(rows) > 1 else "The case"
-    return Table(claim.key, title, (*factors, claim.number_is, "criterion met"), rows)
+    return Table(claim.key, title, (*factors, claim.number_is, "from", "to", "criterion met"), rows)
 
 
 def _lede(results: Results, paper: Sequence[Claim]) -> str:
@@ -80,12 +101,13 @@ def _lede(results: Results, paper: Sequence[Claim]) -> str:
     parts = [
         f"{tally['holds']} {'holds' if tally['holds'] == 1 else 'hold'}",
         f"{tally['does not hold']} {'does' if tally['does not hold'] == 1 else 'do'} not",
+        f"{tally['not settled']} {'is' if tally['not settled'] == 1 else 'are'} not settled",
         f"{tally['depends']} depend{'s' if tally['depends'] == 1 else ''}",
     ]
     parts += [f"{tally['not measured']} not measured in this configuration"] if tally["not measured"] else []
     return (
         f"Of the paper's {count(len(paper), 'claim')}, tried on {results.model.source}: {', '.join(parts)}. "
-        "Each verdict follows from the numbers by the criterion beside it."
+        "Each verdict follows from the numbers by the criterion beside it, with an interval over the texts."
     )
 
 

@@ -55,8 +55,10 @@ def baseline(results: Results, score: Score) -> Score | None:
     none.
     """
     for other in scores(results, "baseline"):
-        same = (other.tokens, other.sequences, other.model, other.text, other.mask, other.d1, other.d2) == (
-            *(score.tokens, score.sequences, score.model, score.text, score.mask, score.d1),
+        same = (
+            *(other.tokens, other.sequences, other.model, other.text, other.mask, other.gap, other.d1, other.d2),
+        ) == (
+            *(score.tokens, score.sequences, score.model, score.text, score.mask, score.gap, score.d1),
             *(score.d2 if score.d2 != score.d1 else other.d2,),
         )
         if same and other.condition == score.base:
@@ -86,6 +88,8 @@ def number(value: float) -> str:
         return "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
+    if abs(value) < 1000:
+        value = float(f"{value:.3g}")  # 999.9 becomes 1,000 and not 1e+03
     if 1e-3 <= abs(value) < 1000:
         return f"{value:.3g}"
     if 1000 <= abs(value) < 1e6:

@@ -204,7 +204,7 @@ def test_what_claims_not_to_round_after_the_rotation_does_not():
 
 def test_the_compiled_pieces_know_every_site():
     """Each piece is compiled for the sites that act in it; one in no piece would be ignored without a word."""
-    of_tables = {"inv_freq", "angle", "table"}
+    of_tables = {"position", "inv_freq", "angle", "table"}
     known = of_tables | {"embed", "logits"} | {*pieces.PROJECTION, *pieces.ROTATION, *pieces.REST}
     assert known == set(SITES)
 

@@ -3,6 +3,7 @@ it.
 """
 
 import csv
+import json
 import re
 from collections import Counter
 from html import unescape
@@ -15,11 +16,13 @@ from typer.testing import CliRunner
 from anchorline.page.colours import DARK, LIGHT
 from ropestudy import report
 from ropestudy.report import __main__ as again
-from ropestudy.report.claims import Claim, Comparison
+from ropestudy.report.answers import actions, findings
+from ropestudy.report.claims import Claim, Comparison, above
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
-from ropestudy.report.docs import BEGIN, END, numbers, refresh
+from ropestudy.report.docs import BEGIN, END, FIGURES, numbers, refresh
+from ropestudy.report.effects import known
 from ropestudy.report.html import SHARES, figures_of, render
 from ropestudy.report.select import number, one_rounding
 from ropestudy.schema import (
@@ -31,6 +34,7 @@ from ropestudy.schema import (
     LengthPoint,
     MaskPair,
     ModelDescription,
+    Outcome,
     OutputDivergence,
     OwnError,
     OwnErrorPoint,
@@ -40,9 +44,11 @@ from ropestudy.schema import (
     Results,
     Score,
     ShiftPairs,
+    SignedBias,
     Stat,
     StudyEnvironment,
     TextDescription,
+    read_results,
     write_results,
 )
 
@@ -89,13 +95,13 @@ def pairs(row: float, condition: str = BF16, mode: str = "local", **fields: Any)
     )
 
 
-def tokens(first: float) -> PerToken:
-    """The first column against all others at 1."""
+def tokens(first: float, share: float = 0.2) -> PerToken:
+    """The first column against all others at 1, and its share of D."""
     columns = Columns(
         d=[first, *[1.0] * (TOKENS - 1)], d_std=[0.1] * TOKENS, unweighted=[first, *[1.0] * (TOKENS - 1)],
         mass=[1.0] * TOKENS, d_logit=[1.0] * TOKENS, row=[1.0] * TOKENS,
     )  # fmt: skip
-    return PerToken(**about(), mode="local", d1=0, d2=16, difference=diff(0.01), columns=columns)
+    return PerToken(**about(), mode="local", d1=0, d2=16, difference=diff(0.01, first_share=share), columns=columns)
 
 
 def lengths(first: float, rest: float, condition: str = BF16) -> ByLength:
@@ -219,6 +225,120 @@ def whole() -> Results:
     )
 
 
+def outcome(condition: str, kl_: float, group: str = "setup", **fields: Any) -> Outcome:
+    """Three texts at positions to 8,192 unless other ones are given."""
+
+    def three(value: float) -> Stat:
+        return Stat(mean=value, std=0.0, values=[value * x for x in (0.5, 1.0, 1.5)])
+
+    right, lost = fields.pop("right", 0.8), fields.pop("lost", 0.0)
+    copied = Stat(mean=right, std=0.0, values=[right - 0.1, right, right + 0.1])
+    outputs = OutputDivergence(
+        kl=three(kl_), argmax_differs=three(0.01), nll_p=three(3.0), nll_q=three(3.0 + kl_),
+        right_p=copied, right_q=Stat(mean=0.0, std=0.0, values=[x - lost for x in copied.values]),
+    )  # fmt: skip
+    standard = {"task": "text", "about": "in words", "start": 8192 - TOKENS, "gap": 0, "outputs": outputs}
+    return Outcome(**about(condition), group=group, **standard | fields)
+
+
+def bias(common: float, **fields: Any) -> SignedBias:
+    """Signed errors of which so much is common."""
+    gram = [[1.0, common, common], [common, 1.0, common], [common, common, 1.0]]
+    standard = {
+        "mask": "full",
+        "start": 0,
+        "gap": 8000,
+        "first": gram,
+        "others": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+    }
+    return SignedBias(**about(BF16), columns=[3], first_abs=stat(0.01), first_mass=stat(0.4), **standard | fields)
+
+
+def outputs_alone() -> Results:
+    """Setups, doses and signed errors."""
+    return study(
+        outcome(BF16, 1e-3), outcome(FLASH, 1e-3), outcome("paper_bf16", 5e-4), outcome("fa3_fp8", 2e-2),
+        outcome("fa3_fp8_before", 1e-2), outcome(f"{BF16}_tf32", 1.0), outcome(f"{BF16}_inv_freq", 1.3e-3),
+        outcome("flash_bf16_fp32_qk", 9e-4), outcome(BF16, 7.0, start=0), outcome("fa3_fp8", 9.0, start=0),
+        *(
+            outcome(f"q and k, {bits} bits", 2.0**-bits, "dose", site="q and k", mantissa_bits=bits, task="copy",
+                    gap=8000, start=0, lost=lost)
+            for bits, lost in ((3, 0.25), (7, 0.01))
+        ),
+        outcome("q and k, 7 bits", 2.0, "dose", site="q and k", mantissa_bits=7, task="copy", gap=99_999, right=0.1),
+        outcome("on table", 1e-4, "site", site="table"),
+        bias(0.9),
+    )  # fmt: skip
+
+
+def test_what_to_do_follows_from_the_numbers():
+    heads, rows = actions(outputs_alone())
+    assert heads == ["setup", "change", "positions to 8,192", "cost"]
+    said = {change: cell for _, change, cell, _ in rows}
+    assert said["let TF32 multiply positions"] == "**never** 1,000"
+    assert said["let inv_freq become bf16"] == "**do not** 1.3"
+    assert said["rotate in float32, round once"] == "**do** 0.5"
+    assert said["keep q and k in float32"] == "**no matter** 0.9"
+    assert said["stay in bf16"] == "**do** 0.05"
+
+
+def test_findings_have_a_number_each_and_none_is_of_position_0():
+    found = findings(outputs_alone())
+    assert len(found) == 5
+    assert "bf16's 7 bits of q and k lose 0.01" in found[0]
+    assert "e4m3's 3 bits 0.25" in found[0]
+    assert "At 99,999 float64 itself copies less than half" in found[0]
+    assert "TF32 multiplies it by 1,000" in found[2]
+    assert "0.9 is the same in every text" in found[3]
+    assert "fp8 has up to 20 times the KL of bf16. Rounding before RoPE leaves 0.5 of that" in found[4]
+    assert not any("9" in line.partition("**")[0] for line in found)
+    only_zero = study(*(outcome(name, 1.0, start=0) for name in (BF16, FLASH, "fa3_fp8", "fa3_fp8_before")))
+    assert findings(only_zero) == []
+    assert actions(only_zero)[1] == []
+
+
+def test_where_float32_s_angles_reach_bf16_is_extrapolated_and_checked():
+    """A KL that grows as the square of the position, from a millionth of bf16's at 2^13: it meets bf16's at 2^23."""
+    ends = {2**13: 2.0**-20, 2**17: 2.0**-12, 2**20: 2.0**-6, 2**24: 4.0}
+    records = [
+        outcome(name, kl_, start=end - TOKENS)
+        for end, fp32 in ends.items()
+        for name, kl_ in (("fp32", fp32), ("paper_bf16_angles64", 1.0), (BF16, 1.0), (f"{BF16}_tf32", 2.0))
+    ]
+    (found,) = findings(study(*records))
+    assert "as its power 2 from 8,192 to 1,048,576, which reaches that of bf16 (with exact angles) at 8.39e6" in found
+    assert "measured at 16,777,216 it is 4 times that" in found
+
+
+def test_the_page_and_the_document_show_them():
+    page, text = render(outputs_alone()), numbers(outputs_alone(), figures_of(outputs_alone()), outputs_alone())
+    for shown in (unescape(page), text):
+        assert "From setup to action" in shown
+        assert "fp8 has up to 20 times" in shown
+    assert text.count("### From setup to action") == 2
+    assert "figures/precision-dose.png" in text
+    assert "## A second model" in text
+
+
+def test_results_of_version_1_are_read(tmp_path):
+    old = json.loads(study(score("baseline", 0.01), mask_pair(0.01, BF16)).model_dump_json())
+    old["schema_version"] = 1
+    del old["cells"], old["records"][0]["gap"]
+    for record in old["records"]:
+        for name in ("kl", "kl_shift", "kl_error"):
+            for new in ("nll_p", "nll_q", "right_p", "right_q"):
+                record.get(name, {}).pop(new, None)
+    (tmp_path / "results.json").write_text(json.dumps(old), encoding="utf-8")
+    found = read_results(tmp_path / "results.json")
+    assert (found.schema_version, found.records[0].gap) == (1, 0)
+    assert "### Whole presets" in numbers(found)
+
+
+def test_what_is_not_finished_is_named():
+    text = numbers(study(outcome(BF16, 1e-3), cells={"setups": (7, 7), "remedies": (3, 40)}))
+    assert "Not finished, and not shown: remedies 3 of 40 cells." in text
+
+
 def claims(results: Results) -> dict[str, Claim]:
     return {claim.key: claim for claim in (*paper_claims(results), *cause_claims(results), *context_claims(results))}
 
@@ -270,7 +390,7 @@ TRIED = {
     "fp32-relative": ([pairs(AT / 2, "fp32")], [pairs(2 * AT, "fp32")]),
     "samples": ([pairs(0.01), pairs(1e-7, "fp32")], [pairs(1e-7), pairs(0.01, "fp32")]),
     "amplified": ([PAIRED, pairs(0.005, model="kaiming")], [PAIRED, pairs(0.02, model="kaiming")]),
-    "first-most": ([tokens(1.5)], [tokens(0.5)]),
+    "first-most": ([tokens(1.5, 0.6)], [tokens(1.5, 0.2)]),
     "grows": ([lengths(0.5, 0.1)], [lengths(-0.2, 0.1)]),
     "only-first": ([lengths(0.5, 0.1)], [lengths(0.5, 0.9)]),
     "reset-matters": (
@@ -313,8 +433,8 @@ TRIED["by-length"] = (
         LengthPoint(tokens=T, sequences=2, shift=diff(row), error=diff(row), columns={}, columns_d={})
         for T, row in ((8, 0.001), (32, 0.01))])],
     [ByLength(**about(), mode="local", d1=0, d2=16, points=[
-        LengthPoint(tokens=T, sequences=2, shift=diff(0.01), error=diff(0.01), columns={}, columns_d={})
-        for T in (8, 32)])],
+        LengthPoint(tokens=T, sequences=2, shift=diff(row), error=diff(row), columns={}, columns_d={})
+        for T, row in ((8, 0.01), (32, 0.009))])],
 )  # fmt: skip
 
 
@@ -369,38 +489,52 @@ def test_an_emulation_over_its_allowance_is_named_by_its_layer():
     assert (claim.verdict, claim.depends) == ("depends", "the layer: yes for 0; no for 1")
 
 
-def test_what_it_depends_on_is_the_factor_that_tells_yes_from_no():
-    results = study(pairs(2 * AT), pairs(AT / 2, mode="propagated"), pairs(2 * AT, FLASH))
+def case(yes: bool, **where: str) -> Comparison:
+    return above(where, known(2.0 if yes else 0.5), 1)
+
+
+def test_the_verdict_is_that_of_the_case_a_training_run_is_in():
+    results = study(pairs(2 * AT, mode="propagated"), pairs(AT / 2), pairs(2 * AT, FLASH, mode="propagated"))
     claim = claims(results)["not-relative"]
-    assert (claim.verdict, claim.depends) == ("depends", "the mode: yes for local; no for propagated")
+    assert (claim.verdict, claim.depends) == ("holds", "")
+    assert claim.exceptions == "the mode: yes for propagated; no for local"
+
+
+def test_positions_from_0_decide_nothing_where_others_were_measured():
+    cases = [case(True, positions="from 0"), case(False, positions="from 4,080"), case(False, positions="a gap of 9")]
+    claim = Claim("k", "says", "s", "c", "n", "f", cases)
+    assert claim.verdict == "does not hold"
+    assert Claim("k", "says", "s", "c", "n", "f", cases[:1]).verdict == "holds"
+
+
+def test_what_it_depends_on_is_the_factor_that_tells_yes_from_no():
+    cases = [case(preset != "flash_bf16", preset=preset, mode="propagated") for preset in (BF16, FLASH)]
+    claim = Claim("k", "says", "s", "c", "n", "f", cases)
+    assert (claim.verdict, claim.depends) == ("depends", f"the preset: yes for {BF16}; no for {FLASH}")
 
 
 def test_two_factors_together_may_tell_them_apart():
     remedies = [str(i) for i in range(9)]
     cases = [
-        Comparison({"mode": m, "remedy": r, "length": n}, (m, r) == ("local", "3"), 1.0)
-        for m in ("local", "propagated") for r in remedies for n in ("8", "16")
+        case((m, r) == ("a", "3"), mask=m, remedy=r, length=n)
+        for m in ("a", "b") for r in remedies for n in ("8", "16")
     ]  # fmt: skip
     claim = Claim("k", "says", "s", "c", "n", "f", cases)
-    assert claim.depends == "the mode and the remedy: yes for local, 3; no for all others"
+    assert claim.depends == "the mask and the remedy: yes for a, 3; no for all others"
 
 
 def test_where_no_factor_does_the_cases_are_counted():
-    cases = [
-        Comparison({"mode": m, "shift": s}, (m, s) == ("local", "1"), 1.0)
-        for m in ("local", "propagated")
-        for s in "12"
-    ]
+    cases = [case((m, s) == ("a", "1"), mask=m, shift=s) for m in ("a", "b") for s in "12"]
     claim = Claim("k", "says", "s", "c", "n", "f", cases)
-    assert claim.depends == "more than one thing; yes, by mode: local 1 of 2, propagated 0 of 2"
+    assert claim.depends == "the case: yes in 1, no in 3 of 4"
 
 
-def test_sequences_that_disagree_decide_nothing():
+def test_an_interval_over_the_margin_settles_nothing():
     spread = diff(AT).model_copy(update={"row": stat(AT, 0.5)})
     one = ShiftPairs(**about(), mode="local", pairs=[PairDifference(d1=0, d2=16, difference=spread)])
     claim = claims(study(one))["not-relative"]
-    assert (claim.verdict, claim.depends) == ("depends", "the sequence")
-    assert "sequences disagree" in claim.numbers
+    assert (claim.verdict, claim.depends, claim.exceptions) == ("not settled", "", "")
+    assert f"{number(AT)} ({number(AT / 2)} to {number(1.5 * AT)})" in claim.numbers
 
 
 def test_one_rounding_is_what_rounding_moves():
@@ -415,7 +549,15 @@ def test_one_rounding_is_what_rounding_moves():
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0.0, "0"), (0.012345, "0.0123"), (1.5e-7, "1.50e-7"), (1234.5, "1,234"), (2e8, "2.00e8"), (1.0, "1")],
+    [
+        (0.0, "0"),
+        (0.012345, "0.0123"),
+        (1.5e-7, "1.50e-7"),
+        (1234.5, "1,234"),
+        (2e8, "2.00e8"),
+        (1.0, "1"),
+        (999.9, "1,000"),
+    ],
 )
 def test_numbers_are_short(value, shown):
     assert number(value) == shown
@@ -505,7 +647,7 @@ def test_studies_of_the_same_model_and_text_are_shown_together(tmp_path):
         write_results(one, tmp_path / name / "results.json")
     run = CliRunner().invoke
     assert run(again.app, [str(tmp_path / "own"), "--beside", str(tmp_path / "torch")]).exit_code == 0
-    both = study(frequency(0.03, 0.01), pairs(0.01, attention_from="torch eager"))
+    both = study(frequency(0.03, 0.01), pairs(0.01, attention_from="torch eager"), seconds=25.0)
     assert (tmp_path / "own" / "report.html").read_text("utf-8") == render(both)
     for name in ("model", "text"):
         refused = run(again.app, [str(tmp_path / "own"), "--beside", str(tmp_path / name)])
@@ -522,9 +664,15 @@ def test_the_document_s_numbers_are_replaced(tmp_path):
     refresh(whole(), file)
     text = file.read_text("utf-8")
     assert (text.splitlines()[0], text.splitlines()[-1]) == ("before", "after")
-    assert numbers(whole()) in text
+    assert numbers(whole(), [one for one in figures_of(whole()) if one.name in FIGURES]) in text
     assert "obsolete" not in text
-    assert "| split q and k | 0.10 |" in text
+    assert "| split q and k | positions to 32 | 0.1 |" in text
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_head():
+    text = numbers(outputs_alone(), (), whole())
+    for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
 
 
 def test_a_document_without_its_marks_is_refused(tmp_path):

@@ -42,6 +42,9 @@ FEWER = [
     "controls.models=[pretrained, shuffled, kaiming_sqrt5]",
     "first_token.conditions=[hf_eager_bf16]",
     "masks.conditions=[exact, hf_eager_bf16]",
+    "setups.conditions=[hf_eager_bf16]",
+    "dose.sites=[table]",
+    "remedies.positions=[{d1: 0}, {d1: 100, d2: 116, gap: 50}]",
     *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls", "first_token", "own_error", "frequency")),
 ]
 
@@ -81,7 +84,8 @@ def test_every_record_is_there_and_reads_back(finished):
     results, out = finished
     assert read_results(out / "results.json") == results
     assert {one.kind for one in results.records} == {
-        *("shift_pairs", "per_token", "by_length", "score", "own_error", "by_frequency", "mask_pair")
+        *("shift_pairs", "per_token", "by_length", "score", "own_error", "by_frequency", "mask_pair"),
+        *("outcome", "signed_bias"),
     }
     assert {one.group for one in of(results, "score")} == {
         *("baseline", "on_alone", "remedy", "control", "first_token", "mask")
@@ -102,12 +106,12 @@ def test_every_site_alone_does_something(finished):
     """
     alone = [
         one for one in on_alone("bf16")
-        if one.name not in ("on inv_freq fp32", "on angle fp32")  # at these small positions nothing is left of it
+        if one.name != "on position fp32"  # which rounds no position below 2^24
     ]  # fmt: skip
     decoder = tiny(
         "llama", num_hidden_layers=1
     )  # in float32: of bf16 weights the site `embed` would have nothing to round
-    row, positions = Row(np.arange(2, 10), np.ones(8, np.int64)), np.arange(8)[None]
+    row, positions = Row(np.arange(2, 10), np.ones(8, np.int64)), 4097 + np.arange(8)[None]  # not in TF32's 11 bits
     streams = [Stream(one, positions) for one in (EXACT, *alone)]
     against_exact = [((0, 0), (i, 0)) for i in range(len(streams))]
     _, (itself, *moved) = compare(decoder, row, streams, [], against_exact)
@@ -162,7 +166,10 @@ def test_an_interrupted_study_goes_on_and_ends_the_same(given, finished, tmp_pat
     assert resumed.records == of(finished[0], "by_length")
 
 
-OTHERS = ("shift_pairs", "factorial", "remedies", "controls", "first_token", "masks", "own_error", "frequency")
+OTHERS = (
+    *("setups", "bias", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "first_token", "masks"),
+    *("own_error", "frequency"),
+)
 ONE_LENGTH = [*(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]", f"lengths.contestants=[{HALF}]"]
 
 
@@ -204,12 +211,19 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
         ([f"shift_pairs.d2={-INT32 - 1}"], "is not an int32"),
         ([f"lengths.d2={MOST_POSITION}"], "lengths.d2: the shift 16777216 puts 12 tokens outside"),
         (["own_error.shifts=[-1]"], "own_error.shifts: the shift -1 puts 12 tokens outside"),
+        (["remedies.positions=[{d1: 16777210}]"], "remedies.positions: the shift 16777210 puts 12 tokens outside"),
+        (["remedies.positions=[{gap: -1}]"], "remedies.positions: the gap -1 leaves the positions"),
+        (["dose.settings=[{gap: 16777216}]"], "dose.settings: the gap 16777216 leaves the positions"),
+        (["setups.conditions=[bf17]"], "setups.conditions: 'bf17' is not a condition; choose from exact"),
+        (["bias.cases=[{condition: bf17}]"], "bias.cases: 'bf17' is not a condition; choose from exact"),
+        (["bias.documents=5"], "bias.documents: 5 documents of unequal lengths need 16 tokens, and bias.tokens is 12"),
+        (["dose.mantissa_bits=[24]"], "dose.mantissa_bits.0: 24: Input should be less than or equal to 23"),
         (["shift_pairs.toknes=3"], "shift_pairs.toknes: unknown key; did you mean shift_pairs.tokens?"),
         (["factorial.off_from=[bf17]"], "factorial.off_from: 'bf17' is not a condition; choose from exact"),
         (["shift_pairs.contestants=[]"], "shift_pairs.contestants"),
         (["tokens"], "override 'tokens': write section.key=value"),
         (["block=0"], "block: 0: Input should be greater than or equal to 1"),
-        ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of shift_pairs"),
+        ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of setups"),
         (["lengths.lengths=[0]"], "lengths.lengths.0: 0: Input should be greater than or equal to 4"),
         (["lengths.lengths=[-5, 6]"], "lengths.lengths.0: -5: Input should be greater than or equal to 4"),
         (["lengths.columns=[-1]"], "lengths.columns.0: -1: Input should be greater than or equal to 0"),

@@ -1,0 +1,172 @@
+"""Outputs of rows together against rows alone, signed errors against a twin in loops, fp8 by head, copied keys."""
+
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from jaxref.rounding import preset
+from jaxref.tests.decoders import tiny
+from ropestudy.bias import Bias, BiasCell, gram
+from ropestudy.cells import Bench
+from ropestudy.conditions import DOSES, EXACT, condition, dose
+from ropestudy.engine import Row, Stream, compare, divergences_of_rows, final_hidden
+from ropestudy.methods import add_offset, round_per_head
+from ropestudy.models import Pretrained
+from ropestudy.outcomes import OutcomeCell, Outcomes, RowsOfText
+from ropestudy.spec import BiasCase, BiasConfig, DoseConfig, Setting, StudyConfig
+from ropestudy.text import NO_TARGET, Pool, copy_row, open_gap, packed_row, row
+
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
+TOKENS, ROWS, BOS = 8, 3, 1
+RANDOM = np.random.default_rng(5)
+POOL = Pool(["a", "b", "c"], [RANDOM.permutation(np.arange(2, 29))[:TOKENS] for _ in range(ROWS)])
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    decoder = tiny("llama", num_hidden_layers=2)
+    config = StudyConfig(title="by hand", bias=BiasConfig(tokens=TOKENS, documents=2), block=TOKENS)
+    return Bench(config, Pretrained({}, decoder.config, decoder, Tokenizer(models.WordLevel({})), BOS, "0"), POOL)
+
+
+def test_rows_together_are_rows_alone(bench):
+    """A row's loss and divergence do not depend on what is computed beside it, and are `compare`'s own."""
+    setting = Setting(start=40, gap=100)
+    cell = OutcomeCell("setups", TOKENS, ROWS, setting, (condition("hf_eager_bf16"), condition("fa3_fp8")))
+    found = bench.run(cell).divergences
+    for number in range(ROWS):
+        one = row(POOL, number, TOKENS, BOS, "first")
+        positions = open_gap(one.positions, 100)[None] + 40
+        given = Row(one.ids, one.documents, targets_T=one.targets)
+        streams = [Stream(EXACT, positions), Stream(condition("hf_eager_bf16"), positions)]
+        _, (alone,) = compare(bench.decoder("pretrained"), given, streams, [], [((0, 0), (1, 0))])
+        together = found[f"hf_eager_bf16: row {number}"]
+        assert together.nll_p == pytest.approx(alone.nll_p, rel=2.0**-40)
+        assert together.nll_q == pytest.approx(alone.nll_q, rel=2.0**-8)  # sums of another order before a bf16 rounding
+        assert together.right_p == alone.right_p
+    assert found["fa3_fp8: row 0"].kl > found["hf_eager_bf16: row 0"].kl > 0
+
+
+def test_the_loss_is_that_of_the_next_token(bench):
+    decoder, rows = bench.decoder("pretrained"), RowsOfText.make(bench, TOKENS, ROWS, Setting())
+    hidden = final_hidden(decoder, rows.ids, rows.positions, rows.documents_T, EXACT, TOKENS)
+    (samples,) = divergences_of_rows(decoder, [(hidden, EXACT)] * 2, rows.documents_T, rows.targets)
+    logits = np.asarray(decoder(rows.ids, rows.positions, np.ones_like(rows.ids), preset("exact")))
+    for one, logits_TV, ids_T in zip(samples, logits, rows.ids, strict=True):
+        logs = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
+        assert one.nll_p == pytest.approx(-np.mean([logs[t, ids_T[t + 1]] for t in range(TOKENS - 1)]), rel=1e-12)
+        right = np.mean([logs[t].argmax() == ids_T[t + 1] for t in range(TOKENS - 1)])
+        assert one.right_q == pytest.approx(right)
+        assert one.kl == 0
+
+
+def test_signed_errors_against_a_twin(bench):
+    """First layer, column 0 and another: q k^T in float64 of the condition's q and k less that of the exact ones."""
+    decoder, own = bench.decoder("pretrained"), condition("hf_eager_bf16")
+    cell = BiasCell(BiasCase(condition="hf_eager_bf16", start=30), TOKENS, ROWS, 2, (0, 3))
+    samples = bench.run(cell).samples
+    heads = decoder.config.num_attention_heads
+    for number in range(ROWS):
+        one = row(POOL, number, TOKENS, BOS, "first")
+        logits = []
+        for rounding in (own.rounding, EXACT.rounding):
+            x = decoder.embed_tokens(jnp.asarray(one.ids)[None], rounding)
+            _, taps = decoder(one.ids[None], one.positions[None] + 30, one.documents[None], rounding, taps=True)
+            q, k = (np.asarray(taps[f"layers.0.{name}"], np.float64)[0] for name in ("q_rope", "k_rope"))
+            del x
+            k = np.repeat(k, heads // k.shape[1], axis=1)
+            exact = np.einsum("qhd,khd->hqk", q, k)
+            if rounding.qk:
+                exact = exact.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+            scaled = exact * decoder.config.head_dim**-0.5
+            logits.append(scaled.astype(ml_dtypes.bfloat16).astype(np.float64) if rounding.qk else scaled)
+        for column in (0, 3):
+            twin = (logits[0] - logits[1])[:, column:, column].mean(-1)
+            found = np.array(samples[str(number)].signed[column])[:heads]
+            np.testing.assert_allclose(found, twin, atol=np.abs(logits[1]).max() * 2.0**-8 / TOKENS)
+            assert np.abs(found).max() > 0
+
+
+def test_a_bias_record_and_what_the_bias_alone_does(bench):
+    section = BiasConfig(
+        tokens=TOKENS, sequences=ROWS, documents=2, columns=2,
+        cases=[BiasCase(condition="hf_eager_bf16", gap=50, loss=True), BiasCase(condition="flash_bf16", mask="anchor")],
+    )  # fmt: skip
+    experiment = Bias(section)
+    records = experiment.records({cell: bench.run(cell) for cell in experiment.cells()})
+    whole, packed = records
+    assert np.linalg.eigvalsh(np.array(whole.first)).min() >= -1e-12 * np.trace(whole.first)
+    assert whole.columns == [2, 4]
+    assert 0 < whole.alone.kl.mean < whole.whole.kl.mean
+    assert packed.alone is None
+    assert packed.mask == "anchor"
+
+
+def test_gram():
+    np.testing.assert_allclose(gram([[1.0, 3.0], [2.0, 0.0]]), [[5.0, 1.0], [1.0, 2.0]])
+
+
+def test_an_offset_moves_the_logits_of_column_0_alone():
+    q, k, v = (jnp.asarray(RANDOM.normal(size=(2, 5, heads, 4))) for heads in (4, 2, 2))
+    wide_q, wide_k, wide_v = add_offset(q, k, v, jnp.arange(4.0), 0.5)
+    moved = np.einsum("sqhd,skhd->shqk", wide_q, np.repeat(wide_k, 2, 2)) * 0.5
+    still = np.einsum("sqhd,skhd->shqk", q, np.repeat(k, 2, 2)) * 0.5
+    expected = np.zeros_like(still)
+    expected[..., 0] = np.arange(4.0)[:, None]
+    np.testing.assert_allclose(moved - still, expected, atol=1e-12)
+    np.testing.assert_array_equal(wide_v[..., :4], v)
+    assert not wide_v[..., 4].any()
+
+
+def test_fp8_with_a_scale_a_head():
+    x = RANDOM.normal(size=(2, 6, 4, 8)) * np.array([1e-4, 1.0, 1e4, 0.0])[:, None]
+    found = np.asarray(round_per_head(jnp.asarray(x), "e4m3_sat", 2))
+    for run in range(2):
+        for head in range(2):
+            part = x[run, :, 2 * head : 2 * head + 2]
+            scale = np.abs(part).max() / 448
+            expected = (part / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+            np.testing.assert_allclose(found[run, :, 2 * head : 2 * head + 2], expected, rtol=1e-12)
+    assert not np.asarray(round_per_head(jnp.zeros((1, 2, 2, 4)), "e4m3_sat", 2)).any()
+
+
+def test_a_key_is_copied():
+    found, targets = copy_row(POOL, 0, TOKENS, BOS, seed=0)
+    half = TOKENS // 2
+    key = found.ids[1:half]
+    assert found.ids.tolist() == [BOS, *key, BOS, *key]
+    assert len(set(key)) == len(key)
+    assert targets[targets != NO_TARGET].tolist() == key[1:].tolist()
+    where = np.flatnonzero(targets != NO_TARGET)
+    assert (targets[where] == found.ids[where + 1]).all()
+    assert where.min() == half + 1
+    assert not np.array_equal(copy_row(POOL, 1, TOKENS, BOS, seed=0)[0].ids, found.ids)
+    with pytest.raises(ValueError, match="different tokens, and a key to copy needs 99"):
+        copy_row(POOL, 0, 200, BOS, seed=0)
+
+
+def test_targets_end_with_their_document():
+    assert row(POOL, 0, 4, BOS, "first").targets.tolist() == [*POOL.ids[0][:3], NO_TARGET]
+    packed = packed_row(POOL, 0, 7, BOS, 2, "anchor")
+    ids = packed.ids
+    assert packed.targets.tolist() == [NO_TARGET, ids[2], NO_TARGET, ids[4], ids[5], ids[6], NO_TARGET]
+
+
+def test_a_gap_moves_the_second_half():
+    assert open_gap(np.arange(5), 100).tolist() == [0, 1, 102, 103, 104]
+
+
+def test_doses(bench):
+    section = DoseConfig(tokens=TOKENS, sequences=ROWS, mantissa_bits=[2, 23], settings=[Setting(task="copy")])
+    experiment = Outcomes(section, "dose", "dose")
+    records = experiment.records({cell: bench.run(cell) for cell in experiment.cells()})
+    assert [(one.site, one.mantissa_bits) for one in records] == [(site, bits) for site in DOSES for bits in (2, 23)]
+    for coarse, fine in zip(records[::2], records[1::2], strict=True):
+        assert coarse.outputs.kl.mean > 1e4 * fine.outputs.kl.mean
+    assert json.loads(records[0].model_dump_json())["task"] == "copy"
+    assert dose("table", 7).rounding.table == "e8m7"
