@@ -59,11 +59,12 @@ def test_rows_are_held_to_their_names():
     import numpy as np
 
     pytest.importorskip("torch")
-    from torchtrain.data.rows import _document_ids
+    from torchtrain.data.rows import _predict_across
 
-    assert _document_ids(np.array([0, 1, 2]), "anchor").tolist() == [0, 1, 2]
-    with pytest.raises(TypeError, match=r"_document_ids: number_T has shape \[2, 3\]"):
-        _document_ids(np.ones((2, 3), int), "anchor")  # rows, where a row is asked for
+    row_T = np.zeros(3, int)
+    _predict_across(row_T, row_T, [], 1)
+    with pytest.raises(TypeError, match=r"_predict_across: input_ids_T has shape \[4\]; shift_labels_T \[3\]"):
+        _predict_across(row_T, np.zeros(4, int), [], 1)
 
 
 def test_outside_tests_nothing_is_checked_and_neither_library_is_imported():

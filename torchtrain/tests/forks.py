@@ -126,7 +126,7 @@ PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "manifest": ("torchtrain.checkpoint.store", "write_file", _half, False),
     "commit": ("torchtrain.checkpoint.store", "commit", _die, False),
     "committed": ("torchtrain.checkpoint.store", "commit", _die, True),
-    "removal": ("torchtrain.checkpoint.store", "set_aside", _die, True),
+    "removal": ("torchtrain.checkpoint.folder", "set_aside", _die, True),
     "export": ("torchtrain.run.folder", "commit", _die, False),
     "exported": ("torchtrain.run.folder", "commit", _die, True),
     "evaluation": ("torchtrain.training.held_out", "make_micro_batch", _die, True),

@@ -150,8 +150,19 @@ def measure(config: Config, processes: int, layers: int | None = None) -> Measur
         launches = sum(watch.launches.values())
         found = Measured(loaded, before, watch.peak, watch.at_peak(), watch.waits.copy(), watch.copies.copy(), launches)
         if isinstance(strategy, Zero):
+            optimizer = strategy.deepspeed.optimizer
             strategy.deepspeed.destroy()
+            _free(optimizer)
         return found
+
+
+def _free(optimizer: Any) -> None:
+    """Let go of what a DeepSpeed optimizer holds on the host: its hooks keep it for the rest of the process."""
+    own = optimizer.optimizer
+    held = [vars(optimizer), [group["params"] for group in own.param_groups], list(own.state.values())]
+    for x in tree_leaves(held):
+        if isinstance(x, Tensor) and x.device.type == "cpu":
+            x.untyped_storage().resize_(0)
 
 
 def plan(config: Config, processes: int, layers: int | None = None) -> int:
