@@ -31,7 +31,7 @@ from parity_tests.gate.sources import ROOT, sources_of
 from parity_tests.gate.spec import STAGES, CaseSpec, Engine, GateConfig, expand, load_gate
 from parity_tests.oracle import rates_of
 from parity_tests.report.junit import to_junit
-from parity_tests.report.schema import read_report
+from parity_tests.report.schema import Case, read_report
 from parity_tests.zoo import discover
 from parity_tests.zoo.patch import attention, frequencies, positions
 from torchtrain.attention import ENGINES
@@ -504,19 +504,22 @@ def test_a_candidate_that_leaves_the_process_is_no_pass():
     assert not case.passed
 
 
-def test_workers_judge_as_one_process_does(monkeypatch):
-    """The cases in the order of the file, every number the same; two of them share the oracle's work."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # as it is in this process
-    config = gate(SPEC, CaseSpec(seed=1), CaseSpec(engine="dense"))
-    told, threads = [], torch.get_num_threads()
-    torch.set_num_threads(1)  # a worker's part of two
-    alone, shared = (run_gate(config, progress=lambda *of: told.append(of[1:]), workers=n) for n in (1, 2))
-    torch.set_num_threads(threads)
-    assert [case.id for case in shared.cases] == [spec.id for spec in expand(config)]
-    for a, b in zip(alone.cases, shared.cases, strict=True):
-        assert a.model_copy(update={"seconds": b.seconds}) == b
-    assert told == 2 * [(1, 3), (2, 3), (3, 3)]
-    assert shared.environment.threads == 1
+def tell_threads(group: list[CaseSpec], out: Path | None) -> list[Case]:
+    """Stand in for a worker's work, in its process: a case says how many threads that has."""
+    return [case_module.empty_case(spec).model_copy(update={"seconds": torch.get_num_threads()}) for spec in group]
+
+
+def test_workers_share_the_cases_and_the_cores(monkeypatch):
+    """The report has the order of the file; cases that share the oracle's work go to one worker. `.ci/run` does it."""
+    monkeypatch.setattr(run, "_run_group", tell_threads)
+    config = gate(SPEC, CaseSpec(tokens=41), CaseSpec(engine="dense"))
+    told, threads = [], max(1, torch.get_num_threads() // 2)
+    report = run_gate(config, progress=lambda case, *of: told.append((case.id, *of)), workers=2)
+    assert [case.id for case in report.cases] == [spec.id for spec in expand(config)]
+    assert {case.seconds for case in report.cases} == {threads} == {report.environment.threads}
+    assert sorted(told, key=lambda one: one[1]) == told
+    together = [case for case, *_ in told if case != expand(config)[1].id]
+    assert together == [SPEC.id, expand(config)[2].id]
 
 
 def kill_this_process(*_):

@@ -25,7 +25,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def batch(folder):
-    return text_batch(AutoTokenizer.from_pretrained(folder), "anchor", tokens=192)
+    return text_batch(AutoTokenizer.from_pretrained(folder), "anchor", tokens=96)
 
 
 def load(folder, dtype, **changes):
@@ -45,7 +45,7 @@ def test_a_position_off_by_one_is_named_where_it_happens(folder, batch):
     model = load(folder, torch.bfloat16, num_hidden_layers=2)  # the first ones, of 30
     rotary = model.model.rotary_emb
     forward = rotary.forward
-    rotary.forward = lambda x, position_ids: forward(x, position_ids + (position_ids > 100))
+    rotary.forward = lambda x, position_ids: forward(x, position_ids + (position_ids > 50))
     report = compare_layers(model, batch, "sdpa")
     assert report.first_divergence in ("layers.0.q_rope", "layers.0.k_rope")
 
