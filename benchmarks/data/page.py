@@ -10,7 +10,7 @@ from benchmarks.data import inputs, packing, tokenising
 
 BEGIN, END = "<!-- made by benchmarks/data -->", "<!-- end of benchmarks/data -->"
 HEAD = "# Benchmarks\n\nEach section is written by the program that it names, from the JSON that it names.\n\n"
-_COMMAND = ".venv-rivals/bin/python -m benchmarks.data --work FOLDER --write docs/benchmarks.md"
+_COMMAND = ".venv-rivals/bin/python -m benchmarks.data --work FOLDER --repeats {repeats} --write docs/benchmarks.md"
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
@@ -28,11 +28,13 @@ def _section(report: dict[str, Any]) -> str:
     parts = [
         "## Data",
         f"{told['date']}, {told['cpu']}, one of {told['cores']} cores, Python {told['python']}; {packages}. "
-        f"`make rivals`, then `{_COMMAND}`; all of it is in `benchmarks/results/data.json`.",
-        f"Every measurement is a process of its own, pinned to one core with one thread, with its inputs in the page "
-        f"cache; engines take turns, {report['repeats']} times. Time is that of the CPU (the machine does other work), "
-        "as the median and, in brackets, the least and the most. Memory is the most that the process held while it was "
-        "timed, and in brackets what of that it held before.",
+        f"`make rivals`, then `{_COMMAND.format(repeats=report['repeats'])}`; "
+        "all of it is in `benchmarks/results/data.json`.",
+        "Every measurement is a process of its own, pinned to one core with one thread; engines take turns, "
+        f"{report['repeats']} times. Time is that of the CPU (the machine does other work), as the median and, in "
+        "brackets, the least and the most. *Ours over it* is our rate over the other's, turn by turn, likewise: not "
+        "settled where turns went either way. Memory is the most that the process held while it was timed, and in "
+        "brackets what of that it held before.",
         "### Tokenising",
         f"SmolLM2's tokenizer on {inputs.CHARACTERS / 1e6:g} million characters of the demo's text in a JSONL file, "
         f"`whole` as its documents are, `cut` to a web corpus' lengths (lognormal, mean {inputs.MEAN:,} tokens, spread "
@@ -47,8 +49,8 @@ def _section(report: dict[str, Any]) -> str:
         "of 1,000 documents alone.",
         _packing(measured),
         "### Reading rows",
-        "A row of a step is five arrays, int64. `torchtrain` plans and builds them when a row is asked for, in another "
-        "order each epoch; datatrove's come from its tokens and positions; streaming's were written ready, which takes "
+        "A row of a step is five arrays, int64. `torchtrain` builds them when a row is asked for, from a plan made "
+        "before; datatrove's come from its tokens and positions; streaming's were written ready, which takes "
         "20 times the disk of tokens and fixes the packing. *Tokens alone* is one array of the five, of rows that were "
         "laid out beforehand: less work, shown for scale. All rows hold the same tokens (compared).",
         _tables(measured, "reading", _kinds(measured, "reading"), "rows a second", _rows_a_second),
@@ -95,7 +97,7 @@ def _packing(measured: list[dict[str, Any]]) -> str:
 def _balance(found: list[dict[str, Any]]) -> str:
     rows = [
         (
-            f"{one['corpus']}: {one['tokens'] / 1e6:,.3g} million tokens, rows of {one['sequence_length']:,}",
+            f"{one['corpus']}: {one['tokens'] / 1e6:,.0f} million tokens, rows of {one['sequence_length']:,}",
             f"{one['ranks']}",
             f"{one['steps']:,}",
             f"{one['sequential']:.3f}",
@@ -126,11 +128,13 @@ def _check_same(measured: list[dict[str, Any]], case: str, kind: str) -> None:
 def _ratio(
     measured: list[dict[str, Any]], case: str, kind: str, engine: str, rate: Callable[[dict[str, Any]], float]
 ) -> str:
-    """Return the median of ratios repeat by repeat."""
+    """Return the median of ratios repeat by repeat, their least and most, and whether these leave it open."""
     by_engine = _by_engine(measured, case, kind)
     ours = next(iter(by_engine.values()))
     pairs = zip(ours, by_engine[engine], strict=True)
-    return f"{statistics.median(rate(one) / rate(other) for one, other in pairs):.2f}"
+    ratios = sorted(rate(one) / rate(other) for one, other in pairs)
+    middle = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    return f"{middle}, not settled" if ratios[0] < 1 < ratios[-1] else middle
 
 
 def _memory(own: list[dict[str, Any]]) -> str:

@@ -63,6 +63,7 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         ("model", "the config.json of model.source is another one; put back the one of the run"),
         ("data", "data.sources hold something else; put back the data of the run"),
         ("tokens", "data.sources were tokenised to something else; put back the data of the run"),
+        ("order", "an earlier version packed these rows in another order; train anew"),
         ("split", "the run trained on copies of documents that it held out, which is not done any more; train anew"),
     ):
         if part not in identity:

@@ -226,36 +226,42 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 def _open(path: str) -> Iterator[BinaryIO]:
     """Open a file for reading what it holds decompressed; a .zst of several frames is one content."""
     if _ends(path, ".gz"):
-        with _open_raw(path) as raw:
-            _check_begun(raw)
-            with gzip.open(raw, "rb") as file:
-                yield cast(BinaryIO, file)
+        with _open_raw(path) as raw, gzip.open(_begun(raw), "rb") as file:
+            yield cast(BinaryIO, file)
     elif _ends(path, ".zst"):
         arrow = import_arrow(path)
         # pyarrow's reader: it comes with datasets, and tells of a file that is cut off.
-        with _open_arrow(path, arrow) as raw:
-            _check_begun(raw)
-            with arrow.CompressedInputStream(raw, "zstd") as content:
-                yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
+        with _open_arrow(path, arrow) as raw, arrow.CompressedInputStream(raw, "zstd") as content:
+            yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
     else:
         with _open_raw(path) as file:
             yield file
 
 
-def _check_begun(raw: Any) -> None:
-    """Refuse a compressed file without a byte: one that holds nothing has a header. Raises EOFError."""
-    if not raw.read(1):
+def _begun(raw: Any) -> io.BufferedReader:
+    """Return a compressed file that has a first byte: one that holds nothing has a header.
+
+    It is not sought, which a stream over HTTP cannot be.
+
+    Raises:
+        EOFError: there is none.
+    """
+    file = io.BufferedReader(raw, 1 << 17)
+    if not file.peek(1):
         raise EOFError("it is empty")
-    raw.seek(0)
+    return file
 
 
 @contextmanager
 def _open_arrow(path: str, arrow: Any) -> Iterator[Any]:
     if remote.is_url(path):
         with remote.open_url(path) as file:
-            yield arrow.PythonFile(file, "r")
+            yield arrow.PythonFile(_begun(file), "r")
     else:
         with arrow.OSFile(path) as file:
+            if not file.read(1):
+                raise EOFError("it is empty")
+            file.seek(0)
             yield file
 
 

@@ -1,4 +1,5 @@
-"""Near duplicates by datatrove's MinHash: documents that share most of their words, in whatever case and punctuation.
+"""Near duplicates by datatrove's MinHash: documents that share most of their words, in whatever case, accents and
+punctuation; other numbers are other words.
 
 A document's signature is 14 numbers, each the hash of 8 minima over its runs of 5 words; two documents that have 80 %
 of their runs in common share one of the numbers with odds of 92 % (1 - (1 - 0.8^8)^14: datatrove 0.10.1,
@@ -24,7 +25,7 @@ class Signer:
     def __init__(self) -> None:
         from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
         from datatrove.utils.hashing import HashConfig
-        from datatrove.utils.text import ngrams, simplify_text
+        from datatrove.utils.text import TextNormConfig, ngrams, simplify_text
         from datatrove.utils.word_tokenizers import WordTokenizer
 
         class Words(WordTokenizer):
@@ -40,7 +41,9 @@ class Signer:
                 raise NotImplementedError
 
         # Its other hash, xxhash, takes no str from version 4 of that package on.
-        config = MinhashConfig(num_buckets=BUCKETS, hash_config=HashConfig(hash_fc="sha1"))
+        # Were numbers alike, as its default has it, every table would be every other.
+        norm = TextNormConfig(norm_numbers=False)
+        config = MinhashConfig(num_buckets=BUCKETS, norm_config=norm, hash_config=HashConfig(hash_fc="sha1"))
         self._minhash = MinhashDedupSignature(".", config, language=Words())  # type: ignore[arg-type]
         self._simplify = partial(simplify_text, config=config.norm_config)
         self._runs = partial(ngrams, n=config.n_grams)
@@ -66,19 +69,29 @@ def near_groups(signatures: np.ndarray, groups: np.ndarray) -> np.ndarray:
         signatures: uint64 [n, 14].
         groups: int64 [n], the same number for documents of the same content.
     """
-    # A step takes every document to the lowest number of those with which it shares something, until none moves.
+    # Each document points to a lower one of its group or to itself, in the end all to the lowest. A round hooks the
+    # one that a document points to onto the lowest that shares something with it; then everyone points to an end.
     shared = [groups]
     for bucket in signatures.T:
         keys = np.unique(bucket, return_inverse=True)[1].reshape(-1)
         none = bucket == 0
         keys[none] = len(keys) + np.flatnonzero(none)  # shares with nobody
         shared.append(keys)
-    found = np.arange(len(groups))
+    lowest_of = np.arange(len(groups))
     while True:
-        before = found
+        before = lowest_of
         for keys in shared:
             lowest = np.full(2 * len(groups), len(groups))
-            np.minimum.at(lowest, keys, found)
-            found = lowest[keys]
-        if (found == before).all():
-            return np.unique(found, return_inverse=True)[1].reshape(-1)
+            np.minimum.at(lowest, keys, lowest_of)
+            hooked = lowest_of.copy()
+            np.minimum.at(hooked, lowest_of, lowest[keys])
+            lowest_of = _follow(hooked)
+        if (lowest_of == before).all():
+            return np.unique(lowest_of, return_inverse=True)[1].reshape(-1)
+
+
+def _follow(pointer: np.ndarray) -> np.ndarray:
+    """Return where the pointers end, int64 [n]; each round goes twice as far."""
+    while (pointer != (further := pointer[pointer])).any():
+        pointer = further
+    return pointer

@@ -109,6 +109,9 @@ def set_up(
     identity["tokens"] = _identity_of_tokens(store)
     # Nothing where the draw stands as it always was: a run from before copies were looked at goes on.
     identity["split"] = {"copies_moved": split.moved} if split.moved else {}
+    # An earlier version dropped the tail of the longest documents; now it is drawn.
+    drawn = config.pack.strategy == "by_length" and config.pack.last == "drop"
+    identity["order"] = {"dropped": "drawn"} if drawn else {}
     check(identity)
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer, split)
@@ -132,6 +135,8 @@ def set_up(
     dropped = plan.dropped_tokens
     if missing := _left_out(store, dropped):
         say(f"left out  {missing}")
+    if bare := _domains_that_hold_nothing_out(store, split):
+        say(f"held out  no document of {', '.join(bare)}: all are copies of too many others, or nearly")
     if store.copies + store.near_copies:
         say(f"copies    {_copies(store, split)}")
     if special := sum(count.special_records or 0 for count in store.sources):
@@ -188,7 +193,8 @@ def pack_rows(
         )
 
     if not len(held):
-        copies = f" ({store.copies} are copies of others)" if store.copies else ""
+        alike = store.copies + store.near_copies
+        copies = f" ({alike} are copies of others, or nearly)" if alike else ""
         raise UserError(
             f"data.held_out_share {config.data.held_out_share:g} of {len(store)} documents{copies} holds none out, so "
             "there is nothing to evaluate on; raise it or give more documents"
@@ -236,7 +242,7 @@ def _identity_of(
 def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
     """Return what tells that a corpus was tokenised to something else, whatever its files look like."""
     places = hashlib.sha256(store.offsets.tobytes() + store.document_domains.tobytes()).hexdigest()
-    return {
+    told = {
         "domains": store.domains,
         "documents": len(store),
         "tokens": store.token_count,
@@ -244,6 +250,20 @@ def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
         "sha256": store.sha256,
         "contents": hashlib.sha256(store.content_hashes.tobytes()).hexdigest(),
     }
+    if store.signatures is not None:  # they decide which documents are held out
+        told["near"] = hashlib.sha256(store.signatures.tobytes()).hexdigest()
+    return told
+
+
+def _domains_that_hold_nothing_out(store: TokenStore, split: Split) -> list[str]:
+    """Return the domains that have two documents or more, but for a split that holds out nothing on purpose."""
+    if not len(split.held_out):
+        return []
+    counts, held = (
+        np.bincount(domains, minlength=len(store.domains))
+        for domains in (store.document_domains, store.document_domains[split.held_out])
+    )
+    return [name for name, count, out in zip(store.domains, counts, held, strict=True) if count > 1 and not out]
 
 
 def _left_out(store: TokenStore, dropped: int) -> str:

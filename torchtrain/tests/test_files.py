@@ -1,6 +1,9 @@
 """Which files a pattern means, and what each of them gives, however it is packed and damaged."""
 
+import contextlib
 import glob
+import gzip
+import io
 import json
 import os
 import sys
@@ -118,6 +121,21 @@ def test_a_compressed_file_without_a_byte_was_cut_off(tmp_path, suffix):
     (tmp_path / f"b.jsonl.{suffix}").write_bytes(b"")
     with pytest.raises(UserError, match=rf"b\.jsonl\.{suffix} breaks off after line 0: it is empty; copy it again"):
         list(read(Source(files=f"{tmp_path}/*.jsonl*")))
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_compressed_stream_is_never_sought(monkeypatch, suffix):
+    """Over HTTP a file of no told length comes as a stream, which cannot go back."""
+
+    class Stream(io.BytesIO):
+        def seek(self, *_):
+            raise ValueError("Cannot seek streaming HTTP file")
+
+    content = gzip.compress(b"".join(LINES[:5])) if suffix == "gz" else zst(b"".join(LINES[:5]))
+    monkeypatch.setattr(files.remote, "is_url", lambda path: True)
+    monkeypatch.setattr(files.remote, "open_url", lambda path: contextlib.closing(Stream(content)))
+    with files._open(f"memory://a.jsonl.{suffix}") as file:
+        assert file.read() == b"".join(LINES[:5])
 
 
 def test_a_line_too_long_to_hold_costs_that_line(tmp_path, monkeypatch):

@@ -38,6 +38,24 @@ def test_groups_are_those_that_something_joins(documents):
     assert set(groups) == set(range(max(groups) + 1))
 
 
+def test_chains_are_followed_to_their_end_in_a_few_rounds(monkeypatch):
+    """Document i shares a bucket with the next one, in random order."""
+    order = np.random.default_rng(0).permutation(4000)
+    links = np.arange(1, 4002, dtype=np.uint64)
+    signatures = np.empty((4000, 2), dtype=np.uint64)
+    signatures[order] = np.stack([links[:4000] // 2 + 1, (links[:4000] + 1) // 2 + 5000], axis=1)
+    rounds, real = [], near._follow
+    monkeypatch.setattr(near, "_follow", lambda pointer: rounds.append(None) or real(pointer))
+    assert set(near_groups(signatures, np.arange(4000))) == {0}
+    assert len(rounds) < 3 * 20, "of three keys, where a step a round would take 2,000"
+
+
+def test_tables_of_other_numbers_are_not_near():
+    random = np.random.default_rng(0)
+    first, second = (Signer().sign(" ".join(f"{x:.2f}" for x in random.normal(size=240))) for _ in range(2))
+    assert not (first == second).any()
+
+
 def test_a_signature_is_datatroves_whatever_is_hashed_at_one_time(monkeypatch):
     text = " ".join(f"Word-{i * i % 97}," for i in range(100))
     whole = Signer().sign(text)
