@@ -503,7 +503,7 @@ class HeldOutConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """What a suite asks of the model while it trains; results lie beside the run's folder, in FOLDER-evaluation.
+    """What a suite asks of the model while it trains; results lie beside the run's folder, in FOLDER-on-the-way.
 
     Nothing of the training changes by it. One process, without ZeRO.
     """

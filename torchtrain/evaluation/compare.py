@@ -77,6 +77,12 @@ class Measured:
         steps = sorted(step for step in of_each[0] if step is not None)
         return [(step, [of[step] for of in of_each]) for step in steps]
 
+    @property
+    def checkpoints(self) -> int:
+        """How many were measured."""
+        results = [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
+        return len({of.checkpoint for of in results})
+
     def check_whole(self) -> None:
         """Check that each checkpoint has every task: a mean over checkpoints is of the same ones.
 
@@ -148,6 +154,11 @@ def compare(
         raise UserError("RUN: two have one name, and a table could not tell them apart; rename a folder")
     for other in runs[1:]:
         _check_alike(runs[0], other)
+        if other.checkpoints != runs[0].checkpoints:
+            raise UserError(
+                f"{runs[0].name} has {runs[0].checkpoints} checkpoints, {other.name} {other.checkpoints}, and a mean "
+                "over more of them is another; give --last"
+            )
     first, tables = runs[0], []
     for said, wanted in averages(first):
         columns = [(length, _average(first, length, wanted)) for length in first.lengths()]
@@ -212,9 +223,9 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
 
 
 def _read(folder: Path) -> Measured:
-    beside = folder.with_name(f"{folder.name}-evaluation")
-    for place in (folder, beside):
-        run = Measured(folder.name.removesuffix("-evaluation")).add(read_results(place))
+    # What was measured on the way is taken where nothing was measured afterwards, never both.
+    for place in (folder, *(folder.with_name(f"{folder.name}-{name}") for name in ("evaluation", "on-the-way"))):
+        run = Measured(folder.name.removesuffix("-evaluation").removesuffix("-on-the-way")).add(read_results(place))
         if run.found or run.not_run or run.perplexity:
             break
     else:
@@ -376,9 +387,17 @@ def _best(cells: list[ScoreCell], scores: Sequence[list[np.ndarray]]) -> list[Sc
     """Make the best of a column bold where the paired interval from each other run leaves out zero."""
     best = max(range(len(scores)), key=lambda i: np.mean([of.mean() for of in scores[i]]))
     others = [i for i in range(len(scores)) if i != best]
-    if others and all(paired_interval(scores[best], scores[i])[1] > 0 for i in others):
+    if others and all(_separates(scores[best], scores[i]) for i in others):
         cells[best] = ScoreCell(cells[best].text, bold=True)
     return cells
+
+
+def _separates(best: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    """Whether the interval leaves out zero and, of single tasks scored right or wrong, McNemar's test agrees."""
+    if paired_interval(best, other)[1] <= 0:
+        return False
+    single = len(best) == 1 and np.isin([best[0], other[0]], (0, 1)).all()
+    return not single or mcnemar(best[0], other[0])[2] < 0.05
 
 
 def _cell(run: Measured, key: Key) -> ScoreCell:

@@ -177,7 +177,7 @@ def measure(
         suite, lengths, out, anchor, say: as for `evaluate`.
         materials: of the suite.
         replace: write over results of other weights or settings, which are refused otherwise.
-        pulse: called between two batches of prompts.
+        pulse: called between two batches of prompts, and between two documents.
     """
     results: list[Found] = []
     checkpoint, tokenizer, engine = evaluated.checkpoint, evaluated.tokenizer, evaluated.engine
@@ -236,7 +236,7 @@ def measure(
         digest = digest_of(documents, wanted.stride)
         settings = Settings(weights=evaluated.weights, samples=digest, anchor=[], dtype=evaluated.dtype)
         if (known := find(path, settings)) is None:
-            known = measure_perplexity(engine.model, checkpoint, wanted, documents, settings)
+            known = measure_perplexity(engine.model, checkpoint, wanted, documents, settings, pulse)
             save_result(path, known)
         assert isinstance(known, PerplexityResult)
         say(f"{checkpoint.name} perplexity {length:,}: {_tell_perplexity(known)}")
@@ -250,6 +250,7 @@ def measure_perplexity(
     config: PerplexityConfig,
     documents: Sequence[Sequence[int]],
     settings: Settings,
+    pulse: Callable[[], None] = lambda: None,
 ) -> PerplexityResult:
     """Measure losses by position on documents of one length, and in windows of half of it where a stride is set.
 
@@ -258,7 +259,10 @@ def measure_perplexity(
     """
     started, length = time.perf_counter(), len(documents[0])
     check_logits(model)
-    means = [list(bucket_means(document_losses(model, ids), length)) for ids in documents]
+    means = []
+    for ids in documents:
+        pulse()
+        means.append(list(bucket_means(document_losses(model, ids), length)))
     strided = None
     if config.stride is not None:
         sums = [strided_loss(model, ids, max(length // 2, 2), config.stride) for ids in documents]

@@ -41,6 +41,7 @@ class TrainingEvaluation:
         section = config.evaluation
         overrides = [] if section.samples is None else [f"samples={section.samples}"]
         self._suite: Suite = load_suite(section.suite, overrides)
+        self._source_of_suite = section.suite
         self._lengths = sorted({*section.lengths} or {config.pack.sequence_length})
         if self._lengths[-1] > config.pack.sequence_length:
             raise UserError(
@@ -51,10 +52,11 @@ class TrainingEvaluation:
             raise UserError("evaluation.suite: on the way the model itself answers; set backend: torch in it")
         if self._suite.dtype not in (None, config.model.dtype):
             raise UserError(f"evaluation.suite: its dtype is not model.dtype ({config.model.dtype}); remove it there")
-        check_suite(self._suite, self._lengths)
+        with self._name_the_section():
+            check_suite(self._suite, self._lengths)
         self._every, self._last, self._dtype = section.every, config.train.steps, config.model.dtype
         folder = resolve("run.folder", config.run.folder)
-        self.out, self._source = folder.with_name(f"{folder.name}-evaluation"), str(folder)
+        self.out, self._source = folder.with_name(f"{folder.name}-on-the-way"), str(folder)
         self._materials = Materials(self._suite)
 
     def check_new(self) -> None:
@@ -75,8 +77,17 @@ class TrainingEvaluation:
         Raises:
             UserError: what cannot be measured, and not for want of a material.
         """
-        with _keep_generators():
+        with _keep_generators(), self._name_the_section():
             check_samples(self._suite, self._lengths, tokenizer, self._materials)
+
+    @contextmanager
+    def _name_the_section(self) -> Iterator[None]:
+        """Say of a mistake which settings of the training it is in."""
+        try:
+            yield
+        except UserError as error:
+            lengths = ", ".join(map(str, self._lengths))
+            raise UserError(f"evaluation (suite {self._source_of_suite}, lengths {lengths}): {error}") from None
 
     def due(self, step: int) -> bool:
         """Whether a model is measured after so many steps: every so many, and after the last."""

@@ -157,7 +157,11 @@ class _Run:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(self.config.run.seed)
         with self.world.together(), self.console.status("preparing") as spinner:
-            return set_up(self.config, self.say, tell_tokenising(self.console, spinner, self.say), self.world, check)
+            tell = tell_tokenising(self.console, spinner, self.say)
+            setup = set_up(self.config, self.say, tell, self.world, check)
+            if self.evaluation is not None:  # before a folder is made, or an old run goes
+                self.evaluation.check_samples(setup.tokenizer)
+            return setup
 
     def train(self, setup: Setup, checkpoint: Manifest | None = None) -> Result | None:
         """Measure the held-out loss, take the steps, measure it again, export.
@@ -171,8 +175,6 @@ class _Run:
         """
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
-        if self.evaluation is not None:
-            self.evaluation.check_samples(setup.tokenizer)
         strategy = make_strategy(setup.model, setup.engine, config, self.world)
         with Journal(config, folder, self.world, self.console) as journal:
             session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.say)

@@ -298,6 +298,10 @@ def test_what_is_missing_is_not_run_and_what_is_damaged_is_one_line(tree, tokeni
     )
     told("longbench_lcc", "lcc.jsonl", b'{"input": "a", "context": "b", "answers": []}\n', "record 1: has no answers")
     told("longbench_lcc", "lcc.jsonl", b"[1]\n", "record 1: has no input")
+    for answer in (b"", b"BC"):  # neither is one of four letters
+        told(SUBJECT, f"test/{SUBJECT.removeprefix('mmlu_')}_test.csv", b"q,a,b,c,d," + answer, "damaged|copy it again")
+    with pytest.raises(UserError, match="longbench_prompt 32: the least is 64"):
+        open_samples("longbench_lcc", LENGTH, 1, tokenizer, _materials(tree, longbench_prompt=32))
     told("longbench_lcc", "lcc.jsonl", b"\n", "longbench_lcc has no questions")
     told("longbench_lcc", "lcc.jsonl", b"\xff", "is damaged")
     (tmp_path / "dev").mkdir()

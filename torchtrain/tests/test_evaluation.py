@@ -232,6 +232,30 @@ def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
     assert "**66.7 [" in (tmp_path / "out" / "results.md").read_text()
 
 
+def test_bold_is_none_where_mcnemars_test_does_not_agree(tmp_path):
+    """Four samples right in one run alone: the bootstrap's interval leaves out zero, and p is an eighth."""
+    for name, right in (("a", 20), ("b", 24)):
+        _save(tmp_path / name, _result(scores=[1.0] * right + [0.0] * (500 - right)))
+    found, _, _ = compare([tmp_path / "a", tmp_path / "b"])
+    tasks = next(dict(table.rows) for table in found if table.title == "Tasks at 1,024 tokens")
+    assert [cell.bold for cell in tasks["fwe"]] == [False, False]
+
+
+def test_runs_of_other_numbers_of_checkpoints_are_refused(tmp_path):
+    _save(tmp_path / "a", _result(), _result(checkpoint="step-1"))
+    _save(tmp_path / "b", _result())
+    with pytest.raises(UserError, match=r"a has 2 checkpoints, b 1, .*; give --last"):
+        compare([tmp_path / "a", tmp_path / "b"])
+
+
+def test_what_was_measured_on_the_way_is_taken_where_nothing_was_measured_afterwards(tmp_path):
+    _save(tmp_path / "a-on-the-way", _result(scores=[0.0], checkpoint="step-1"))
+    assert compare([tmp_path / "a"])[2][0].checkpoints == 1
+    _save(tmp_path / "a-evaluation", _result(scores=[1.0]), _result(scores=[1.0], checkpoint="step-1"))
+    (run,) = compare([tmp_path / "a"])[2]
+    assert (run.name, run.checkpoints, run.scores(("fwe", 1024)).tolist()) == ("a", 2, [1.0])
+
+
 def test_mcnemar_is_exact_and_stands_where_samples_are_right_or_wrong(tmp_path):
     a, b = np.array([1.0] * 9 + [0.0] * 1 + [1.0] * 5), np.array([0.0] * 9 + [1.0] * 1 + [1.0] * 5)
     assert mcnemar(a, b) == (9, 1, pytest.approx(22 / 1024))  # 2 (1 + 10) / 2^10

@@ -72,7 +72,7 @@ def test_not_a_bit_of_the_training_changes(warm, place, suite, tmp_path, overrid
     assert plain.keys() == measured.keys()
     assert any(name.endswith("rng-00000.safetensors") for name in plain)
     assert [name for name in plain if plain[name] != measured[name]] == []
-    found = list(read_results(tmp_path / "measured-evaluation"))
+    found = list(read_results(tmp_path / "measured-on-the-way"))
     scores = [of for of in found if of.task == "hellaswag"]
     assert [(of.checkpoint, of.step) for of in scores] == [(f"step-0000000{step}", step) for step in (2, 4)]
     assert len({of.settings.weights for of in scores}) == 2
@@ -104,14 +104,21 @@ def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, tmp_p
     recipe.resume(load_config(folder / "config.yaml", [f"run.folder={folder}"]), console=QUIET)
     for step in (2, 4):  # the evaluation that was interrupted is made after all
         own, straight = (
-            read_result(tmp_path / f"{name}-evaluation" / f"step-0000000{step}" / f"hellaswag-{LENGTH}.json")
+            read_result(tmp_path / f"{name}-on-the-way" / f"step-0000000{step}" / f"hellaswag-{LENGTH}.json")
             for name in ("run", "straight")
         )
         assert (own.answers, own.settings) == (straight.answers, straight.settings)
     shutil.rmtree(tmp_path / "straight")
-    with pytest.raises(UserError, match=r"straight-evaluation.* holds results of another run; move them away"):
+    with pytest.raises(UserError, match=r"straight-on-the-way.* holds results of another run; move them away"):
         _train(place, tmp_path / "straight", *settings)
     assert not (tmp_path / "straight").exists()
+
+
+def test_a_suite_that_does_not_fit_is_told_before_a_folder_is_made(place, suite, tmp_path):
+    settings = ["evaluation.every=2", f"evaluation.suite={suite}", "evaluation.lengths=[8]"]
+    with pytest.raises(UserError, match=r"evaluation \(suite .*, lengths 8\): "):
+        _train(place, tmp_path / "short", *settings)
+    assert not (tmp_path / "short").exists()
 
 
 def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(place, suite, model_folder, monkeypatch):
