@@ -95,7 +95,7 @@ FORMATS = {
     # The unnormalised probabilities of FlashAttention-3 in fp8: exp(logit - max), at most 1, is kept times 2^8.
     "e4m3_probs": FloatFormat(4, 3, finite=True, saturates=True, scale=2.0**8),
 }
-_ANY = re.compile(r"e(\d{1,2})m(\d{1,2})")
+_ANY = re.compile(r"e([1-9]\d?)m([1-9]\d?)", re.ASCII)  # one spelling each: e4m03 is not another e4m3
 MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 11, 52  # float64's, the widest carrier
 CARRIERS = ("float64", "float32")
 

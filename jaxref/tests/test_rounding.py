@@ -100,6 +100,12 @@ def numbers_of(form: FloatFormat) -> np.ndarray:
     return np.array([*found, found[-1] + (found[-1] - found[-2])])
 
 
+@pytest.mark.parametrize("fmt", ["e4m03", "e04m3", "e4m0", "e0m3", "e4m\u0663", "e\u0664m3", "e4m3 ", "E4M3", "e4m"])
+def test_a_format_has_one_spelling(fmt):
+    """`e4m03` would be IEEE's e4m3, which has infinities, and not OCP's of that name."""
+    assert find_format(fmt) is None
+
+
 @pytest.mark.parametrize("fmt", ["e2m1", "e3m2", "e4m3", "e4m3_sat", "e5m2", "e5m2_sat", "e5m10", "e4m7", "e6m1"])
 def test_the_nearest_of_all_numbers_and_of_two_the_even_one(fmt):
     form = find_format(fmt)

@@ -4,6 +4,7 @@ Every sentence here is a template: which of its words stand, and every number, f
 by the geometric mean of the quotients of the same texts, because a few texts hold most of a mean.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,17 +16,19 @@ from ropestudy.report.effects import (
     common_share,
     difference_of,
     fold_of,
+    known,
     mean_of,
     quotient_of,
     rms_of,
     slope,
     typical_of,
 )
-from ropestudy.report.select import baseline, number, of_kind, scores
+from ropestudy.report.select import baseline, between, number, of_kind, scores
 from ropestudy.schema import Outcome, Results, SignedBias, Stat
 
 BETTER, WORSE = 0.8, 1.25  # a fifth: what is closer to 1 makes no difference worth a change
 MUCH = 2.0
+ITEM = "\n   - "  # of a list inside a finding
 HALF = 0.5
 BF16_ALONE = "paper_bf16_angles64"  # bf16 without what float32 does to angles
 
@@ -79,10 +82,10 @@ SETUPS = (
 
 
 def where_of(start: int, gap: int, tokens: int) -> str:
-    """`to position 8,192`, `keys 8,128 farther away`: where a row of a setting stands."""
+    """`64 tokens ending at 8,192`, `keys 8,128 farther away`: where a row of a setting stands."""
     if gap:
         return f"keys {gap:,} farther away"
-    return f"positions to {start + tokens:,}"
+    return f"{tokens:,} tokens ending at {start + tokens:,}"
 
 
 def outcomes(results: Results, group: str, task: str = "text") -> list[Outcome]:
@@ -153,18 +156,21 @@ def _cliff(results: Results) -> str:
         return ""
     gap = max(one.gap for one in rows)
     rows = sorted((one for one in rows if one.gap == gap), key=lambda one: one.mantissa_bits or 0)
-    lost = {one.mantissa_bits: _lost_in_words(one) for one in rows}
-    exact = mean_of(_values(rows[0].outputs.right_p))
-    parts = [f"{bits} bits {effect}" for bits, effect in lost.items()]
-    head = "How many bits copying needs" if 7 not in lost else f"bf16's 7 bits of q and k lose {lost[7]} of the copies"
-    if 3 in lost:
-        head += f", e4m3's 3 bits {lost[3]}"
+    lost = {one.mantissa_bits: _copies_lost(one) for one in rows}
+    tried, exact = _copies_right(rows[0]), mean_of(_values(rows[0].outputs.right_p))
+    parts = [f"{one.mantissa_bits} bits {_lost_in_words(one)}" for one in rows]
+    heads = [
+        f"{bits} mantissa bits of q and k ({whose}) lost a net {lost[bits]:,.0f} of {tried:,.0f}"
+        for bits, whose in ((7, "bf16's"), (3, "e4m3's, range not limited"))
+        if bits in lost
+    ]
+    head = f"At {gap:,} positions, {', '.join(heads)} copies" if heads else "How many bits copying needs"
     failing = sorted({one.gap for one in outcomes(results, "dose", "copy") if not copies(one)})
     beyond = f" (At {' and '.join(f'{g:,}' for g in failing)} float64 itself copies less than half.)" if failing else ""
     return (
         f"**{head}.** With q and k rounded after the rotation and all else in float32, a key {gap:,} positions "
-        f"before is copied in {exact} of cases in float64; rounding takes off: {'; '.join(parts)} (bf16 has 7, fp16 "
-        f"and TF32 10, e4m3 3, e5m2 2).{beyond}"
+        f"before is copied in {exact} of cases in float64; of these rounding takes off, net of what it gains: "
+        f"{'; '.join(parts)} (bf16 has 7, fp16 and TF32 10, e4m3 3, e5m2 2).{beyond}"
     )
 
 
@@ -173,9 +179,19 @@ def _lost_in_words(one: Outcome) -> str:
     effect = _right_lost(one)
     if effect.low != 0 or effect.high != 0:
         return str(effect)
+    tried = _copies_right(one)
+    return f"0 (of {tried:,.0f}: below {number(3 / tried)} if copies were independent)"
+
+
+def _copies_right(one: Outcome) -> float:
+    """How many tokens float64 copies."""
     # `text.copy_row`: half a row but for the token that opens it and the first of the key.
-    tried = one.sequences * (one.tokens // 2 - 2) * mean_of(_values(one.outputs.right_p)).value
-    return f"0 (of {tried:,.0f}: below {number(3 / tried)})"
+    return one.sequences * (one.tokens // 2 - 2) * mean_of(_values(one.outputs.right_p)).value
+
+
+def _copies_lost(one: Outcome) -> float:
+    """How many fewer are copied after rounding."""
+    return _copies_right(one) * _right_lost(one).value
 
 
 def copies(one: Outcome) -> bool:
@@ -184,7 +200,16 @@ def copies(one: Outcome) -> bool:
 
 
 def _right_lost(one: Outcome) -> Effect:
-    return difference_of(_values(one.outputs.right_p), _values(one.outputs.right_q))
+    """Net, as a part of what float64 copies; NaN where it copies nothing."""
+    before, after = (np.asarray(_values(stat)) for stat in (one.outputs.right_p, one.outputs.right_q))
+    if not before.any():
+        return known(math.nan)
+
+    def lost(chosen: np.ndarray) -> np.ndarray:
+        right = before[chosen].mean(1)
+        return np.where(right > 0, (before - after)[chosen].mean(1) / np.where(right > 0, right, 1.0), np.nan)
+
+    return bootstrap(len(before), lost)
 
 
 def _values(stat: Stat | None) -> list[float]:
@@ -208,11 +233,13 @@ def _rope_in_bf16(results: Results) -> str:
     ]
     if not told and not outputs:
         return ""
-    parts = [f"of the local error of attention {error} is left and of the KL {kl} ({name})" for name, error, kl in told]
-    parts += [f"of flash_bf16's KL {fold} is left ({where})" for fold, where in outputs]
-    head = parts[0].replace("of the", "Of the", 1).replace("of flash", "Of flash", 1)
-    rest = f" Elsewhere {'; '.join(parts[1:])}." if len(parts) > 1 else ""
-    return f"**{head} when rotation, q and k are kept in float32: what the rest of the network rounds remains.**{rest}"
+    parts = [f"{error} of attention's own error and {kl} of the outputs' KL ({name})" for name, error, kl in told]
+    parts += [f"{fold} of the outputs' KL (flash_bf16, {where})" for fold, where in outputs]
+    rest = "".join(f"{ITEM}{part}" for part in parts[1:])
+    return (
+        f"**Rotation, q and k in float32 leave {parts[0]}: what the rest of the network rounds remains.**"
+        f"{' They leave elsewhere:' if rest else ''}{rest}"
+    )
 
 
 def _angles(results: Results) -> str:
@@ -228,14 +255,17 @@ def _angles(results: Results) -> str:
         return ""
     parts, heads = [], []
     for words, found in told.items():
-        fold, where = max(found, key=lambda one: one[0].value)
-        verb = "multiplies it" if words == "TF32" else "multiply the KL"
-        heads.append(f"{words} {verb} by {fold} ({where})")
+        harmful = [one for one in found if advise(one[0]) in ("do not", "never")]
+        if harmful:
+            fold, where = max(harmful, key=lambda one: one[0].value)
+            heads.append(f"{words} the KL is {fold} times as large ({where})")
         parts.append(f"{words}: " + "; ".join(f"{fold} ({where})" for fold, where in found))
-    return (
-        f"**What makes angles must not be rounded: of transformers' eager bf16, {', '.join(heads)}.** KL with over KL "
-        f"without. {'. '.join(parts)}.{_float32(results)}"
+    said = (
+        f"What makes angles must not be rounded: in transformers' eager bf16, with {', with '.join(heads)}"
+        if heads
+        else "Rounding what makes angles is not seen to do harm"
     )
+    return f"**{said}.** KL with over KL without. {'. '.join(parts)}.{_float32(results)}"
 
 
 def _float32(results: Results) -> str:
@@ -258,10 +288,10 @@ def _float32(results: Results) -> str:
         return ends[-1] * np.exp((half[-1][chosen].mean(-1) - own[-1][chosen].mean(-1)) / exponent)
 
     grows = bootstrap(own.shape[1], lambda chosen: slope(ends, np.exp(own[:, chosen].mean(-1))))
+    power = "about the square" if round(grows.value) == 2 else "a power"
     text = (
-        f" float32's own angles err with the position: the KL of a float32 run grows as its power {grows} from "
-        f"{ends[0]:,} to {ends[-1]:,}, which reaches that of bf16 (with exact angles) at "
-        f"{bootstrap(own.shape[1], crossing)} positions"
+        f" float32 angles: the KL grows with {power} of the position (exponent {grows}, {ends[0]:,} to {ends[-1]:,}) "
+        f"and equals that of bf16 with exact angles near {bootstrap(own.shape[1], crossing)} positions"
     )
     for end, values, bf16 in found:
         if end not in ends:
@@ -276,18 +306,30 @@ def _bias(results: Results) -> str:
         return ""
     first = rows[0]
     own, others = common_share(first.first), common_share(first.others)
-    told = []
+    told, parts, changed = [], [], []
     for one in rows:
         line = f"{one.condition}, {where_of(one.start, one.gap, one.tokens)}: {common_share(one.first)} of it common"
         line += f", {rms_of(one.first)} logits"
         if one.alone and one.whole and one.alone.nll_p and one.alone.nll_q:
             added = difference_of(one.alone.nll_q.values, one.alone.nll_p.values)
             part = fold_of(one.alone.kl.values, one.whole.kl.values)
+            parts.append(100 * part.value)
+            if added.low > 0 or added.high < 0:
+                changed.append(f"{added} nats ({one.condition}, {where_of(one.start, one.gap, one.tokens)})")
             line += f"; alone it adds {added} nats to the loss and makes {part} of the condition's KL"
         told.append(line)
+    shares = f"{100 * own.value:.0f} % of the squared error; other tokens {100 * others.value:.0f} %"
+    head = (
+        f"bf16 errs on the first token's logit in the same direction in every text ({shares})."
+        if own.low > HALF
+        else f"bf16's error of the first token's logit has no direction that most texts share ({shares})."
+    )
+    if parts:
+        loss = f"Alone it adds to the loss {'; '.join(changed)}" if changed else "No effect on the loss was seen"
+        head += f" {loss}, and it makes {between(parts)} % of the KL."
     return (
-        f"**Of the signed error of the first token's logits {own} is the same in every text, of other columns' "
-        f"{others}.** (Share of the mean square, products of different texts; 0 is noise.) {'. '.join(told)}."
+        f"**{head}** The share of the mean square that all texts have in common (products of different texts; 0 is "
+        f"noise) is {own}, of other tokens' {others}. {'. '.join(told)}."
     )
 
 
@@ -346,7 +388,7 @@ def small_table(results: Results, group: str, task: str) -> list[list[str]]:
 OUTCOME_HEADS = (
     *("condition", "where", "KL from float64, geometric mean", "KL, mean", "loss added, nats", "argmax differs"),
 )
-COPY_HEADS = ("copied in float64", "copies lost")
+COPY_HEADS = ("copied in float64", "part of these lost, net")
 
 
 def bias_rows(results: Results) -> list[list[str]]:

@@ -39,11 +39,12 @@ class Margins:
 @dataclass(frozen=True)
 class Comparison:
     """One case. where: each factor's value, in words; parts: all must say yes, and the first one's effect is what
-    `Claim.number_is` says.
+    `Claim.number_is` says; at: where its rows stand, if that is the beginning of a row.
     """
 
     where: dict[str, str]
     parts: tuple[Margins, ...]
+    at: str = ""
 
     @property
     def yes(self) -> bool | None:
@@ -74,14 +75,14 @@ class Comparison:
         )
 
 
-def above(where: dict[str, str], effect: Effect, margin: float) -> Comparison:
+def above(where: dict[str, str], effect: Effect, margin: float, at: str = "") -> Comparison:
     """Say yes where an effect is above a margin."""
-    return Comparison(where, (Margins(effect, low=math.nextafter(margin, math.inf)),))
+    return Comparison(where, (Margins(effect, low=math.nextafter(margin, math.inf)),), at)
 
 
-def below(where: dict[str, str], effect: Effect, margin: float) -> Comparison:
+def below(where: dict[str, str], effect: Effect, margin: float, at: str = "") -> Comparison:
     """Say yes where it is below."""
-    return Comparison(where, (Margins(effect, high=math.nextafter(margin, -math.inf)),))
+    return Comparison(where, (Margins(effect, high=math.nextafter(margin, -math.inf)),), at)
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,11 @@ class Claim:
         else:
             low, high = min(case.effect.low for case in own), max(case.effect.high for case in own)
             told = f"{between([case.number for case in own])} ({count(len(own), 'case')}"
-            told += f"; intervals from {number(low)} to {number(high)})" if math.isfinite(low + high) else ")"
-        return f"{self.number_is[:1].upper()}{self.number_is[1:]}: {told}"
+            ranged = math.isfinite(low + high) and any(case.effect.low < case.effect.high for case in own)
+            told += f"; intervals from {number(low)} to {number(high)})" if ranged else ")"
+        places = list(dict.fromkeys(case.at for case in own if case.at))
+        at = f" ({'' if all(case.at for case in own) else 'in part '}{'; '.join(places)})" if places else ""
+        return f"{self.number_is[:1].upper()}{self.number_is[1:]}: {told}{at}"
 
 
 def ratio(a: Stat, b: Stat) -> Effect:

@@ -186,13 +186,14 @@ def cost(results: Results) -> Claim:
     rows = [s for s in scores(results, "baseline") if s.base is not None]
     for r in {(s.condition, positions_of(s)): s for s in rows}.values():
         quotient = ratio(r.kl_shift.kl, r.kl_error.kl)
-        cases.append(Comparison(where(r, positions=positions_of(r)), (Margins(quotient, high=2),)))
+        cases.append(below(where(r, positions=positions_of(r)), quotient, 2))
     return Claim(
         "cost",
-        "What a shift does to the outputs is no more than what rounding does to them anyway",
+        "What a shift does to the outputs is less than twice what rounding does to them anyway: two independent errors "
+        "would give twice",
         "own finding",
         (
-            "KL between the outputs at two shifts is at most twice that of one shift from float64: two independent "
+            "KL between the outputs at two shifts is less than twice that of one shift from float64: two independent "
             "errors would give twice."
         ),
         "KL between shifts over KL from float64",

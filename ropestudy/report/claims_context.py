@@ -6,7 +6,7 @@ Legend: D eq. 5.
 from collections.abc import Iterator
 
 from ropestudy.report.claims import Claim, Comparison, above, below, moved, ratio
-from ropestudy.report.claims_paper import positions_of, where
+from ropestudy.report.claims_paper import beginning, positions_of, where
 from ropestudy.report.effects import exponent_of
 from ropestudy.report.select import is_half, of_kind, scores, share
 from ropestudy.schema import ByLength, Difference, OwnError, Results, ShiftPairs
@@ -112,7 +112,9 @@ def grows_with_length(results: Results) -> Claim:
                 ("shift error", [p.shift.row.values for p in points]),
                 ("error against float64", errors),
             ):
-                cases.append(above(where(r, mode=r.mode, measure=what), exponent_of(sizes, values), 0))
+                cases.append(
+                    above(where(r, mode=r.mode, measure=what), exponent_of(sizes, values), 0, beginning(r.d1, sizes))
+                )
     return Claim(
         "by-length",
         "The error of a query grows with the length",

@@ -2,11 +2,11 @@
 records.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ropestudy.report.claims import Claim, Comparison, above, below, moved, ratio
-from ropestudy.report.effects import Effect, exponent_of, exponents_apart, mean_of
-from ropestudy.report.select import at_other_end, is_half, of_kind, one_rounding, paper_shift, scores, times
+from ropestudy.report.effects import Effect, exponent_of, exponents_apart, known, mean_of
+from ropestudy.report.select import at_other_end, between, is_half, of_kind, one_rounding, paper_shift, scores, times
 from ropestudy.schema import ByLength, Difference, MaskPair, PerToken, Record, Results, Score, ShiftPairs
 
 ONE_ROUNDING = (
@@ -44,6 +44,11 @@ def where(record: Record, **more: str) -> dict[str, str]:
     return found | more
 
 
+def beginning(d: int, tokens: Sequence[int]) -> str:
+    """`at position 0, 64 to 512 tokens`; empty of rows that stand elsewhere. d: the shift that is compared."""
+    return f"at position 0, {between([float(size) for size in tokens])} tokens" if d == 0 else ""
+
+
 def positions_of(score: Score) -> str:
     """`from 0`, `from 4,080`, `from 0, a gap of 8,128`: where a row's tokens stand."""
     gap = f"a gap of {score.gap:,}" if score.gap else ""
@@ -60,7 +65,12 @@ def _points(results: Results) -> Iterator[tuple[ShiftPairs, int, Difference]]:
 def not_relative(results: Results) -> Claim:
     """Abstract; figure 1, left."""
     cases = [
-        above(where(r, mode=r.mode, shift=f"d1 = {d}"), mean_of(f.row.values), one_rounding(r.condition))
+        above(
+            where(r, mode=r.mode, shift=f"d1 = {d}"),
+            mean_of(f.row.values),
+            one_rounding(r.condition),
+            beginning(d, [r.tokens]),
+        )
         for r, d, f in _points(results)
         if r.model == "pretrained" and is_half(r.condition)
     ]
@@ -78,7 +88,12 @@ def not_relative(results: Results) -> Claim:
 def fp32_relative(results: Results) -> Claim:
     """Figure 1, left: the line of float32."""
     cases = [
-        below(where(r, mode=r.mode, shift=f"d1 = {d}"), mean_of(f.row.values), one_rounding("bf16"))
+        below(
+            where(r, mode=r.mode, shift=f"d1 = {d}"),
+            mean_of(f.row.values),
+            one_rounding("bf16"),
+            beginning(d, [r.tokens]),
+        )
         for r, d, f in _points(results)
         if r.model == "pretrained" and r.condition in FP32
     ]
@@ -108,14 +123,13 @@ def samples_agree(results: Results) -> Claim:
         low = lows.get((r.mode, d))
         if r.model == "pretrained" and is_half(r.condition) and low and len(low.d.values) == len(f.d.values):
             each = [times(a, b) for a, b in zip(f.d.values, low.d.values, strict=True)]
-            over_texts = Effect(min(each), min(each), max(each), len(each))
-            cases.append(above(where(r, mode=r.mode, shift=f"d1 = {d}"), over_texts, 1))
+            factors = where(r, mode=r.mode, shift=f"d1 = {d}")
+            cases.append(above(factors, known(min(each)), 1, beginning(d, [r.tokens])))
     return Claim(
         "samples",
         "Single samples show the same as their mean: bf16 above float32 at every shift",
         "the paper's appendix",
-        "In each sequence by itself D in half precision exceeds D in float32, at every shift. The interval is the "
-        "range over the sequences.",
+        "In each sequence by itself D in half precision exceeds D in float32, at every shift.",
         "smallest quotient over the sequences",
         "samples",
         cases,
@@ -130,13 +144,13 @@ def amplified(results: Results) -> Claim:
     for r, d, f in points:
         trained = own.get((r.condition, r.mode, d, r.tokens))
         if r.model != "pretrained" and is_half(r.condition) and trained:
-            cases += _more(r, trained, f, r.mode)
+            cases += _more(r, trained, f, r.mode, beginning(d, [r.tokens]))
     controls = scores(results, "control")
     for r in controls:
         trained_score = next((s for s in scores(results, "control", "baseline") if _twin(s, r)), None)
         if r.model != "pretrained" and trained_score:
             for mode in r.shift:
-                cases += _more(r, trained_score.shift[mode], r.shift[mode], mode)
+                cases += _more(r, trained_score.shift[mode], r.shift[mode], mode, beginning(r.d1, [r.tokens]))
     return Claim(
         "amplified",
         "Pretraining amplifies the deviation: a randomly initialised model shows less",
@@ -156,10 +170,10 @@ def _twin(s: Score, r: Score) -> bool:
     return same and s.model == "pretrained" and s.mask == r.mask and s.text == r.text
 
 
-def _more(record: Record, trained: Difference, other: Difference, mode: str) -> list[Comparison]:
+def _more(record: Record, trained: Difference, other: Difference, mode: str, at: str) -> list[Comparison]:
     """By D, whose n weighs the last columns most, and by what moves per query."""
     pairs = (("D", trained.d, other.d), ("moved per query", moved(trained), moved(other)))
-    return [above(where(record, mode=mode, measure=name), ratio(a, b), 1) for name, a, b in pairs]
+    return [above(where(record, mode=mode, measure=name), ratio(a, b), 1, at) for name, a, b in pairs]
 
 
 def first_most(results: Results) -> Claim:
@@ -167,7 +181,11 @@ def first_most(results: Results) -> Claim:
     cases = []
     for r in of_kind(results, PerToken):
         if r.model == "pretrained" and is_half(r.condition):
-            cases.append(above(where(r, mode=r.mode), mean_of(r.difference.first_share.values), MOST))
+            cases.append(
+                above(
+                    where(r, mode=r.mode), mean_of(r.difference.first_share.values), MOST, beginning(r.d1, [r.tokens])
+                )
+            )
     return Claim(
         "first-most",
         "The first token accounts for most of the deviation",
@@ -185,10 +203,14 @@ def _half_lengths(results: Results) -> list[ByLength]:
     return [r for r in found if len(r.points) > 1]
 
 
+def _place(record: ByLength) -> str:
+    return beginning(record.d1, [p.tokens for p in record.points])
+
+
 def grows(results: Results) -> Claim:
     """Abstract; figure 1, right."""
     cases = [
-        above(where(r, mode=r.mode), _exponent(r, [p.shift.d_logit_first.values for p in r.points]), 0)
+        above(where(r, mode=r.mode), _exponent(r, [p.shift.d_logit_first.values for p in r.points]), 0, _place(r))
         for r in _half_lengths(results)
     ]
     return Claim(
@@ -222,7 +244,9 @@ def only_the_first_grows(results: Results) -> Claim:
     cases = []
     for r in _half_lengths(results):
         first, rest = ([getattr(p.shift, name).values for p in r.points] for name in ("d_logit_first", "d_logit_rest"))
-        cases.append(above(where(r, mode=r.mode), exponents_apart([p.tokens for p in r.points], first, rest), 0))
+        cases.append(
+            above(where(r, mode=r.mode), exponents_apart([p.tokens for p in r.points], first, rest), 0, _place(r))
+        )
     return Claim(
         "only-first",
         "It is the first token whose deviation grows: it grows faster than that of the others",

@@ -44,29 +44,42 @@ from ropestudy.schema import ByLength, EmulationCheck, MaskPair, OwnError, Resul
 
 BEGIN = "<!-- Numbers: made by `python -m ropestudy.report FOLDER --document FILE`; edit the study, not this. -->"
 END = "<!-- End of the numbers. -->"
+COMMANDS_BEGIN = "<!-- Commands: made like the numbers. -->"
+COMMANDS_END = "<!-- End of the commands. -->"
 TINY = 0.005  # fractions below would be 0.00
 FIGURES = ("dose", "shift", "tokens", "length")  # shown in the document
 
 
 def refresh(results: Results, document: Path, second: Results | None = None) -> None:
-    """Replace what stands between the marks of the document, and its figures in `figures/` beside it.
+    """Replace what stands between the two pairs of marks of the document, and its figures in `figures/` beside it.
 
     second: of another model, whose tables follow.
 
-    Raises UserError, one line, if the document is not there or has not both marks.
+    Raises UserError, one line, if the document is not there or has not all marks.
     """
     text = document.read_text(encoding="utf-8") if document.is_file() else ""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise UserError(f"--document {document}: no file with one line {BEGIN!r} and one {END!r}; add them")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
+    for begin, end in ((BEGIN, END), (COMMANDS_BEGIN, COMMANDS_END)):
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise UserError(f"--document {document}: no file with one line {begin!r} and one {end!r} behind; add them")
     drawn = [figure for figure in figures_of(results) if figure.name in FIGURES]
     folder = document.parent / "figures"
     if drawn:
         folder.mkdir(exist_ok=True)
     for figure in drawn:
         write_png(figure, folder / f"precision-{figure.name}.png")
-    replace_file(document, f"{before}{BEGIN}\n\n{numbers(results, drawn, second)}\n{END}{after}".encode())
+    text = _put(text, BEGIN, END, f"{numbers(results, drawn, second)}\n")
+    replace_file(document, _put(text, COMMANDS_BEGIN, COMMANDS_END, _commands(results, second)).encode())
+
+
+def _put(text: str, begin: str, end: str, between_them: str) -> str:
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{between_them}\n{end}{rest.partition(end)[2]}"
+
+
+def _commands(results: Results, second: Results | None) -> str:
+    """Every command of both studies, as a block."""
+    said = [one for study in (results, second) if study for one in study.command.split("\n")]
+    return "".join(f"    {one}\n" for one in said)
 
 
 def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | None = None) -> str:
@@ -101,15 +114,17 @@ def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | No
 
 
 ACTIONS_SAY = (
-    "Each cell is the KL of the outputs from float64 with the change over that without it: geometric mean over texts, "
-    f"and its 95 % interval. **do**: the interval lies below {BETTER}; **do not**: above {WORSE}; **never**: above "
-    f"{MUCH:g}; **no matter**: between the first two; **not settled**: it spans one of them. *keys N farther away*: a "
-    "row is cut in two, and N positions lie between its halves; *positions to N*: the whole row ends there."
+    "Each cell says how many times as far from float64 the outputs are after the change (KL; 1: no difference, 0.5: "
+    f"half as far), with its interval over texts. **do**: the interval lies below {BETTER}; **do not**: above "
+    f"{WORSE}; **never**: above {MUCH:g}; **no matter**: between the first two; **not settled**: it spans one of them. "
+    "*T tokens ending at N*: all keys are within T positions of their queries, and the last token stands at "
+    "position N - 1; *keys N farther away*: a row is cut in two, and N positions lie between its halves. **For long "
+    "rows read the *farther away* columns.**"
 )
 CLAIMS_SAY = (
-    "A verdict is that of the cases a training run is in (whole forward passes in bf16 of the pretrained model, away "
-    "from position 0), where the study has such; what other cases say stands behind it. It is *not settled* where an "
-    "interval spans the margin."
+    "A verdict counts bf16 forward passes of the pretrained model away from position 0 where there are any; other "
+    "cases are in brackets. Where there are none, *at position 0* stands behind the number. It is *not settled* where "
+    "an interval spans the margin."
 )
 
 
@@ -177,12 +192,11 @@ def _where(results: Results) -> str:
     environment = results.environment
     commit = (environment.git_commit or "no commit")[:12] + (" with changes" if environment.git_dirty else "")
     seen = [f"{tokens:,}" for tokens in sorted({r.tokens for r in results.records})]
-    commands = "; ".join(f"`{one}`" for one in results.command.split("\n"))
     sequences = between(sorted({float(r.sequences) for r in results.records})) if results.records else "0"
     left = [f"{name} {ready} of {whole}" for name, (ready, whole) in results.cells.items() if ready < whole]
     unfinished = f" Not finished, and not shown: {', '.join(left)} cells." if left else ""
     return (
-        f"Measured with {commands} ({results.title}) on {results.created[:10]}: {results.model.source}, "
+        f"Measured on {results.created[:10]} ({results.title}): {results.model.source}, "
         f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text "
         f"{results.text.source}; {sequences} sequences of {', '.join(seen)} tokens; {environment.hardware}, JAX on "
         f"{environment.device}, computing {results.seconds:,.0f} s; {commit}.{unfinished}"

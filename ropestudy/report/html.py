@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from anchorline.page import count
 from anchorline.page import render as render_page
-from ropestudy.report.answers import actions, findings
+from ropestudy.report.answers import ITEM, actions, findings
 from ropestudy.report.claims import Claim
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
@@ -54,7 +54,7 @@ def render(results: Results) -> str:
         facts=_facts(results),
         versions=results.environment.versions,
         lede=_lede(results, paper),
-        findings=[one.replace("**", "") for one in findings(results)],
+        findings=[_in_a_line(one) for one in findings(results)],
         actions=_actions(results),
         read=READ,
         shares=SHARES,
@@ -68,6 +68,11 @@ def render(results: Results) -> str:
         number=number,
         sortable=_sortable,
     )
+
+
+def _in_a_line(finding: str) -> str:
+    """A finding without Markdown's marks."""
+    return finding.replace("**", "").replace(f":{ITEM}", ": ").replace(ITEM, "; ")
 
 
 def _actions(results: Results) -> Table | None:

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from anchorline.page.colours import DARK, LIGHT
 from ropestudy import report
 from ropestudy.report import __main__ as again
-from ropestudy.report.answers import actions, findings
+from ropestudy.report.answers import actions, findings, small_table
 from ropestudy.report.claims import Claim, Comparison, above
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
 from ropestudy.report.claims_paper import paper_claims
-from ropestudy.report.docs import BEGIN, END, FIGURES, numbers, refresh
+from ropestudy.report.docs import BEGIN, COMMANDS_BEGIN, COMMANDS_END, END, FIGURES, numbers, refresh
 from ropestudy.report.effects import known
 from ropestudy.report.html import SHARES, figures_of, render
 from ropestudy.report.select import number, one_rounding
@@ -226,7 +226,7 @@ def whole() -> Results:
 
 
 def outcome(condition: str, kl_: float, group: str = "setup", **fields: Any) -> Outcome:
-    """Three texts at positions to 8,192 unless other ones are given."""
+    """Three texts that end at position 8,192 unless other ones are given."""
 
     def three(value: float) -> Stat:
         return Stat(mean=value, std=0.0, values=[value * x for x in (0.5, 1.0, 1.5)])
@@ -273,7 +273,7 @@ def outputs_alone() -> Results:
 
 def test_what_to_do_follows_from_the_numbers():
     heads, rows = actions(outputs_alone())
-    assert heads == ["setup", "change", "positions to 8,192", "cost"]
+    assert heads == ["setup", "change", "32 tokens ending at 8,192", "cost"]
     said = {change: cell for _, change, cell, _ in rows}
     assert said["let TF32 multiply positions"] == "**never** 1,000"
     assert said["let inv_freq become bf16"] == "**do not** 1.3"
@@ -285,11 +285,13 @@ def test_what_to_do_follows_from_the_numbers():
 def test_findings_have_a_number_each_and_none_is_of_position_0():
     found = findings(outputs_alone())
     assert len(found) == 5
-    assert "bf16's 7 bits of q and k lose 0.01" in found[0]
-    assert "e4m3's 3 bits 0.25" in found[0]
+    # Of two rows of 14 tokens 0.8 are right in float64; 0.01 and 0.25 of the 28 are lost.
+    assert "7 mantissa bits of q and k (bf16's) lost a net 0 of 22" in found[0]
+    assert "3 mantissa bits of q and k (e4m3's, range not limited) lost a net 7 of 22 copies" in found[0]
+    assert "net of what it gains: 3 bits 0.312 (0.278 to 0.357); 7 bits 0.0125" in found[0]
     assert "At 99,999 float64 itself copies less than half" in found[0]
-    assert "TF32 multiplies it by 1,000" in found[2]
-    assert "0.9 is the same in every text" in found[3]
+    assert "with TF32 the KL is 1,000 times as large" in found[2]
+    assert "in the same direction in every text (90 % of the squared error; other tokens 0 %)" in found[3]
     assert "fp8 has up to 20 times the KL of bf16. Rounding before RoPE leaves 0.5 of that" in found[4]
     assert not any("9" in line.partition("**")[0] for line in found)
     only_zero = study(*(outcome(name, 1.0, start=0) for name in (BF16, FLASH, "fa3_fp8", "fa3_fp8_before")))
@@ -306,7 +308,8 @@ def test_where_float32_s_angles_reach_bf16_is_extrapolated_and_checked():
         for name, kl_ in (("fp32", fp32), ("paper_bf16_angles64", 1.0), (BF16, 1.0), (f"{BF16}_tf32", 2.0))
     ]
     (found,) = findings(study(*records))
-    assert "as its power 2 from 8,192 to 1,048,576, which reaches that of bf16 (with exact angles) at 8.39e6" in found
+    assert "with about the square of the position (exponent 2, 8,192 to 1,048,576) and equals that of bf16" in found
+    assert "with exact angles near 8.39e6 positions" in found
     assert "measured at 16,777,216 it is 4 times that" in found
 
 
@@ -337,6 +340,35 @@ def test_results_of_version_1_are_read(tmp_path):
 def test_what_is_not_finished_is_named():
     text = numbers(study(outcome(BF16, 1e-3), cells={"setups": (7, 7), "remedies": (3, 40)}))
     assert "Not finished, and not shown: remedies 3 of 40 cells." in text
+
+
+def test_only_what_does_harm_is_told_never_to_be_rounded():
+    """What multiplies the KL by less than `do not` asks for stands in no headline."""
+    setups = [outcome(BF16, 1e-3), outcome(f"{BF16}_inv_freq", 1.14e-3)]
+    (found,) = findings(study(*setups))
+    assert "**Rounding what makes angles is not seen to do harm.**" in found
+    (found,) = findings(study(*setups, outcome(f"{BF16}_tf32", 2e-3)))
+    assert "with TF32 the KL is 2 times" in found.partition(".**")[0]
+    assert "inverse" not in found.partition(".**")[0]
+
+
+def test_copies_that_float64_does_not_make_are_no_part_that_is_lost():
+    fields = {"group": "dose", "site": "q and k", "mantissa_bits": 7, "task": "copy", "gap": 8000}
+    none = Stat(mean=0.0, std=0.0, values=[0.0, 0.0, 0.0])
+    one = outcome("q and k, 7 bits", 1e-3, **fields)
+    silent = one.model_copy(update={"outputs": one.outputs.model_copy(update={"right_p": none, "right_q": none})})
+    assert small_table(study(silent), "dose", "copy")[0][-2:] == ["0", "NaN"]
+
+
+def test_a_claim_tried_at_the_beginning_of_a_row_says_so():
+    tried = claims(study(tokens(9.0), lengths(0.5, 0.1), pairs(0.01), pairs(1e-7, "fp32")))
+    assert tried["first-most"].numbers.endswith("(at position 0, 32 tokens)")
+    for key in ("grows", "only-first", "by-length"):
+        assert tried[key].numbers.endswith("(at position 0, 8 to 32 tokens)"), key
+    assert tried["not-relative"].numbers.endswith("(in part at position 0, 32 tokens)")
+    assert "intervals" not in tried["samples"].numbers
+    later = lengths(0.5, 0.1).model_copy(update={"d1": 16, "d2": 32})
+    assert "at position 0" not in claims(study(later))["grows"].numbers
 
 
 def claims(results: Results) -> dict[str, Claim]:
@@ -660,13 +692,16 @@ def test_studies_of_the_same_model_and_text_are_shown_together(tmp_path):
 
 def test_the_document_s_numbers_are_replaced(tmp_path):
     file = tmp_path / "precision.md"
-    file.write_text(f"before\n{BEGIN}\nobsolete\n{END}\nafter\n", encoding="utf-8")
+    file.write_text(
+        f"before\n{BEGIN}\nobsolete\n{END}\n{COMMANDS_BEGIN}\nold\n{COMMANDS_END}\nafter\n", encoding="utf-8"
+    )
     refresh(whole(), file)
     text = file.read_text("utf-8")
     assert (text.splitlines()[0], text.splitlines()[-1]) == ("before", "after")
     assert numbers(whole(), [one for one in figures_of(whole()) if one.name in FIGURES]) in text
     assert "obsolete" not in text
-    assert "| split q and k | positions to 32 | 0.1 |" in text
+    assert f"{COMMANDS_BEGIN}\n\n    jaxref study configs/study/tiny.yaml\n\n{COMMANDS_END}" in text
+    assert "| split q and k | 32 tokens ending at 32 | 0.1 |" in text
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head():
