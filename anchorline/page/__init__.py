@@ -5,7 +5,7 @@ palette that the style sheet and the drawings share. Nothing here draws or compu
 """
 
 from anchorline.page.html import render
-from anchorline.page.svg import inline
+from anchorline.page.svg import figure_style, inline
 from anchorline.page.text import count, printable
 
-__all__ = ["count", "inline", "printable", "render"]
+__all__ = ["count", "figure_style", "inline", "printable", "render"]

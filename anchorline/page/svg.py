@@ -5,14 +5,37 @@ colour of the light palette becomes the custom property that has it, which the s
 font is the page's. Text stays text: it can be searched, selected and copied.
 """
 
+from typing import Any
 from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from anchorline.page.colours import DRAWN
+from anchorline.page.colours import DRAWN, LIGHT
 from anchorline.page.text import printable
 
 _DROPPED = {"style", "metadata"}  # elements that speak of a document of its own
+
+
+def figure_style(name: str) -> dict[Any, Any]:
+    """Return matplotlib's settings for a drawing that `inline` takes. name: the ids in it are made from that."""
+    ink, soft = LIGHT["ink"], LIGHT["soft"]
+    return {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.family": "DejaVu Sans",
+        "font.size": 8.5,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": soft,
+        "xtick.color": soft,
+        "ytick.color": soft,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.parse_math": False,
+    }
 
 
 def inline(drawn: str, label: str) -> Markup:

@@ -69,29 +69,19 @@ def near_groups(signatures: np.ndarray, groups: np.ndarray) -> np.ndarray:
         signatures: uint64 [n, 14].
         groups: int64 [n], the same number for documents of the same content.
     """
-    # Each document points to a lower one of its group or to itself, in the end all to the lowest. A round hooks the
-    # one that a document points to onto the lowest that shares something with it; then everyone points to an end.
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    # A graph of documents and of what they share.
     shared = [groups]
     for bucket in signatures.T:
         keys = np.unique(bucket, return_inverse=True)[1].reshape(-1)
         none = bucket == 0
         keys[none] = len(keys) + np.flatnonzero(none)  # shares with nobody
         shared.append(keys)
-    lowest_of = np.arange(len(groups))
-    while True:
-        before = lowest_of
-        for keys in shared:
-            lowest = np.full(2 * len(groups), len(groups))
-            np.minimum.at(lowest, keys, lowest_of)
-            hooked = lowest_of.copy()
-            np.minimum.at(hooked, lowest_of, lowest[keys])
-            lowest_of = _follow(hooked)
-        if (lowest_of == before).all():
-            return np.unique(lowest_of, return_inverse=True)[1].reshape(-1)
-
-
-def _follow(pointer: np.ndarray) -> np.ndarray:
-    """Return where the pointers end, int64 [n]; each round goes twice as far."""
-    while (pointer != (further := pointer[pointer])).any():
-        pointer = further
-    return pointer
+    sizes = [len(groups), *(int(keys.max(initial=0)) + 1 for keys in shared)]
+    ends = np.concatenate([start + keys for start, keys in zip(np.cumsum(sizes), shared, strict=False)])
+    documents = np.tile(np.arange(len(groups)), len(shared))
+    edges = coo_array((np.ones(len(ends), dtype=bool), (documents, ends)), shape=(sum(sizes), sum(sizes)))
+    found = connected_components(edges, directed=False)[1][: len(groups)]
+    return np.unique(found, return_inverse=True)[1].reshape(-1)

@@ -36,7 +36,7 @@ class Measured:
 
     def keep_last(self, last: int) -> "Measured":
         """Return the run with its last checkpoints alone, by step; one whose step is not known is the trained model."""
-        results = [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
+        results = self._results()
         steps = sorted({(of.step is None, of.step or 0, of.checkpoint) for of in results})
         names = {name for _, _, name in steps[-last:]}
         kept = Measured(self.name, not_run=self.not_run, whole=self)
@@ -80,8 +80,10 @@ class Measured:
     @property
     def checkpoints(self) -> int:
         """How many were measured."""
-        results = [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
-        return len({of.checkpoint for of in results})
+        return len({of.checkpoint for of in self._results()})
+
+    def _results(self) -> list[TaskResult | PerplexityResult]:
+        return [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
 
     def check_whole(self) -> None:
         """Check that each checkpoint has every task: a mean over checkpoints is of the same ones.

@@ -4,12 +4,12 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure as Canvas
 
-from anchorline.page.colours import LIGHT, SERIES
+from anchorline.page import figure_style
+from anchorline.page.colours import SERIES
 from torchtrain.evaluation.compare import Measured, average_of, averages, interval_of, tell_length
 
 Point = tuple[float, float, float, float]  # x, y, and the ends of its interval
@@ -87,26 +87,8 @@ def _perplexity_by_step(run: Measured, length: int) -> list[Point]:
 
 def _draw(salt: str, lines: dict[str, list[Point]], across: str, up: str, lengths: Sequence[int] | None = None) -> str:
     """Draw a line a run, with the interval of each point; runs lie a little beside one another."""
-    ink, soft = LIGHT["ink"], LIGHT["soft"]
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": f"evaluation-{salt}",
-        "font.family": "DejaVu Sans",
-        "font.size": 8.5,
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.edgecolor": soft,
-        "xtick.color": soft,
-        "ytick.color": soft,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "legend.frameon": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "text.parse_math": False,
-    }
     drawn = io.StringIO()
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(figure_style(f"evaluation-{salt}")):
         canvas = Canvas(figsize=(6.4, 3.4), layout="constrained")
         axes = canvas.subplots()
         for i, (name, points) in enumerate(lines.items()):

@@ -119,8 +119,9 @@ class Suite(Section):
     longbench: Published | None = Field(
         default=None, description="a folder with NAME.jsonl of each task (or data/NAME.jsonl), as in data.zip"
     )
-    longbench_prompt: Count | None = Field(
+    longbench_prompt: int | None = Field(
         default=None,
+        ge=64,
         description="tokens a prompt of LongBench is cut to, in its middle; default: what the length leaves beside "
         "the answer. LongBench's own: 3500 for models of 4K, 31500 of 32K",
     )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from markupsafe import Markup
@@ -18,8 +17,8 @@ from rich.table import Table
 from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import replace_file
-from anchorline.page import inline, render
-from anchorline.page.colours import LIGHT, SERIES
+from anchorline.page import figure_style, inline, render
+from anchorline.page.colours import SERIES
 from torchtrain.config import ModelConfig
 from torchtrain.data import TokenStore
 from torchtrain.data.statistics import ROW_LENGTHS, Histogram, RowStatistics, StoreStatistics, statistics_of
@@ -266,26 +265,8 @@ def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Mark
         last = order[_MOST_LINES - 1 :]
         del lines[last[0]]
         lines[f"{len(last)} others"] = [sum(column) for column in zip(*(counts[name] for name in last), strict=True)]
-    text = LIGHT["ink"]
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": f"statistics-{what}",
-        "font.family": "DejaVu Sans",
-        "font.size": 8.5,
-        "text.color": text,
-        "axes.labelcolor": text,
-        "axes.edgecolor": LIGHT["soft"],
-        "xtick.color": LIGHT["soft"],
-        "ytick.color": LIGHT["soft"],
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "legend.frameon": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "text.parse_math": False,
-    }
     drawn = io.StringIO()
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(figure_style(f"statistics-{what}")):
         canvas = Canvas(figsize=(6.4, 3.4), layout="constrained")
         axes = canvas.subplots()
         for colour, (name, values) in zip(SERIES, lines.items(), strict=False):

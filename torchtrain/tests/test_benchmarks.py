@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError
@@ -300,8 +301,8 @@ def test_what_is_missing_is_not_run_and_what_is_damaged_is_one_line(tree, tokeni
     told("longbench_lcc", "lcc.jsonl", b"[1]\n", "record 1: has no input")
     for answer in (b"", b"BC"):  # neither is one of four letters
         told(SUBJECT, f"test/{SUBJECT.removeprefix('mmlu_')}_test.csv", b"q,a,b,c,d," + answer, "damaged|copy it again")
-    with pytest.raises(UserError, match="longbench_prompt 32: the least is 64"):
-        open_samples("longbench_lcc", LENGTH, 1, tokenizer, _materials(tree, longbench_prompt=32))
+    with pytest.raises(ValidationError, match=r"longbench_prompt\n.*greater than or equal to 64"):
+        _materials(tree, longbench_prompt=32)
     told("longbench_lcc", "lcc.jsonl", b"\n", "longbench_lcc has no questions")
     told("longbench_lcc", "lcc.jsonl", b"\xff", "is damaged")
     (tmp_path / "dev").mkdir()

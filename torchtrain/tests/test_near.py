@@ -38,16 +38,13 @@ def test_groups_are_those_that_something_joins(documents):
     assert set(groups) == set(range(max(groups) + 1))
 
 
-def test_chains_are_followed_to_their_end_in_a_few_rounds(monkeypatch):
+def test_a_chain_is_one_group_however_long():
     """Document i shares a bucket with the next one, in random order."""
     order = np.random.default_rng(0).permutation(4000)
-    links = np.arange(1, 4002, dtype=np.uint64)
+    links = np.arange(1, 4001, dtype=np.uint64)
     signatures = np.empty((4000, 2), dtype=np.uint64)
-    signatures[order] = np.stack([links[:4000] // 2 + 1, (links[:4000] + 1) // 2 + 5000], axis=1)
-    rounds, real = [], near._follow
-    monkeypatch.setattr(near, "_follow", lambda pointer: rounds.append(None) or real(pointer))
+    signatures[order] = np.stack([links // 2 + 1, (links + 1) // 2 + 5000], axis=1)
     assert set(near_groups(signatures, np.arange(4000))) == {0}
-    assert len(rounds) < 3 * 20, "of three keys, where a step a round would take 2,000"
 
 
 def test_tables_of_other_numbers_are_not_near():
