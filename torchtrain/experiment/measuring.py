@@ -1,0 +1,193 @@
+"""What a trained model of an experiment does: its loss by position, and what it copies over a distance.
+
+Both are taken in float32 with plain causal attention, the anchor in front: what the training left behind is seen, and
+not the arithmetic in which the model would be served. Of a model trained in float32 the loss is taken again with its
+weights rounded to bfloat16, which is what saving does to the others.
+
+    python -m torchtrain.experiment.measuring EXPERIMENT.yaml MODEL CORPUS OUT.json
+
+Legend: T tokens of a row.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import read_file, replace_file
+from torchtrain.experiment.spec import MeasureConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_MOST_BYTES = 1 << 26
+
+
+class Measurement(BaseModel):
+    """Losses in nats a token, of one model: a row of numbers for each document, in an order that all models share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    bands: list[tuple[int, int]]  # positions, the last excluded
+    distances: list[int]
+    domains: list[str]  # of each document
+    documents: str  # SHA-256 of the token ids that were measured
+    losses: list[list[float]]  # [documents][bands]
+    copies: list[list[float]]  # [documents][distances], of the second time a passage stands there
+    passages: list[float]  # [documents], of the first time
+    rounded: list[list[float]] | None  # losses again, of weights rounded to bfloat16
+
+
+class Rows(BaseModel):
+    """Token ids that every model of an experiment is given."""
+
+    documents: list[list[int]]
+    copies: list[list[list[int]]]  # [documents][distances]
+    domains: list[str]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the ids."""
+        return hashlib.sha256(repr((self.documents, self.copies)).encode()).hexdigest()
+
+
+def make_rows(
+    texts: Sequence[tuple[str, str]],
+    tokenizer: "PreTrainedTokenizerFast",
+    anchor: Sequence[int],
+    measure: MeasureConfig,
+) -> Rows:
+    """Return the rows of `measure.documents` documents, taken from all domains in turn.
+
+    A row for copies is the anchor, a passage of the next document, as much of this document as the distance asks for,
+    and the passage again.
+
+    Args:
+        texts: (domain, text) of each document.
+        tokenizer: the models'.
+        anchor: ids that open each row.
+        measure: what is asked.
+
+    Raises:
+        UserError: too few documents are long enough.
+    """
+    room = measure.tokens - len(anchor)
+    long: dict[str, list[list[int]]] = {}
+    for domain, text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if len(ids) > measure.tokens:
+            long.setdefault(domain, []).append(list(ids))
+    chosen = [(domain, ids) for domain, ids in _in_turn(long)][: measure.documents]
+    if len(chosen) < measure.documents:
+        raise UserError(
+            f"measure.documents: {len(chosen)} documents hold more than {measure.tokens:,} tokens, fewer than the "
+            f"{measure.documents} asked for; ask for fewer, or raise corpus.measured_share"
+        )
+    copies = []
+    for number, (_, ids) in enumerate(chosen):
+        passage = chosen[(number + 1) % len(chosen)][1][-measure.passage :]
+        copies.append(
+            [[*anchor, *passage, *ids[: distance - len(passage)], *passage] for distance in measure.distances]
+        )
+    documents = [[*anchor, *ids[:room]] for _, ids in chosen]
+    return Rows(documents=documents, copies=copies, domains=[domain for domain, _ in chosen])
+
+
+def measure_model(model: "PreTrainedModel", rows: Rows, measure: MeasureConfig, again_rounded: bool) -> Measurement:
+    """Measure a model that is loaded in float32.
+
+    Args:
+        model: in evaluation mode; its weights are rounded here if `again_rounded`.
+        rows: what it is given.
+        measure: what is asked.
+        again_rounded: whether its weights were saved in float32.
+    """
+    import torch
+
+    from torchtrain.evaluation.perplexity import document_losses
+
+    bands = list(zip([1, *measure.bands], [*measure.bands, measure.tokens], strict=True))
+
+    def by_band() -> list[list[float]]:
+        found = [document_losses(model, ids).double() for ids in rows.documents]  # [T - 1], from the second token on
+        return [[float(losses[first - 1 : end - 1].mean()) for first, end in bands] for losses in found]
+
+    copies, passages = [], []
+    for of_document in rows.copies:
+        found = [document_losses(model, ids).double() for ids in of_document]
+        # The first token of the copy is the one that tells that it begins.
+        copies.append([float(losses[-(measure.passage - 1) :].mean()) for losses in found])
+        front = len(of_document[0]) - measure.distances[0] - measure.passage if found else 0
+        passages.append(float(found[0][front : front + measure.passage - 1].mean()) if found else 0.0)
+    losses, rounded = by_band(), None
+    if again_rounded:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(torch.bfloat16))
+        rounded = by_band()
+    return Measurement(
+        bands=bands,
+        distances=measure.distances,
+        domains=rows.domains,
+        documents=rows.digest,
+        losses=losses,
+        copies=copies,
+        passages=passages,
+        rounded=rounded,
+    )
+
+
+def read_measurement(path: Path) -> Measurement:
+    """Read what `main` wrote.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        return Measurement.model_validate_json(read_file(path, _MOST_BYTES))
+    except ValueError as error:
+        raise UserError(
+            f"{quoted(path)}: is damaged ({quoted_reason(error)}); remove it, and it is measured again"
+        ) from None
+
+
+def main(experiment: Path, model: Path, corpus: Path, out: Path) -> None:
+    """Measure one model; see the top of the file."""
+    import torch
+    from transformers.utils import logging
+
+    from torchtrain.config import PackConfig
+    from torchtrain.data import anchor_ids
+    from torchtrain.experiment.corpus import read_corpus
+    from torchtrain.experiment.spec import load_experiment
+    from torchtrain.modeling.load import load_for_evaluation
+    from torchtrain.modeling.source import open_config, open_tokenizer
+
+    logging.disable_progress_bar()
+    measure = load_experiment(experiment).measure
+    tokenizer = open_tokenizer(str(model))
+    texts = [(document.domain, document.text) for document in read_corpus(corpus)]
+    pack = PackConfig(sequence_length=measure.tokens)
+    rows = make_rows(texts, tokenizer, anchor_ids(tokenizer, pack), measure)
+    saved_wide = getattr(open_config(str(model)), "dtype", None) == torch.float32
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_for_evaluation(str(model), dtype=torch.float32, device=device)
+    found = measure_model(loaded, rows, measure, saved_wide)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(out, found.model_dump_json().encode())
+
+
+def _in_turn(by_domain: dict[str, list[list[int]]]) -> Iterator[tuple[str, list[int]]]:
+    most = max(map(len, by_domain.values()), default=0)
+    for place in range(most):
+        for domain, documents in by_domain.items():
+            if place < len(documents):
+                yield domain, documents[place]
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,216 @@
+"""What an experiment came to: measurements.json, effects.svg and report.md, and the same inside a document.
+
+A report is made of whatever has been measured; it says how far that is.
+"""
+
+import datetime
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from anchorline.environment import processor, versions
+from anchorline.errors import UserError, quoted
+from anchorline.files import replace_file, save
+from anchorline.page import figure_style
+from anchorline.page.colours import SERIES
+from torchtrain.experiment.effects import (
+    Contrast,
+    Estimate,
+    Outcome,
+    contrasts,
+    copy_loss,
+    estimate,
+    loss_from,
+    rounding_cost,
+)
+from torchtrain.experiment.measuring import Measurement, read_measurement
+from torchtrain.experiment.running import Folder
+from torchtrain.experiment.spec import Cell, Experiment
+
+BEGIN, END = "<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->"
+FIGURE = "effects.svg"
+
+_Measured = dict[tuple[Cell, int], Measurement]
+
+
+def write_report(experiment: Experiment, path: Path, document: Path | None = None) -> Path:
+    """Write the report of what has been measured; return report.md.
+
+    Args:
+        experiment: whose.
+        path: its folder.
+        document: a Markdown file with the two marks, between which the report is put; its figure lies in `figures/`
+            beside it.
+
+    Raises:
+        UserError: nothing is measured, a measurement is damaged or of other documents, or the document lacks the marks.
+    """
+    measured = read_all(experiment, Folder(path))
+    if not measured:
+        raise UserError(f"--out {quoted(path)}: nothing is measured yet; run the experiment without --only-report")
+    drawn = _draw(experiment, measured).encode()
+    kept = {f"{cell.name}-step-{step}": json.loads(of.model_dump_json()) for (cell, step), of in measured.items()}
+    if document is not None:
+        head, begin, rest = document.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, tail = rest.partition(END)
+        if not begin or not end:
+            raise UserError(f"--document {quoted(document)}: lacks the lines {BEGIN} and {END}; add them")
+        figure = Path("figures") / f"{document.stem}.svg"
+        (document.parent / figure).parent.mkdir(exist_ok=True)
+        save(document.parent / figure, drawn)
+        text = "\n".join(_lines(experiment, measured, str(figure)))
+        save(document, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}".encode())
+    replace_file(path / FIGURE, drawn)
+    replace_file(path / "measurements.json", json.dumps(kept).encode())
+    text = "\n".join([f"# {experiment.title}", "", *_lines(experiment, measured, FIGURE), ""])
+    replace_file(path / "report.md", text.encode())
+    return path / "report.md"
+
+
+def read_all(experiment: Experiment, folder: Folder) -> _Measured:
+    """Return every measurement that is there.
+
+    Raises:
+        UserError: one is damaged, or of other documents than the others.
+    """
+    found: _Measured = {}
+    for step in experiment.stages:
+        for cell in experiment.cells():
+            if (file := folder.measurement(cell, step)).is_file():
+                found[cell, step] = one = read_measurement(file)
+                if one.documents != next(iter(found.values())).documents:
+                    raise UserError(f"{quoted(file)}: is of other documents than the others; remove it")
+    return found
+
+
+def _outcomes(experiment: Experiment) -> list[tuple[str, Outcome]]:
+    """Return what is told of each contrast."""
+    first = experiment.measure.bands[min(1, len(experiment.measure.bands) - 1)]
+    return [(f"loss at positions from {first:,} on", loss_from(first)), ("loss of a copied passage", copy_loss)]
+
+
+def _estimates(experiment: Experiment, measured: _Measured, outcome: Outcome) -> Iterator[Estimate]:
+    """Yield each contrast after the last stage that two seeds or more have come to, else one."""
+    for contrast in contrasts(experiment.arithmetics, experiment.variants):
+        found = [one for step in experiment.stages if (one := estimate(contrast, measured, outcome, step)) is not None]
+        if found:
+            yield max(found, key=lambda one: (len(one.seeds) > 1, one.step))
+
+
+def _lines(experiment: Experiment, measured: _Measured, figure: str) -> Iterator[str]:
+    tokens = _tokens_of_a_step(experiment)
+    all_runs = len(list(experiment.cells()))
+    yield f"Measured {datetime.date.today().isoformat()}, {_environment()}. How far it has come:"
+    yield ""
+    yield from _table(
+        ["tokens a run", "runs measured", "of"],
+        [
+            [f"{step * tokens:,}", f"{sum(at == step for _, at in measured)}", f"{all_runs}"]
+            for step in experiment.stages
+        ],
+    )
+    yield ""
+    yield f"![Each contrast with its interval]({figure})"
+    margin = experiment.measure.margin
+    for title, outcome in _outcomes(experiment):
+        yield ""
+        yield f"### {title[0].upper()}{title[1:]}"
+        yield ""
+        rows = []
+        for one in _estimates(experiment, measured, outcome):
+            rows.append(
+                [
+                    one.contrast.name,
+                    one.contrast.question,
+                    f"{one.mean:+.4f}",
+                    f"{one.low:+.4f} to {one.high:+.4f}",
+                    one.over,
+                    f"{one.step * tokens:,}",
+                    one.verdict(margin),
+                ]
+            )
+        yield from _table(
+            ["contrast", "what it asks", "nats a token", "95 per cent", "over", "tokens a run", f"margin {margin:g}"],
+            rows,
+        )
+    yield ""
+    yield "### Every run"
+    yield ""
+    yield from _runs(experiment, measured, tokens)
+    costs = [cost for of in measured.values() if (cost := rounding_cost(of)) is not None]
+    if costs:
+        yield ""
+        yield (
+            "Rounding the weights of the models trained in float32 to bfloat16, as the others are saved, adds "
+            f"{min(costs):+.5f} to {max(costs):+.5f} nats ({len(costs)} models)."
+        )
+
+
+def _runs(experiment: Experiment, measured: _Measured, tokens: int) -> Iterator[str]:
+    bands = next(iter(measured.values())).bands
+    distances = next(iter(measured.values())).distances
+    rows = []
+    for (cell, step), found in measured.items():
+        means = [sum(column) / len(column) for column in zip(*found.losses, strict=True)]
+        copied = [sum(column) / len(column) for column in zip(*found.copies, strict=True)]
+        rows.append(
+            [cell.arithmetic, cell.variant, f"{cell.seed}", f"{step * tokens:,}"]
+            + [f"{mean:.4f}" for mean in (*means, *copied)]
+        )
+    head = [f"{first:,}-{end - 1:,}" for first, end in bands] + [f"copy {distance:,}" for distance in distances]
+    yield from _table(["arithmetic", "variant", "seed", "tokens", *head], rows)
+
+
+def _environment() -> str:
+    found = versions(("torch", "transformers"))
+    return ", ".join([processor(), *(f"{name} {number}" for name, number in found.items())])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{' --- |' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _tokens_of_a_step(experiment: Experiment) -> int:
+    config = experiment.config(next(experiment.cells()), Path("runs"), Path("train.jsonl"))
+    return config.train.sequences_per_step * config.pack.sequence_length
+
+
+def _draw(experiment: Experiment, measured: _Measured) -> str:
+    """Draw every contrast as a point with its interval, an outcome to a panel."""
+    drawn = io.StringIO()
+    outcomes = _outcomes(experiment)
+    names: list[Contrast] = contrasts(experiment.arithmetics, experiment.variants)
+    with matplotlib.rc_context(figure_style("experiment")):
+        canvas = Figure(figsize=(8.4, 0.6 + 0.22 * len(names)), layout="constrained")
+        panels = canvas.subplots(1, len(outcomes), sharey=True, squeeze=False)[0]
+        for axes, (title, outcome) in zip(panels, outcomes, strict=True):
+            margin = experiment.measure.margin
+            axes.axvspan(-margin, margin, color=SERIES[2], alpha=0.15, linewidth=0)
+            axes.axvline(0, color=SERIES[0], linewidth=0.8)
+            for one in _estimates(experiment, measured, outcome):
+                at = names.index(one.contrast)
+                single = len(one.seeds) == 1
+                axes.errorbar(
+                    one.mean,
+                    at,
+                    xerr=[[one.mean - one.low], [one.high - one.mean]],
+                    color=SERIES[1],
+                    marker="o",
+                    markersize=3.5,
+                    markerfacecolor="none" if single else SERIES[1],
+                    capsize=2,
+                    linewidth=1.2,
+                )
+            axes.set_title(title, fontsize=8.5)
+            axes.set_xlabel("nats a token")
+        panels[0].set_yticks(range(len(names)), [one.name for one in names])
+        panels[0].invert_yaxis()
+        canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return drawn.getvalue()

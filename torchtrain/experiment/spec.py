@@ -1,0 +1,165 @@
+"""An experiment: one run's settings, and what its many runs differ in. YAML in, a strict schema out."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from anchorline import settings
+from anchorline.errors import UserError
+from torchtrain.config import Config, Count, Name, PathText, Section, Source
+
+EXAMPLE = "seeds=[0,1,2]"  # of an override, for messages
+REFERENCE = "float32"  # the arithmetic in which nothing but mathematics is left
+
+Variant = Literal["full", "intra", "intra_reset", "anchor"]
+Arithmetic = Literal["bfloat16", "rotation_float32", "float32"]
+
+# What each arithmetic changes in a run. The masters and the optimizer are float32 in all.
+ARITHMETICS: dict[str, dict[str, str]] = {
+    "bfloat16": {"dtype": "bfloat16", "rotation": "model"},
+    "rotation_float32": {"dtype": "bfloat16", "rotation": "float32"},
+    "float32": {"dtype": "float32", "rotation": "model"},
+}
+
+
+class CorpusConfig(Section):
+    """Documents: most are cut at line ends into pieces to train on, so that a row holds several; the others stay whole
+    and are measured on.
+    """
+
+    sources: list[Source] = Field(min_length=1, max_length=64)
+    characters: tuple[Count, Count] = Field(
+        default=(200, 3000),
+        strict=False,
+        description="length of a piece: least and most, drawn evenly in its logarithm",
+    )
+    measured_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.1, description="share of the documents that no run trains on"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        least, most = self.characters
+        if least > most:
+            raise ValueError(f"characters: the least, {least}, is more than the most, {most}")
+        return self
+
+
+class MeasureConfig(Section):
+    """What is asked of each trained model, in float32 and with plain causal attention."""
+
+    tokens: Count = Field(description="of a document that is measured, its first so many; with the anchor in front")
+    documents: Count = Field(default=48, description="of all sources in turn, each longer than `tokens`")
+    bands: list[Count] = Field(
+        default=[64, 256, 512, 768], min_length=1, description="positions at which a new band of the loss begins"
+    )
+    distances: list[Count] = Field(
+        default=[64, 256, 512, 896], description="tokens between a passage and its copy, whose loss is taken"
+    )
+    passage: Annotated[int, Field(ge=2, le=1024)] = Field(default=24, description="tokens of the passage")
+
+    margin: Annotated[float, Field(gt=0, le=100)] = Field(
+        default=0.01, description="nats a token; a smaller effect is taken for none"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if sorted(set(self.bands)) != self.bands or self.bands[-1] >= self.tokens:
+            raise ValueError(f"bands {self.bands}: give them in rising order, all below tokens ({self.tokens})")
+        if self.distances and (max(self.distances) + self.passage >= self.tokens or min(self.distances) < self.passage):
+            raise ValueError(
+                f"distances {self.distances}: each must be at least passage ({self.passage}) and leave room for it "
+                f"within tokens ({self.tokens})"
+            )
+        return self
+
+
+class Cell(NamedTuple):
+    """One of an experiment's runs."""
+
+    arithmetic: str
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.arithmetic}-{self.variant}-{self.seed}"
+
+
+class Experiment(Section):
+    """The whole of an experiment."""
+
+    title: Name
+    run: dict[str, Any] = Field(
+        description="a run's config but for what the experiment sets: run.folder, run.seed, model.dtype, "
+        "model.rotation, pack.variant, data.sources and save"
+    )
+    corpus: CorpusConfig
+    arithmetics: list[Arithmetic] = Field(default=["bfloat16", "rotation_float32", "float32"], min_length=1)
+    variants: list[Variant] = Field(default=["full", "intra", "intra_reset", "anchor"], min_length=1)
+    seeds: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(default=[0, 1, 2], min_length=1)
+    stages: list[Count] = Field(min_length=1, description="steps at which every run is measured; the last ends it")
+    measure: MeasureConfig
+    cache: PathText = Field(default="cache", description="as data.cache of every run")
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        for name in ("arithmetics", "variants", "seeds"):
+            if len(set(getattr(self, name))) != len(getattr(self, name)):
+                raise ValueError(f"{name}: one stands twice; remove it")
+        if sorted(set(self.stages)) != self.stages:
+            raise ValueError(f"stages {self.stages}: give them in rising order")
+        if len(self.stages) > 1 and any(step % self.stages[0] for step in self.stages):
+            raise ValueError(f"stages {self.stages}: each must be a multiple of the first, for runs save every so many")
+        return self
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield the runs in the order in which they are taken: a seed after another."""
+        for seed in self.seeds:
+            for arithmetic in self.arithmetics:
+                for variant in self.variants:
+                    yield Cell(arithmetic, variant, seed)
+
+    def config(self, cell: Cell, folder: Path, corpus: Path) -> Config:
+        """Return the config of one run.
+
+        Args:
+            cell: which.
+            folder: of the experiment.
+            corpus: the file of the pieces.
+
+        Raises:
+            UserError: `run` does not fit a run's schema, or sets what the experiment sets.
+        """
+        ours: dict[str, dict[str, Any]] = {
+            "run": {"folder": str(folder / "runs" / cell.name), "seed": cell.seed},
+            "model": dict(ARITHMETICS[cell.arithmetic]),
+            "pack": {"variant": cell.variant},
+            "data": {"sources": [{"files": str(corpus), "domain_field": "domain"}], "cache": self.cache},
+            "train": {"steps": self.stages[-1]},
+            "save": {"every": self.stages[0], "keep": 1, "last": len(range(0, self.stages[-1], self.stages[0])) or 1},
+        }
+        tree = {name: dict(section) if isinstance(section, dict) else section for name, section in self.run.items()}
+        for section, values in ours.items():
+            given = tree.setdefault(section, {})
+            if not isinstance(given, dict):
+                raise UserError(f"run.{section}: expected a section, found {type(given).__name__}")
+            if stray := sorted(set(given) & set(values)):
+                raise UserError(f"run.{section}.{stray[0]}: the experiment sets it; remove it")
+            given.update(values)
+        return settings.validate(Config, tree, "run")
+
+
+def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read an experiment's YAML file, apply `section.key=value` overrides, validate.
+
+    Raises:
+        UserError: one line that names what does not fit, what `run` says among it.
+    """
+    experiment = settings.load(Experiment, path, overrides, example=EXAMPLE)
+    experiment.config(next(experiment.cells()), Path("runs/experiment"), Path("train.jsonl"))
+    return experiment

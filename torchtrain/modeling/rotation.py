@@ -1,0 +1,68 @@
+"""RoPE in float32, whatever the model's dtype: q and k are rotated in float32 and rounded once.
+
+Transformers makes cos and sin in float32 and casts them to the model's dtype, so each product and sum of the rotation
+rounds. Here they stay as they are made: q and k, multiplied by them, become float32, and attention rounds them once
+(`torchtrain.attention.hf`). This is what arXiv 2411.13476 says it does, and the oracle's preset `paper_bf16`.
+
+Upstream: transformers/models/llama/modeling_llama.py (LlamaRotaryEmbedding, apply_rotary_pos_emb).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anchorline.errors import UserError
+from torchtrain.attention.hf import watch_queries
+from torchtrain.modeling.head import hidden_states
+
+
+def rotate_in_float32(model: nn.Module) -> None:
+    """Let every rotary module of a model return cos and sin in float32.
+
+    Raises:
+        UserError: the model has none that is called with hidden states first.
+    """
+    found = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
+    for module in found:
+        module.register_forward_pre_hook(_ask_for_float32, with_kwargs=True)
+    if not found:
+        raise _refusal(model, "it has no rotary module")
+
+
+@torch.no_grad()
+def check_rotation(model: Any) -> None:
+    """Check on a few tokens that attention gets queries and keys in float32.
+
+    Args:
+        model: a causal language model of transformers under `anchor`.
+
+    Raises:
+        UserError: a layer gets them in another dtype.
+    """
+    tokens = torch.arange(8, device=model.device)[None]
+    batch = {"input_ids": tokens + 1, "position_ids": tokens, "document_ids": tokens // 4 + 1}
+    with watch_queries() as dtypes:
+        hidden_states(model, batch)
+    if other := sorted(str(dtype) for dtype in dtypes - {torch.float32}):
+        raise _refusal(model, f"its attention gets {other[0].removeprefix('torch.')}")
+
+
+def _ask_for_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A rotary module takes hidden states for their dtype and device alone."""
+    given = args[0] if args else kwargs.get("x")
+    if not isinstance(given, Tensor):
+        raise UserError(
+            f"model.rotation: {type(module).__name__} is not called with hidden states first, so its tables cannot be "
+            "kept in float32; set model.rotation to model"
+        )
+    asked = given.new_empty((), dtype=torch.float32)
+    return ((asked, *args[1:]), kwargs) if args else (args, kwargs | {"x": asked})
+
+
+def _refusal(model: nn.Module, why: str) -> UserError:
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    return UserError(
+        f"model.rotation: {kind} cannot be rotated in float32, {why}; set model.rotation to model, or choose another "
+        "model"
+    )
