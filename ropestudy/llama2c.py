@@ -56,7 +56,7 @@ def convert(
     file: Annotated[Path, typer.Argument(help="a checkpoint of llama2.c with its tokenizer behind it")],
     folder: Annotated[Path, typer.Argument(help="made; holds what Hugging Face's loaders read")],
 ) -> None:
-    """Write a checkpoint of llama2.c as a Hugging Face folder: config.json, model.safetensors, the tokenizer's files."""
+    """Write a checkpoint of llama2.c as a Hugging Face folder."""
     config, arrays, tokenizer = read_llama2c(file)
     special = {f"{name}_token": token for name, token in zip(("unk", "bos", "eos"), SPECIAL, strict=True)}
     about = {

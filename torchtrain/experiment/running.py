@@ -88,8 +88,8 @@ class _Processes:
             with self.lock:
                 if self.stopped:
                     raise _StoppedError
-                # A session of its own: an interruption reaches it through us, once, as a wish to save.
-                process = subprocess.Popen(command, stdout=said, stderr=said, env=environment, start_new_session=True)
+                # A group of its own: an interruption reaches it through us, once, as a wish to save.
+                process = subprocess.Popen(command, stdout=said, stderr=said, env=environment, process_group=0)
                 self.running.add(process)
         try:
             yield process
