@@ -1,14 +1,16 @@
 """A checkpoint of llama2.c against the same decoder's own parameters, its tokenizer, and damaged files."""
 
+import json
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from jaxref.decoder_config import DecoderConfig
-from jaxref.weights import from_arrays
-from ropestudy.llama2c import PIECES_FROM, read_llama2c
+from jaxref.weights import from_arrays, load_hf, to_arrays
+from ropestudy.llama2c import PIECES_FROM, convert, read_llama2c
 from ropestudy.models import load_pretrained
 from ropestudy.spec import ModelConfig
 
@@ -94,3 +96,23 @@ def test_a_header_that_cannot_be_is_refused(tmp_path: Path, place: int, value: i
     (tmp_path / "m.data").write_bytes(bytes(content))
     with pytest.raises(ValueError, match="its header says"):
         read_llama2c(tmp_path / "m.data")
+
+
+def test_a_checkpoint_becomes_a_folder_of_hugging_face(tmp_path: Path):
+    content, arrays = written()
+    (tmp_path / "m.data").write_bytes(content)
+    convert(tmp_path / "m.data", tmp_path / "made")
+    config, decoder = load_hf(tmp_path / "made")
+    assert config == DecoderConfig.from_hf(read_llama2c(tmp_path / "m.data")[0])
+    for name, array in to_arrays(decoder).items():
+        np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "made" / "tokenizer.json"))
+    said = json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())
+    assert [tokenizer.token_to_id(said[f"{name}_token"]) for name in ("unk", "bos", "eos")] == [0, 1, 2]
+    assert tokenizer.decode(tokenizer.encode("ab ☃").ids) == " ab ☃"
+    with pytest.raises(UserError, match="exists"):
+        convert(tmp_path / "m.data", tmp_path / "made")
+    (tmp_path / "cut.data").write_bytes(content[:-1])
+    with pytest.raises(UserError, match="is not a checkpoint of llama2"):
+        convert(tmp_path / "cut.data", tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.data", "m.data", "made"]

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 from torchtrain.experiment.measuring import Measurement
-from torchtrain.experiment.spec import REFERENCE, Cell
+from torchtrain.experiment.spec import REFERENCE, PairedRun
 
 CONFIDENCE = 0.95
 
@@ -105,13 +105,13 @@ def contrasts(arithmetics: Iterable[str], variants: Iterable[str]) -> list[Contr
 
 
 def estimate(
-    contrast: Contrast, measured: Mapping[tuple[Cell, int], Measurement], outcome: Outcome, step: int
+    contrast: Contrast, measured: Mapping[tuple[PairedRun, int], Measurement], outcome: Outcome, step: int
 ) -> Estimate | None:
     """Take a contrast over the seeds of which all its runs are measured after a step; None if there is no such seed."""
     seeds = sorted({cell.seed for cell, _ in measured})
     by_seed: dict[int, np.ndarray] = {}
     for seed in seeds:
-        keys = {(Cell(*of, seed), step): weight for of, weight in contrast.weights.items()}
+        keys = {(PairedRun(*of, seed), step): weight for of, weight in contrast.weights.items()}
         if all(key in measured for key in keys):
             by_seed[seed] = sum(
                 (weight * np.asarray(outcome(measured[key])) for key, weight in keys.items()), start=np.zeros(1)

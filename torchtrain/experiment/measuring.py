@@ -42,7 +42,7 @@ class Measurement(BaseModel):
     rounded: list[list[float]] | None  # losses again, of weights rounded to bfloat16
 
 
-class Rows(BaseModel):
+class MeasuredRows(BaseModel):
     """Token ids that every model of an experiment is given."""
 
     documents: list[list[int]]
@@ -60,7 +60,7 @@ def make_rows(
     tokenizer: "PreTrainedTokenizerFast",
     anchor: Sequence[int],
     measure: MeasureConfig,
-) -> Rows:
+) -> MeasuredRows:
     """Return the rows of `measure.documents` documents, taken from all domains in turn.
 
     A row for copies is the anchor, a passage of the next document, as much of this document as the distance asks for,
@@ -94,10 +94,12 @@ def make_rows(
             [[*anchor, *passage, *ids[: distance - len(passage)], *passage] for distance in measure.distances]
         )
     documents = [[*anchor, *ids[:room]] for _, ids in chosen]
-    return Rows(documents=documents, copies=copies, domains=[domain for domain, _ in chosen])
+    return MeasuredRows(documents=documents, copies=copies, domains=[domain for domain, _ in chosen])
 
 
-def measure_model(model: "PreTrainedModel", rows: Rows, measure: MeasureConfig, again_rounded: bool) -> Measurement:
+def measure_model(
+    model: "PreTrainedModel", rows: MeasuredRows, measure: MeasureConfig, again_rounded: bool
+) -> Measurement:
     """Measure a model that is loaded in float32.
 
     Args:

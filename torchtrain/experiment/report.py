@@ -29,15 +29,15 @@ from torchtrain.experiment.effects import (
 )
 from torchtrain.experiment.measuring import Measurement, read_measurement
 from torchtrain.experiment.running import Folder
-from torchtrain.experiment.spec import Cell, Experiment
+from torchtrain.experiment.spec import PairedRun, TrainingExperiment
 
 BEGIN, END = "<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->"
 FIGURE = "effects.svg"
 
-_Measured = dict[tuple[Cell, int], Measurement]
+_Measured = dict[tuple[PairedRun, int], Measurement]
 
 
-def write_report(experiment: Experiment, path: Path, document: Path | None = None) -> Path:
+def write_report(experiment: TrainingExperiment, path: Path, document: Path | None = None) -> Path:
     """Write the report of what has been measured; return report.md.
 
     Args:
@@ -71,7 +71,7 @@ def write_report(experiment: Experiment, path: Path, document: Path | None = Non
     return path / "report.md"
 
 
-def read_all(experiment: Experiment, folder: Folder) -> _Measured:
+def read_all(experiment: TrainingExperiment, folder: Folder) -> _Measured:
     """Return every measurement that is there.
 
     Raises:
@@ -87,13 +87,13 @@ def read_all(experiment: Experiment, folder: Folder) -> _Measured:
     return found
 
 
-def _outcomes(experiment: Experiment) -> list[tuple[str, Outcome]]:
+def _outcomes(experiment: TrainingExperiment) -> list[tuple[str, Outcome]]:
     """Return what is told of each contrast."""
     first = experiment.measure.bands[min(1, len(experiment.measure.bands) - 1)]
     return [(f"loss at positions from {first:,} on", loss_from(first)), ("loss of a copied passage", copy_loss)]
 
 
-def _estimates(experiment: Experiment, measured: _Measured, outcome: Outcome) -> Iterator[Estimate]:
+def _estimates(experiment: TrainingExperiment, measured: _Measured, outcome: Outcome) -> Iterator[Estimate]:
     """Yield each contrast after the last stage that two seeds or more have come to, else one."""
     for contrast in contrasts(experiment.arithmetics, experiment.variants):
         found = [one for step in experiment.stages if (one := estimate(contrast, measured, outcome, step)) is not None]
@@ -101,7 +101,7 @@ def _estimates(experiment: Experiment, measured: _Measured, outcome: Outcome) ->
             yield max(found, key=lambda one: (len(one.seeds) > 1, one.step))
 
 
-def _lines(experiment: Experiment, measured: _Measured, figure: str) -> Iterator[str]:
+def _lines(experiment: TrainingExperiment, measured: _Measured, figure: str) -> Iterator[str]:
     tokens = _tokens_of_a_step(experiment)
     all_runs = len(list(experiment.cells()))
     yield f"Measured {datetime.date.today().isoformat()}, {_environment()}. How far it has come:"
@@ -150,7 +150,7 @@ def _lines(experiment: Experiment, measured: _Measured, figure: str) -> Iterator
         )
 
 
-def _runs(experiment: Experiment, measured: _Measured, tokens: int) -> Iterator[str]:
+def _runs(experiment: TrainingExperiment, measured: _Measured, tokens: int) -> Iterator[str]:
     bands = next(iter(measured.values())).bands
     distances = next(iter(measured.values())).distances
     rows = []
@@ -177,12 +177,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(row)} |"
 
 
-def _tokens_of_a_step(experiment: Experiment) -> int:
+def _tokens_of_a_step(experiment: TrainingExperiment) -> int:
     config = experiment.config(next(experiment.cells()), Path("runs"), Path("train.jsonl"))
     return config.train.sequences_per_step * config.pack.sequence_length
 
 
-def _draw(experiment: Experiment, measured: _Measured) -> str:
+def _draw(experiment: TrainingExperiment, measured: _Measured) -> str:
     """Draw every contrast as a point with its interval, an outcome to a panel."""
     drawn = io.StringIO()
     outcomes = _outcomes(experiment)

@@ -25,7 +25,7 @@ from torchtrain.checkpoint.folder import step_of
 from torchtrain.config import dump_config
 from torchtrain.errors import TERMINATED
 from torchtrain.experiment.corpus import write_corpus
-from torchtrain.experiment.spec import Cell, Experiment
+from torchtrain.experiment.spec import PairedRun, TrainingExperiment
 from torchtrain.run.folder import RunFolder
 
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -54,19 +54,19 @@ class Folder:
         """The documents that are measured on."""
         return self.path / "corpus" / "measured.jsonl"
 
-    def run(self, cell: Cell) -> Path:
+    def run(self, cell: PairedRun) -> Path:
         """The folder of a run."""
         return self.path / "runs" / cell.name
 
-    def log(self, cell: Cell) -> Path:
+    def log(self, cell: PairedRun) -> Path:
         """What a run's processes say."""
         return self.path / "logs" / f"{cell.name}.log"
 
-    def config(self, cell: Cell) -> Path:
+    def config(self, cell: PairedRun) -> Path:
         """The config of a run."""
         return self.path / "configs" / f"{cell.name}.yaml"
 
-    def measurement(self, cell: Cell, step: int) -> Path:
+    def measurement(self, cell: PairedRun, step: int) -> Path:
         """What was measured of a run after a step."""
         return self.path / "measured" / f"{cell.name}-step-{step}.json"
 
@@ -113,7 +113,7 @@ class _StoppedError(Exception):
 
 
 def run_experiment(
-    experiment: Experiment,
+    experiment: TrainingExperiment,
     path: Path,
     workers: int,
     launch: Sequence[str] = (),
@@ -172,7 +172,7 @@ def run_experiment(
             raise
 
 
-def _claim(experiment: Experiment, folder: Folder) -> None:
+def _claim(experiment: TrainingExperiment, folder: Folder) -> None:
     """Note what a folder is of.
 
     Raises:
@@ -180,7 +180,7 @@ def _claim(experiment: Experiment, folder: Folder) -> None:
     """
     wanted = experiment.model_dump(mode="json")
     if folder.experiment.is_file():
-        found = settings.load(Experiment, folder.experiment, example="").model_dump(mode="json")
+        found = settings.load(TrainingExperiment, folder.experiment, example="").model_dump(mode="json")
         if other := [name for name in wanted if name not in _EXTENDABLE and wanted[name] != found[name]]:
             raise UserError(
                 f"--out {quoted(folder.path)}: holds an experiment with another {other[0]}; choose another folder, or "
@@ -193,9 +193,9 @@ def _claim(experiment: Experiment, folder: Folder) -> None:
 
 
 def _advance(
-    experiment: Experiment,
+    experiment: TrainingExperiment,
     folder: Folder,
-    cell: Cell,
+    cell: PairedRun,
     step: int,
     threads: int,
     launch: Sequence[str],
@@ -218,9 +218,9 @@ def _advance(
 
 
 def _train(
-    experiment: Experiment,
+    experiment: TrainingExperiment,
     folder: Folder,
-    cell: Cell,
+    cell: PairedRun,
     step: int,
     threads: int,
     launch: Sequence[str],
@@ -257,7 +257,7 @@ def _model_of(run: Path, step: int, last: int) -> Path | None:
     return next((path for path in left.exports_of_steps() if step_of(path.name) == step), None)
 
 
-def _failure(folder: Folder, cell: Cell, what: str) -> UserError:
+def _failure(folder: Folder, cell: PairedRun, what: str) -> UserError:
     log = folder.log(cell)
     lines: list[Any] = log.read_text(errors="replace").splitlines()
     return UserError(f"{cell.name}: {what}: {' / '.join(lines[-_LINES:])} (all of it in {quoted(log)})")

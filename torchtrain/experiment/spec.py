@@ -77,7 +77,7 @@ class MeasureConfig(Section):
         return self
 
 
-class Cell(NamedTuple):
+class PairedRun(NamedTuple):
     """One of an experiment's runs."""
 
     arithmetic: str
@@ -90,7 +90,7 @@ class Cell(NamedTuple):
         return f"{self.arithmetic}-{self.variant}-{self.seed}"
 
 
-class Experiment(Section):
+class TrainingExperiment(Section):
     """The whole of an experiment."""
 
     title: Name
@@ -117,14 +117,14 @@ class Experiment(Section):
             raise ValueError(f"stages {self.stages}: each must be a multiple of the first, for runs save every so many")
         return self
 
-    def cells(self) -> Iterator[Cell]:
+    def cells(self) -> Iterator[PairedRun]:
         """Yield the runs in the order in which they are taken: a seed after another."""
         for seed in self.seeds:
             for arithmetic in self.arithmetics:
                 for variant in self.variants:
-                    yield Cell(arithmetic, variant, seed)
+                    yield PairedRun(arithmetic, variant, seed)
 
-    def config(self, cell: Cell, folder: Path, corpus: Path) -> Config:
+    def config(self, cell: PairedRun, folder: Path, corpus: Path) -> Config:
         """Return the config of one run.
 
         Args:
@@ -154,12 +154,12 @@ class Experiment(Section):
         return settings.validate(Config, tree, "run")
 
 
-def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperiment:
     """Read an experiment's YAML file, apply `section.key=value` overrides, validate.
 
     Raises:
         UserError: one line that names what does not fit, what `run` says among it.
     """
-    experiment = settings.load(Experiment, path, overrides, example=EXAMPLE)
+    experiment = settings.load(TrainingExperiment, path, overrides, example=EXAMPLE)
     experiment.config(next(experiment.cells()), Path("runs/experiment"), Path("train.jsonl"))
     return experiment

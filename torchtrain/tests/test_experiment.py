@@ -1,0 +1,342 @@
+"""An experiment of many runs: what they differ in, their documents, what is measured, and what the differences say."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from typer.testing import CliRunner
+
+from anchorline import settings
+from anchorline.errors import UserError
+from torchtrain.checkpoint.folder import step_of
+from torchtrain.cli import app
+from torchtrain.config import Source
+from torchtrain.experiment.corpus import cut, read_corpus, write_corpus
+from torchtrain.experiment.effects import contrasts, copy_loss, estimate, loss_from
+from torchtrain.experiment.measuring import Measurement, make_rows, measure_model
+from torchtrain.experiment.report import BEGIN, END, write_report
+from torchtrain.experiment.running import Folder, run_experiment
+from torchtrain.experiment.spec import (
+    ARITHMETICS,
+    CorpusConfig,
+    MeasureConfig,
+    PairedRun,
+    TrainingExperiment,
+    load_experiment,
+)
+from torchtrain.run.folder import RunFolder
+from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "experiments"
+MEASURE = {"tokens": 40, "documents": 2, "bands": [8, 16], "distances": [8, 24], "passage": 6}
+
+
+@pytest.fixture
+def made(model_folder, corpus, tmp_path) -> Path:
+    """The file of a tiny experiment."""
+    tree = {
+        "title": "tiny",
+        "run": {
+            "model": {"source": str(model_folder()), "attention": "sdpa"},
+            "pack": {"sequence_length": 48},
+            "train": {"sequences_per_step": 2},
+            "held_out": {"sequences": 1},
+        },
+        "corpus": {
+            "sources": [{"files": str(corpus), "domain_field": "domain"}],
+            "characters": [20, 60],
+            "measured_share": 0.4,
+        },
+        "arithmetics": ["bfloat16"],
+        "variants": ["anchor"],
+        "seeds": [0],
+        "stages": [1, 2],
+        "measure": MEASURE,
+        "cache": str(tmp_path / "cache"),
+    }
+    file = tmp_path / "experiment.yaml"
+    file.write_text(settings.dump(tree))
+    return file
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_runs_differ_in_arithmetic_variant_and_seed_alone(file, tmp_path):
+    experiment = load_experiment(file)
+    plain: dict[str, dict] = {}
+    for cell in experiment.cells():
+        tree = experiment.config(cell, tmp_path, tmp_path / "train.jsonl").model_dump(mode="json")
+        assert tree["run"].pop("folder") == str(tmp_path / "runs" / cell.name)
+        assert (tree["run"].pop("seed"), tree["pack"].pop("variant")) == (cell.seed, cell.variant)
+        assert {name: tree["model"].pop(name) for name in ("dtype", "rotation")} == ARITHMETICS[cell.arithmetic]
+        plain[cell.name] = tree
+    assert len(plain) == len(experiment.arithmetics) * len(experiment.variants) * len(experiment.seeds)
+    assert all(tree == next(iter(plain.values())) for tree in plain.values())
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.model.dtype=float32", r"run\.model\.dtype: the experiment sets it"),
+        ("run.pack.variant=full", r"run\.pack\.variant: the experiment sets it"),
+        ("run.model=3", r"run\.model: expected a section, found int"),
+        ("run.train.step=3", "step"),
+        ("stages=[2,1]", "rising order"),
+        ("stages=[2,3]", "multiple of the first"),
+        ("seeds=[1,1]", "seeds: one stands twice"),
+        ("variants=[inter]", "variants"),
+        ("measure.bands=[8,40]", "all below tokens"),
+        ("measure.distances=[4]", "at least passage"),
+        ("measure.distances=[34]", "leave room"),
+        ("corpus.characters=[9,8]", "the least, 9, is more than the most, 8"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(made, override, says):
+    with pytest.raises(UserError, match=says) as caught:
+        load_experiment(made, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_pieces_are_the_text_and_end_at_lines():
+    text = "\n".join("word " * (n % 4) + "end" for n in range(400)) + "\n"
+    pieces = list(cut(text, (50, 400), np.random.default_rng(0)))
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 400 for piece in pieces)
+    assert all(piece.endswith("\n") for piece in pieces)
+    spread = sorted(map(len, pieces))
+    assert spread[len(spread) // 10] < 110 < 250 < spread[-len(spread) // 10]
+
+
+def test_a_line_that_is_too_long_is_cut_at_spaces_and_then_anywhere():
+    words, solid = " ".join(["seven77"] * 100), "x" * 500
+    assert all(piece.endswith(" ") for piece in list(cut(words, (20, 60), np.random.default_rng(0)))[:-1])
+    assert "".join(cut(solid, (20, 60), np.random.default_rng(0))) == solid
+
+
+def test_no_document_is_trained_on_and_measured(tmp_path):
+    """Though some stand twice, in both sources."""
+    texts = [f"{n} " * 40 for n in range(60)]
+    for name, of in (("a", texts), ("b", texts[30:] + ["x " * 40])):
+        lines = (json.dumps({"text": text, "source": name}) + "\n" for text in of)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    sources = [Source(files=str(tmp_path / f"{name}.jsonl"), domain_field="source") for name in "ab"]
+    corpus = CorpusConfig(sources=sources, measured_share=0.5)
+    write_corpus(corpus, tmp_path / "out" / "train.jsonl", tmp_path / "out" / "measured.jsonl")
+    train, whole = (read_corpus(tmp_path / "out" / f"{name}.jsonl") for name in ("train", "measured"))
+    assert not {document.text for document in whole} & {document.text for document in train}
+    assert {document.text for document in [*whole, *train]} == {*texts, "x " * 40}
+    assert len(whole) + len(train) == 61
+    write_corpus(corpus, tmp_path / "again" / "train.jsonl", tmp_path / "again" / "measured.jsonl")
+    assert read_corpus(tmp_path / "again" / "train.jsonl") == train
+
+
+def test_a_corpus_of_which_nothing_is_left_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+    corpus = CorpusConfig(sources=[Source(files=str(tmp_path / "a.jsonl"))])
+    with pytest.raises(UserError, match=r"corpus: 1 pieces to train on and 0 documents to measure on"):
+        write_corpus(corpus, tmp_path / "train.jsonl", tmp_path / "measured.jsonl")
+    assert not (tmp_path / "train.jsonl").exists()
+
+
+def rows_of(measure: MeasureConfig):
+    texts = [(domain, f"{domain}{n} " * 30) for domain in ("a", "b") for n in range(3)]
+    return make_rows(texts, tiny_tokenizer(), [1], measure)
+
+
+def test_rows_hold_a_passage_twice_at_the_distance():
+    measure = MeasureConfig(**MEASURE)
+    rows = rows_of(measure)
+    assert rows.domains == ["a", "b"]
+    assert [len(ids) for ids in rows.documents] == [40, 40]
+    for of_document in rows.copies:
+        for ids, distance in zip(of_document, measure.distances, strict=True):
+            assert ids[1:7] == ids[-6:] == ids[1 + distance : 7 + distance]
+            assert ids[0] == 1
+            assert len(ids) == 1 + distance + 6
+    # A passage is another document's, which nothing else in the row tells.
+    assert rows.copies[0][0][1:7] != rows.copies[1][0][1:7]
+
+
+def test_too_few_long_documents_are_refused():
+    with pytest.raises(UserError, match=r"measure\.documents: 6 documents hold more than 40 tokens, fewer than the 7"):
+        rows_of(MeasureConfig(**MEASURE | {"documents": 7}))
+
+
+def test_losses_are_those_of_the_logits():
+    measure, model = MeasureConfig(**MEASURE), tiny_model("llama").float().eval()
+    rows = rows_of(measure)
+
+    def losses(ids):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double()
+        return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none").numpy()
+
+    wanted = [[losses(ids)[a - 1 : b - 1].mean() for a, b in ((1, 8), (8, 16), (16, 40))] for ids in rows.documents]
+    copies = [[losses(ids)[-5:].mean() for ids in of_document] for of_document in rows.copies]
+    first = [losses(of_document[0])[1:6].mean() for of_document in rows.copies]
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    found = measure_model(model, rows, measure, again_rounded=True)
+    # float32 against float64 of float32 logits: a unit in the last place of a loss of about 6.
+    for ours, theirs in ((found.losses, wanted), (found.copies, copies), (found.passages, first)):
+        assert np.abs(np.array(ours) - np.array(theirs)).max() < len(rows.documents[0]) * np.spacing(np.float32(8))
+    assert found.rounded is not None
+    assert found.rounded != found.losses
+    again = measure_model(model, rows, measure, again_rounded=False)
+    assert (again.losses, again.rounded) == (found.rounded, None)  # the weights are rounded by now
+
+
+DRAWN = np.random.default_rng(0)
+
+
+def measurement(shift: float) -> Measurement:
+    """Of documents whose losses are random about `shift`."""
+    losses = (shift + DRAWN.normal(size=(5, 3))).tolist()
+    copies = (shift + DRAWN.normal(size=(5, 2))).tolist()
+    return Measurement(
+        bands=[(1, 8), (8, 16), (16, 40)],
+        distances=[8, 24],
+        domains=["a"] * 5,
+        documents="",
+        losses=losses,
+        copies=copies,
+        passages=[0.0] * 5,
+        rounded=None,
+    )
+
+
+def measured_cells(seeds):
+    shifts = {"bfloat16": 0.5, "float32": 0.0}
+    return {
+        (PairedRun(arithmetic, variant, seed), 4): measurement(shifts[arithmetic])
+        for arithmetic in shifts
+        for variant in ("intra", "anchor")
+        for seed in seeds
+    }
+
+
+def test_a_contrast_is_the_difference_of_differences_with_students_interval_over_seeds():
+    measured = measured_cells((0, 1, 7))
+    (wanted,) = (c for c in contrasts(["bfloat16", "float32"], ["intra", "anchor"]) if c.name.startswith("(anchor"))
+    found = estimate(wanted, measured, loss_from(8), 4)
+    assert found is not None
+
+    def mean(arithmetic, variant, seed):
+        losses = np.array(measured[PairedRun(arithmetic, variant, seed), 4].losses)
+        return (losses[:, 1] * 8 + losses[:, 2] * 24).mean() / 32
+
+    each = [
+        mean("bfloat16", "anchor", seed) - mean("bfloat16", "intra", seed)
+        - (mean("float32", "anchor", seed) - mean("float32", "intra", seed))
+        for seed in (0, 1, 7)
+    ]  # fmt: skip
+    interval = stats.ttest_1samp(each, 0).confidence_interval(0.95)
+    np.testing.assert_allclose(found.each, each)
+    np.testing.assert_allclose([found.mean, found.low, found.high], [np.mean(each), *interval])
+    assert (found.seeds, found.over) == ((0, 1, 7), "3 seeds")
+    assert estimate(wanted, measured, loss_from(8), 5) is None
+
+
+def test_one_seed_has_the_interval_of_its_documents():
+    measured = measured_cells((3,))
+    found = estimate(contrasts(["bfloat16", "float32"], ["intra"])[0], measured, copy_loss, 4)
+    assert found is not None
+    pairs = [np.array(measured[PairedRun(a, "intra", 3), 4].copies).mean(axis=1) for a in ("bfloat16", "float32")]
+    interval = stats.ttest_rel(*pairs).confidence_interval(0.95)
+    np.testing.assert_allclose([found.low, found.high], interval)
+    assert found.over == "5 documents, one seed"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "says"),
+    [
+        (0.02, 0.03, "more"),
+        (-0.03, -0.02, "less"),
+        (-0.01, 0.01, "less than the margin either way"),
+        (0.005, 0.03, "not settled"),
+        (-math.inf, math.inf, "not settled"),
+    ],
+)
+def test_a_verdict_is_where_the_interval_lies(low, high, says):
+    measured = measured_cells((0, 1))
+    found = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured, copy_loss, 4)
+    assert found is not None
+    assert type(found)(**(vars(found) | {"low": low, "high": high})).verdict(0.01) == says
+
+
+def test_every_contrast_of_paired_runs_sums_to_nothing():
+    """So whatever all runs share is gone."""
+    for contrast in contrasts(["bfloat16", "rotation_float32", "float32"], ["full", "intra", "intra_reset", "anchor"]):
+        assert sum(contrast.weights.values()) == 0, contrast
+        assert len(contrast.weights) in (2, 4)
+
+
+def test_an_experiment_stops_at_a_stage_and_is_reported(made, tmp_path):
+    """Real processes: a run is trained to step 1 of 2, stopped there, and measured."""
+    experiment, out, said = load_experiment(made), tmp_path / "out", []
+    run_experiment(experiment, out, workers=1, stages=1, say=said.append)
+    folder, cell = Folder(out), PairedRun("bfloat16", "anchor", 0)
+    assert said[-1].startswith("bfloat16-anchor-0 measured after step 1 · 1/1")
+    assert [step_of(path.name) for path in RunFolder(folder.run(cell)).exports_of_steps()][:1] == [1]
+    found = json.loads(folder.measurement(cell, 1).read_text())
+    assert np.isfinite(found["losses"]).all()
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    report = write_report(experiment, out, document)
+    assert "| 192 | 0 | 1 |" in report.read_text()
+    head, _, rest = document.read_text().partition(BEGIN)
+    assert (head, rest.partition(END)[2]) == ("before\n", "\nafter\n")
+    assert "old" not in rest
+    assert (tmp_path / "figures" / "page.svg").read_bytes() == (out / "effects.svg").read_bytes()
+    said.clear()
+    run_experiment(experiment, out, workers=1, stages=1, say=said.append)
+    assert said == ["0 of 1 measurements are left"]
+    with pytest.raises(UserError, match=r"--out .*: holds an experiment with another measure; choose another folder"):
+        run_experiment(load_experiment(made, ["measure.documents=1"]), out, workers=1)
+
+
+def test_a_run_that_fails_is_told_with_its_last_words(made, tmp_path):
+    with pytest.raises(UserError, match=r"bfloat16-anchor-0: its training ended with 3: .*gone wrong"):
+        run_experiment(
+            load_experiment(made),
+            tmp_path / "out",
+            1,
+            launch=["sh", "-c", "echo gone wrong; exit 3"],
+            say=lambda _: None,
+        )
+
+
+def test_a_folder_of_something_else_is_refused(made, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    result = CliRunner().invoke(app, ["experiment", str(made), "--out", str(tmp_path / "mine")])
+    assert result.exit_code == 2
+    assert "holds something else" in result.output
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_report_of_nothing_is_refused(made, tmp_path):
+    result = CliRunner().invoke(app, ["experiment", str(made), "--out", str(tmp_path / "new"), "--only-report"])
+    assert result.exit_code == 2
+    assert "nothing is measured yet" in result.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_document_without_marks_is_refused(made, tmp_path):
+    experiment, folder = load_experiment(made), Folder(tmp_path / "out")
+    file = folder.measurement(PairedRun("bfloat16", "anchor", 0), 1)
+    file.parent.mkdir(parents=True)
+    file.write_text(measurement(0).model_dump_json())
+    (tmp_path / "page.md").write_text("no marks")
+    with pytest.raises(UserError, match="lacks the lines"):
+        write_report(experiment, folder.path, tmp_path / "page.md")
+    file.write_text("{")
+    with pytest.raises(UserError, match=r"is damaged .*; remove it, and it is measured again"):
+        write_report(experiment, folder.path)
+
+
+def test_an_experiment_knows_every_arithmetic_it_names():
+    assert set(TrainingExperiment.model_fields["arithmetics"].default) == set(ARITHMETICS)
