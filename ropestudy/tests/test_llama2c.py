@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from anchorline.errors import UserError
 from jaxref.decoder_config import DecoderConfig
 from jaxref.weights import from_arrays, load_hf, to_arrays
 from ropestudy.llama2c import PIECES_FROM, convert, read_llama2c
