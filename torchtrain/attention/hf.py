@@ -109,11 +109,20 @@ def _anchor_attention(
         _announce(resolve_engine(engine, value.device, value.dtype), value)
     for dtypes in _watching:
         dtypes |= {query.dtype, key.dtype}
-    if torch.promote_types(query.dtype, value.dtype) == query.dtype:
-        query, key = query.to(value.dtype), key.to(value.dtype)  # after a rotation in float32: the one rounding
+    query, key = round_to_values(query, key, value)
     q_BTHD, k_BTKD, v_BTKD = (x.transpose(1, 2) for x in (query, key, value))
     out_BTHD, _ = attend(q_BTHD, k_BTKD, v_BTKD, plan, engine=engine, scale=scaling)
     return out_BTHD, None
+
+
+def round_to_values(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys in the dtype of the values: after a rotation in float32 this is the one rounding.
+
+    Those that are narrower are left for the engine to refuse.
+    """
+    if torch.promote_types(query.dtype, value.dtype) != query.dtype:
+        return query, key
+    return query.to(value.dtype), key.to(value.dtype)
 
 
 def _refuse(

@@ -98,6 +98,10 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=_STAND_IN, trust_remote_code=settings.trust_remote_code
         )
+    if settings.rotation == "float32":
+        from torchtrain.modeling.rotation import rotate_in_float32
+
+        rotate_in_float32(model)
     if settings.activation_checkpointing:
         enable_checkpointing(model)
     return model.train()
@@ -229,12 +233,12 @@ class Shapes:
 
     def __init__(self, config: "PretrainedConfig") -> None:
         self.config = config
-        self._models: dict[tuple[str, bool], PreTrainedModel] = {}
+        self._models: dict[tuple[str, str, bool], PreTrainedModel] = {}
         self._passes: dict[tuple[Any, ...], Pass] = {}
 
     def model(self, settings: ModelConfig) -> "PreTrainedModel":
         """Return the model of `shape_of_model`."""
-        key = (settings.dtype, settings.activation_checkpointing)
+        key = (settings.dtype, settings.rotation, settings.activation_checkpointing)
         if key not in self._models:
             self._models[key] = shape_of_model(self.config, settings)
         return self._models[key]
@@ -243,7 +247,14 @@ class Shapes:
         """Count the passes of a run's micro-batch on one rank, every token labelled."""
         model, train, pack = config.model, config.train, config.pack
         shared = config.distributed.sequence_parallel
-        key = (model.dtype, model.activation_checkpointing, train.micro_batch, pack.sequence_length, shared)
+        key = (
+            model.dtype,
+            model.rotation,
+            model.activation_checkpointing,
+            train.micro_batch,
+            pack.sequence_length,
+            shared,
+        )
         key = (*key, pack.base_variant, train.loss_chunk)
         if key not in self._passes:
             plan = _plan(pack.base_variant, train.micro_batch, -(-pack.sequence_length // shared) * shared)
@@ -345,10 +356,13 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, plan: _Shared, **__: Any
 ) -> tuple[Tensor, None]:
     """Transformers' calling convention, as `torchtrain.attention.hf` and, where ranks share rows, Ulysses follow it."""
+    from torchtrain.attention.hf import round_to_values
+
     ranks, plan_ = plan.ranks, plan.plan
     q_BHTD, k_BKTD, v_BKTD = (
         (query, key, value) if ranks == 1 else (_heads_for_parts(x, ranks) for x in (query, key, value))
     )
+    q_BHTD, k_BKTD = round_to_values(q_BHTD, k_BKTD, v_BKTD)
     q_NHD = gather_queries(q_BHTD.transpose(1, 2), plan_)
     k_MKD, v_MKD = (gather_keys(x.transpose(1, 2), plan_) for x in (k_BKTD, v_BKTD))
     out_BTHD = scatter_queries(_Flash.apply(q_NHD, k_MKD, v_MKD), plan_)  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,6 @@
 """`torchtrain plan`: what is counted is what is held, and the verdict, the bounds and the remedies follow from it."""
 
+import itertools
 import json
 import shutil
 import tomllib
@@ -139,16 +140,22 @@ def test_weights_that_are_computed_with_again_are_there_until_their_gradients():
     assert [count // 10**6 for count in count_gathered(uses, sizes, 0, 0)] == [0, 1, 1, 1, 1, 2, 0]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_plan_is_what_the_step_holds(config_of, monkeypatch, dtype, micro_batches, checkpointing):
+@pytest.mark.parametrize(
+    ("dtype", "rotation", "micro_batches", "checkpointing"),
+    [
+        *itertools.product(["bfloat16", "float32"], ["model"], [1, 2], [False, True]),
+        ("bfloat16", "float32", 1, False),
+        ("bfloat16", "float32", 1, True),
+    ],
+)
+def test_plan_is_what_the_step_holds(config_of, monkeypatch, dtype, rotation, micro_batches, checkpointing):
     """A tiny model on one rank: the trainer's own step on the device of shapes, with the attention of flash."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64, "vocab_size": 1024}
     own = tiny_config(**sizes)
     monkeypatch.setattr(step, "model_config", lambda config: own)
     config = config_of(
         f"model.dtype={dtype}",
+        f"model.rotation={rotation}",
         f"model.activation_checkpointing={str(checkpointing).lower()}",
         f"train.sequences_per_step={micro_batches}",
         "pack.sequence_length=512",

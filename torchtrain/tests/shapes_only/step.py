@@ -30,6 +30,7 @@ from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.modeling import load as loading
+from torchtrain.modeling.rotation import rotate_in_float32
 from torchtrain.planning.budget import memory, model_config
 from torchtrain.planning.memory import Shapes, enable_checkpointing
 from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
@@ -79,6 +80,8 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
             model = AutoModelForCausalLM.from_config(
                 own, dtype=getattr(torch, config.model.dtype), attn_implementation=implementation_name(ENGINE)
             )
+        if config.model.rotation == "float32":
+            rotate_in_float32(model)
         if config.model.activation_checkpointing:
             enable_checkpointing(model)
     strategy = make_strategy(model.train(), ENGINE, config, world)
