@@ -47,7 +47,7 @@ END = "<!-- End of the numbers. -->"
 COMMANDS_BEGIN = "<!-- Commands: made like the numbers. -->"
 COMMANDS_END = "<!-- End of the commands. -->"
 TINY = 0.005  # fractions below would be 0.00
-FIGURES = ("dose", "shift", "tokens", "length")  # shown in the document
+FIGURES = ("dose", "shift", "samples", "tokens", "length")  # shown in the document
 
 
 def refresh(results: Results, document: Path, second: Results | None = None) -> None:
@@ -96,7 +96,7 @@ def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | No
         CLAIMS_SAY,
         *_judged("Claim by claim", paper_claims(results)),
         *_judged("Beyond them", [*cause_claims(results), *context_claims(results)]),
-        *_shown(drawn, "shift", "tokens", "length"),
+        *_shown(drawn, "shift", "samples", "tokens", "length"),
         "## Every number",
         *_tables(results),
     ]
@@ -337,9 +337,10 @@ def _positions(results: Results) -> str:
 
 
 def _lengths(results: Results) -> str:
-    rows = []
+    rows, begins = [], set[str]()
     for r in of_kind(results, ByLength):
         if is_half(r.condition):
+            begins.add(f"{r.d1:,} and {r.d2:,}")
             for p in r.points:
                 stats = (p.shift.d_logit_first, p.shift.d_logit_rest, p.shift.d, p.shift.row)
                 error = str(mean_of(p.error.row.values)) if p.error else ""
@@ -354,7 +355,7 @@ def _lengths(results: Results) -> str:
         *("run", "tokens", "D_logit, first column", "mean of all others", "D (eq. 5)", "shift error per query"),
         "error per query",
     )
-    return _table("By length", heads, rows)
+    return _table(f"By length, between rows that begin at positions {', '.join(sorted(begins))}", heads, rows)
 
 
 def _error_exponent(record: ByLength) -> str:
