@@ -52,12 +52,12 @@ class MeasureConfig(Section):
     """What is asked of each trained model, in float32 and with plain causal attention."""
 
     tokens: Count = Field(description="of a document that is measured, its first so many; with the anchor in front")
-    documents: Count = Field(default=48, description="of all sources in turn, each longer than `tokens`")
+    documents: Count = Field(default=32, description="of all sources in turn, each longer than `tokens`")
     bands: list[Count] = Field(
         default=[64, 256, 512, 768], min_length=1, description="positions at which a new band of the loss begins"
     )
     distances: list[Count] = Field(
-        default=[64, 256, 512, 896], description="tokens between a passage and its copy, whose loss is taken"
+        default=[64, 256, 896], description="tokens between a passage and its copy, whose loss is taken"
     )
     passage: Annotated[int, Field(ge=2, le=1024)] = Field(default=24, description="tokens of the passage")
 
