@@ -27,6 +27,7 @@ from torchtrain.errors import TERMINATED
 from torchtrain.experiment.corpus import write_corpus
 from torchtrain.experiment.spec import PairedRun, TrainingExperiment
 from torchtrain.run.folder import RunFolder
+from torchtrain.run.termination import Termination
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _EXTENDABLE = ("seeds", "arithmetics", "variants", "title")  # what may change under runs that exist
@@ -132,6 +133,7 @@ def run_experiment(
 
     Raises:
         UserError: the folder is of another experiment, or a run fails; the others are stopped, saved.
+        Terminated: by SIGTERM; all are stopped, saved.
     """
     folder = Folder(path)
     _claim(experiment, folder)
@@ -151,7 +153,8 @@ def run_experiment(
     say(f"{len(work)} of {len(experiment.stages[:stages]) * len(list(experiment.cells()))} measurements are left")
     processes = _Processes()
     started, done = time.monotonic(), 0
-    with ThreadPoolExecutor(workers) as pool:
+    with Termination() as termination, ThreadPoolExecutor(workers) as pool:
+        termination.advice = "every run is saved, and the same command goes on"
         waiting = iter(work)
         at_work: set[Future[str]] = set()
         try:

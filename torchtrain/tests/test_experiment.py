@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,7 @@ from anchorline.errors import UserError
 from torchtrain.checkpoint.folder import step_of
 from torchtrain.cli import app
 from torchtrain.config import Source
+from torchtrain.errors import Terminated
 from torchtrain.experiment.corpus import cut, read_corpus, write_corpus
 from torchtrain.experiment.effects import contrasts, copy_loss, estimate, loss_from
 from torchtrain.experiment.measuring import Measurement, make_rows, measure_model
@@ -307,6 +312,21 @@ def test_a_run_that_fails_is_told_with_its_last_words(made, tmp_path):
             launch=["sh", "-c", "echo gone wrong; exit 3"],
             say=lambda _: None,
         )
+
+
+def test_a_termination_stops_every_run_and_waits_for_it(made, tmp_path):
+    said = tmp_path / "said"
+    sleeper = ["sh", "-c", f"trap 'echo saved > {said}; exit 143' TERM; echo $$ > {said}; while :; do sleep 0.05; done"]
+
+    def terminate() -> None:
+        while not (said.is_file() and said.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate).start()
+    with pytest.raises(Terminated, match="every run is saved, and the same command goes on"):
+        run_experiment(load_experiment(made), tmp_path / "out", 1, launch=sleeper, say=lambda _: None)
+    assert said.read_text() == "saved\n"
 
 
 def test_a_folder_of_something_else_is_refused(made, tmp_path):
