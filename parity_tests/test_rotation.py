@@ -110,13 +110,17 @@ def test_gradients_pass_through_the_rotation():
 
 
 def test_a_model_without_rotary_modules_is_refused():
-    with pytest.raises(UserError, match=r"model\.rotation: .* cannot be rotated in float32, it has no rotary module"):
+    with pytest.raises(
+        UserError, match=r"model\.rotation: .* cannot be made to rotate in float32, none of its modules holds"
+    ):
         rotate_in_float32(torch.nn.Linear(2, 2))
 
 
 def test_a_rotation_that_is_cast_elsewhere_is_refused():
     model = model_of("llama", rotated=False)
-    with pytest.raises(UserError, match=r"model\.rotation: llama cannot be rotated .* its attention gets bfloat16"):
+    with pytest.raises(
+        UserError, match=r"model\.rotation: llama cannot be made to .* its attention gets bfloat16: it casts"
+    ):
         check_rotation(model)
 
 

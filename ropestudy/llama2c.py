@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from anchorline.command import Command
 from anchorline.errors import UserError, quoted
-from anchorline.files import write_file
+from anchorline.files import read_file, write_file
 from jaxref.folders import write_folder
 from ropestudy.smollm2 import half_split
 
@@ -37,9 +37,7 @@ def read_llama2c(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Tok
     Raises UserError, one line: a file that is no such checkpoint, or is cut short.
     """
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise UserError(f"model.source: {quoted(file)} is larger than {MOST_BYTES:,} bytes; give a smaller model")
-        content = file.read_bytes()
+        content = read_file(file, MOST_BYTES)
     except OSError as error:
         raise UserError(f"model.source: {quoted(file)} cannot be read: {error.strerror}") from None
     try:

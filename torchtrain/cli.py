@@ -428,7 +428,7 @@ def experiment(
     overrides: Overrides = None,
     workers: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="runs at work at a time")] = 1,
     launch: Annotated[
-        str, typer.Option(help="what starts a run's processes, for example 'torchrun --nproc_per_node 8'")
+        str, typer.Option(help="what starts a run's processes, for example 'torchrun --standalone --nproc_per_node 8'")
     ] = "",
     stages: Annotated[int | None, typer.Option(min=1, max=MOST, help="stop after so many; default: all")] = None,
     document: Annotated[
@@ -448,16 +448,22 @@ def experiment(
 
         asked = load_experiment(file, overrides or [])
 
-        from torchtrain.experiment.report import write_report  # isort: skip
+        from torchtrain.experiment.report import around, write_report  # isort: skip
         from torchtrain.experiment.running import run_experiment
 
         folder = resolve("--out", out)
+        if document is not None:
+            around(document)  # before hours of work
+        try:
+            launcher = shlex.split(launch)
+        except ValueError as error:
+            raise UserError(f"--launch {quoted(launch)}: {error}; close what is quoted") from None
         if not only_report:
             run_experiment(
                 asked,
                 folder,
                 workers,
-                shlex.split(launch),
+                launcher,
                 stages,
                 lambda line: print(line, file=sys.stderr, flush=True),
             )

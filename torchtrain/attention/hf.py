@@ -45,6 +45,7 @@ from torchtrain.attention.plan import AttentionPlan, make_plan
 logger = logging.getLogger(__name__)
 announced: set[tuple[str, str, torch.dtype]] = set()
 _watching: list[set[torch.dtype]] = []
+ROTATED = "rotated_in_float32"  # attribute of the modules of a model whose rotation is float32's
 
 # Arguments of a layer's attention that change the result and that no engine honours:
 ARGUMENTS_REFUSED = (
@@ -61,7 +62,7 @@ def watch_queries() -> Iterator[set[torch.dtype]]:
     try:
         yield dtypes
     finally:
-        _watching.pop()
+        _watching[:] = [others for others in _watching if others is not dtypes]
 
 
 def implementation_name(engine: str) -> str:
@@ -109,18 +110,22 @@ def _anchor_attention(
         _announce(resolve_engine(engine, value.device, value.dtype), value)
     for dtypes in _watching:
         dtypes |= {query.dtype, key.dtype}
-    query, key = round_to_values(query, key, value)
+    query, key = round_to_values(module, query, key, value)
     q_BTHD, k_BTKD, v_BTKD = (x.transpose(1, 2) for x in (query, key, value))
     out_BTHD, _ = attend(q_BTHD, k_BTKD, v_BTKD, plan, engine=engine, scale=scaling)
     return out_BTHD, None
 
 
-def round_to_values(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys in the dtype of the values: after a rotation in float32 this is the one rounding.
+def round_to_values(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys in the dtype of the values where they were rotated in float32: the one rounding.
 
-    Those that are narrower are left for the engine to refuse.
+    What else has two dtypes is left for the engine to refuse.
+
+    Args:
+        module: the attention layer; `torchtrain.modeling.rotation` marks those of its models.
+        query, key, value: of any shape.
     """
-    if torch.promote_types(query.dtype, value.dtype) != query.dtype:
+    if not getattr(module, ROTATED, False):
         return query, key
     return query.to(value.dtype), key.to(value.dtype)
 

@@ -1,8 +1,9 @@
 """What the differences between an experiment's runs come to: contrasts of paired runs, each with an interval.
 
 Runs of one seed read the same rows in the same order, and all models are measured on the same documents, so a contrast
-is taken seed by seed and document by document. Its interval is Student's, over seeds; of one seed alone over documents,
-which says nothing of other seeds and is called by that name.
+is taken within a seed, and its mean over the documents is one number a seed. Its interval is Student's over these: it
+says nothing of other documents. Of one seed alone it is over documents, which says nothing of other seeds: then there
+is no verdict.
 """
 
 import math
@@ -21,7 +22,7 @@ CONFIDENCE = 0.95
 # (arithmetic, variant) -> weight
 Weights = Mapping[tuple[str, str], int]
 Outcome = Callable[[Measurement], Sequence[float]]  # a number for each document
-Verdict = Literal["more", "less", "less than the margin either way", "not settled"]
+Verdict = Literal["more", "less", "less than the margin either way", "not settled", "one seed"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Estimate:
         return f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else f"{self.documents} documents, one seed"
 
     def verdict(self, margin: float) -> Verdict:
-        """Say which side of +-margin the interval lies on."""
+        """Say which side of +-margin the interval lies on; of one seed nothing."""
+        if len(self.seeds) == 1:
+            return "one seed"
         if self.low > margin:
             return "more"
         if self.high < -margin:
@@ -62,8 +65,9 @@ class Estimate:
 
 def contrasts(arithmetics: Iterable[str], variants: Iterable[str]) -> list[Contrast]:
     """Return what an experiment of these can answer, in the order in which it is told."""
+    arithmetics, variants = list(arithmetics), list(variants)
     rounded = [name for name in arithmetics if name != REFERENCE]
-    others = [name for name in variants if name != "intra"]
+    others = [name for name in variants if name != "intra"] if "intra" in variants else []
     found = []
     for variant in others:
         said = {
@@ -74,6 +78,11 @@ def contrasts(arithmetics: Iterable[str], variants: Iterable[str]) -> list[Contr
         found.append(
             Contrast(f"{variant} - intra, {REFERENCE}", said, {(REFERENCE, variant): 1, (REFERENCE, "intra"): -1})
         )
+    for name in rounded:
+        for variant in others:
+            found.append(
+                Contrast(f"{variant} - intra, {name}", "both together", {(name, variant): 1, (name, "intra"): -1})
+            )
     for name in rounded:
         for variant in variants:
             found.append(
@@ -101,7 +110,21 @@ def contrasts(arithmetics: Iterable[str], variants: Iterable[str]) -> list[Contr
                     {("rotation_float32", variant): 1, ("bfloat16", variant): -1},
                 )
             )
-    return found
+        for variant in others:
+            found.append(
+                Contrast(
+                    f"({variant} - intra), bfloat16 - rotation_float32",
+                    f"what the rotation's rounding adds to what {variant} does",
+                    {
+                        ("bfloat16", variant): 1,
+                        ("bfloat16", "intra"): -1,
+                        ("rotation_float32", variant): -1,
+                        ("rotation_float32", "intra"): 1,
+                    },
+                )
+            )
+    kept = set(arithmetics)
+    return [one for one in found if {name for name, _ in one.weights} <= kept]
 
 
 def estimate(

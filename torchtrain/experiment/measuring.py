@@ -4,11 +4,12 @@ Both are taken in float32 with plain causal attention, the anchor in front: what
 not the arithmetic in which the model would be served. Of a model trained in float32 the loss is taken again with its
 weights rounded to bfloat16, which is what saving does to the others.
 
-    python -m torchtrain.experiment.measuring EXPERIMENT.yaml MODEL CORPUS OUT.json
+    python -m torchtrain.experiment.measuring EXPERIMENT.yaml ROWS.json MODEL OUT.json
 
 Legend: T tokens of a row.
 """
 
+import datetime
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from anchorline.environment import processor, versions
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_file, replace_file
+from torchtrain.config import Config
+from torchtrain.data import anchor_ids
+from torchtrain.data.encode import Encoder
 from torchtrain.experiment.spec import MeasureConfig
 
 if TYPE_CHECKING:
@@ -32,6 +37,8 @@ class Measurement(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    date: str
+    environment: str  # processor and versions
     bands: list[tuple[int, int]]  # positions, the last excluded
     distances: list[int]
     domains: list[str]  # of each document
@@ -58,7 +65,7 @@ class MeasuredRows(BaseModel):
 def make_rows(
     texts: Sequence[tuple[str, str]],
     tokenizer: "PreTrainedTokenizerFast",
-    anchor: Sequence[int],
+    run: Config,
     measure: MeasureConfig,
 ) -> MeasuredRows:
     """Return the rows of `measure.documents` documents, taken from all domains in turn.
@@ -69,18 +76,19 @@ def make_rows(
     Args:
         texts: (domain, text) of each document.
         tokenizer: the models'.
-        anchor: ids that open each row.
+        run: one of the runs', which says what opens a row and what a special token in a text is.
         measure: what is asked.
 
     Raises:
         UserError: too few documents are long enough.
     """
+    anchor = anchor_ids(tokenizer, run.pack)
     room = measure.tokens - len(anchor)
     long: dict[str, list[list[int]]] = {}
-    for domain, text in texts:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    encoded = Encoder(tokenizer, run.data.special_tokens).encode([text for _, text in texts])
+    for (domain, _), ids in zip(texts, encoded, strict=True):
         if len(ids) > measure.tokens:
-            long.setdefault(domain, []).append(list(ids))
+            long.setdefault(domain, []).append(ids.tolist())
     chosen = [(domain, ids) for domain, ids in _in_turn(long)][: measure.documents]
     if len(chosen) < measure.documents:
         raise UserError(
@@ -131,7 +139,10 @@ def measure_model(
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(torch.bfloat16))
         rounded = by_band()
+    found_here = versions(("torch", "transformers"))
     return Measurement(
+        date=datetime.date.today().isoformat(),
+        environment=", ".join([processor(), *(f"{name} {number}" for name, number in found_here.items())]),
         bands=bands,
         distances=measure.distances,
         domains=rows.domains,
@@ -157,28 +168,35 @@ def read_measurement(path: Path) -> Measurement:
         ) from None
 
 
-def main(experiment: Path, model: Path, corpus: Path, out: Path) -> None:
+def read_rows(path: Path) -> MeasuredRows:
+    """Read the rows that `torchtrain.experiment.running` has written.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        return MeasuredRows.model_validate_json(read_file(path, _MOST_BYTES))
+    except ValueError as error:
+        raise UserError(
+            f"{quoted(path)}: is damaged ({quoted_reason(error)}); remove it, and it is made again"
+        ) from None
+
+
+def main(experiment: Path, rows: Path, model: Path, out: Path) -> None:
     """Measure one model; see the top of the file."""
     import torch
     from transformers.utils import logging
 
-    from torchtrain.config import PackConfig
-    from torchtrain.data import anchor_ids
-    from torchtrain.experiment.corpus import read_corpus
     from torchtrain.experiment.spec import load_experiment
     from torchtrain.modeling.load import load_for_evaluation
-    from torchtrain.modeling.source import open_config, open_tokenizer
+    from torchtrain.modeling.source import open_config
 
     logging.disable_progress_bar()
     measure = load_experiment(experiment).measure
-    tokenizer = open_tokenizer(str(model))
-    texts = [(document.domain, document.text) for document in read_corpus(corpus)]
-    pack = PackConfig(sequence_length=measure.tokens)
-    rows = make_rows(texts, tokenizer, anchor_ids(tokenizer, pack), measure)
     saved_wide = getattr(open_config(str(model)), "dtype", None) == torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_for_evaluation(str(model), dtype=torch.float32, device=device)
-    found = measure_model(loaded, rows, measure, saved_wide)
+    found = measure_model(loaded, read_rows(rows), measure, saved_wide)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(out, found.model_dump_json().encode())
 
@@ -192,4 +210,7 @@ def _in_turn(by_domain: dict[str, list[list[int]]]) -> Iterator[tuple[str, list[
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    try:
+        main(*map(Path, sys.argv[1:]))
+    except UserError as error:
+        sys.exit(str(error))

@@ -3,7 +3,6 @@
 A report is made of whatever has been measured; it says how far that is.
 """
 
-import datetime
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from anchorline.environment import processor, versions
-from anchorline.errors import UserError, quoted
-from anchorline.files import replace_file, save
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import read_file, replace_file, save
 from anchorline.page import figure_style
 from anchorline.page.colours import SERIES
 from torchtrain.experiment.effects import (
@@ -28,11 +26,12 @@ from torchtrain.experiment.effects import (
     rounding_cost,
 )
 from torchtrain.experiment.measuring import Measurement, read_measurement
-from torchtrain.experiment.running import Folder
+from torchtrain.experiment.running import Folder, check_folder
 from torchtrain.experiment.spec import PairedRun, TrainingExperiment
 
 BEGIN, END = "<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->"
 FIGURE = "effects.svg"
+_MOST_BYTES = 1 << 24
 
 _Measured = dict[tuple[PairedRun, int], Measurement]
 
@@ -47,18 +46,17 @@ def write_report(experiment: TrainingExperiment, path: Path, document: Path | No
             beside it.
 
     Raises:
-        UserError: nothing is measured, a measurement is damaged or of other documents, or the document lacks the marks.
+        UserError: nothing is measured, a measurement is damaged or of other documents, the folder is of another
+            experiment, or the document lacks the marks.
     """
+    check_folder(experiment, Folder(path))
     measured = read_all(experiment, Folder(path))
     if not measured:
         raise UserError(f"--out {quoted(path)}: nothing is measured yet; run the experiment without --only-report")
     drawn = _draw(experiment, measured).encode()
     kept = {f"{cell.name}-step-{step}": json.loads(of.model_dump_json()) for (cell, step), of in measured.items()}
     if document is not None:
-        head, begin, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, tail = rest.partition(END)
-        if not begin or not end:
-            raise UserError(f"--document {quoted(document)}: lacks the lines {BEGIN} and {END}; add them")
+        head, tail = around(document)
         figure = Path("figures") / f"{document.stem}.svg"
         (document.parent / figure).parent.mkdir(exist_ok=True)
         save(document.parent / figure, drawn)
@@ -69,6 +67,24 @@ def write_report(experiment: TrainingExperiment, path: Path, document: Path | No
     text = "\n".join([f"# {experiment.title}", "", *_lines(experiment, measured, FIGURE), ""])
     replace_file(path / "report.md", text.encode())
     return path / "report.md"
+
+
+def around(document: Path) -> tuple[str, str]:
+    """Return what stands in a document before and behind the place of the report.
+
+    Raises:
+        UserError: it cannot be read, or lacks the marks.
+    """
+    try:
+        head, begin, rest = read_file(document, _MOST_BYTES).decode().partition(BEGIN)
+    except OSError as error:
+        raise UserError(f"--document {quoted(document)}: {disk_fault(error)}") from None
+    except ValueError as error:
+        raise UserError(f"--document {quoted(document)}: {error}; give a Markdown file in UTF-8") from None
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise UserError(f"--document {quoted(document)}: lacks the lines {BEGIN} and {END}; add them")
+    return head, tail
 
 
 def read_all(experiment: TrainingExperiment, folder: Folder) -> _Measured:
@@ -94,17 +110,19 @@ def _outcomes(experiment: TrainingExperiment) -> list[tuple[str, Outcome]]:
 
 
 def _estimates(experiment: TrainingExperiment, measured: _Measured, outcome: Outcome) -> Iterator[Estimate]:
-    """Yield each contrast after the last stage that two seeds or more have come to, else one."""
+    """Yield each contrast after the stage that most seeds have come to, the last of those."""
     for contrast in contrasts(experiment.arithmetics, experiment.variants):
         found = [one for step in experiment.stages if (one := estimate(contrast, measured, outcome, step)) is not None]
         if found:
-            yield max(found, key=lambda one: (len(one.seeds) > 1, one.step))
+            yield max(found, key=lambda one: (len(one.seeds), one.step))
 
 
 def _lines(experiment: TrainingExperiment, measured: _Measured, figure: str) -> Iterator[str]:
     tokens = _tokens_of_a_step(experiment)
     all_runs = len(list(experiment.cells()))
-    yield f"Measured {datetime.date.today().isoformat()}, {_environment()}. How far it has come:"
+    dates = sorted({of.date for of in measured.values()})
+    where = "; ".join(sorted({of.environment for of in measured.values()}))
+    yield f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {where}. How far it has come:"
     yield ""
     yield from _table(
         ["tokens a run", "runs measured", "of"],
@@ -163,11 +181,6 @@ def _runs(experiment: TrainingExperiment, measured: _Measured, tokens: int) -> I
         )
     head = [f"{first:,}-{end - 1:,}" for first, end in bands] + [f"copy {distance:,}" for distance in distances]
     yield from _table(["arithmetic", "variant", "seed", "tokens", *head], rows)
-
-
-def _environment() -> str:
-    found = versions(("torch", "transformers"))
-    return ", ".join([processor(), *(f"{name} {number}" for name, number in found.items())])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

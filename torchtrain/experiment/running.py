@@ -12,26 +12,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from anchorline import settings
-from anchorline.errors import UserError, quoted
-from anchorline.files import replace_file
+from anchorline.errors import UserError, one_line, quoted
+from anchorline.files import PARTIAL, replace_file
 from torchtrain.checkpoint.folder import step_of
 from torchtrain.config import dump_config
-from torchtrain.errors import TERMINATED
-from torchtrain.experiment.corpus import write_corpus
+from torchtrain.errors import TERMINATED, TasksUnfinished
+from torchtrain.experiment.corpus import read_corpus, write_corpus
+from torchtrain.experiment.measuring import make_rows
 from torchtrain.experiment.spec import PairedRun, TrainingExperiment
+from torchtrain.modeling.source import open_tokenizer, resolve_source
 from torchtrain.run.folder import RunFolder
+from torchtrain.run.lock import claim
 from torchtrain.run.termination import Termination
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _EXTENDABLE = ("seeds", "arithmetics", "variants", "title")  # what may change under runs that exist
 _LINES = 2  # of a failed process' last words
+_MEASURE = (sys.executable, "-m", "torchtrain.experiment.measuring")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,16 @@ class Folder:
     def measured(self) -> Path:
         """The documents that are measured on."""
         return self.path / "corpus" / "measured.jsonl"
+
+    @property
+    def rows(self) -> Path:
+        """What every model is given to measure it."""
+        return self.path / "corpus" / "rows.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the one process that is at work."""
+        return self.path / "lock"
 
     def run(self, cell: PairedRun) -> Path:
         """The folder of a run."""
@@ -81,8 +94,10 @@ class _Processes:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
-    def start(self, command: Sequence[str], log: Path, threads: int) -> Iterator["subprocess.Popen[bytes]"]:
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    def start(self, command: Sequence[str], log: Path, threads: int | None) -> Iterator["subprocess.Popen[bytes]"]:
+        environment = dict(os.environ)
+        if threads is not None:
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
         with log.open("ab") as said:
             said.write(f"$ {shlex.join(command)}\n".encode())
             said.flush()
@@ -113,6 +128,10 @@ class _StoppedError(Exception):
     """The experiment ends."""
 
 
+class _FailedError(Exception):
+    """A run cannot go on; the message says why."""
+
+
 def run_experiment(
     experiment: TrainingExperiment,
     path: Path,
@@ -126,73 +145,116 @@ def run_experiment(
     Args:
         experiment: what.
         path: its folder, new or one of the same experiment; seeds, arithmetics and variants may have changed.
-        workers: runs at work at a time; each has its share of the cores.
+        workers: runs at work at a time; each has its share of the cores, unless OMP_NUM_THREADS or `launch` is given.
         launch: what starts a training's processes, such as torchrun with its options; default: this Python.
         stages: stop after so many; default: all.
         say: takes a line about each run that comes to a stage.
 
     Raises:
-        UserError: the folder is of another experiment, or a run fails; the others are stopped, saved.
-        Terminated: by SIGTERM; all are stopped, saved.
+        UserError: the folder is of another experiment, another process is at work in it, or too few documents are long
+            enough to measure.
+        TasksUnfinished: some runs failed; the others were taken as far as they go.
+        Terminated: by SIGTERM or SIGHUP; all are stopped, saved.
     """
     folder = Folder(path)
-    _claim(experiment, folder)
-    write_corpus(experiment.corpus, folder.train, folder.measured)
-    for cell in experiment.cells():
-        config = experiment.config(cell, path, folder.train)
-        folder.config(cell).parent.mkdir(exist_ok=True)
-        folder.log(cell).parent.mkdir(exist_ok=True)
-        replace_file(folder.config(cell), dump_config(config).encode())
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    work = [
-        (step, cell)
-        for step in experiment.stages[:stages]
-        for cell in experiment.cells()
-        if not folder.measurement(cell, step).is_file()
-    ]
-    say(f"{len(work)} of {len(experiment.stages[:stages]) * len(list(experiment.cells()))} measurements are left")
-    processes = _Processes()
-    started, done = time.monotonic(), 0
-    with Termination() as termination, ThreadPoolExecutor(workers) as pool:
-        termination.advice = "every run is saved, and the same command goes on"
-        waiting = iter(work)
-        at_work: set[Future[str]] = set()
-        try:
-            while True:
-                for step, cell in waiting:
-                    at_work.add(pool.submit(_advance, experiment, folder, cell, step, threads, launch, processes))
-                    if len(at_work) == workers:
-                        break
-                if not at_work:
-                    return
-                finished, at_work = wait(at_work, return_when=FIRST_COMPLETED)
-                for one in finished:
-                    line, done = one.result(), done + 1
-                    left = (time.monotonic() - started) / done * (len(work) - done)
-                    say(f"{line} · {done}/{len(work)} · about {left / 3600:.1f} h left")
-        except BaseException:
-            processes.stop()
-            raise
+    check_folder(experiment, folder)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with claim(folder.lock):
+        _prepare(experiment, folder)
+        cores = len(os.sched_getaffinity(0))
+        threads = None if launch else max(1, cores // workers)
+        processes, failed = _Processes(), dict[PairedRun, str]()
+        with Termination() as termination, _hangups_end(), ThreadPoolExecutor(workers) as pool:
+            termination.advice = "what the runs have saved stays, and the same command goes on"
+            try:
+                for step in experiment.stages[:stages]:
+                    left = [cell for cell in experiment.cells() if not folder.measurement(cell, step).is_file()]
+                    left = [cell for cell in left if cell not in failed]
+                    total = len(list(experiment.cells()))
+                    say(f"step {step}: {total - len(left) - len(failed)} of {total} runs are measured")
+                    begun = time.monotonic()
+                    at_work = {
+                        pool.submit(_advance, experiment, folder, cell, step, threads, launch, processes): cell
+                        for cell in left
+                    }
+                    for done, one in enumerate(as_completed(at_work), start=1):
+                        try:
+                            line = one.result()
+                        except _FailedError as error:
+                            failed[at_work[one]] = line = str(error)
+                        hours = (time.monotonic() - begun) / done * (len(left) - done) / 3600
+                        say(f"{line} · {done} of {len(left)} · about {hours:.1f} h left to step {step}")
+            except BaseException:
+                processes.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+    if failed:
+        raise TasksUnfinished(
+            f"{len(failed)} runs failed, the first: {next(iter(failed.values()))}; the same command tries them again"
+        )
 
 
-def _claim(experiment: TrainingExperiment, folder: Folder) -> None:
-    """Note what a folder is of.
+def check_folder(experiment: TrainingExperiment, folder: Folder) -> None:
+    """Refuse a folder that is of something else.
 
     Raises:
-        UserError: it is of another experiment.
+        UserError: it holds another experiment, or other files.
     """
-    wanted = experiment.model_dump(mode="json")
     if folder.experiment.is_file():
+        wanted = experiment.model_dump(mode="json")
         found = settings.load(TrainingExperiment, folder.experiment, example="").model_dump(mode="json")
+        for tree in (wanted, found):
+            tree["measure"].pop("margin")  # a report's alone
         if other := [name for name in wanted if name not in _EXTENDABLE and wanted[name] != found[name]]:
             raise UserError(
                 f"--out {quoted(folder.path)}: holds an experiment with another {other[0]}; choose another folder, or "
                 "take the experiment.yaml that lies there"
             )
-    elif folder.path.is_dir() and any(folder.path.iterdir()):
-        raise UserError(f"--out {quoted(folder.path)}: holds something else; choose a new folder")
-    folder.path.mkdir(parents=True, exist_ok=True)
-    replace_file(folder.experiment, settings.dump(wanted).encode())
+    elif folder.path.is_dir():
+        ours = {folder.lock.name, folder.experiment.name + PARTIAL, folder.train.parent.name}
+        if strange := sorted({path.name for path in folder.path.iterdir()} - ours):
+            raise UserError(
+                f"--out {quoted(folder.path)}: holds something else ({quoted(strange[0])}); choose a new folder"
+            )
+
+
+def _prepare(experiment: TrainingExperiment, folder: Folder) -> None:
+    """Make the documents, what models are measured on, and every run's config; last, note what the folder is of.
+
+    Raises:
+        UserError: the model or the documents do not fit.
+    """
+    if not folder.experiment.is_file():  # it comes last: what stands there was left on the way to it
+        for file in (folder.train, folder.measured, folder.rows):
+            file.unlink(missing_ok=True)
+    write_corpus(experiment.corpus, folder.train, folder.measured)
+    configs = {cell: experiment.config(cell, folder.path, folder.train) for cell in experiment.cells()}
+    if not folder.rows.is_file():
+        run = next(iter(configs.values()))
+        tokenizer = open_tokenizer(
+            resolve_source(run.model.source, run.data.cache, trust_remote_code=run.model.trust_remote_code),
+            run.model.trust_remote_code,
+        )
+        texts = [(document.domain, document.text) for document in read_corpus(folder.measured)]
+        replace_file(folder.rows, make_rows(texts, tokenizer, run, experiment.measure).model_dump_json().encode())
+    for cell, config in configs.items():
+        folder.config(cell).parent.mkdir(exist_ok=True)
+        folder.log(cell).parent.mkdir(exist_ok=True)
+        replace_file(folder.config(cell), dump_config(config).encode())
+    replace_file(folder.experiment, settings.dump(experiment.model_dump(mode="json")).encode())
+
+
+@contextmanager
+def _hangups_end() -> Iterator[None]:
+    """Take a terminal that is closed as SIGTERM: the runs are no processes of the terminal's group."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _advance(
@@ -200,17 +262,20 @@ def _advance(
     folder: Folder,
     cell: PairedRun,
     step: int,
-    threads: int,
+    threads: int | None,
     launch: Sequence[str],
     processes: _Processes,
 ) -> str:
-    """Take a run to a step and measure it there; return a line about it."""
+    """Take a run to a step and measure it there; return a line about it.
+
+    Raises:
+        _FailedError: one of its processes failed.
+    """
     model = _model_of(folder.run(cell), step, experiment.stages[-1])
     if model is None:
         model = _train(experiment, folder, cell, step, threads, launch, processes)
     out = folder.measurement(cell, step)
-    asked = [sys.executable, "-m", "torchtrain.experiment.measuring"]
-    asked += map(str, (folder.experiment, model, folder.measured, out))
+    asked = [*_MEASURE, *map(str, (folder.experiment, folder.rows, model, out))]
     with processes.start(asked, folder.log(cell), threads) as process:
         code = process.wait()
     if processes.stopped:
@@ -225,7 +290,7 @@ def _train(
     folder: Folder,
     cell: PairedRun,
     step: int,
-    threads: int,
+    threads: int | None,
     launch: Sequence[str],
     processes: _Processes,
 ) -> Path:
@@ -233,19 +298,21 @@ def _train(
     verb = ["resume", str(run)] if (run / "run.json").is_file() else ["train", str(folder.config(cell))]
     command = [*(launch or [sys.executable]), "-m", "torchtrain", *verb]
     with processes.start(command, folder.log(cell), threads) as process:
-        code = None
+        code, stopped_by_us = None, False
         while code is None:
             try:
                 code = process.wait(_SECONDS_BETWEEN_LOOKS)
             except subprocess.TimeoutExpired:
                 # The last stage's model is the run's own, and its process ends by itself.
                 if step < experiment.stages[-1] and _model_of(run, step, experiment.stages[-1]) is not None:
+                    stopped_by_us = True
                     process.send_signal(signal.SIGTERM)
                     code = process.wait()
     if processes.stopped:
         raise _StoppedError
     model = _model_of(run, step, experiment.stages[-1])
-    if code not in (0, TERMINATED) or model is None:
+    # torchrun ends with 1 when it is terminated, and Python by the signal when it is on its way out.
+    if model is None or (code not in (0, TERMINATED) and not stopped_by_us):
         raise _failure(folder, cell, f"its training ended with {code}")
     return model
 
@@ -260,7 +327,7 @@ def _model_of(run: Path, step: int, last: int) -> Path | None:
     return next((path for path in left.exports_of_steps() if step_of(path.name) == step), None)
 
 
-def _failure(folder: Folder, cell: PairedRun, what: str) -> UserError:
+def _failure(folder: Folder, cell: PairedRun, what: str) -> _FailedError:
     log = folder.log(cell)
-    lines: list[Any] = log.read_text(errors="replace").splitlines()
-    return UserError(f"{cell.name}: {what}: {' / '.join(lines[-_LINES:])} (all of it in {quoted(log)})")
+    lines = log.read_text(errors="replace").splitlines()
+    return _FailedError(f"{cell.name}: {what}: {one_line(' / '.join(lines[-_LINES:]))} (all of it in {quoted(log)})")

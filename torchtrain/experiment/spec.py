@@ -17,6 +17,7 @@ Variant = Literal["full", "intra", "intra_reset", "anchor"]
 Arithmetic = Literal["bfloat16", "rotation_float32", "float32"]
 
 # What each arithmetic changes in a run. The masters and the optimizer are float32 in all.
+ENGINES = ("sdpa", "flex", "dense")  # that compute in float32 and in bfloat16 alike
 ARITHMETICS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16", "rotation": "model"},
     "rotation_float32": {"dtype": "bfloat16", "rotation": "float32"},
@@ -52,12 +53,16 @@ class MeasureConfig(Section):
     """What is asked of each trained model, in float32 and with plain causal attention."""
 
     tokens: Count = Field(description="of a document that is measured, its first so many; with the anchor in front")
-    documents: Count = Field(default=32, description="of all sources in turn, each longer than `tokens`")
+    documents: Annotated[int, Field(ge=2, le=65_536)] = Field(
+        default=32, description="of all sources in turn, each longer than `tokens`"
+    )
     bands: list[Count] = Field(
         default=[64, 256, 512, 768], min_length=1, description="positions at which a new band of the loss begins"
     )
     distances: list[Count] = Field(
-        default=[64, 256, 896], description="tokens between a passage and its copy, whose loss is taken"
+        default=[64, 256, 896],
+        min_length=1,
+        description="tokens from where a passage begins to where its copy does, whose loss is taken",
     )
     passage: Annotated[int, Field(ge=2, le=1024)] = Field(default=24, description="tokens of the passage")
 
@@ -69,7 +74,7 @@ class MeasureConfig(Section):
     def _fits(self) -> Self:
         if sorted(set(self.bands)) != self.bands or self.bands[-1] >= self.tokens:
             raise ValueError(f"bands {self.bands}: give them in rising order, all below tokens ({self.tokens})")
-        if self.distances and (max(self.distances) + self.passage >= self.tokens or min(self.distances) < self.passage):
+        if max(self.distances) + self.passage >= self.tokens or min(self.distances) < self.passage:
             raise ValueError(
                 f"distances {self.distances}: each must be at least passage ({self.passage}) and leave room for it "
                 f"within tokens ({self.tokens})"
@@ -96,7 +101,7 @@ class TrainingExperiment(Section):
     title: Name
     run: dict[str, Any] = Field(
         description="a run's config but for what the experiment sets: run.folder, run.seed, model.dtype, "
-        "model.rotation, pack.variant, data.sources and save"
+        "model.rotation, pack.variant, data.sources, data.cache, train.steps and save"
     )
     corpus: CorpusConfig
     arithmetics: list[Arithmetic] = Field(default=["bfloat16", "rotation_float32", "float32"], min_length=1)
@@ -115,6 +120,13 @@ class TrainingExperiment(Section):
             raise ValueError(f"stages {self.stages}: give them in rising order")
         if len(self.stages) > 1 and any(step % self.stages[0] for step in self.stages):
             raise ValueError(f"stages {self.stages}: each must be a multiple of the first, for runs save every so many")
+        if not ("intra" in self.variants and len(self.variants) > 1) and not (
+            REFERENCE in self.arithmetics and len(self.arithmetics) > 1
+        ):
+            raise ValueError(
+                f"arithmetics and variants: nothing can be compared; give {REFERENCE} and another arithmetic, or intra "
+                "and another variant"
+            )
         return self
 
     def cells(self) -> Iterator[PairedRun]:
@@ -141,8 +153,10 @@ class TrainingExperiment(Section):
             "pack": {"variant": cell.variant},
             "data": {"sources": [{"files": str(corpus), "domain_field": "domain"}], "cache": self.cache},
             "train": {"steps": self.stages[-1]},
-            "save": {"every": self.stages[0], "keep": 1, "last": len(range(0, self.stages[-1], self.stages[0])) or 1},
         }
+        if "save" in self.run:
+            raise UserError("run.save: the experiment sets it; remove it")
+        saves = {"every": self.stages[0], "keep": 1, "last": len(range(0, self.stages[-1], self.stages[0])) or 1}
         tree = {name: dict(section) if isinstance(section, dict) else section for name, section in self.run.items()}
         for section, values in ours.items():
             given = tree.setdefault(section, {})
@@ -151,7 +165,19 @@ class TrainingExperiment(Section):
             if stray := sorted(set(given) & set(values)):
                 raise UserError(f"run.{section}.{stray[0]}: the experiment sets it; remove it")
             given.update(values)
-        return settings.validate(Config, tree, "run")
+        tree["save"] = saves
+        config = settings.validate(Config, tree, "run")
+        if REFERENCE in self.arithmetics and config.model.attention not in ENGINES:
+            raise UserError(
+                f"run.model.attention {config.model.attention}: float32 and bfloat16 would run in different engines, "
+                f"which would count as arithmetic; choose one of {', '.join(ENGINES)}"
+            )
+        if self.measure.tokens > config.pack.sequence_length:
+            raise UserError(
+                f"measure.tokens {self.measure.tokens} is more than run.pack.sequence_length "
+                f"{config.pack.sequence_length}, which the runs train for; lower it"
+            )
+        return config
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperiment:

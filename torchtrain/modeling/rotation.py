@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anchorline.errors import UserError
-from torchtrain.attention.hf import watch_queries
+from torchtrain.attention.hf import ROTATED, watch_queries
 from torchtrain.modeling.head import hidden_states
 
 
@@ -23,11 +23,14 @@ def rotate_in_float32(model: nn.Module) -> None:
     Raises:
         UserError: the model has none that is called with hidden states first.
     """
-    found = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
+    # Where layers differ in RoPE, the frequencies of each kind have a name of their own.
+    found = [m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))]
     for module in found:
         module.register_forward_pre_hook(_ask_for_float32, with_kwargs=True)
     if not found:
-        raise _refusal(model, "it has no rotary module")
+        raise _refusal(model, "none of its modules holds frequencies")
+    for module in model.modules():
+        setattr(module, ROTATED, True)
 
 
 @torch.no_grad()
@@ -45,7 +48,8 @@ def check_rotation(model: Any) -> None:
     with watch_queries() as dtypes:
         hidden_states(model, batch)
     if other := sorted(str(dtype) for dtype in dtypes - {torch.float32}):
-        raise _refusal(model, f"its attention gets {other[0].removeprefix('torch.')}")
+        dtype = other[0].removeprefix("torch.")
+        raise _refusal(model, f"its attention gets {dtype}: it casts what is rotated, or a layer rotates nothing")
 
 
 def _ask_for_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -63,6 +67,6 @@ def _ask_for_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _refusal(model: nn.Module, why: str) -> UserError:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     return UserError(
-        f"model.rotation: {kind} cannot be rotated in float32, {why}; set model.rotation to model, or choose another "
-        "model"
+        f"model.rotation: {kind} cannot be made to rotate in float32, {why}; set model.rotation to model, or choose "
+        "another model"
     )

@@ -362,7 +362,7 @@ def _attention(
     q_BHTD, k_BKTD, v_BKTD = (
         (query, key, value) if ranks == 1 else (_heads_for_parts(x, ranks) for x in (query, key, value))
     )
-    q_BHTD, k_BKTD = round_to_values(q_BHTD, k_BKTD, v_BKTD)
+    q_BHTD, k_BKTD = round_to_values(module, q_BHTD, k_BKTD, v_BKTD)
     q_NHD = gather_queries(q_BHTD.transpose(1, 2), plan_)
     k_MKD, v_MKD = (gather_keys(x.transpose(1, 2), plan_) for x in (k_BKTD, v_BKTD))
     out_BTHD = scatter_queries(_Flash.apply(q_NHD, k_MKD, v_MKD), plan_)  # pyright: ignore[reportArgumentType]

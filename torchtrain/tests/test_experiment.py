@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,8 @@ from anchorline.errors import UserError
 from torchtrain.checkpoint.folder import step_of
 from torchtrain.cli import app
 from torchtrain.config import Source
-from torchtrain.errors import Terminated
+from torchtrain.errors import TasksUnfinished, Terminated
+from torchtrain.experiment import running
 from torchtrain.experiment.corpus import cut, read_corpus, write_corpus
 from torchtrain.experiment.effects import contrasts, copy_loss, estimate, loss_from
 from torchtrain.experiment.measuring import Measurement, make_rows, measure_model
@@ -57,9 +59,9 @@ def made(model_folder, corpus, tmp_path) -> Path:
             "measured_share": 0.4,
         },
         "arithmetics": ["bfloat16"],
-        "variants": ["anchor"],
+        "variants": ["anchor", "intra"],
         "seeds": [0],
-        "stages": [1, 2],
+        "stages": [1, 8],
         "measure": MEASURE,
         "cache": str(tmp_path / "cache"),
     }
@@ -89,6 +91,15 @@ def test_runs_differ_in_arithmetic_variant_and_seed_alone(file, tmp_path):
         ("run.pack.variant=full", r"run\.pack\.variant: the experiment sets it"),
         ("run.model=3", r"run\.model: expected a section, found int"),
         ("run.train.step=3", "step"),
+        ("run.save.every=3", r"run\.save: the experiment sets it"),
+        (
+            "run.model.attention=auto",
+            r"run\.model\.attention auto: float32 and bfloat16 would run in different engines",
+        ),
+        ("measure.tokens=49", r"measure\.tokens 49 is more than run\.pack\.sequence_length 48"),
+        ("variants=[full]", "nothing can be compared"),
+        ("measure.distances=[]", "distances"),
+        ("measure.documents=1", "documents"),
         ("stages=[2,1]", "rising order"),
         ("stages=[2,3]", "multiple of the first"),
         ("seeds=[1,1]", "seeds: one stands twice"),
@@ -100,8 +111,9 @@ def test_runs_differ_in_arithmetic_variant_and_seed_alone(file, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_one_line(made, override, says):
+    given = [override] if override.startswith("variants") else ["arithmetics=[bfloat16,float32]", override]
     with pytest.raises(UserError, match=says) as caught:
-        load_experiment(made, [override])
+        load_experiment(made, given)
     assert "\n" not in str(caught.value)
 
 
@@ -146,31 +158,59 @@ def test_a_corpus_of_which_nothing_is_left_is_refused(tmp_path):
     assert not (tmp_path / "train.jsonl").exists()
 
 
-def rows_of(measure: MeasureConfig):
-    texts = [(domain, f"{domain}{n} " * 30) for domain in ("a", "b") for n in range(3)]
-    return make_rows(texts, tiny_tokenizer(), [1], measure)
+def text_of(domain: str, n: int) -> str:
+    return " ".join(f"{domain}{n}{word}" for word in range(30))
 
 
-def test_rows_hold_a_passage_twice_at_the_distance():
-    measure = MeasureConfig(**MEASURE)
+@pytest.fixture
+def rows_of(made):
+    """Return a function that makes rows of three documents of each of two domains."""
+
+    def make(measure: MeasureConfig, *overrides: str):
+        run = next(iter(configs_of(load_experiment(made, overrides)).values()))
+        texts = [(domain, text_of(domain, n)) for domain in ("a", "b") for n in range(3)]
+        return make_rows(texts, tiny_tokenizer(), run, measure)
+
+    return make
+
+
+def configs_of(experiment: TrainingExperiment):
+    return {cell: experiment.config(cell, Path("runs"), Path("train.jsonl")) for cell in experiment.cells()}
+
+
+def test_rows_hold_a_passage_twice_at_the_distance(rows_of):
+    measure, tokenizer = MeasureConfig(**MEASURE), tiny_tokenizer()
     rows = rows_of(measure)
+    ends = [tokenizer(text_of(domain, 0), add_special_tokens=False).input_ids[-6:] for domain in ("a", "b")]
+    bos = tokenizer.bos_token_id
     assert rows.domains == ["a", "b"]
     assert [len(ids) for ids in rows.documents] == [40, 40]
     for of_document in rows.copies:
         for ids, distance in zip(of_document, measure.distances, strict=True):
             assert ids[1:7] == ids[-6:] == ids[1 + distance : 7 + distance]
-            assert ids[0] == 1
+            assert ids[0] == bos
             assert len(ids) == 1 + distance + 6
-    # A passage is another document's, which nothing else in the row tells.
-    assert rows.copies[0][0][1:7] != rows.copies[1][0][1:7]
+    # A passage is the end of the other document, which nothing else in the row tells.
+    assert [of_document[0][1:7] for of_document in rows.copies] == ends[::-1]
 
 
-def test_too_few_long_documents_are_refused():
+def test_rows_begin_with_the_runs_own_anchor(rows_of):
+    assert {ids[0] for ids in rows_of(MeasureConfig(**MEASURE), "run.pack.anchor=5").documents} == {5}
+
+
+def test_a_special_token_in_a_text_is_what_it_is_in_training(made):
+    run = next(iter(configs_of(load_experiment(made)).values()))
+    texts = [("a", "</s> " * 60), ("b", "</s> " * 60)]
+    tokenizer, measure = tiny_tokenizer(), MeasureConfig(**MEASURE)
+    assert tokenizer.eos_token_id not in make_rows(texts, tokenizer, run, measure).documents[0]
+
+
+def test_too_few_long_documents_are_refused(rows_of):
     with pytest.raises(UserError, match=r"measure\.documents: 6 documents hold more than 40 tokens, fewer than the 7"):
         rows_of(MeasureConfig(**MEASURE | {"documents": 7}))
 
 
-def test_losses_are_those_of_the_logits():
+def test_losses_are_those_of_the_logits(rows_of):
     measure, model = MeasureConfig(**MEASURE), tiny_model("llama").float().eval()
     rows = rows_of(measure)
 
@@ -202,6 +242,8 @@ def measurement(shift: float) -> Measurement:
     losses = (shift + DRAWN.normal(size=(5, 3))).tolist()
     copies = (shift + DRAWN.normal(size=(5, 2))).tolist()
     return Measurement(
+        date="2026-01-01",
+        environment="a machine",
         bands=[(1, 8), (8, 16), (16, 40)],
         distances=[8, 24],
         domains=["a"] * 5,
@@ -267,6 +309,9 @@ def test_one_seed_has_the_interval_of_its_documents():
 )
 def test_a_verdict_is_where_the_interval_lies(low, high, says):
     measured = measured_cells((0, 1))
+    alone = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured_cells((4,)), copy_loss, 4)
+    assert alone is not None
+    assert type(alone)(**(vars(alone) | {"low": low, "high": high})).verdict(0.01) == "one seed"
     found = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured, copy_loss, 4)
     assert found is not None
     assert type(found)(**(vars(found) | {"low": low, "high": high})).verdict(0.01) == says
@@ -277,41 +322,130 @@ def test_every_contrast_of_paired_runs_sums_to_nothing():
     for contrast in contrasts(["bfloat16", "rotation_float32", "float32"], ["full", "intra", "intra_reset", "anchor"]):
         assert sum(contrast.weights.values()) == 0, contrast
         assert len(contrast.weights) in (2, 4)
+    names = {contrast.name for contrast in contrasts(["bfloat16"], ["intra", "anchor"])}
+    assert names == {"anchor - intra, bfloat16"}
 
 
-def test_an_experiment_stops_at_a_stage_and_is_reported(made, tmp_path):
-    """Real processes: a run is trained to step 1 of 2, stopped there, and measured."""
+def test_an_experiment_stops_at_a_stage_and_is_reported(made, tmp_path, monkeypatch):
+    """Real processes: a run is trained to step 1 of 8, stopped there, and measured."""
+    cell = PairedRun("bfloat16", "anchor", 0)
+    monkeypatch.setattr(TrainingExperiment, "cells", lambda self: iter([cell]))  # the other is as this
     experiment, out, said = load_experiment(made), tmp_path / "out", []
     run_experiment(experiment, out, workers=1, stages=1, say=said.append)
-    folder, cell = Folder(out), PairedRun("bfloat16", "anchor", 0)
-    assert said[-1].startswith("bfloat16-anchor-0 measured after step 1 · 1/1")
-    assert [step_of(path.name) for path in RunFolder(folder.run(cell)).exports_of_steps()][:1] == [1]
+    folder = Folder(out)
+    assert said[-1].startswith("bfloat16-anchor-0 measured after step 1 · 1 of 1")
+    left = RunFolder(folder.run(cell))
+    assert step_of(left.exports_of_steps()[0].name) == 1  # it may be a step further before it is stopped
+    assert not left.finished
     found = json.loads(folder.measurement(cell, 1).read_text())
     assert np.isfinite(found["losses"]).all()
     document = tmp_path / "page.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     report = write_report(experiment, out, document)
-    assert "| 192 | 0 | 1 |" in report.read_text()
+    assert "| 768 | 0 | 1 |" in report.read_text()
     head, _, rest = document.read_text().partition(BEGIN)
     assert (head, rest.partition(END)[2]) == ("before\n", "\nafter\n")
     assert "old" not in rest
     assert (tmp_path / "figures" / "page.svg").read_bytes() == (out / "effects.svg").read_bytes()
     said.clear()
     run_experiment(experiment, out, workers=1, stages=1, say=said.append)
-    assert said == ["0 of 1 measurements are left"]
+    assert said == ["step 1: 1 of 1 runs are measured"]
+    with pytest.raises(UserError, match="another run"):
+        write_report(load_experiment(made, ["run.train.sequences_per_step=4"]), out)
     with pytest.raises(UserError, match=r"--out .*: holds an experiment with another measure; choose another folder"):
-        run_experiment(load_experiment(made, ["measure.documents=1"]), out, workers=1)
+        run_experiment(load_experiment(made, ["measure.documents=3"]), out, workers=1)
 
 
-def test_a_run_that_fails_is_told_with_its_last_words(made, tmp_path):
-    with pytest.raises(UserError, match=r"bfloat16-anchor-0: its training ended with 3: .*gone wrong"):
-        run_experiment(
-            load_experiment(made),
-            tmp_path / "out",
-            1,
-            launch=["sh", "-c", "echo gone wrong; exit 3"],
-            say=lambda _: None,
-        )
+FAKE = """
+import json, shutil, signal, sys, time
+from pathlib import Path
+import yaml
+from anchorline.files import entry_of
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.outputs import Outputs
+verb, what = sys.argv[3:]
+run = RunFolder(what if verb == "resume" else yaml.safe_load(Path(what).read_text())["run"]["folder"])
+if "{fails}" in run.path.name:
+    sys.exit("gone wrong")
+export = run.exports / "step-00000001"
+if verb == "train":
+    export.mkdir(parents=True)
+    run.record.write_text("{{}}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as torchrun ends
+    time.sleep(100)
+run.model.mkdir()
+(run.model / "config.json").write_text("{{}}")
+outputs = Outputs(models={{"model": {{"config.json": entry_of(run.model / "config.json")}}}})
+outputs.write(run.outputs, finished=8)
+with open({calls!r}, "a") as calls:
+    calls.write(run.path.name + "\\n")
+"""
+
+
+@pytest.fixture
+def fake(made, tmp_path, monkeypatch):
+    """Return a function that runs four runs by a launcher of no weights, and what it said and which runs it resumed."""
+    calls, result = tmp_path / "calls", tmp_path / "measured.json"
+    result.write_text(measurement(0).model_dump_json())
+    copy = "import shutil, sys; from pathlib import Path; Path(sys.argv[-1]).parent.mkdir(exist_ok=True); "
+    monkeypatch.setattr(
+        running, "_MEASURE", (sys.executable, "-c", copy + f"shutil.copy({str(result)!r}, sys.argv[-1])")
+    )
+    monkeypatch.setattr(running, "_SECONDS_BETWEEN_LOOKS", 0.02)
+
+    def run(fails: str, **how):
+        said: list[str] = []
+        file = tmp_path / "fake.py"
+        file.write_text(FAKE.format(fails=fails, calls=str(calls)))
+        experiment = load_experiment(made, ["arithmetics=[bfloat16,float32]", "variants=[intra,anchor]"])
+        try:
+            run_experiment(experiment, tmp_path / "out", launch=[sys.executable, str(file)], say=said.append, **how)
+        finally:
+            run.said, run.calls = said, calls.read_text().split() if calls.is_file() else []
+
+    return run
+
+
+def test_every_run_comes_to_a_stage_before_any_goes_on(fake):
+    fake("none", workers=3)
+    stages = [line for line in fake.said if line.startswith("step")]
+    assert stages == ["step 1: 0 of 4 runs are measured", "step 8: 0 of 4 runs are measured"]
+    at = [line.split(" · ")[0].rpartition(" ")[2] for line in fake.said if "measured after" in line]
+    assert at == ["1"] * 4 + ["8"] * 4
+    assert sorted(fake.calls) == sorted({*fake.calls})  # each run is resumed once
+    fake("none", workers=3)
+    assert [line for line in fake.said if "measured after" in line] == []
+
+
+def test_a_run_that_fails_is_told_with_its_last_words_and_the_others_go_on(fake):
+    with pytest.raises(
+        TasksUnfinished, match=r"1 runs failed, the first: float32-anchor-0: its training ended with 1: .*gone wrong"
+    ):
+        fake("float32-anchor", workers=2)
+    assert sorted(fake.calls) == ["bfloat16-anchor-0", "bfloat16-intra-0", "float32-intra-0"]
+    fake("none", workers=2)
+    assert fake.calls.count("float32-anchor-0") == 1
+
+
+def test_too_few_documents_are_told_before_any_training_and_may_be_mended(made, tmp_path):
+    asleep = ["sh", "-c", f"touch {tmp_path / 'trained'}"]
+    with pytest.raises(UserError, match=r"measure\.documents: \d+ documents hold more than"):
+        run_experiment(load_experiment(made, ["measure.documents=4000"]), tmp_path / "out", 1, launch=asleep)
+    assert not (tmp_path / "trained").exists()
+    with pytest.raises(TasksUnfinished):
+        run_experiment(load_experiment(made), tmp_path / "out", 1, launch=asleep, say=lambda _: None)
+    assert (tmp_path / "trained").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [("--document", "missing.md", "No such file"), ("--launch", "torchrun 'x", "No closing quotation")],
+)
+def test_options_are_looked_at_before_hours_of_work(made, tmp_path, option, value, says):
+    result = CliRunner().invoke(app, ["experiment", str(made), "--out", str(tmp_path / "out"), option, value])
+    assert result.exit_code == 2
+    assert says.lower() in result.output.lower()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_termination_stops_every_run_and_waits_for_it(made, tmp_path):
@@ -324,7 +458,7 @@ def test_a_termination_stops_every_run_and_waits_for_it(made, tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=terminate).start()
-    with pytest.raises(Terminated, match="every run is saved, and the same command goes on"):
+    with pytest.raises(Terminated, match="what the runs have saved stays, and the same command goes on"):
         run_experiment(load_experiment(made), tmp_path / "out", 1, launch=sleeper, say=lambda _: None)
     assert said.read_text() == "saved\n"
 
@@ -349,6 +483,7 @@ def test_a_document_without_marks_is_refused(made, tmp_path):
     experiment, folder = load_experiment(made), Folder(tmp_path / "out")
     file = folder.measurement(PairedRun("bfloat16", "anchor", 0), 1)
     file.parent.mkdir(parents=True)
+    folder.experiment.write_text(settings.dump(experiment.model_dump(mode="json")))
     file.write_text(measurement(0).model_dump_json())
     (tmp_path / "page.md").write_text("no marks")
     with pytest.raises(UserError, match="lacks the lines"):
