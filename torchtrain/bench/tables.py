@@ -1,0 +1,148 @@
+"""A result as tables: on the screen, and in Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table as ScreenTable
+
+from torchtrain.bench.memory import OFFLOADS
+from torchtrain.bench.spread import show
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, a head and rows of text."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        """Return the table as Markdown, its title before it."""
+        lines = [self.head, ("---", *("---:" for _ in self.head[1:])), *self.rows]
+        body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in lines)
+        return f"**{self.title}**\n\n{body}"
+
+    def screen(self) -> ScreenTable:
+        """Return the table for a terminal."""
+        table = ScreenTable(*self.head, title=self.title)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def tables_of(result: dict[str, Any]) -> list[ScreenTable]:
+    """Return a result's tables for a terminal."""
+    return [table.screen() for table in _TABLES[result["what"]](result)]
+
+
+def markdown_of(result: dict[str, Any]) -> str:
+    """Return a result's tables as Markdown, with what was measured, when, where and by which command."""
+    told, settings = result["environment"], result["settings"]
+    packages = ", ".join(f"{name} {number}" for name, number in told["versions"].items())
+    commit = f"commit {told['commit'][:12]}{', changed' if told['changed'] else ''}; " if told["commit"] else ""
+    threads = f", {told['threads']} of its threads" if told["threads"] else ""
+    turns = "" if result["what"] == "memory" else f" {settings['repeats']} turns; seconds are {told['seconds']}."
+    head = f"{told['date']}, {told['device']}{threads}; {packages}; {commit}`{told['command']}`.{turns}"
+    return "\n\n".join([head, *(table.markdown() for table in _TABLES[result["what"]](result))]) + "\n"
+
+
+def _attention(result: dict[str, Any]) -> list[Table]:
+    tables = []
+    for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
+        for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
+            own = [row for row in result["rows"] if (row["dtype"], row["tokens"]) == (dtype, tokens)]
+            documents = result["documents"][str(tokens)]
+            title = (
+                f"{tokens:,} tokens in {len(documents)} documents of {min(documents):,} to {max(documents):,}, {dtype}"
+            )
+            head = ("", "forward ms", "backward ms", "time / full", "live pairs", "over the law", "GFLOP/s", "error")
+            tables.append(Table(title, head, [_attention_row(row) for row in own]))
+    return tables
+
+
+def _attention_row(row: dict[str, Any]) -> tuple[str, ...]:
+    name = row["name"] if row["engine"] is None else f"torchtrain {row['name']}"
+    if "not_run" in row:
+        return (name, f"not run: {row['not_run']}", *("" for _ in range(6)))
+    return (
+        name,
+        f"{1e3 * row['forward']['median']:.1f}",
+        f"{1e3 * row['backward']['median']:.1f}" if "backward" in row else "none here",
+        show(row["of_full"]),
+        f"{row['live_ratio']:.3f}",
+        show(row["over_the_law"]),
+        f"{row['flops_per_second'] / 1e9:.1f}",
+        f"{row['error_ratio']:.2f}",
+    )
+
+
+def _step(result: dict[str, Any]) -> list[Table]:
+    layers, weights = result["layers"], result["weights"]
+    losses = [
+        (name, f"{found['tokens']:,}", f"{found['mean']:.5f}", f"{found['error_ratio']:.2f}")
+        for name, found in result["losses"].items()
+    ]
+    rows = [
+        (
+            f"{row['tokens']:,} tokens, {row['loop']}",
+            show(row["seconds"]),
+            show(row["of_yardstick"]) if "of_yardstick" in row else "",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['days_per_billion']:,.1f}",
+            f"{row['mfu']:.0%}",
+            f"{row['executed_share']:.0%}",
+            f"{row['ceiling']['median'] / 1e9:,.0f}",
+        )
+        for row in result["rows"]
+    ]
+    rows += [(name, f"not run: {why}", *("" for _ in range(6))) for name, why in result["not_run"].items()]
+    head = (
+        "",
+        "seconds",
+        "of transformers, full",
+        "tokens/s",
+        "days per billion",
+        "MFU",
+        "executed",
+        "ceiling, GFLOP/s",
+    )
+    title = f"A step of one row: {result['model']}, {layers} layers, {weights:,} weights, {result['dtype']}"
+    tables = [
+        Table("Losses before anything is learned", ("", "tokens", "nats per token", "error over allowance"), losses),
+        Table(title, head, rows),
+    ]
+    if result["modelled"]:
+        asked = result["settings"]["step"]["modelled"]
+        title = f"Modelled, not measured: {asked['model']} on {asked['processes']} x {asked['gpu']} at an MFU of "
+        tables.append(
+            Table(
+                f"{title}{asked['mfu']:g}, which is assumed",
+                ("tokens, variant", "FLOPs of a row", "days per billion tokens"),
+                [
+                    (f"{row['tokens']:,}, {row['variant']}", f"{row['flops']:.3g}", f"{row['days_per_billion']:.2f}")
+                    for row in result["modelled"]
+                ],
+            )
+        )
+    return tables
+
+
+def _memory(result: dict[str, Any]) -> list[Table]:
+    rows = [
+        (
+            f"{row['model']}, {row['processes']} x {row['gib']:g} GiB",
+            *("does not fit" if row[offload] is None else f"{row[offload]:,}" for offload in OFFLOADS),
+            f"{row['hosts'] / _GIB:,.0f}",
+            f"`{row['way']}`",
+        )
+        for row in result["rows"]
+    ]
+    head = ("model, GPUs", "nothing offloaded", "optimizer", "all", "hosts then hold, GiB", "the last, with")
+    return [Table("Longest context in tokens, every weight trained, by what is offloaded to the hosts", head, rows)]
+
+
+_TABLES = {"attention": _attention, "step": _step, "memory": _memory}
