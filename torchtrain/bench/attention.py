@@ -9,6 +9,7 @@ Legend: T tokens of a row · H query heads · K key/value heads · D head_dim.
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torchtrain.bench.cases import YARDSTICK, Case, Prepared, list_cases, prepar
 from torchtrain.bench.clock import Clock
 from torchtrain.bench.config import AttentionBench, BenchConfig
 from torchtrain.bench.record import Record
-from torchtrain.bench.rows import Corpus
+from torchtrain.bench.rows import Corpus, Which
 from torchtrain.bench.spread import spread_of
 from torchtrain.bench.truth import error_ratio
 
@@ -56,17 +57,10 @@ def measure(config: BenchConfig, record: Record, clock: Clock, say: Callable[[st
         dtype = getattr(torch, name)
         say(f"checking {name}: {len(cases)} computations on {bench.check_tokens:,} tokens against float64")
         errors = _check(cases, bench, corpus, dtype, config.seed, clock, record)
-        for tokens in bench.lengths:
-            say(f"timing {name}, {tokens:,} tokens, {config.repeats} turns")
-            rows += _time(cases, errors, config, corpus, tokens, dtype, clock, record)
-    lengths = {str(tokens): _documents(corpus, tokens) for tokens in bench.lengths}
-    return {"heads": [bench.heads, bench.kv_heads, bench.head_dim], "documents": lengths, "rows": rows}
-
-
-def _documents(corpus: Corpus, tokens: int) -> list[int]:
-    """Return the lengths of the row's documents."""
-    ids_T = torch.from_numpy(corpus.row(tokens, "intra")["document_ids"])
-    return ids_T.unique_consecutive(return_counts=True)[1].tolist()
+        for tokens, which in product(bench.lengths, bench.rows):
+            say(f"timing {name}, {tokens:,} tokens, the row of {which} live pairs, {config.repeats} turns")
+            rows += _time(cases, errors, config, corpus, tokens, which, dtype, clock, record)
+    return {"heads": [bench.heads, bench.kv_heads, bench.head_dim], "rows": rows}
 
 
 def _check(
@@ -79,7 +73,7 @@ def _check(
     record: Record,
 ) -> dict[str, dict[str, Any]]:
     """Judge each case; a case that cannot run says why."""
-    ids_T = _ids(corpus, bench.check_tokens, clock.device)
+    ids_T = _ids(corpus, bench.check_tokens, "least", clock.device)
     inputs = _draw(bench, bench.check_tokens, dtype, seed, clock.device)
     truths: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
@@ -144,12 +138,14 @@ def _time(
     config: BenchConfig,
     corpus: Corpus,
     tokens: int,
+    which: Which,
     dtype: torch.dtype,
     clock: Clock,
     record: Record,
 ) -> Iterator[dict[str, Any]]:
     bench = config.attention
-    ids_T = _ids(corpus, tokens, clock.device)
+    ids_T = _ids(corpus, tokens, which, clock.device)
+    documents = ids_T["intra"].unique_consecutive(return_counts=True)[1].tolist()
     inputs: Inputs | None = None
     ready: dict[str, Prepared] = {}
     missing: dict[str, str] = {name: found["not_run"] for name, found in errors.items() if "not_run" in found}
@@ -173,11 +169,12 @@ def _time(
 
     for turn in range(config.repeats):
         for name in ready:
-            key = {"dtype": str(dtype), "tokens": tokens, "case": name, "turn": turn}
+            key = {"dtype": str(dtype), "tokens": tokens, "row": which, "case": name, "turn": turn}
             seconds[name].append(record.once(key, lambda name=name: once(name)))
     yardstick, all_pairs = seconds[YARDSTICK], ready[YARDSTICK].live_pairs
     for case in cases:
-        row = asdict(case) | {"dtype": str(dtype).removeprefix("torch."), "tokens": tokens}
+        told = {"dtype": str(dtype).removeprefix("torch."), "tokens": tokens, "row": which, "documents": documents}
+        row = asdict(case) | told
         if case.name in missing:
             yield row | {"not_run": missing[case.name]}
             continue
@@ -219,9 +216,9 @@ def _summary(
     }
 
 
-def _ids(corpus: Corpus, tokens: int, device: torch.device) -> dict[str, Tensor]:
+def _ids(corpus: Corpus, tokens: int, which: Which, device: torch.device) -> dict[str, Tensor]:
     variants = ("full", "intra", "anchor")
-    return {name: torch.from_numpy(corpus.row(tokens, name)["document_ids"]).to(device) for name in variants}
+    return {name: torch.from_numpy(corpus.row(tokens, name, which)["document_ids"]).to(device) for name in variants}
 
 
 def _draw(bench: AttentionBench, tokens: int, dtype: torch.dtype, seed: int, device: torch.device) -> Inputs:

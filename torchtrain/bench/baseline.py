@@ -8,7 +8,7 @@ from torchtrain.bench.spread import noise_of, show
 
 # What tells rows of a result apart, and which of its ratios is compared.
 _KEYS = {
-    "attention": (("dtype", "tokens", "name"), "of_full"),
+    "attention": (("dtype", "tokens", "row", "name"), "of_full"),
     "step": (("tokens", "loop"), "of_yardstick"),
     "memory": (("model", "processes", "gib"), "all"),
 }

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from anchorline import settings
 from torchtrain.config import (
@@ -36,9 +36,19 @@ class AttentionBench(Section):
     """`bench attention`: which calls of which shape."""
 
     lengths: Lengths = Field(default=[2048, 4096, 8192], description="tokens a row")
+    rows: list[Literal["mean", "least"]] = Field(
+        default=["mean", "least"],
+        min_length=1,
+        max_length=2,
+        description="which of the corpus's rows: as many live pairs as they have in the mean, or the least of all",
+    )
     dtypes: list[Dtype] = Field(default=["bfloat16"], min_length=1, max_length=3)
     variants: list[Variant] = Field(default=["full", "intra", "anchor"], min_length=1, max_length=3)
-    engines: list[Engine] = Field(default=["flash", "flash3", "flash4", "flex", "sdpa", "dense"], max_length=6)
+    engines: list[Engine] = Field(
+        default=["flash", "flash3", "flash4", "flex", "sdpa", "dense"],
+        max_length=6,
+        description="ours; one that cannot run here is listed with the reason",
+    )
     rivals: list[Rival] = Field(
         default=["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"],
         max_length=4,
@@ -51,6 +61,12 @@ class AttentionBench(Section):
         default=1024, description="tokens of the row on which all are judged against float64 before any is timed"
     )
     dense_tokens: Tokens = Field(default=4096, description="longest row for which a T x T mask is made")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}; change one of them")
+        return self
 
 
 class ModelledStep(Section):

@@ -47,10 +47,12 @@ Points = list[tuple[float, float, float, float]]  # x, y and the least and most 
 
 
 def _attention(result: dict[str, Any]) -> tuple[dict[str, Points], str]:
-    """The figure of merit of all that leaves something out, in the first dtype."""
+    """The figure of merit of all that leaves something out, in the first dtype, on the mean row."""
     found: dict[str, Points] = {}
+    first = result["rows"][0]
     for row in result["rows"]:
-        if row["dtype"] == result["rows"][0]["dtype"] and "over_the_law" in row and row["variant"] != "full":
+        same = (row["dtype"], row["row"]) == (first["dtype"], first["row"])
+        if same and "over_the_law" in row and row["variant"] != "full":
             spread = row["over_the_law"]
             point = (float(row["tokens"]), spread["median"], spread["least"], spread["most"])
             found.setdefault(row["name"], []).append(point)

@@ -126,14 +126,13 @@ class Sft(TrainingLoop):
         from trl import SFTConfig, SFTTrainer
 
         self.model.set_attn_implementation("sdpa")
-        self.model.gradient_checkpointing_disable()
         self._folder = tempfile.TemporaryDirectory()
         arguments = SFTConfig(
             self._folder.name,
             remove_unused_columns=False,
             dataset_kwargs={"skip_prepare_dataset": True},
             learning_rate=bench.learning_rate,
-            gradient_checkpointing=bench.model.activation_checkpointing,
+            gradient_checkpointing=False,  # the model has it, or not, as the other loops'
             lr_scheduler_type="constant",
             save_strategy="no",
             report_to="none",

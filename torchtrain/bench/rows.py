@@ -1,9 +1,10 @@
 """Rows of real documents, from the corpus of a config: whatever is timed has the lengths that a corpus has."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from anchorline.errors import UserError
 from torchtrain.bench.config import BenchConfig
 from torchtrain.config import PackConfig
 from torchtrain.data import PackedRows, TokenStore, anchor_ids, check_tokenizer, pad_id, prepare
@@ -12,7 +13,7 @@ from torchtrain.modeling.source import open_tokenizer, resolve_source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_CONSIDERED = 101  # rows, of which the one with the median of live pairs is taken
+Which = Literal["mean", "least"]
 
 
 class Corpus:
@@ -33,30 +34,39 @@ class Corpus:
         self.store: TokenStore = prepare(config.data, self.tokenizer)
         self.seed = config.seed
 
-    def row(self, tokens: int, variant: str) -> dict[str, np.ndarray]:
-        """Return the five arrays [tokens] of the middling row: of the first 101, the one with the median of live pairs.
+    def row(self, tokens: int, variant: str, which: Which = "mean") -> dict[str, np.ndarray]:
+        """Return the five arrays [tokens] of a row: of all in an epoch the one whose live pairs are nearest to their
+        mean, or the one with the least, which holds the shortest documents.
 
         The variants of one length are of one row: the same documents.
         """
         rows = self._pack(tokens, variant)
-        return rows[self._middling(rows)]
+        return rows[self._choose(rows, which)]
 
     def live_pairs(self, tokens: int, variant: str) -> int:
-        """Return the live pairs of that row."""
+        """Return the live pairs of the row nearest to the mean."""
         if variant == "full":
             return tokens * (tokens + 1) // 2
         rows = self._pack(tokens, variant)
-        within = int(rows.plan(0).live_pairs()[self._middling(rows)])
-        # What packing counts are pairs within documents: the anchor's own, and all others' with it, come on top.
+        within = int(rows.plan(0).live_pairs()[self._choose(rows, "mean")])
+        # What packing counts are pairs within documents. The anchor belongs to the first of them, or is seen by all.
         anchors = len(rows.anchor_ids)
         own = anchors * (anchors + 1) // 2
-        return within + own + anchors * (tokens - anchors if variant == "anchor" else 0)
+        if variant == "anchor":
+            return within + own + anchors * (tokens - anchors)
+        first = rows.plan(0).spans(self._choose(rows, "mean"))[0]
+        return within + own + anchors * (first.stop - first.start)
 
-    def _middling(self, rows: PackedRows) -> int:
-        pairs = rows.plan(0).live_pairs()[:_CONSIDERED]
-        return int(np.argsort(pairs, kind="stable")[len(pairs) // 2])
+    def _choose(self, rows: PackedRows, which: Which) -> int:
+        pairs = rows.plan(0).live_pairs()
+        return int(np.argmin(pairs if which == "least" else np.abs(pairs - pairs.mean())))
 
     def _pack(self, tokens: int, variant: str) -> PackedRows:
+        if self.store.token_count < tokens:
+            raise UserError(
+                f"lengths {tokens}: the corpus of data.sources has {self.store.token_count:,} tokens; give more "
+                "documents, or shorter rows"
+            )
         pack = PackConfig(sequence_length=tokens, variant=variant, last="drop")
         return PackedRows(
             self.store,

@@ -51,23 +51,38 @@ def markdown_of(result: dict[str, Any]) -> str:
 
 
 def _attention(result: dict[str, Any]) -> list[Table]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["dtype"], row["tokens"], row["row"]), []).append(row)
+    head = ("", "forward ms", "backward ms", "time / full", "live pairs", "over the law", "GFLOP/s", "error")
     tables = []
-    for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
-        for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
-            own = [row for row in result["rows"] if (row["dtype"], row["tokens"]) == (dtype, tokens)]
-            documents = result["documents"][str(tokens)]
-            title = (
-                f"{tokens:,} tokens in {len(documents)} documents of {min(documents):,} to {max(documents):,}, {dtype}"
-            )
-            head = ("", "forward ms", "backward ms", "time / full", "live pairs", "over the law", "GFLOP/s", "error")
-            tables.append(Table(title, head, [_attention_row(row) for row in own]))
-    return tables
+    for (dtype, tokens, which), own in groups.items():
+        n = own[0]["documents"]
+        lengths = f"{len(n)} documents of {min(n):,} to {max(n):,}" if len(n) > 1 else "one document"
+        run = [_attention_row(row) for row in own if "not_run" not in row]
+        tables.append(Table(f"{dtype}, {tokens:,} tokens, the row of {which} live pairs: {lengths}", head, run))
+    return [*tables, *_left_out(result["rows"])]
+
+
+def _left_out(rows: list[dict[str, Any]]) -> list[Table]:
+    """What did not run, once for each reason."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if "not_run" in row:
+            name = row["name"] if row["engine"] is None else f"torchtrain {row['engine']}"
+            reasons.setdefault((name, row["not_run"]), {})[f"{row['dtype']}, {row['tokens']:,}"] = None
+    if not reasons:
+        return []
+    everywhere = len({(row["dtype"], row["tokens"]) for row in rows})
+    told = [
+        (name, "everywhere" if len(where) == everywhere else "; ".join(where), why)
+        for (name, why), where in reasons.items()
+    ]
+    return [Table("Not run", ("", "where", "why"), told)]
 
 
 def _attention_row(row: dict[str, Any]) -> tuple[str, ...]:
     name = row["name"] if row["engine"] is None else f"torchtrain {row['name']}"
-    if "not_run" in row:
-        return (name, f"not run: {row['not_run']}", *("" for _ in range(6)))
     return (
         name,
         f"{1e3 * row['forward']['median']:.1f}",
