@@ -5,14 +5,15 @@ It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so 
 brings the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra
 queries a document and never a mask, and nor does the padding of a batch (`torchtrain.attention.batches`).
 
-In half precision on a CPU it computes in float32 and rounds the output and each gradient once: torch's CPU kernel sums
-dk and dv over blocks of queries in bfloat16, which errs more than FlashAttention's roundings explain (docs/LOG.md).
+In half precision on a CPU torch's kernel runs forward as it is, with FlashAttention's roundings, and backward in
+float32, each gradient rounded once: in bfloat16 it sums dk and dv over blocks of queries in bfloat16, which errs more
+than FlashAttention's roundings explain (docs/LOG.md).
 
 On CUDA torch falls back, in silence, to a kernel that holds all pairs of a document, H x n x n, where its others do not
 fit. Here that one is never taken: key/value heads are repeated where the others do not take fewer of them, and what
 still does not fit is refused.
 
-Upstream: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+Upstream: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N query tokens · P gathered keys,
 padded · G segments of a batch · n tokens of each.
@@ -20,10 +21,12 @@ padded · G segments of a batch · n tokens of each.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from anchorline.errors import UserError
 from torchtrain.attention.flash import HALF, capability
@@ -41,7 +44,7 @@ def attend_sdpa(
     """
     if not plan.seqlens_q:
         return attend_nothing(q_BTHD, k_BTKD, v_BTKD), None
-    dtype, batches = q_BTHD.dtype, plan.batches
+    batches = plan.batches
     if q_BTHD.is_cuda and not _takes_fewer_heads(q_BTHD):
         copies = q_BTHD.shape[2] // k_BTKD.shape[2]
         k_BTKD, v_BTKD = (x.repeat_interleave(copies, dim=2) for x in (k_BTKD, v_BTKD))
@@ -54,19 +57,41 @@ def attend_sdpa(
     out_PHD = torch.cat(outs) if len(outs) > 1 else outs[0]
     if not batches.plan.keys_in_order:
         out_PHD = out_PHD.index_select(0, batches.plan.own_slot_N)
-    return scatter_queries(out_PHD.to(dtype), plan), None
+    return scatter_queries(out_PHD, plan), None
 
 
 def _attend_causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float) -> Tensor:
     """Attend within each of the segments that follow one another in q [G n, H, D], k, v [G n, K, D]."""
-    # Head by head in memory, which the CPU's kernel reads fastest; there in float32, which takes no pass more.
-    dtype = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
-    q_GHnD, k_GKnD, v_GKnD = (
-        x.unflatten(0, shape).transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).contiguous()
-        for x in (q, k, v)
-    )
-    out_GHnD = F.scaled_dot_product_attention(q_GHnD, k_GKnD, v_GKnD, is_causal=True, scale=scale, enable_gqa=True)
+    # Head by head in memory, which the CPU's kernel reads fastest.
+    q_GHnD, k_GKnD, v_GKnD = (x.unflatten(0, shape).transpose(1, 2).contiguous() for x in (q, k, v))
+    if q.device.type == "cpu" and q.dtype in HALF:
+        out_GHnD: Tensor = _HalfOnCPU.apply(q_GHnD, k_GKnD, v_GKnD, scale)  # pyright: ignore[reportAssignmentType]
+    else:
+        out_GHnD = F.scaled_dot_product_attention(q_GHnD, k_GKnD, v_GKnD, is_causal=True, scale=scale, enable_gqa=True)
     return out_GHnD.transpose(1, 2).flatten(0, 1)
+
+
+class _HalfOnCPU(torch.autograd.Function):
+    """Causal attention, q [G, H, n, D], k, v [G, K, n, D], in bfloat16 or float16; its gradients by float32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, True, attn_mask=None, scale=scale
+        )
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        wide = (x.float() for x in (grad, q, k, v, out))
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *wide, lse, 0.0, True, attn_mask=None, scale=ctx.scale
+        )
+        return *(x.to(grad.dtype) for x in gradients), None
 
 
 def _takes_fewer_heads(q: Tensor) -> bool:

@@ -153,6 +153,7 @@ class Sft(TrainingLoop):
         """See `TrainingLoop`."""
         trainer, device = self.trainer, self.world.device
         inputs = inputs_of(row, device, masked=False) | {"labels": _labels(row).to(device)}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # which it counts tokens by
         loss = trainer.training_step(self.model, inputs)
         nn.utils.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
         optimizer: Any = trainer.optimizer

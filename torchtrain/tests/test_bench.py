@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from typer.testing import CliRunner
 
 from torchtrain.attention import make_plan
@@ -114,7 +113,9 @@ def test_what_was_cut_off_is_measured_and_nothing_else(call, tmp_path, monkeypat
 def test_an_engine_that_is_wrong_is_not_timed(bench_tree, monkeypatch, tmp_path):
     real = cases._ours
     monkeypatch.setattr(
-        cases, "_ours", lambda plan, engine: lambda q, k, v: real(plan, engine)(q, k, v) * (1 if engine == "dense" else 1.001)
+        cases,
+        "_ours",
+        lambda plan, engine: lambda q, k, v: real(plan, engine)(q, k, v) * (1 if engine == "dense" else 1.001),
     )
     config = BenchConfig.model_validate(bench_tree)
     found = attention.measure(config, Record(tmp_path / "a.jsonl", {}), CPU, lambda line: None)["rows"]
@@ -161,7 +162,13 @@ def test_steps_start_from_the_same_losses(call, tmp_path):
     assert losses["torchtrain, anchor"]["mean"] == pytest.approx(losses["transformers, dense mask"]["mean"], rel=1e-6)
     assert losses["torchtrain, anchor"]["mean"] != losses["torchtrain, full"]["mean"]
     rows = {row["loop"]: row for row in result["rows"]}
-    assert set(rows) == {"torchtrain, anchor", "torchtrain, full", "transformers, full", "transformers, dense mask", "TRL, full"}
+    assert set(rows) == {
+        "torchtrain, anchor",
+        "torchtrain, full",
+        "transformers, full",
+        "transformers, dense mask",
+        "TRL, full",
+    }
     for row in rows.values():
         assert row["days_per_billion"] == pytest.approx(1e9 / row["tokens_per_second"] / 86_400)
         assert row["executed_flops"] > row["flops"] > 0
@@ -217,7 +224,9 @@ def test_the_longest_context_is_what_the_plan_counts(bench_tree, tmp_path, monke
                 budget.memory(memory._config(config, source, length, way), shapes, row["processes"]).gpu
                 for length in (tokens, tokens + 2048)
             ]
-            assert held[0] <= gib * 2**30 < held[1], (row, offload, held)
+            # What is the same at every length has a rounding for each part of it.
+            assert held[0] <= gib * 2**30 + memory._ROUNDED, (row, offload, held)
+            assert held[1] > gib * 2**30, (row, offload, held)
     assert rows[1]["all"] > 1.5 * rows[0]["all"], "two share a row"
 
 
@@ -246,9 +255,13 @@ def test_what_ran_before_and_does_not_now_has_moved():
     del gone["of_full"]
     (line,) = compare_with(attention_result(), {"what": "attention", "rows": [gone]})
     assert "not any more: no kernel" in line
-    assert compare_with({"what": "attention", "rows": [gone, *attention_result(name="x")["rows"]]}, {
-        "what": "attention", "rows": [attention_result()["rows"][0], *attention_result(name="x")["rows"]]
-    }) == []
+    assert (
+        compare_with(
+            {"what": "attention", "rows": [gone, *attention_result(name="x")["rows"]]},
+            {"what": "attention", "rows": [attention_result()["rows"][0], *attention_result(name="x")["rows"]]},
+        )
+        == []
+    )
 
 
 def test_check_gives_a_verdict(call, tmp_path):
