@@ -148,6 +148,7 @@ class Sft(TrainingLoop):
             processing_class=_some_tokenizer(),
         )
         self.trainer.create_optimizer_and_scheduler(2**20)
+        self.trainer.current_gradient_accumulation_steps = 1  # as its own loop sets it
 
     def step(self, row: Row) -> float:
         """See `TrainingLoop`."""

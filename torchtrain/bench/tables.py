@@ -150,14 +150,23 @@ def _memory(result: dict[str, Any]) -> list[Table]:
     rows = [
         (
             f"{row['model']}, {row['processes']} x {row['gib']:g} GiB",
-            *("does not fit" if row[offload] is None else f"{row[offload]:,}" for offload in OFFLOADS),
+            *(_context(row[offload], row["counted"]) for offload in OFFLOADS),
             f"{row['hosts'] / _GIB:,.0f}",
             f"`{row['way']}`",
         )
         for row in result["rows"]
     ]
     head = ("model, GPUs", "nothing offloaded", "optimizer", "all", "hosts then hold, GiB", "the last, with")
-    return [Table("Longest context in tokens, every weight trained, by what is offloaded to the hosts", head, rows)]
+    title = (
+        "Longest context in tokens, every weight trained, by what is offloaded to the hosts (~: by a line that goes on)"
+    )
+    return [Table(title, head, rows)]
+
+
+def _context(tokens: int | None, counted: int) -> str:
+    if tokens is None:
+        return "does not fit"
+    return f"{'~ ' if tokens > counted else ''}{tokens:,}"
 
 
 _TABLES = {"attention": _attention, "step": _step, "memory": _memory}

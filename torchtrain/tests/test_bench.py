@@ -207,27 +207,35 @@ def test_losses_that_are_not_the_models_are_refused(call, monkeypatch):
 
 
 def test_the_longest_context_is_what_the_plan_counts(bench_tree, tmp_path, monkeypatch):
-    source = bench_tree["tokenizer"]["source"]
-    gib = 1.0
-    wide = {"hidden_size": 64, "vocab_size": 264}
-    tree = bench_tree | {"memory": {"models": [source], "gib": [gib], "processes": [1, 2], "longest": 2**22}}
-    monkeypatch.setattr(memory, "_A_RANK", 512)
+    source, wide = (
+        bench_tree["tokenizer"]["source"],
+        {"hidden_size": 4096, "num_attention_heads": 512, "vocab_size": 264},
+    )
+    tree = bench_tree | {"memory": {"models": [source], "gib": [2.0], "processes": [2], "longest": 2**22}}
+    monkeypatch.setattr(memory, "FIRST", 1024)
     monkeypatch.setattr(budget, "model_config", lambda config: tiny_config(**wide))
     config = BenchConfig.model_validate(tree)
-    rows = memory.measure(config, Record(tmp_path / "m.jsonl", {}), CPU, lambda line: None)["rows"]
-    assert [row["processes"] for row in rows] == [1, 2]
+    record = Record(tmp_path / "m.jsonl", {})
+    (row,) = memory.measure(config, record, CPU, lambda line: None)["rows"]
     shapes = Shapes(tiny_config(**wide))
-    for row in rows:
-        for offload, tokens in ((name, row[name]) for name in memory.OFFLOADS):
-            way = memory._ways(config, source, row["processes"], shapes)[offload]
-            held = [
-                budget.memory(memory._config(config, source, length, way), shapes, row["processes"]).gpu
-                for length in (tokens, tokens + 2048)
-            ]
-            # What is the same at every length has a rounding for each part of it.
-            assert held[0] <= gib * 2**30 + memory._ROUNDED, (row, offload, held)
-            assert held[1] > gib * 2**30, (row, offload, held)
-    assert rows[1]["all"] > 1.5 * rows[0]["all"], "two share a row"
+    for offload, way in memory.ways_of(config, source, 2, shapes).items():
+        assert way["distributed"]["sequence_parallel"] == 2
+        below, above = (
+            budget.memory(memory.config_of(config, source, tokens, way), shapes, 2).gpu
+            for tokens in (row[offload], row[offload] * 5 // 4)
+        )
+        assert below <= 2.0 * 2**30 < above, (row, offload)
+    monkeypatch.setattr(budget, "memory", lambda *_: pytest.fail("counted again"))
+    assert memory.measure(config, record, CPU, lambda line: None)["rows"] == [row]
+
+
+def test_what_fits_nowhere_has_no_context(bench_tree, tmp_path, monkeypatch):
+    tree = bench_tree | {"memory": {"models": [bench_tree["tokenizer"]["source"]], "gib": [0.001], "processes": [1]}}
+    monkeypatch.setattr(memory, "FIRST", 2048)
+    (row,) = memory.measure(BenchConfig.model_validate(tree), Record(tmp_path / "m.jsonl", {}), CPU, lambda line: None)[
+        "rows"
+    ]
+    assert [row[offload] for offload in memory.OFFLOADS] == [None] * 3
 
 
 # --- an earlier result ------------------------------------------------------------------------------------------------
