@@ -420,7 +420,9 @@ def compare(
 
 @app.command()
 def bench(
-    what: Annotated[Literal["attention", "step", "memory"], typer.Argument(metavar="attention|step|memory")],
+    what: Annotated[
+        Literal["attention", "step", "memory"], typer.Argument(metavar="WHAT", help="attention, step or memory")
+    ],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML config, for example configs/bench/cpu.yaml")],
     out: Annotated[Path, typer.Option("--out", help="folder of results; a turn that is over is not measured again")],
     overrides: Overrides = None,

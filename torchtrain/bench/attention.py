@@ -28,6 +28,7 @@ from torchtrain.bench.truth import error_ratio
 # Forward: 4 D for each live pair and head; backward, with the scores computed again, two and a half times that.
 FORWARD, BACKWARD = 4, 10
 NAMES = ("out", "dq", "dk", "dv")
+_TOO_MUCH = "runs out of memory"
 
 
 class Inputs(NamedTuple):
@@ -155,6 +156,8 @@ def _time(
                 ready[case.name] = prepare_case(case, ids_T, bench, dtype)
             except UserError as error:
                 missing[case.name] = one_line(error)
+            except torch.OutOfMemoryError:
+                missing[case.name] = _TOO_MUCH
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
     warm = set[str]()
 
@@ -162,15 +165,24 @@ def _time(
         nonlocal inputs
         if inputs is None:
             inputs = _draw(bench, tokens, dtype, config.seed, clock.device)
-        if name not in warm:  # it compiles, and takes the memory that it will take again
-            _once(ready[name], inputs, clock)
-            warm.add(name)
-        return _once(ready[name], inputs, clock)
+        try:
+            if name not in warm:  # it compiles, and takes the memory that it will take again
+                _once(ready[name], inputs, clock)
+                warm.add(name)
+            return _once(ready[name], inputs, clock)
+        except torch.OutOfMemoryError:
+            return {}
 
     for turn in range(config.repeats):
         for name in ready:
+            if name in missing:
+                continue
             key = {"dtype": str(dtype), "tokens": tokens, "row": which, "case": name, "turn": turn}
             seconds[name].append(record.once(key, lambda name=name: once(name)))
+            if not seconds[name][-1]:
+                missing[name] = _TOO_MUCH
+    if YARDSTICK in missing:
+        raise UserError(f"attention.lengths {tokens}: {YARDSTICK} runs out of memory there; leave it out")
     yardstick, all_pairs = seconds[YARDSTICK], ready[YARDSTICK].live_pairs
     for case in cases:
         told = {"dtype": str(dtype).removeprefix("torch."), "tokens": tokens, "row": which, "documents": documents}

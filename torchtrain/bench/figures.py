@@ -10,8 +10,8 @@ from anchorline.page import figure_style
 from anchorline.page.colours import SERIES
 
 
-def draw(result: dict[str, Any]) -> str | None:
-    """Return a result's figure as SVG, or None where it has none."""
+def draw(result: dict[str, Any], paper: str = "none") -> str | None:
+    """Return a result's figure as SVG on paper of some colour, or None where it has none."""
     lines = {"attention": _attention, "step": _step}.get(result["what"])
     if lines is None:
         return None
@@ -39,7 +39,7 @@ def draw(result: dict[str, Any]) -> str | None:
         axes.set_ylabel(y)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
         text = io.StringIO()
-        canvas.savefig(text, format="svg", metadata={"Date": None})
+        canvas.savefig(text, format="svg", metadata={"Date": None}, facecolor=paper)
     return text.getvalue()
 
 

@@ -22,7 +22,7 @@ from torchtrain.planning import budget
 
 OFFLOADS = ("none", "optimizer", "all")
 FIRST = 8192  # tokens of a rank's part at the first length that is counted; the others are twice the one before
-LAST = 2**20  # tokens of a row, beyond which counting takes minutes
+LEAST, LAST = 3, 2**18  # how many lengths are counted at least; tokens of a row beyond which no more are
 _ROUND = 1024
 
 Points = list[tuple[int, int]]  # tokens of a row, bytes of a GPU
@@ -77,7 +77,8 @@ def _count(
 ) -> tuple[int, Points]:
     """Return the bytes of all hosts, and of a GPU at lengths that double, until more is held than any GPU has."""
     tokens, points, hosts = FIRST * way["distributed"].get("sequence_parallel", 1), Points(), 0
-    while not points or (points[-1][1] <= max(config.memory.gib) * budget.GIB and tokens <= LAST):
+    most = max(config.memory.gib) * budget.GIB
+    while len(points) < LEAST or (points[-1][1] <= most and tokens <= LAST):
         held = budget.memory(config_of(config, name, tokens, way), shapes, processes)
         points.append((tokens, held.gpu))
         tokens, hosts = 2 * tokens, held.hosts

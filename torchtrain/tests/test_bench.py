@@ -125,6 +125,22 @@ def test_an_engine_that_is_wrong_is_not_timed(bench_tree, monkeypatch, tmp_path)
     assert "seconds" in by_name["BOS per document"]
 
 
+def test_what_runs_out_of_memory_is_told_and_the_rest_goes_on(bench_tree, monkeypatch, tmp_path):
+    once = attention._once
+
+    def run(prepared, inputs, clock):
+        if prepared.source is not None and inputs.q_1THD.shape[1] == 96:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return once(prepared, inputs, clock)
+
+    monkeypatch.setattr(attention, "_once", run)
+    config = BenchConfig.model_validate(bench_tree)
+    found = attention.measure(config, Record(tmp_path / "a.jsonl", {}), CPU, lambda line: None)["rows"]
+    by_name = {row["name"]: row for row in found}
+    assert by_name["BOS per document"]["not_run"] == "runs out of memory"
+    assert "seconds" in by_name["sdpa, anchor"]
+
+
 def test_a_bos_for_each_document_is_laid_out_as_the_authors_do():
     ids_T = torch.tensor([0, 1, 1, 2, 2, 2])
     source, copied, own = cases._copy_bos(ids_T)
