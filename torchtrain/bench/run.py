@@ -17,6 +17,9 @@ from torchtrain.bench.record import open_record, tell_environment, write_result
 from torchtrain.bench.tables import markdown_of, tables_of
 
 What = Literal["attention", "step", "memory"]
+# What must be alike for measurements to stand in one folder; and what only chooses among them, so that more may follow.
+_ALIKE = ("data", "tokenizer", "device", "threads", "seed")
+_CHOICES = {"lengths", "dtypes", "rows", "variants", "engines", "rivals", "dense_tokens", "loops", "modelled", "models"}
 VERBS = {"attention": attention.measure, "step": step.measure, "memory": memory.measure}
 
 
@@ -39,11 +42,14 @@ def run(what: What, config: BenchConfig, out: Path, check: Path | None, say: Cal
     folder = resolve("--out", out)
     before = None if check is None else read_result(check, what)
     clock = open_clock(config.device, config.threads)
-    settings = config.model_dump(
-        mode="json", include={"data", "tokenizer", "device", "threads", "repeats", "seed", what}
-    )
+    settings = config.model_dump(mode="json", include={*_ALIKE, "repeats", what})
     environment = tell_environment(clock)
-    kept = {"settings": settings, "device": environment["device"], "versions": environment["versions"]}
+    own = settings[what] or {}
+    kept = {name: settings[name] for name in _ALIKE} | {
+        what: {name: value for name, value in own.items() if name not in _CHOICES},
+        "device": environment["device"],
+        "versions": environment["versions"],
+    }
     with open_record(folder, what, kept) as record:
         found = VERBS[what](config, record, clock, say)
         result = {"what": what, "environment": environment, "settings": settings, **found}
