@@ -44,8 +44,7 @@ def write(page: Path, sources: list[Path]) -> None:
 
 
 def _section(result: dict[str, Any], source: Path, folder: Path) -> str:
-    title = f"## {result['what'].capitalize()}, {result['environment']['device']}"
-    parts = [title if result["what"] != "memory" else "## Longest context", ABOUT[result["what"]]]
+    parts = [f"## {_title(result)}", ABOUT[result["what"]]]
     if (drawn := draw(result, paper=LIGHT["paper"])) is not None:
         figure = folder / "figures" / f"bench-{source.stem}.svg"
         figure.parent.mkdir(exist_ok=True)
@@ -54,6 +53,13 @@ def _section(result: dict[str, Any], source: Path, folder: Path) -> str:
     told = source.resolve()
     told = told.relative_to(ROOT) if told.is_relative_to(ROOT) else source.name
     return "\n\n".join([*parts, markdown_of(result).rstrip(), f"All of it is in `{told}`."]) + "\n"
+
+
+def _title(result: dict[str, Any]) -> str:
+    device = result["environment"]["device"]
+    if result["what"] == "attention":
+        return f"Attention in {' and '.join(dict.fromkeys(row['dtype'] for row in result['rows']))}, {device}"
+    return f"Training steps, {device}" if result["what"] == "step" else "The longest context"
 
 
 if __name__ == "__main__":
