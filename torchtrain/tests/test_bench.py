@@ -110,6 +110,16 @@ def test_what_was_cut_off_is_measured_and_nothing_else(call, tmp_path, monkeypat
     assert len(log.read_bytes().splitlines()) == len(lines)
 
 
+def test_more_may_follow_in_the_same_folder(call, tmp_path, monkeypatch):
+    assert call("attention", "attention.engines=[sdpa]", "attention.rivals=[]").exit_code == 0
+    once, measured = attention._once, []
+    monkeypatch.setattr(attention, "_once", lambda *given: measured.append(1) or once(*given))
+    assert call("attention", "attention.engines=[sdpa]", "attention.rivals=[dense mask]", "repeats=4").exit_code == 0
+    # A fourth turn of what was there, each after a warm-up; of a mask so long there is none.
+    assert len(measured) == 2 * 4
+    assert call("attention", "attention.heads=8").exit_code == 2
+
+
 def test_an_engine_that_is_wrong_is_not_timed(bench_tree, monkeypatch, tmp_path):
     real = cases._ours
     monkeypatch.setattr(
