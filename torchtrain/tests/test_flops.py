@@ -8,6 +8,8 @@ from torchtrain.attention import make_plan
 from torchtrain.planning.flops import FlopCounter, peak_flops, peak_of
 from torchtrain.planning.memory import enable_checkpointing
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
+from torchtrain.training.labels import find_labels
+from torchtrain.training.loss import chunked_cross_entropy
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,8 +36,16 @@ def test_counts_what_torch_counts_when_layers_run_again(family):
     with counter:
         model(tokens, use_cache=False).logits.sum().backward()
     rope = sum(n for name, n in _by_operation(counter, "rotary_emb").items())
-    predicted = FlopCounter.of(model).executed(B * T, B * T, B * T * T, recomputed=True, fused=False)
+    predicted = FlopCounter.of(model).executed(B * T, B * T, B * T * T, recomputed=True, fused=False, chunked=False)
     assert counter.get_total_flops() - rope == predicted
+
+
+def test_a_loss_in_chunks_makes_its_logits_again():
+    head, hidden = torch.nn.Linear(8, 30, bias=False), torch.randn(12, 8, requires_grad=True)
+    labels = find_labels(torch.arange(12))
+    with FlopCounterMode(display=False) as counted:
+        chunked_cross_entropy(head, hidden, labels, chunk=5)[0].backward()
+    assert counted.get_total_flops() == FlopCounter(0, 8 * 30, 0).executed(12, 12, 0, recomputed=False)
 
 
 def test_a_fused_kernel_computes_its_scores_again():
