@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU should show, in under 9 minutes: the tests marked gpu (every engine and its backward pass to 128K against the
-# oracle, whole runs: killed and resumed, spread over all GPUs, memory against the plan), then anchor against full
-# attention per engine.
+# oracle, whole runs: killed and resumed, spread over all GPUs, memory against the plan), then `torchtrain bench`: attention
+# and whole steps beside what people would use instead.
 #     benchmarks/gpu.sh [FOLDER]      results land in FOLDER (default: benchmarks/results/gpu); begin with summary.md
 # PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it. `datasets` and
 # a network are not needed beyond that.
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 mkdir -p "$out"
-rm -f "$out"/{engines,runs}.{xml,txt} "$out"/attention.{json,txt} "$out/summary.md"  # of an earlier time
+rm -f "$out"/{engines,runs}.{xml,txt} "$out"/{attention,step}.{jsonl,json,md,svg,txt} "$out/summary.md"  # of an earlier time
 
 # JAX takes three quarters of the GPU at start unless told not to; torch needs its share.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -30,8 +30,12 @@ run() {
 run engines 150 parity_tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py
 run runs 240 parity_tests/test_gpu_runs.py
 
-echo "==> anchor against full attention"
-timeout 120 "$python" benchmarks/attention.py --length 8192 --length 32768 --length 131072 --out "$out/attention.json" 2>&1 | tee "$out/attention.txt" || status=$?
+bench() {
+    echo "==> torchtrain bench $1"
+    timeout -s INT -k 10 "$2" "$python" -m torchtrain bench "$1" configs/bench/gpu.yaml --out "$out" 2>&1 | tee "$out/$1.txt" || status=$?
+}
+bench attention 90
+bench step 50
 
 "$python" benchmarks/gpu_summary.py "$out" | tee "$out/summary.md"
 echo "==> results in $out"

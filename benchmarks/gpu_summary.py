@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from anchorline.environment import git_state, versions
+from torchtrain.bench.tables import markdown_of
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "flash-attn", "flash-attn-4", "jax", "numpy")
 
 
 def main(folder: Path) -> None:
     """Print the summary of a folder."""
-    for line in (*_machine(), *_tests(folder), *_attention(folder), *_missing(folder)):
+    for line in (*_machine(), *_tests(folder), *_bench(folder), *_missing(folder)):
         print(line)
 
 
@@ -48,22 +49,12 @@ def _tests(folder: Path) -> Iterator[str]:
             yield f"| {_cell(name)} | {kind} | {float(case.get('time', 0)):.1f} | {_cell(said)} |"
 
 
-def _attention(folder: Path) -> Iterator[str]:
-    path = folder / "attention.json"
-    if not path.exists():
-        return
-    yield from ("", "## Anchor against full attention, forward and backward", "")
-    yield "| engine | tokens | full / anchor, of time | of live pairs | TFLOP/s anchor | full |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
-    for row in json.loads(path.read_text(encoding="utf-8"))["results"]:
-        if "skipped" in row:
-            yield f"| {row['engine']} | {row['tokens']} | {_cell(row['skipped'])} | | | |"
-            continue
-        ratio, pairs, speed = row["full_over_anchor"], row["live_pairs_full_over_anchor"], row["tflops"]
-        yield (
-            f"| {row['engine']} | {row['tokens']} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | "
-            f"{pairs:.1f} | {speed['anchor']:.0f} | {speed['full']:.0f} |"
-        )
+def _bench(folder: Path) -> Iterator[str]:
+    for what in ("attention", "step"):
+        path = folder / f"{what}.json"
+        if path.exists():
+            yield from ("", f"## torchtrain bench {what}", "")
+            yield from markdown_of(json.loads(path.read_text(encoding="utf-8"))).splitlines()
 
 
 def _missing(folder: Path) -> Iterator[str]:

@@ -19,22 +19,29 @@ JUNIT = """<testsuites><testsuite>
 
 def test_every_test_and_figure_is_in_the_summary(tmp_path, capsys):
     (tmp_path / "runs.xml").write_text(JUNIT)
-    measured = {
-        "engine": "flash",
-        "tokens": 8192,
-        "full_over_anchor": {"median": 3.5, "min": 3.0, "max": 4.0},
-        "live_pairs_full_over_anchor": 3.9,
-        "tflops": {"anchor": 200.0, "full": 250.0},
+    told = {"variant": "anchor", "dtype": "bfloat16", "tokens": 8192, "row": "mean", "documents": [4096, 4096]}
+    spread = {"median": 0.3, "least": 0.25, "most": 0.35}
+    measured = told | {"name": "flash, anchor", "engine": "flash", "error_ratio": 0.3, "live_ratio": 0.25}
+    measured |= {
+        "forward": spread,
+        "backward": spread,
+        "of_full": spread,
+        "over_the_law": spread,
+        "flops_per_second": 2e14,
     }
-    skipped = {"engine": "flash3", "tokens": 8192, "skipped": "needs a Hopper"}
-    (tmp_path / "attention.json").write_text(json.dumps({"results": [measured, skipped]}))
+    skipped = told | {"name": "flash3, anchor", "engine": "flash3", "not_run": "needs a Hopper"}
+    environment = {"date": "2026-11-22", "device": "a GPU", "threads": None, "seconds": "the clock's", "commit": None}
+    environment |= {"changed": None, "versions": {"torch": "2"}, "command": "torchtrain bench"}
+    result = {"what": "attention", "environment": environment, "settings": {"repeats": 3}, "rows": [measured, skipped]}
+    (tmp_path / "attention.json").write_text(json.dumps(result))
     gpu_summary.main(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert "| test_fine[flash] | passed | 1.2 | planned_gib 7.1 |" in lines
     assert "| test_broken | failure | 0.5 | BREAKS a \\| b |" in lines
     assert "| test_absent | skipped | 0.0 | needs two GPUs |" in lines
-    assert "| flash | 8192 | 3.50 (3.00 to 4.00) | 3.9 | 200 | 250 |" in lines
-    assert "| flash3 | 8192 | needs a Hopper | | | |" in lines
+    ratio = "0.3 (0.25 to 0.35)"
+    assert f"| torchtrain flash, anchor | 300.0 | 300.0 | {ratio} | 0.250 | {ratio} | 200000.0 | 0.30 |" in lines
+    assert "| torchtrain flash3 | everywhere | needs a Hopper |" in lines
 
 
 def test_what_was_cut_off_is_told_and_not_passed(tmp_path, capsys):

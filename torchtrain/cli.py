@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -468,6 +468,47 @@ def experiment(
                 lambda line: print(line, file=sys.stderr, flush=True),
             )
         print(f"report: {write_report(asked, folder, document)}")
+
+
+@app.command()
+def bench(
+    what: Annotated[
+        Literal["attention", "step", "memory"], typer.Argument(metavar="WHAT", help="attention, step or memory")
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML config, for example configs/bench/cpu.yaml")],
+    out: Annotated[Path, typer.Option("--out", help="folder of results; a turn that is over is not measured again")],
+    overrides: Overrides = None,
+    check: Annotated[
+        Path | None,
+        typer.Option("--check", help="an earlier result, such as benchmarks/results/attention-cpu.json: what moved?"),
+    ] = None,
+) -> None:
+    """Measure attention, steps or memory beside what people would use instead: tables, JSON and a figure in --out.
+
+    Only ratios within one run are compared; what gives other numbers is not timed. Exit code 1: with --check, a ratio
+    moved by more than the noise that was measured.
+
+    Example: torchtrain bench attention configs/bench/cpu.yaml --out runs/bench attention.lengths=[2048,4096]
+    """
+    with _one_speaks():
+        from torchtrain.bench.config import load_bench
+
+        config = load_bench(file, overrides or [])
+
+        from transformers.utils import logging
+
+        from torchtrain.bench.run import run
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        moved = run(what, config, out, check, lambda line: print(line, file=sys.stderr, flush=True))
+        for line in moved:
+            print(f"moved     {line}")
+        if check is not None:
+            print(f"checked   against {check}: {len(moved)} moved")
+        print(f"results in {resolve('--out', out)}")
+        if moved:
+            raise typer.Exit(1)
 
 
 @contextmanager

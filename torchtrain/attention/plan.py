@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtrain.attention.batches import Batches, make_batches
 from torchtrain.attention.block_mask import make_block_mask
 from torchtrain.attention.rule import check_document_ids
 from torchtrain.marks import ANCHOR, PADDING
@@ -65,6 +66,11 @@ class AttentionPlan:
     def block_mask(self) -> BlockMask:
         """FlexAttention's lowering, built on first use and kept for the other layers."""
         return make_block_mask(self.document_ids_BT)
+
+    @cached_property
+    def batches(self) -> Batches:
+        """The segments stacked by length, for `sdpa`; made on first use and kept for the other layers."""
+        return make_batches(self)
 
     def pin_memory(self) -> "AttentionPlan":
         """Return the plan with its tensors in page-locked memory."""

@@ -1,27 +1,32 @@
-"""Engine `sdpa`: one `scaled_dot_product_attention` per segment. Portable, and the slow obvious twin of `flash`.
+"""Engine `sdpa`: one `scaled_dot_product_attention` for each batch of segments of like length. Portable, and the slow
+obvious twin of `flash`.
 
 It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so wants square inputs: each document
 brings the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra
-queries a document and never a mask.
+queries a document and never a mask, and nor does the padding of a batch (`torchtrain.attention.batches`).
 
-In half precision on a CPU it computes in float32 and rounds the output and each gradient once: torch's CPU kernel sums
-dk and dv over blocks of queries in bfloat16, which errs more than FlashAttention's roundings explain (docs/LOG.md).
+In half precision on a CPU torch's kernel runs forward as it is, with FlashAttention's roundings, and backward in
+float32, each gradient rounded once: in bfloat16 it sums dk and dv over blocks of queries in bfloat16, which errs more
+than FlashAttention's roundings explain (docs/LOG.md).
 
 On CUDA torch falls back, in silence, to a kernel that holds all pairs of a document, H x n x n, where its others do not
 fit. Here that one is never taken: key/value heads are repeated where the others do not take fewer of them, and what
 still does not fit is refused.
 
-Upstream: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+Upstream: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 
-Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · n tokens of one segment.
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N query tokens · P gathered keys,
+padded · G segments of a batch · n tokens of each.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from anchorline.errors import UserError
 from torchtrain.attention.flash import HALF, capability
@@ -32,32 +37,61 @@ from torchtrain.attention.plan import AttentionPlan
 def attend_sdpa(
     q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
 ) -> tuple[Tensor, None]:
-    """Attend segment by segment. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp.
+    """Attend batch by batch. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp.
 
     Raises:
         UserError: on CUDA torch has no kernel for this dtype and head_dim but the one that holds all pairs.
     """
     if not plan.seqlens_q:
         return attend_nothing(q_BTHD, k_BTKD, v_BTKD), None
-    dtype = q_BTHD.dtype
-    if q_BTHD.device.type == "cpu":
-        q_BTHD, k_BTKD, v_BTKD = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q_BTHD, k_BTKD, v_BTKD))
-    elif q_BTHD.is_cuda and not _takes_fewer_heads(q_BTHD):
+    batches = plan.batches
+    if q_BTHD.is_cuda and not _takes_fewer_heads(q_BTHD):
         copies = q_BTHD.shape[2] // k_BTKD.shape[2]
         k_BTKD, v_BTKD = (x.repeat_interleave(copies, dim=2) for x in (k_BTKD, v_BTKD))
-    q_n, k_n, v_n = (gather_keys(x, plan).split(plan.seqlens_k) for x in (q_BTHD, k_BTKD, v_BTKD))
+    sizes = [segments * tokens for segments, tokens in batches.shapes]
+    q_P, k_P, v_P = (gather_keys(x, batches.plan).split(sizes) for x in (q_BTHD, k_BTKD, v_BTKD))
     with _without_all_pairs(q_BTHD):
         outs = [
-            _attend_causal(q_nHD, k_nKD, v_nKD, scale)[-n:]
-            for q_nHD, k_nKD, v_nKD, n in zip(q_n, k_n, v_n, plan.seqlens_q, strict=True)
+            _attend_causal(q, k, v, shape, scale) for q, k, v, shape in zip(q_P, k_P, v_P, batches.shapes, strict=True)
         ]
-    return scatter_queries(torch.cat(outs).to(dtype), plan), None
+    out_PHD = torch.cat(outs) if len(outs) > 1 else outs[0]
+    if not batches.plan.keys_in_order:
+        out_PHD = out_PHD.index_select(0, batches.plan.own_slot_N)
+    return scatter_queries(out_PHD, plan), None
 
 
-def _attend_causal(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, scale: float) -> Tensor:
-    q_1HnD, k_1KnD, v_1KnD = (x.transpose(0, 1)[None] for x in (q_nHD, k_nKD, v_nKD))
-    out_1HnD = F.scaled_dot_product_attention(q_1HnD, k_1KnD, v_1KnD, is_causal=True, scale=scale, enable_gqa=True)
-    return out_1HnD[0].transpose(0, 1)
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float) -> Tensor:
+    """Attend within each of the segments that follow one another in q [G n, H, D], k, v [G n, K, D]."""
+    # Head by head in memory, which the CPU's kernel reads fastest.
+    q_GHnD, k_GKnD, v_GKnD = (x.unflatten(0, shape).transpose(1, 2).contiguous() for x in (q, k, v))
+    if q.device.type == "cpu" and q.dtype in HALF:
+        out_GHnD: Tensor = _HalfOnCPU.apply(q_GHnD, k_GKnD, v_GKnD, scale)  # pyright: ignore[reportAssignmentType]
+    else:
+        out_GHnD = F.scaled_dot_product_attention(q_GHnD, k_GKnD, v_GKnD, is_causal=True, scale=scale, enable_gqa=True)
+    return out_GHnD.transpose(1, 2).flatten(0, 1)
+
+
+class _HalfOnCPU(torch.autograd.Function):
+    """Causal attention, q [G, H, n, D], k, v [G, K, n, D], in bfloat16 or float16; its gradients by float32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, True, attn_mask=None, scale=scale
+        )
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        wide = (x.float() for x in (grad, q, k, v, out))
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *wide, lse, 0.0, True, attn_mask=None, scale=ctx.scale
+        )
+        return *(x.to(grad.dtype) for x in gradients), None
 
 
 def _takes_fewer_heads(q: Tensor) -> bool:

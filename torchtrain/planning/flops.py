@@ -6,9 +6,17 @@ Forward and backward of one batch, a multiplication and an addition counted as t
 
 P counts the weights of all matrices but embeddings (look-ups) and the head; the head runs on labelled tokens
 alone. A live pair is a (query, key) pair that the mask leaves: 2 D FLOPs for the score and 2 D for the value, per head
-and layer, three times over with the backward pass. Padding, norms, softmax and what activation checkpointing computes
-twice are not counted: this is the model's work, not the machine's. Dense models only: of a mixture of experts it counts
-every expert.
+and layer, three times over with the backward pass. Padding, norms and softmax are not counted: this is the model's
+work, not the machine's. Dense models only: of a mixture of experts it counts every expert.
+
+The machine does more (`FlopCounter.executed`):
+
+    2 x R x tokens + 4 x L x H x D x live pairs    where activation checkpointing computes each layer again; R counts
+                                                   its matrices but the last, whose result no gradient needs
+    2 x L x H x D x live pairs                     where attention is one fused kernel, whose backward pass computes the
+                                                   scores again
+    2 x V x M x tokens with a label                where logits are made a chunk at a time, and again for the
+                                                   backward pass
 
 Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs; at 64K tokens of 2K documents that is 60 times too
 many.
@@ -57,6 +65,7 @@ class FlopCounter:
     matrix_weights: int  # P
     head_weights: int  # V x M
     attention_width: int  # L x H x D
+    recomputed_weights: int = 0  # R
 
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
@@ -70,6 +79,7 @@ class FlopCounter:
             matrix_weights=sum(shape.numel() for shape in shapes if len(shape) >= 2),
             head_weights=whole_shape(head).numel(),
             attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
+            recomputed_weights=sum(map(_recomputed, _layers(model))),
         )
 
     def flops(self, tokens: int, labelled: int, live_pairs: int) -> int:
@@ -77,6 +87,44 @@ class FlopCounter:
         return (
             6 * self.matrix_weights * tokens + 6 * self.head_weights * labelled + 12 * self.attention_width * live_pairs
         )
+
+    def executed(
+        self,
+        tokens: int,
+        labelled: int,
+        live_pairs: int,
+        *,
+        recomputed: bool,
+        fused: bool = True,
+        chunked: bool = True,
+    ) -> int:
+        """Return the FLOPs of matrix products that the device runs for the same.
+
+        Args:
+            tokens: as `flops`.
+            labelled: as `flops`.
+            live_pairs: as `flops`; of a kernel that computes whole blocks more than live pairs is run.
+            recomputed: under activation checkpointing.
+            fused: attention is a kernel that keeps no scores.
+            chunked: the loss keeps no logits (`torchtrain.training.loss`).
+        """
+        again = 2 * self.recomputed_weights * tokens + 4 * self.attention_width * live_pairs if recomputed else 0
+        scores = 2 * self.attention_width * live_pairs if fused else 0
+        logits = 2 * self.head_weights * labelled if chunked else 0
+        return self.flops(tokens, labelled, live_pairs) + again + scores + logits
+
+
+def _layers(model: "PreTrainedModel") -> list[nn.Module]:
+    """What activation checkpointing computes again, each as a whole."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _recomputed(layer: nn.Module) -> int:
+    """Count a layer's matrices but the last: recomputation stops at the last tensor that a gradient needs."""
+    sizes = [shape.numel() for p in layer.parameters() if len(shape := whole_shape(p)) >= 2]
+    return sum(sizes[:-1])
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

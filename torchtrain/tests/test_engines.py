@@ -146,6 +146,37 @@ def test_shifting_storage_between_rows_changes_nothing():
             assert torch.equal(together[one], alone)
 
 
+def test_a_document_has_the_same_bits_beside_any_other():
+    """Documents of other lengths share its batch, or do not: what it is padded to depends on its own length alone."""
+    alone = torch.tensor([[0] + [1] * 66])
+    crowd = torch.cat([alone[0], *(torch.full((n,), d) for d, n in enumerate((70, 3, 66, 61, 200, 70), start=2))])[None]
+    q, k, v, weight = draw_qkv(crowd, dtype=torch.float32)
+    beside, _ = attend_with_gradients("sdpa", q, k, v, weight, crowd)
+    n = alone.shape[1]
+    apart, _ = attend_with_gradients("sdpa", q[:, :n], k[:, :n], v[:, :n], weight[:, :n], alone)
+    for what in NAMES:  # token 0 is the anchor, whose keys serve the others, too
+        assert torch.equal(beside[what][:, 1:n], apart[what][:, 1:n]), what
+
+
+def test_what_pads_a_batch_never_leaves_it():
+    """Not even from a document that is all NaN, of a length that is padded, in a batch with another."""
+    ids_BT = torch.tensor([[1] * 33 + [2] * 34])
+    q, k, v, weight = draw_qkv(ids_BT, dtype=torch.float32)
+    for x in (q, k, v):
+        x[:, :33] = float("nan")
+    got, _ = attend_with_gradients("sdpa", q, k, v, weight, ids_BT)
+    for what in NAMES:
+        assert got[what][:, 33:].isfinite().all()
+        assert got[what][:, :33].isnan().any()
+
+
+def test_many_short_documents_are_few_calls():
+    lengths = torch.arange(300) % 60 + 1
+    plan = make_plan(torch.repeat_interleave(torch.arange(1, 301), lengths)[None])
+    assert len(plan.batches.shapes) == 15
+    assert sum(segments for segments, _ in plan.batches.shapes) == 300
+
+
 def test_auto_takes_sdpa_on_a_cpu_and_flash_only_where_it_runs():
     assert resolve_engine("auto", "cpu", torch.bfloat16) == "sdpa"
     assert resolve_engine("flash", "cpu", torch.bfloat16) == "flash"  # the registered kernel counts

@@ -6,7 +6,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtrain.attention import make_plan
 from torchtrain.planning.flops import FlopCounter, peak_flops, peak_of
+from torchtrain.planning.memory import enable_checkpointing
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
+from torchtrain.training.labels import find_labels
+from torchtrain.training.loss import chunked_cross_entropy
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -20,6 +23,41 @@ def test_counts_what_torch_counts(family):
     # RoPE's angles are a batched outer product in some versions: it has no gradient and is not a weight.
     rope = sum(n for name, n in _by_operation(counter, "rotary_emb").items())
     assert counter.get_total_flops() - rope == FlopCounter.of(model).flops(B * T, B * T, B * T * T)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_what_torch_counts_when_layers_run_again(family):
+    model = tiny_model(family).train()
+    model.set_attn_implementation("eager")
+    enable_checkpointing(model)
+    B, T = 2, 24
+    tokens = torch.randint(VOCABULARY, (B, T))
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(tokens, use_cache=False).logits.sum().backward()
+    rope = sum(n for name, n in _by_operation(counter, "rotary_emb").items())
+    predicted = FlopCounter.of(model).executed(B * T, B * T, B * T * T, recomputed=True, fused=False, chunked=False)
+    assert counter.get_total_flops() - rope == predicted
+
+
+def test_a_loss_in_chunks_makes_its_logits_again():
+    head, hidden = torch.nn.Linear(8, 30, bias=False), torch.randn(12, 8, requires_grad=True)
+    labels = find_labels(torch.arange(12))
+    with FlopCounterMode(display=False) as counted:
+        chunked_cross_entropy(head, hidden, labels, chunk=5)[0].backward()
+    assert counted.get_total_flops() == FlopCounter(0, 8 * 30, 0).executed(12, 12, 0, recomputed=False)
+
+
+def test_a_fused_kernel_computes_its_scores_again():
+    """As torch counts FlashAttention: two products forward, five backward, of all pairs without a mask."""
+    counter, H, T, D = FlopCounter(0, 0, attention_width=4 * 16), 4, 32, 16
+    q, k, v = (torch.zeros(1, H, T, D, device="meta", requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as counted:
+        out, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+        torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            torch.empty_like(out), q, k, v, out, lse, None, None, T, T, 0.0, False, rest[-3], rest[-2]
+        )
+    assert counted.get_total_flops() == counter.executed(0, 0, T * T, recomputed=False)
 
 
 def _by_operation(counter: FlopCounterMode, module: str) -> dict:

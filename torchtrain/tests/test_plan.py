@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from torch.nn.attention.flex_attention import create_block_mask
 
+from torchtrain.attention.batches import padded_length
 from torchtrain.attention.block_mask import BLOCK, make_block_mask
 from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
@@ -54,6 +55,28 @@ def mask_of_blocks(ids_BT: torch.Tensor) -> torch.Tensor:
 def packed_ids(*lengths: int, anchor: int = 0, padding: int = 0) -> torch.Tensor:
     documents = [d for d, n in enumerate(lengths, start=1) for _ in range(n)]
     return torch.tensor([[0] * anchor + documents + [-1] * padding])
+
+
+@given(document_ids())
+@settings(max_examples=25)
+def test_batches_hold_each_segment_once_and_copies_of_its_last_token(ids_BT):
+    plan = make_plan(ids_BT)
+    segments = [x.tolist() for x in plan.k_index_M.split(plan.seqlens_k)]
+    wanted = [own + own[-1:] * (padded_length(len(own)) - len(own)) for own in segments]
+    laid_out, sizes = plan.batches.plan, [count * tokens for count, tokens in plan.batches.shapes]
+    batches = zip(laid_out.k_index_M.split(sizes), plan.batches.shapes, strict=True)
+    found = [row for batch, shape in batches for row in batch.view(shape).tolist()]
+    assert sorted(found) == sorted(wanted)
+    assert torch.equal(laid_out.k_index_M[laid_out.own_slot_N], plan.q_index_N)
+
+
+def test_padding_is_bounded():
+    lengths = range(1, 5000)
+    padded = [padded_length(n) for n in lengths]
+    assert padded == sorted(padded)
+    assert all(n <= p < n + 4 for n, p in zip(lengths, padded, strict=True) if n <= 64)
+    assert max(p / n for n, p in zip(lengths, padded, strict=True) if n > 64) < 1.2
+    assert [padded_length(p) for p in padded] == padded
 
 
 @given(document_ids())

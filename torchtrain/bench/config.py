@@ -1,0 +1,144 @@
+"""What is measured. YAML in, a strict schema out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from anchorline import settings
+from torchtrain.config import (
+    MOST_TOKENS,
+    Count,
+    DataConfig,
+    ModelConfig,
+    PathText,
+    PositiveShare,
+    Real,
+    Section,
+    SmallCount,
+    TokenizerConfig,
+    fill_empty_sections,
+)
+
+EXAMPLE = "repeats=5"  # of an override, for messages
+
+Tokens = Annotated[int, Field(ge=64, le=MOST_TOKENS)]
+Lengths = Annotated[list[Tokens], Field(min_length=1, max_length=64)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Variant = Literal["full", "intra", "anchor"]
+Engine = Literal["flash", "flash3", "flash4", "flex", "sdpa", "dense"]
+Rival = Literal["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"]
+Loop = Literal["torchtrain, anchor", "torchtrain, full", "transformers, full", "transformers, dense mask", "TRL, full"]
+
+
+class AttentionBench(Section):
+    """`bench attention`: which calls of which shape."""
+
+    lengths: Lengths = Field(default=[2048, 4096, 8192], description="tokens a row")
+    rows: list[Literal["mean", "least"]] = Field(
+        default=["mean", "least"],
+        min_length=1,
+        max_length=2,
+        description="which of the corpus's rows: as many live pairs as they have in the mean, or the least of all",
+    )
+    dtypes: list[Dtype] = Field(default=["bfloat16"], min_length=1, max_length=3)
+    variants: list[Variant] = Field(default=["full", "intra", "anchor"], min_length=1, max_length=3)
+    engines: list[Engine] = Field(
+        default=["flash", "flash3", "flash4", "flex", "sdpa", "dense"],
+        max_length=6,
+        description="ours; one that cannot run here is listed with the reason",
+    )
+    rivals: list[Rival] = Field(
+        default=["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"],
+        max_length=4,
+        description="what people would use instead",
+    )
+    heads: SmallCount = 32
+    kv_heads: SmallCount = 8
+    head_dim: Annotated[int, Field(ge=8, le=512)] = 128
+    check_tokens: Annotated[int, Field(ge=64, le=8192)] = Field(
+        default=1024, description="tokens of the row on which all are judged against float64 before any is timed"
+    )
+    dense_tokens: Tokens = Field(default=4096, description="longest row for which a T x T mask is made")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}; change one of them")
+        return self
+
+
+class ModelledStep(Section):
+    """Steps that are computed by the FLOP model, not measured: marked so wherever they are shown."""
+
+    model: PathText = Field(default="meta-llama/Llama-2-7b-hf", description="whose shapes: a folder or hub id")
+    gpu: PathText = Field(default="A100", description="whose peak")
+    processes: SmallCount = 8
+    mfu: PositiveShare = Field(description="share of that peak, which is assumed")
+    lengths: Lengths = Field(default=[32_768, 65_536, 131_072])
+
+
+class StepBench(Section):
+    """`bench step`: whole training steps of one row, in loops that are compared."""
+
+    model: ModelConfig
+    layers: SmallCount | None = Field(default=None, description="only the model's first so many; default: all")
+    lengths: Lengths = Field(default=[1024, 2048, 4096], description="tokens a row")
+    loops: list[Loop] = Field(
+        default=[
+            "torchtrain, anchor",
+            "torchtrain, full",
+            "transformers, full",
+            "transformers, dense mask",
+            "TRL, full",
+        ],
+        min_length=1,
+        max_length=5,
+    )
+    learning_rate: Real = 1e-5
+    loss_chunk: Count = 2048
+    ceiling: Annotated[int, Field(ge=64, le=2**15)] = Field(
+        default=2048, description="rows and columns of the matrices whose product is the device's ceiling"
+    )
+    modelled: ModelledStep | None = None
+
+
+class MemoryBench(Section):
+    """`bench memory`: how long a context may be, by what `torchtrain plan` counts."""
+
+    models: list[PathText] = Field(
+        default=["Qwen/Qwen1.5-1.8B", "meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-70B"],
+        min_length=1,
+        max_length=16,
+    )
+    gib: list[Annotated[float, Field(gt=0, le=2**20)]] = Field(
+        default=[24, 40, 80, 141], min_length=1, max_length=16, description="memory of a GPU"
+    )
+    processes: list[SmallCount] = Field(default=[1, 8, 64], min_length=1, max_length=16, description="one a GPU")
+    longest: Tokens = Field(default=MOST_TOKENS, description="tokens at which the search stops")
+
+
+class BenchConfig(Section):
+    """The whole of `torchtrain bench`; each of its verbs reads its own section."""
+
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: SmallCount | None = Field(default=1, description="of a CPU; 1 lets its time be counted, not the clock's")
+    repeats: Annotated[int, Field(ge=3, le=1000)] = Field(
+        default=5, description="turns; in each, all that is compared runs once"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**32, description="draws rows and tensors")
+    attention: AttentionBench = AttentionBench()
+    step: StepBench | None = None
+    memory: MemoryBench = MemoryBench()
+
+
+def load_bench(path: str | Path, overrides: Sequence[str] = ()) -> BenchConfig:
+    """Read a YAML file, apply `section.key=value` overrides, validate.
+
+    Raises:
+        UserError: see `anchorline.settings.load`.
+    """
+    return settings.load(BenchConfig, path, overrides, example=EXAMPLE, prepare=fill_empty_sections)
