@@ -4,8 +4,7 @@ It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so 
 brings the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra
 queries a document and never a mask.
 
-In half precision on a CPU it computes in float32 and rounds the output and each gradient once: torch's CPU kernel sums
-dk and dv over blocks of queries in bfloat16, which errs more than FlashAttention's roundings explain (docs/LOG.md).
+In half precision on a CPU `torchtrain.attention.half_on_cpu` stands in for it.
 
 On CUDA torch falls back, in silence, to a kernel that holds all pairs of a document, H x n x n, where its others do not
 fit. Here that one is never taken: key/value heads are repeated where the others do not take fewer of them, and what
@@ -26,6 +25,7 @@ from torch import Tensor
 from anchorline.errors import UserError
 from torchtrain.attention.flash import HALF, capability
 from torchtrain.attention.gather import attend_nothing, gather_keys, scatter_queries
+from torchtrain.attention.half_on_cpu import attend_half
 from torchtrain.attention.plan import AttentionPlan
 
 
@@ -39,10 +39,7 @@ def attend_sdpa(
     """
     if not plan.seqlens_q:
         return attend_nothing(q_BTHD, k_BTKD, v_BTKD), None
-    dtype = q_BTHD.dtype
-    if q_BTHD.device.type == "cpu":
-        q_BTHD, k_BTKD, v_BTKD = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q_BTHD, k_BTKD, v_BTKD))
-    elif q_BTHD.is_cuda and not _takes_fewer_heads(q_BTHD):
+    if q_BTHD.is_cuda and not _takes_fewer_heads(q_BTHD):
         copies = q_BTHD.shape[2] // k_BTKD.shape[2]
         k_BTKD, v_BTKD = (x.repeat_interleave(copies, dim=2) for x in (k_BTKD, v_BTKD))
     q_n, k_n, v_n = (gather_keys(x, plan).split(plan.seqlens_k) for x in (q_BTHD, k_BTKD, v_BTKD))
@@ -51,11 +48,13 @@ def attend_sdpa(
             _attend_causal(q_nHD, k_nKD, v_nKD, scale)[-n:]
             for q_nHD, k_nKD, v_nKD, n in zip(q_n, k_n, v_n, plan.seqlens_q, strict=True)
         ]
-    return scatter_queries(torch.cat(outs).to(dtype), plan), None
+    return scatter_queries(torch.cat(outs), plan), None
 
 
 def _attend_causal(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, scale: float) -> Tensor:
     q_1HnD, k_1KnD, v_1KnD = (x.transpose(0, 1)[None] for x in (q_nHD, k_nKD, v_nKD))
+    if q_nHD.device.type == "cpu" and q_nHD.dtype in HALF:
+        return attend_half(q_1HnD, k_1KnD, v_1KnD, scale)[0].transpose(0, 1)
     out_1HnD = F.scaled_dot_product_attention(q_1HnD, k_1KnD, v_1KnD, is_causal=True, scale=scale, enable_gqa=True)
     return out_1HnD[0].transpose(0, 1)
 
