@@ -81,7 +81,8 @@ class PeakBytes(TorchDispatchMode):
 def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTrainedModel":
     """Build the model on the meta device, in its dtype, in training mode.
 
-    RoPE that goes by the batch's positions is replaced: its tables have the same shapes.
+    RoPE that goes by the batch's positions is replaced: its tables have the same shapes. Where `auto` may recompute
+    layers it does: less may not be there.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
@@ -234,7 +235,7 @@ class Shapes:
 
     def model(self, settings: ModelConfig) -> "PreTrainedModel":
         """Return the model of `shape_of_model`."""
-        key = (settings.dtype, settings.activation_checkpointing)
+        key = (settings.dtype, bool(settings.activation_checkpointing))
         if key not in self._models:
             self._models[key] = shape_of_model(self.config, settings)
         return self._models[key]
@@ -243,7 +244,7 @@ class Shapes:
         """Count the passes of a run's micro-batch on one rank, every token labelled."""
         model, train, pack = config.model, config.train, config.pack
         shared = config.distributed.sequence_parallel
-        key = (model.dtype, model.activation_checkpointing, train.micro_batch, pack.sequence_length, shared)
+        key = (model.dtype, bool(model.activation_checkpointing), train.micro_batch, pack.sequence_length, shared)
         key = (*key, pack.base_variant, train.loss_chunk)
         if key not in self._passes:
             plan = _plan(pack.base_variant, train.micro_batch, -(-pack.sequence_length // shared) * shared)
