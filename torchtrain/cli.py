@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,9 @@ from anchorline.command import INTERRUPTED, MISTAKE, Leave, finite, make_app
 from anchorline.errors import UserError, one_line, quoted
 from anchorline.files import resolve
 from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, TasksUnfinished, Terminated
+
+if TYPE_CHECKING:
+    from torchtrain.planning.budget import Memory
 
 # torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits
 # in case rank 0 found the same; one with nothing to say leaves last.
@@ -302,6 +305,7 @@ def plan(
             raise typer.Exit(1)
         if memory.gpu <= limit:
             print(f"fits      {memory.gpu / limit:.0%} of the memory; the CUDA context, NCCL and fragments come on top")
+            print(f"fastest   {_describe_fastest(budget.fastest(config, shapes, processes, limit))}")
             return
         changes, after = budget.remedies(config, shapes, processes, limit)
         when = " while it loads" if memory.load > memory.step else ""
@@ -311,6 +315,12 @@ def plan(
             verdict += f"; the hosts would hold {after.hosts / budget.GIB:.1f} GiB, more than --host-memory"
         print(f"change    {' '.join(changes) or 'nothing helps'}: {after.gpu / budget.GIB:.1f} GiB, {verdict}")
         raise typer.Exit(1)
+
+
+def _describe_fastest(found: "tuple[list[str], Memory] | None") -> str:
+    assert found is not None, "the config as it is fits"
+    changes, memory = found
+    return f"{' '.join(changes)}: {memory.gpu / 2**30:.1f} GiB" if changes else "as it is"
 
 
 @app.command()

@@ -68,7 +68,11 @@ class ModelConfig(Section):
         default="auto",
         description="attention engine; auto says what it chose, never flash3 (Hopper) and flash4 (Hopper, Blackwell)",
     )
-    activation_checkpointing: bool = Field(default=False, description="recompute each layer in the backward pass")
+    activation_checkpointing: Literal["auto"] | bool = Field(
+        default=False,
+        description="recompute each layer in the backward pass; auto: only where the memory that is free when the run "
+        "begins does not do without, and it is said",
+    )
     trust_remote_code: bool = Field(
         default=False, description="run code that comes with the model, for one that transformers does not know"
     )

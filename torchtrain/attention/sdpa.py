@@ -5,9 +5,7 @@ It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so 
 brings the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra
 queries a document and never a mask, and nor does the padding of a batch (`torchtrain.attention.batches`).
 
-In half precision on a CPU torch's kernel runs forward as it is, with FlashAttention's roundings, and backward in
-float32, each gradient rounded once: in bfloat16 it sums dk and dv over blocks of queries in bfloat16, which errs more
-than FlashAttention's roundings explain (docs/LOG.md).
+In half precision on a CPU `torchtrain.attention.half_on_cpu` stands in for it.
 
 On CUDA torch falls back, in silence, to a kernel that holds all pairs of a document, H x n x n, where its others do not
 fit. Here that one is never taken: key/value heads are repeated where the others do not take fewer of them, and what
@@ -21,16 +19,15 @@ padded · G segments of a batch · n tokens of each.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from anchorline.errors import UserError
 from torchtrain.attention.flash import HALF, capability
 from torchtrain.attention.gather import attend_nothing, gather_keys, scatter_queries
+from torchtrain.attention.half_on_cpu import attend_half
 from torchtrain.attention.plan import AttentionPlan
 
 
@@ -65,33 +62,10 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scal
     # Head by head in memory, which the CPU's kernel reads fastest.
     q_GHnD, k_GKnD, v_GKnD = (x.unflatten(0, shape).transpose(1, 2).contiguous() for x in (q, k, v))
     if q.device.type == "cpu" and q.dtype in HALF:
-        out_GHnD: Tensor = _HalfOnCPU.apply(q_GHnD, k_GKnD, v_GKnD, scale)  # pyright: ignore[reportAssignmentType]
+        out_GHnD = attend_half(q_GHnD, k_GKnD, v_GKnD, scale)
     else:
         out_GHnD = F.scaled_dot_product_attention(q_GHnD, k_GKnD, v_GKnD, is_causal=True, scale=scale, enable_gqa=True)
     return out_GHnD.transpose(1, 2).flatten(0, 1)
-
-
-class _HalfOnCPU(torch.autograd.Function):
-    """Causal attention, q [G, H, n, D], k, v [G, K, n, D], in bfloat16 or float16; its gradients by float32."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, True, attn_mask=None, scale=scale
-        )
-        ctx.scale = scale
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
-        wide = (x.float() for x in (grad, q, k, v, out))
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *wide, lse, 0.0, True, attn_mask=None, scale=ctx.scale
-        )
-        return *(x.to(grad.dtype) for x in gradients), None
 
 
 def _takes_fewer_heads(q: Tensor) -> bool:

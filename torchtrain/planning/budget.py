@@ -25,6 +25,7 @@ save beside the steps is written from (`save.asynchronous`), and the model that 
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _FLOAT32 = 4
+_ROOM = 0.9  # of a GPU's memory; the CUDA context, NCCL and fragments take the rest
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,38 @@ def remedies(config: Config, shapes: Shapes, processes: int, limit: int) -> tupl
             config, held = changed, now
             taken |= {f"{section}.{name}": value for name, value in values.items()}
     return [f"{name}={str(value).lower()}" for name, value in taken.items()], held
+
+
+def fastest(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory] | None:
+    """Return the overrides that make a run the fastest which `limit` bytes a GPU hold, and its memory with them.
+
+    Tried are, the dearest to have last: transfers to the host, recomputation, and each further stage of ZeRO. Rows at a
+    time, and how many ranks share one, stay: they follow from the length. No time is counted: the order is that of what
+    each costs at any length (docs/LOG.md).
+
+    Args:
+        config: the run's.
+        shapes: of what `model_config` returned.
+        processes: how many, each with a GPU of its own.
+        limit: bytes, of which `_ROOM` may be used.
+
+    Returns:
+        None where nothing fits, the config as it is neither.
+    """
+    now = (config.distributed.offload, bool(config.model.activation_checkpointing), config.distributed.zero_stage)
+    stages = range(4) if processes > 1 else range(1)
+    for offload, recomputed, stage in product(LEAST_STAGE, (False, True), stages):
+        changed = _revise(config, "distributed", {"zero_stage": stage, "offload": offload})
+        if changed is None:  # this offload needs a higher stage
+            continue
+        changed = _revise(changed, "model", {"activation_checkpointing": recomputed})
+        assert changed is not None
+        held = memory(changed, shapes, processes)
+        if held.gpu <= _ROOM * limit or ((offload, recomputed, stage) == now and held.gpu <= limit):
+            names = ("distributed.offload", "model.activation_checkpointing", "distributed.zero_stage")
+            pairs = zip(names, (offload, recomputed, stage), now, strict=True)
+            return [f"{name}={str(value).lower()}" for name, value, was in pairs if value != was], held
+    return None
 
 
 def _revise(config: Config, section: str, values: dict[str, Any]) -> Config | None:

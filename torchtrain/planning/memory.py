@@ -81,7 +81,8 @@ class PeakBytes(TorchDispatchMode):
 def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTrainedModel":
     """Build the model on the meta device, in its dtype, in training mode.
 
-    RoPE that goes by the batch's positions is replaced: its tables have the same shapes.
+    RoPE that goes by the batch's positions is replaced: its tables have the same shapes. Where `auto` may recompute
+    layers it does: less may not be there.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
@@ -238,7 +239,7 @@ class Shapes:
 
     def model(self, settings: ModelConfig) -> "PreTrainedModel":
         """Return the model of `shape_of_model`."""
-        key = (settings.dtype, settings.rotation, settings.activation_checkpointing)
+        key = (settings.dtype, settings.rotation, bool(settings.activation_checkpointing))
         if key not in self._models:
             self._models[key] = shape_of_model(self.config, settings)
         return self._models[key]
@@ -250,7 +251,7 @@ class Shapes:
         key = (
             model.dtype,
             model.rotation,
-            model.activation_checkpointing,
+            bool(model.activation_checkpointing),
             train.micro_batch,
             pack.sequence_length,
             shared,

@@ -41,6 +41,7 @@ from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
+from torchtrain.run.recomputation import choose_recomputation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -116,16 +117,19 @@ def set_up(
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer, split)
 
+    settings, recomputation = choose_recomputation(config, model_config, world)
     say(f"loading {config.model.source}")
     # ZeRO 3 has no room for the whole model anywhere, so it is cut up while it is read.
     cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
-    model = load_for_training(source, model_config, config.model, engine, device, cutter)
+    model = load_for_training(source, model_config, settings, engine, device, cutter)
     count = sum(whole_shape(parameter).numel() for parameter in model.parameters())
     say(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
     if threads := share_cores(config.distributed, device):
         say(f"threads   {threads}")
     if world.size > 1:
         say(f"processes {world.size}: {describe_layout(config, world)}")
+    if recomputation:
+        say(f"layers    {recomputation}")
     say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
     say(f"variant   {describe_variant(config.pack)}")
     say(f"rope      {describe_rope(model_config)}")
@@ -151,6 +155,7 @@ def set_up(
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
+        "activation_checkpointing": settings.activation_checkpointing,
         "processes": world.size,
         "identity": identity,
         "model_origin": _origin(source),

@@ -1,5 +1,6 @@
 """The command: what it prints, what it refuses, in one line, with which exit code, leaving nothing."""
 
+import ast
 import importlib.metadata
 import io
 import json
@@ -384,14 +385,35 @@ def test_help_and_config_need_no_torch(tree, write_config):
     assert process(code, "config", str(write_config(tree))).returncode == 0
 
 
+def imported(code: str, *arguments: str) -> tuple[set[str], str]:
+    """Return which installed packages a process has imported by its end, and what it printed."""
+    told = (
+        "import atexit, sys; before = set(sys.modules); atexit.register(lambda: print(sorted({name.partition('.')[0] "
+        "for name, module in sys.modules.items() if name not in before and 'site-packages' in "
+        f"str(getattr(module, '__file__', ''))}}), file=sys.stderr)); {code}"
+    )
+    result = process(told, *arguments)
+    assert result.returncode == 0, result.stderr
+    return set(ast.literal_eval(result.stderr.splitlines()[-1])), result.stdout
+
+
+# Half a second together, where PyTorch alone takes two. By what is imported, not by a clock.
+CLI = {"annotated_doc", "annotated_types", "pydantic", "pydantic_core", "shellingham", "typer", "typing_extensions"}
+CLI |= {"typing_inspection", "yaml"}
+HELP = CLI | {"attr", "markdown_it", "mdurl", "pygments", "rich"}  # rich looks whether attrs is there
+
+
+def test_the_package_and_help_start_at_once():
+    assert imported("import torchtrain")[0] == set()
+    packages, printed = imported("from torchtrain.cli import main; main()", "--help")
+    assert "extend a language model's context" in printed.lower()
+    assert {"typer"} < packages <= HELP
+
+
 def test_status_needs_nothing_that_computes(call, tree):
     """It is asked of runs at work, again and again: it answers in half a second, and PyTorch alone takes some."""
     assert call("train", "train.steps=2").exit_code == 0
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'numpy', 'safetensors']));"
-        "from torchtrain.cli import main; main()"
-    )
-    result = process(code, "status", tree["run"]["folder"])
-    assert result.returncode == 0, result.stderr
-    assert "steps      2 of 2" in result.stdout
-    assert "checkpoint step 2" in result.stdout
+    packages, printed = imported("from torchtrain.cli import main; main()", "status", tree["run"]["folder"])
+    assert "steps      2 of 2" in printed
+    assert "checkpoint step 2" in printed
+    assert {"typer"} < packages <= CLI

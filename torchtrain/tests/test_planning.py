@@ -296,6 +296,50 @@ def test_what_is_proposed_is_a_config(
     assert after.gpu < before or not changes
 
 
+@pytest.mark.parametrize("share", [2.0, 0.9, 0.6])
+def test_the_fastest_is_the_first_that_fits_of_what_costs_ever_more(tmp_path, share):
+    """Against trying every layout, dearest last; and what it says is a config that gives what was promised."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny_settings(tmp_path, tmp_path, path)))
+    given_ = ["model.dtype=bfloat16", "train.sequences_per_step=8"]
+    costs = [
+        (offload, recomputed, stage)
+        for offload in ("none", "optimizer", "all")
+        for recomputed in ("false", "true")
+        for stage in (0, 1, 2, 3)
+        if stage >= {"none": 0, "optimizer": 1, "all": 3}[offload]
+    ]
+
+    def layout(offload, recomputed, stage):
+        return [
+            f"distributed.offload={offload}",
+            f"model.activation_checkpointing={recomputed}",
+            f"distributed.zero_stage={stage}",
+        ]
+
+    dearest = load_config(path, [*given_, *layout("all", "true", 3)])
+    limit = int(share * budget.memory(load_config(path, given_), LARGE, 8).gpu / budget._ROOM)
+    held = {x: budget.memory(load_config(path, [*given_, *layout(*x)]), LARGE, 8) for x in costs}
+    first = next(x for x in costs if held[x].gpu <= budget._ROOM * limit)
+    found = budget.fastest(dearest, LARGE, 8, limit)
+    assert found is not None
+    changes, memory = found
+    assert memory == held[first]
+    changed = load_config(path, [*given_, *layout("all", "true", 3), *changes])
+    assert changed == load_config(path, [*given_, *layout(*first)])
+    assert budget.fastest(changed, LARGE, 8, limit) == ([], memory), "then it is as it is"
+    assert budget.fastest(dearest, LARGE, 8, 1) is None
+
+
+def test_what_fits_is_told_the_fastest_that_does(call, tree, write_config):
+    slow = ("-n", 2, "distributed.zero_stage=3", "distributed.offload=all", CHECKPOINTING)
+    told = call(write_config(tree), *slow).stdout
+    (line,) = [line for line in told.splitlines() if line.startswith("fastest")]
+    offered = "distributed.offload=none model.activation_checkpointing=false distributed.zero_stage=0: "
+    assert line.startswith(f"fastest   {offered}")
+    assert "\nfastest   as it is\n" in call(write_config(tree)).stdout
+
+
 def test_one_gpu_is_offered_offload_with_the_stage_that_it_needs(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tiny_settings(tmp_path, tmp_path, path)))

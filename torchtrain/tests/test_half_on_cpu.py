@@ -1,0 +1,65 @@
+"""Half precision on a CPU, by the error rule, on documents long enough for sums over blocks to show.
+
+Truth is torch's kernel in float64; the allowance is what float32 errs whose results are rounded once, which is less
+than FlashAttention-2's roundings make.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parity_tests.tolerance import judge
+from torchtrain.attention import attend, half_on_cpu, make_plan
+
+T, H, K, D = 4096, 2, 1, 16
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def draw(dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, weight = (torch.randn(1, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K, H))
+    return q, k, v, weight
+
+
+def torch_own(q, k, v):
+    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def run(attention, q, k, v, weight):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return dict(zip(NAMES, [out.detach(), *torch.autograd.grad(out, leaves, weight)], strict=True))
+
+
+def judged(attention, dtype):
+    drawn = draw(dtype)
+    got, truth, reference = (
+        run(f, *(x.to(wide) for x in drawn))
+        for f, wide in ((attention, dtype), (torch_own, torch.float64), (torch_own, torch.float32))
+    )
+    name = str(dtype).removeprefix("torch.")
+    return {x: judge(got[x].double(), truth[x], reference[x].to(dtype).double(), name) for x in NAMES}
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_float32(dtype, tiles, monkeypatch):
+    monkeypatch.setattr(half_on_cpu, "has_tiles", lambda: tiles)
+    plan = make_plan(torch.ones(1, T, dtype=torch.long))
+    verdicts = judged(lambda q, k, v: attend(q, k, v, plan, engine="sdpa")[0], dtype)
+    assert all(verdict.passed for verdict in verdicts.values()), verdicts
+
+
+def test_torch_alone_would_not_do():
+    """Where this fails, torch sums in float32 by itself, and `half_on_cpu` has no reason left to be."""
+    verdicts = judged(torch_own, torch.bfloat16)
+    assert [name for name in NAMES if not verdicts[name].passed] == ["dk", "dv"], verdicts
+
+
+def test_what_is_kept_is_in_half_precision():
+    q, k, v, _ = draw(torch.bfloat16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        half_on_cpu.attend_half(*(x.transpose(1, 2).requires_grad_() for x in (q, k, v)), scale=D**-0.5)
+    assert [x.dtype for x in kept] == [torch.bfloat16] * 4 + [torch.float32]

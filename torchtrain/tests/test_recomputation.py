@@ -1,0 +1,86 @@
+"""`model.activation_checkpointing: auto`: decided by the memory that is free, said, and the same everywhere."""
+
+import pytest
+import torch
+
+from anchorline.errors import UserError
+from torchtrain.config import load_config
+from torchtrain.distributed.world import World
+from torchtrain.modeling.source import open_config
+from torchtrain.planning import budget
+from torchtrain.run import recomputation
+from torchtrain.run.recomputation import choose_recomputation, free_memory
+from torchtrain.run.setup import set_up
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tree, write_config):
+    return lambda *overrides: load_config(write_config(tree), ["model.activation_checkpointing=auto", *overrides])
+
+
+def needed(config, model_folder):
+    """Bytes of a run that recomputes nothing, on a CPU, where device and host are one."""
+    model = config.model.model_copy(update={"activation_checkpointing": False})
+    shapes = budget.Shapes(open_config(str(model_folder())))
+    held = budget.memory(config.model_copy(update={"model": model}), shapes, 1)
+    return held.gpu + held.host
+
+
+@pytest.mark.parametrize(("share", "recomputed"), [(0.9, False), (1.1, True)])
+def test_what_is_kept_must_fit_with_room_to_spare(config, model_folder, monkeypatch, share, recomputed):
+    loaded = config()
+    free = needed(loaded, model_folder) / recomputation._SHARE / share
+    monkeypatch.setattr(recomputation, "free_memory", lambda device: int(free))
+    settings, said = choose_recomputation(loaded, open_config(str(model_folder())), World())
+    assert settings == loaded.model.model_copy(update={"activation_checkpointing": recomputed})
+    assert said.startswith("recomputed in the backward pass: " if recomputed else "none recomputed: ")
+    assert said.endswith("GiB are free")
+
+
+def test_all_processes_do_as_the_one_with_least_memory_must(config, model_folder, monkeypatch):
+    monkeypatch.setattr(recomputation, "free_memory", lambda device: 2**40)
+    monkeypatch.setattr(World, "sum", lambda self, values: [values[0] * self.size - 1])  # of another, it does not fit
+    settings, _ = choose_recomputation(config(), open_config(str(model_folder())), World(0, 2))
+    assert settings.activation_checkpointing is True
+
+
+@pytest.mark.parametrize("free", [0, 2**40])
+def test_the_run_does_what_was_chosen_and_says_so(config, monkeypatch, free):
+    monkeypatch.setattr(recomputation, "free_memory", lambda device: free)
+    said = []
+    setup = set_up(config(), said.append)
+    assert any(layer.gradient_checkpointing for layer in setup.model.model.layers) is (free == 0)
+    assert setup.record["activation_checkpointing"] is (free == 0)
+    (line,) = [line for line in said if line.startswith("layers    ")]
+    assert line.endswith("GiB are free" if free else "how much is free is not told here")
+
+
+def test_nothing_is_chosen_or_said_that_was_not_asked(tree, write_config, monkeypatch):
+    monkeypatch.setattr(recomputation, "free_memory", None)
+    loaded = load_config(write_config(tree))
+    assert choose_recomputation(loaded, None, World()) == (loaded.model, "")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"model\.activation_checkpointing"):
+        load_config(write_config(tree), ["model.activation_checkpointing=always"])
+
+
+def test_free_memory_is_the_least_that_the_system_tells(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:    5000 kB\nHugePages_Total:       0\n")
+    assert recomputation._available(meminfo) == 5000 * 1024
+    for name, text in (("memory.max", "max\n"), ("memory.current", "1000\n"), ("memory.stat", "anon 1\n")):
+        (tmp_path / name).write_text(text)
+    assert recomputation._left_of_limit(tmp_path) == -1, "max is no limit"
+    (tmp_path / "memory.max").write_text("6000\n")
+    assert recomputation._left_of_limit(tmp_path) == -1, "it does not tell what it could let go"
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500\n")
+    assert recomputation._left_of_limit(tmp_path) == 5500
+    assert recomputation._available(tmp_path / "memory.max") == recomputation._available(tmp_path / "none") == -1
+    for here, least in (((3000, 2000), 2000), ((3000, -1), 3000), ((-1, -1), 0)):
+        monkeypatch.setattr(recomputation, "_available", lambda _, told=here[0]: told)
+        monkeypatch.setattr(recomputation, "_left_of_limit", lambda _, told=here[1]: told)
+        assert free_memory(CPU) == least
+    monkeypatch.setattr(recomputation, "here_beside", lambda: 2)
+    monkeypatch.setattr(recomputation, "_available", lambda _: 3000)
+    assert free_memory(CPU) == 1500
