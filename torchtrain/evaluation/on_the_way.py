@@ -21,6 +21,7 @@ from torchtrain.config import Config
 from torchtrain.evaluation.engines import TorchEngine
 from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_samples, check_suite, measure
 from torchtrain.evaluation.materials import Materials
+from torchtrain.evaluation.results import Training
 from torchtrain.evaluation.suite import Suite, load_suite
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class TrainingEvaluation:
         step: int,
         say: Callable[[str], None],
         pulse: Callable[[], None],
+        training: Training | None = None,
     ) -> None:
         """Measure a model as it is after a step; what was finished of it before is taken over.
 
@@ -109,13 +111,14 @@ class TrainingEvaluation:
             step: steps done.
             say: takes lines of progress.
             pulse: called between two batches of prompts; may end the run.
+            training: how the model is trained, for its results.
 
         Raises:
             UserError: results cannot be written, or what `pulse` raises.
         """
         name = f"step-{step:08d}"
         engine = TorchEngine(lambda: share_weights(model), self._suite, tokenizer)
-        checkpoint = Checkpoint(name, step, self._source)
+        checkpoint = Checkpoint(name, step, self._source, training)
         evaluated = EvaluatedModel(checkpoint, tokenizer, engine, state_digest(model), self._dtype)
         with _keep_generators() as put_back:
 

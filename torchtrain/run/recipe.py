@@ -36,6 +36,7 @@ from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.steps import take_steps
 from torchtrain.run.termination import Termination
+from torchtrain.run.trained import training_of
 from torchtrain.run.writers import check_writers
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import read_metrics
@@ -252,8 +253,10 @@ class _Run:
             UserError, OtherRankFailed, Terminated: as `_attend`; or a result cannot be written.
         """
         if self.evaluation is not None and self.evaluation.due(session.step):
-            setup = session.setup
-            self.evaluation.measure(setup.model, setup.tokenizer, session.step, self.say, lambda: self._attend(session))
+            setup, training = session.setup, training_of(self.config, session.setup.record)
+            self.evaluation.measure(
+                setup.model, setup.tokenizer, session.step, self.say, lambda: self._attend(session), training
+            )
 
     def _attend(self, session: Session) -> None:
         """Between two steps: see whether a save has been written, and save and stop if any rank was sent SIGTERM.
