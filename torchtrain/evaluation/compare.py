@@ -19,6 +19,7 @@ from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, NOT_IN_ELEVEN, TAS
 from torchtrain.evaluation.tables import ScoreCell, ScoreTable
 
 DRAWS = 2000
+AFTERWARDS, ON_THE_WAY = "-evaluation", "-on-the-way"  # folders of results, beside the run's
 _OLD = {"vt_2024_10": "vt"}
 THIRTEEN = tuple(task for task in TASKS if task not in _OLD)
 ELEVEN = tuple(task for task in THIRTEEN if task not in NOT_IN_ELEVEN)
@@ -86,8 +87,11 @@ class Measured:
     def _results(self) -> list[TaskResult | PerplexityResult]:
         return [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
 
-    def check_whole(self) -> None:
+    def check_whole(self, place: Path) -> None:
         """Check that each checkpoint has every task: a mean over checkpoints is of the same ones.
+
+        Args:
+            place: the folder of the results.
 
         Raises:
             UserError: one lacks a task that another has.
@@ -95,9 +99,11 @@ class Measured:
         of_all = {result.checkpoint for results in self.found.values() for result in results}
         for (task, length), results in self.found.items():
             if lacking := sorted(of_all - {result.checkpoint for result in results}):
+                mend = "evaluate it again, which goes on where it stopped"
+                if place.name.endswith(ON_THE_WAY):  # of a step whose weights may be gone
+                    mend = f"remove {quoted(place / lacking[0])}, or evaluate the run's models"
                 raise UserError(
-                    f"{self.name}: {quoted(lacking[0])} has no result of {task} at {length:,}, and others have; "
-                    "evaluate it again, which goes on where it stopped"
+                    f"{self.name}: {quoted(lacking[0])} has no result of {task} at {length:,}, and others have; {mend}"
                 )
 
 
@@ -237,15 +243,15 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
 
 def _read(folder: Path) -> Measured:
     # What was measured on the way is taken where nothing was measured afterwards, never both.
-    for place in (folder, *(folder.with_name(f"{folder.name}-{name}") for name in ("evaluation", "on-the-way"))):
-        run = Measured(folder.name.removesuffix("-evaluation").removesuffix("-on-the-way")).add(read_results(place))
+    for place in (folder, *(folder.with_name(folder.name + kind) for kind in (AFTERWARDS, ON_THE_WAY))):
+        run = Measured(folder.name.removesuffix(AFTERWARDS).removesuffix(ON_THE_WAY)).add(read_results(place))
         if run.found or run.not_run or run.perplexity:
             break
     else:
         raise UserError(f"{quoted(folder)}: holds no results; first: torchtrain evaluate {folder}")
     for results in run.found.values():
         _check_same(run.name, run.name, results[0], results)
-    run.check_whole()
+    run.check_whole(place)
     return run
 
 

@@ -161,7 +161,7 @@ class _Run:
             tell = tell_tokenising(self.console, spinner, self.say)
             setup = set_up(self.config, self.say, tell, self.world, check)
             if self.evaluation is not None:  # before a folder is made, or an old run goes
-                self.evaluation.check_samples(setup.tokenizer)
+                self.evaluation.check_fits(setup.model, setup.tokenizer)
             return setup
 
     def train(self, setup: Setup, checkpoint: Manifest | None = None) -> Result | None:
@@ -250,7 +250,7 @@ class _Run:
         """Measure the model on the way, if that is due after this step; SIGTERM is obeyed between two batches.
 
         Raises:
-            UserError, OtherRankFailed, Terminated: as `_attend`; or a result cannot be written.
+            UserError, OtherRankFailed, Terminated: as `_attend`. What fails of the evaluation is told and ends nothing.
         """
         if self.evaluation is not None and self.evaluation.due(session.step):
             setup, training = session.setup, training_of(self.config, session.setup.record)

@@ -1,5 +1,6 @@
 """Evaluation between steps: not a bit of the training changes, a resumed run keeps it, what cannot be is told."""
 
+import errno
 import json
 import random
 import shutil
@@ -16,6 +17,7 @@ from torchtrain.attention.hf import register
 from torchtrain.checkpoint import rng
 from torchtrain.config import load_config
 from torchtrain.distributed.world import World
+from torchtrain.errors import Terminated
 from torchtrain.evaluation import evaluate as measuring
 from torchtrain.evaluation import on_the_way
 from torchtrain.evaluation.evaluate import Checkpoint, evaluate
@@ -54,6 +56,12 @@ def _left(folder):
 
 def _train(place, folder, *overrides, **more):
     return recipe.train(load_config(place.config, [f"run.folder={folder}", *overrides]), console=QUIET, **more)
+
+
+@pytest.fixture
+def evaluation(place, suite, tmp_path):
+    settings = ["evaluation.every=2", f"evaluation.suite={suite}", f"run.folder={tmp_path / 'run'}"]
+    return TrainingEvaluation(load_config(place.config, settings))
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +146,59 @@ def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(place, suit
     for states in (*seen, rng.capture()):
         assert [name for name in before if not torch.equal(before[name], states[name])] == []
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a/file"), "no space left on device (a/file)"),
+        (UserError("samples: damaged"), "samples: damaged"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory. Tried"),
+        (MemoryError(), "MemoryError"),
+        (KeyError("x"), "KeyError: 'x' (test_on_the_way.py, line "),
+    ],
+    ids=lambda of: type(of).__name__,
+)
+def test_what_fails_on_the_way_is_told_in_a_line_and_tried_again(
+    evaluation, suite, model_folder, monkeypatch, fault, said
+):
+    """Wherever it fails: before a question is asked, between two batches, as a result is written."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder("llama")), tiny_tokenizer()
+    lines, before = [], rng.capture()
+
+    def fail(*_, **__):
+        np.random.rand(3), torch.rand(3)
+        raise fault
+
+    places = (on_the_way, "state_digest"), (measuring, "run_choices"), (measuring, "save_result")
+    for place in places:
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, fail)
+            evaluation.measure(model, tokenizer, 2, lines.append, lambda: None)
+        last = lines[-1]
+        assert last.startswith("warning   evaluation after step 2 failed: ")
+        assert said in last
+        assert last.endswith("training goes on, the next evaluation tries again")
+        assert "\n" not in last
+        after = rng.capture()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    evaluation.measure(model, tokenizer, 2, lines.append, lambda: None)
+    assert {of.task for of in read_results(evaluation.out)} == {"hellaswag", "mmlu_anatomy"}
+    assert not lines[-1].startswith("warning")
+
+
+@pytest.mark.parametrize("end", [UserError("a save failed"), Terminated("stopped"), KeyboardInterrupt()], ids=repr)
+def test_who_ends_the_run_while_it_is_evaluated_ends_it(evaluation, model_folder, end):
+    def stop():
+        raise end
+
+    lines = []
+    with pytest.raises(type(end)) as caught:
+        evaluation.measure(
+            AutoModelForCausalLM.from_pretrained(model_folder("llama")), tiny_tokenizer(), 2, lines.append, stop
+        )
+    assert caught.value is end
+    assert not any(line.startswith("warning") for line in lines)
 
 
 def test_a_model_that_shares_weights_shares_nothing_else(model_folder):
