@@ -139,10 +139,6 @@ def test_what_grows_when_put_together_is_cut_again():
 
 
 def test_answers_of_longbench_score_as_its_own_code_scores_them():
-    pytest.importorskip("rouge", reason="LongBench's scores need jieba, fuzzywuzzy and rouge")
-    pytest.importorskip("fuzzywuzzy")
-    pytest.importorskip("jieba")
-
     def score(name, prediction, *answers, classes=()):
         sample = {"outputs": list(answers), "classes": list(classes)}
         return longbench.score_answer(f"longbench_{name}", prediction, sample)
@@ -161,8 +157,6 @@ def test_answers_of_longbench_score_as_its_own_code_scores_them():
 
 
 def test_all_of_longbench_is_read_by_who_reads(tree, tokenizer):
-    pytest.importorskip("rouge", reason="LongBench's scores need jieba, fuzzywuzzy and rouge")
-    pytest.importorskip("fuzzywuzzy")
     for name in ("qasper", "triviaqa", "samsum", "trec"):
         task = f"longbench_{name}"
         samples = open_samples(task, LENGTH, 2, tokenizer, _materials(tree))
