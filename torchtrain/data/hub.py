@@ -128,7 +128,11 @@ def _load_saved(folder: Path, split: str) -> Any:
     import datasets
 
     found = datasets.load_from_disk(str(folder))
-    splits = found if isinstance(found, datasets.DatasetDict) else {str(found.split or split): found}
+    splits: dict[str, Any] = (
+        {str(name): rows for name, rows in found.items()}
+        if isinstance(found, datasets.DatasetDict)
+        else {str(found.split or split): found}
+    )
     if split not in splits:
         raise ValueError(f"it has no split {split!r}, but {', '.join(sorted(splits))}")
     return splits[split]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from anchorline.errors import UserError, quoted
-from torchtrain.evaluation.published import ICL, Column, Published, PublishedScore, tell_score
+from torchtrain.evaluation.published import ICL, Column, Publication, PublishedScore, tell_score
 from torchtrain.evaluation.results import Found, NotRun, PerplexityResult, TaskResult, read_results
 from torchtrain.evaluation.scoring import mean_interval
 from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, NOT_IN_ELEVEN, TASKS, benchmark_of
@@ -146,7 +146,7 @@ def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTa
 
 
 def compare(
-    folders: Sequence[Path], last: int | None = None, published: Published | None = None
+    folders: Sequence[Path], last: int | None = None, published: Publication | None = None
 ) -> tuple[list[ScoreTable], dict[str, str], list[Measured]]:
     """Return the tables of runs side by side, what is said below them, and what they are of.
 
@@ -322,7 +322,7 @@ def _side_by_side(
 def _beside_published(
     title: str,
     runs: list[Measured],
-    published: Published | None,
+    published: Publication | None,
     columns: Iterable[tuple[tuple[str, Average], Column]],
 ) -> list[ScoreTable]:
     """Return a table of runs that the paper has numbers of, each with the paper's own below it; none where it has none.
@@ -352,15 +352,15 @@ def _beside_published(
     if not rows:
         return []
     notes = [
-        f"Published: arXiv {published.arxiv}v{published.version}, of the same model, data, variant and length; by a "
-        "transcription. It is in no mean and no interval.",
+        f"Published: arXiv {published.arxiv}v{published.version}, of the same model, data, variant and length, "
+        "by transcriptions. It is in no mean and no interval.",
         *(f"The paper does not say {what}." for what in dict.fromkeys(unsaid)),
         *_notes(runs, benchmark_of(held[0][0][1].keys[0][0])),
     ]
     return [ScoreTable(f"{title}, beside what is published", ["", *(name for (name, _), _ in held)], rows, notes)]
 
 
-def _published_scores(run: Measured, published: Published) -> dict[Column, PublishedScore]:
+def _published_scores(run: Measured, published: Publication) -> dict[Column, PublishedScore]:
     """Return what is published of a run: nothing unless all its checkpoints were trained alike and asked as published
     models were, with nothing before the prompts, RULER with vt as it was then and with RULER's kind of haystack.
     """
@@ -376,7 +376,7 @@ def _published_scores(run: Measured, published: Published) -> dict[Column, Publi
     return found
 
 
-def _benchmark_tables(runs: list[Measured], published: Published | None = None) -> list[ScoreTable]:
+def _benchmark_tables(runs: list[Measured], published: Publication | None = None) -> list[ScoreTable]:
     """Return LongBench by group, and the short benchmarks with LongBench's ICL, as the paper lays them out."""
     first, tables = runs[0], []
     asked = first.tasks("longbench")

@@ -108,7 +108,7 @@ class PublishedScore:
     unsaid: str
 
 
-class Published(Section):
+class Publication(Section):
     """The tables of a paper."""
 
     arxiv: Name
@@ -134,7 +134,7 @@ class Published(Section):
     ) -> dict[Column, PublishedScore]:
         """Return the numbers of the same model, data, variant and length as a run's; {} where there are none.
 
-        LongBench's are taken as measured at the trained length, which none of its prompts fills.
+        LongBench's are taken as measured at the trained length; the paper does not say at which.
 
         Args:
             training: how the run came about; None: not known, or a model as it was published.
@@ -173,13 +173,13 @@ class Published(Section):
         return variants.get(frozenset(training.variant.split("+")))
 
 
-def load_published(path: str | Path = PLACE) -> Published:
+def load_published(path: str | Path = PLACE) -> Publication:
     """Read published tables.
 
     Raises:
         UserError: as `anchorline.settings.load`.
     """
-    return settings.load(Published, path, example="version=2")
+    return settings.load(Publication, path, example="version=2")
 
 
 def tell_score(score: float) -> str:

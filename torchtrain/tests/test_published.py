@@ -7,7 +7,7 @@ import yaml
 
 from anchorline.errors import UserError
 from torchtrain.evaluation.compare import ELEVEN, THIRTEEN, compare
-from torchtrain.evaluation.published import ICL, PLACE, Published, load_published
+from torchtrain.evaluation.published import ICL, PLACE, Publication, load_published
 from torchtrain.evaluation.results import Answer, Settings, TaskResult, Training, save_result
 from torchtrain.evaluation.suite import LONGBENCH, group_of
 
@@ -17,7 +17,7 @@ ESSAYS = "folder essays, sentences english"
 
 
 @pytest.fixture(scope="module")
-def published() -> Published:
+def published() -> Publication:
     return load_published(PAPER)
 
 
@@ -112,7 +112,7 @@ def test_a_run_trained_as_the_papers_has_the_papers_row_below_it(tmp_path, publi
         }
     }
     (table,) = [table for table in tables if table.title.endswith("beside what is published")]
-    assert table.notes[0].startswith("Published: arXiv 2411.13476v2, of the same model, data, variant and length;")
+    assert table.notes[0].startswith("Published: arXiv 2411.13476v2, of the same model, data, variant and length, ")
     assert any("RULER's are essays" in note for note in table.notes)
     # All else is as it is without: no mean, difference, interval or figure knows of it.
     plain, _, without = compare(runs)
