@@ -182,6 +182,23 @@ def test_a_suite_that_does_not_fit_is_told_before_a_folder_is_made(place, suite,
     assert not (tmp_path / "short").exists()
 
 
+def test_a_model_that_perplexity_does_not_take_is_refused_before_the_training(evaluation, model_folder, monkeypatch):
+    monkeypatch.setattr(on_the_way, "check_samples", lambda *_: None)
+    evaluation._suite = evaluation._suite.model_copy(update={"perplexity": object()})
+    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    evaluation.check_fits(model, tiny_tokenizer())
+
+    def capped(model):
+        shared = share_weights(model)
+        forward = shared.forward
+        shared.forward = lambda **inputs: type("Out", (), {"logits": forward(**inputs).logits.tanh()})
+        return shared
+
+    monkeypatch.setattr(on_the_way, "share_weights", capped)
+    with pytest.raises(UserError, match=r"evaluation \(suite .*\): perplexity: llama scales or caps its logits"):
+        evaluation.check_fits(model, tiny_tokenizer())
+
+
 def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(place, suite, model_folder, monkeypatch):
     config = load_config(place.config, ["evaluation.every=2", f"evaluation.suite={suite}"])
     evaluation = TrainingEvaluation(config)
