@@ -6,7 +6,7 @@
 cd "$(dirname "$0")/.." || exit 2
 out=${1:-benchmarks/results}
 mkdir -p "$out"
-for config in configs/paper/*.yaml; do
+for config in configs/paper/*-*.yaml; do
     name=$(basename "$config" .yaml)
     OMP_NUM_THREADS=1 PYTHONPATH="$PWD" HF_HUB_OFFLINE=1 "${PYTHON:-.venv/bin/python}" -W ignore -m torchtrain.tests.shapes_only \
         "$config" -n 8 --extrapolate train.sequences_per_step=1 >"$out/$name.shapes.txt" || exit 1

@@ -372,14 +372,14 @@ def evaluate(
         from torchtrain.evaluation.evaluate import Checkpoint
         from torchtrain.evaluation.evaluate import evaluate as measure
         from torchtrain.evaluation.tables import print_tables
-        from torchtrain.run.trained import last_models
+        from torchtrain.run.trained import last_models, read_training
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         checkpoints = [Checkpoint("model", None, target)]
         if os.path.lexists(os.path.join(target, "run.json")):
-            found = last_models(Path(target), last)
-            checkpoints = [Checkpoint(name, step, str(folder)) for name, step, folder in found]
+            found, training = last_models(Path(target), last), read_training(Path(target))
+            checkpoints = [Checkpoint(name, step, str(folder), training) for name, step, folder in found]
         elif last > 1:
             raise UserError(f"--last {last}: {quoted(target)} is not a run's folder; leave it out")
         folder = resolve("--out", out or f"{target.rstrip('/')}-evaluation")
@@ -406,19 +406,29 @@ def compare(
         int | None,
         typer.Option(min=1, max=MOST, help="how many of each run's checkpoints, its last; default: all evaluated"),
     ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(help="YAML of published tables; default: configs/paper/results.yaml, where it is there"),
+    ] = None,
 ) -> None:
     """Put results side by side, run by length: the paper's tables and figures, with n, intervals and what did not run.
 
     Differences are paired by sample (bootstrap, McNemar); bold stands only where the interval of each leaves out zero.
-    Results of other samples, templates or lengths are refused.
+    Results of other samples, templates or lengths are refused. What the paper publishes of the same model, data,
+    variant and length stands in a table beside ours, in no mean and no figure.
 
     Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
     """
     with _one_speaks():
         from torchtrain.evaluation.compare import compare as tables_of
+        from torchtrain.evaluation.published import PLACE, load_published
         from torchtrain.evaluation.tables import print_tables, write_tables
 
-        tables, facts, measured = tables_of(runs, last)
+        if published is None and not PLACE.is_file():
+            print(f"{PLACE} is not here: no published numbers; --published names them", file=sys.stderr)
+            tables, facts, measured = tables_of(runs, last)
+        else:
+            tables, facts, measured = tables_of(runs, last, load_published(published or PLACE))
         print_tables(tables)
         if out is not None:
             folder = resolve("--out", out)

@@ -59,9 +59,13 @@ def _reads(source: Source, read: Callable[[], int] = lambda: 0) -> Iterator[Call
         from datasets.exceptions import DatasetsError
     except ImportError:
         raise missing_datasets(f"dataset {quoted(source.dataset)}") from None
-    unreachable = None if _folder(source.dataset, shown) else _ask_hub(source, shown)
+    is_folder = _folder(source.dataset, shown)
+    unreachable = None if is_folder else _ask_hub(source, shown)
 
     def load(streaming: bool) -> Any:
+        if is_folder and (saved := _saved_folder(source)) is not None:
+            rows = _load_saved(saved, source.split)
+            return rows.to_iterable_dataset() if streaming else rows
         found: Any = datasets.load_dataset  # whose types want to know whether it streams
         return found(source.dataset, source.subset, split=source.split, streaming=streaming, revision=source.revision)
 
@@ -104,6 +108,34 @@ def _folder(dataset: str, shown: str) -> bool:
     if not _ID.fullmatch(dataset) or len(dataset) > _MOST_ID:
         raise UserError(f"{shown}: {_tell_where()}, and a hub id is a name such as owner/set; mend the path")
     return False
+
+
+def _saved_folder(source: Source) -> Path | None:
+    """Return where `save_to_disk` left the data set, or its subset as a folder of it; None: it is another folder."""
+    assert source.dataset is not None
+    folder = Path(source.dataset, source.subset or "")
+    left = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return folder if left and folder.resolve().is_relative_to(Path(source.dataset).resolve()) else None
+
+
+def _load_saved(folder: Path, split: str) -> Any:
+    """Return a split of what `save_to_disk` left; of a data set without splits its rows, if they are of this one.
+
+    Raises:
+        ValueError: it has no such split.
+        OSError, ...: what `datasets` raises.
+    """
+    import datasets
+
+    found = datasets.load_from_disk(str(folder))
+    splits: dict[str, Any] = (
+        {str(name): rows for name, rows in found.items()}
+        if isinstance(found, datasets.DatasetDict)
+        else {str(found.split or split): found}
+    )
+    if split not in splits:
+        raise ValueError(f"it has no split {split!r}, but {', '.join(sorted(splits))}")
+    return splits[split]
 
 
 def _tell_where() -> str:

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from anchorline.errors import UserError, quoted
+from torchtrain.evaluation.published import ICL, Column, Publication, PublishedScore, tell_score
 from torchtrain.evaluation.results import Found, NotRun, PerplexityResult, TaskResult, read_results
 from torchtrain.evaluation.scoring import mean_interval
 from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, NOT_IN_ELEVEN, TASKS, benchmark_of
 from torchtrain.evaluation.tables import ScoreCell, ScoreTable
 
 DRAWS = 2000
+AFTERWARDS, ON_THE_WAY = "-evaluation", "-on-the-way"  # folders of results, beside the run's
 _OLD = {"vt_2024_10": "vt"}
 THIRTEEN = tuple(task for task in TASKS if task not in _OLD)
 ELEVEN = tuple(task for task in THIRTEEN if task not in NOT_IN_ELEVEN)
@@ -85,8 +87,11 @@ class Measured:
     def _results(self) -> list[TaskResult | PerplexityResult]:
         return [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
 
-    def check_whole(self) -> None:
+    def check_whole(self, place: Path) -> None:
         """Check that each checkpoint has every task: a mean over checkpoints is of the same ones.
+
+        Args:
+            place: the folder of the results.
 
         Raises:
             UserError: one lacks a task that another has.
@@ -94,9 +99,11 @@ class Measured:
         of_all = {result.checkpoint for results in self.found.values() for result in results}
         for (task, length), results in self.found.items():
             if lacking := sorted(of_all - {result.checkpoint for result in results}):
+                mend = "evaluate it again, which goes on where it stopped"
+                if place.name.endswith(ON_THE_WAY):  # of a step whose weights may be gone
+                    mend = f"remove {quoted(place / lacking[0])}, or evaluate the run's models"
                 raise UserError(
-                    f"{self.name}: {quoted(lacking[0])} has no result of {task} at {length:,}, and others have; "
-                    "evaluate it again, which goes on where it stopped"
+                    f"{self.name}: {quoted(lacking[0])} has no result of {task} at {length:,}, and others have; {mend}"
                 )
 
 
@@ -139,13 +146,14 @@ def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTa
 
 
 def compare(
-    folders: Sequence[Path], last: int | None = None
+    folders: Sequence[Path], last: int | None = None, published: Publication | None = None
 ) -> tuple[list[ScoreTable], dict[str, str], list[Measured]]:
     """Return the tables of runs side by side, what is said below them, and what they are of.
 
     Args:
         folders: runs that were evaluated, or folders of results.
         last: of each run, how many checkpoints at most, the last ones; default: all that were evaluated.
+        published: a paper's tables, of which a row stands beside a run of the same model, data, variant and length.
 
     Raises:
         UserError: a folder holds no results or damaged ones; or runs were not measured alike.
@@ -166,11 +174,20 @@ def compare(
         columns = [(length, _average(first, length, wanted)) for length in first.lengths()]
         known = [(tell_length(length), of) for length, of in columns if not of.missing(first)]
         tables += _side_by_side(said, runs, known, _notes(runs, "ruler"))
+        if wanted is THIRTEEN or wanted is ELEVEN:
+            keys: list[Column] = [
+                ("ruler_13" if wanted is THIRTEEN else "ruler_11", None, length)
+                for length, of in columns
+                if not of.missing(first)
+            ]
+            tables += _beside_published(said, runs, published, zip(known, keys, strict=True))
     for length in first.lengths():
         rows = [(task, _cells(runs, (task, length))) for task in first.tasks()]
         heads = ["task", *(run.name for run in runs)]
         tables.append(ScoreTable(f"Tasks at {length:,} tokens", heads, rows, _notes(runs, "ruler")))
-    tables += _benchmark_tables(runs)
+        each = [((task, Average(task, [(task, length)])), ("ruler_tasks", length, task)) for task in first.ran(length)]
+        tables += _beside_published(f"Tasks at {length:,} tokens", runs, published, each)
+    tables += _benchmark_tables(runs, published)
     tables += _right_and_wrong(runs)
     tables += _perplexity_tables(runs)
     facts = {run.name: _tell(run) for run in runs}
@@ -226,15 +243,15 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
 
 def _read(folder: Path) -> Measured:
     # What was measured on the way is taken where nothing was measured afterwards, never both.
-    for place in (folder, *(folder.with_name(f"{folder.name}-{name}") for name in ("evaluation", "on-the-way"))):
-        run = Measured(folder.name.removesuffix("-evaluation").removesuffix("-on-the-way")).add(read_results(place))
+    for place in (folder, *(folder.with_name(folder.name + kind) for kind in (AFTERWARDS, ON_THE_WAY))):
+        run = Measured(folder.name.removesuffix(AFTERWARDS).removesuffix(ON_THE_WAY)).add(read_results(place))
         if run.found or run.not_run or run.perplexity:
             break
     else:
         raise UserError(f"{quoted(folder)}: holds no results; first: torchtrain evaluate {folder}")
     for results in run.found.values():
         _check_same(run.name, run.name, results[0], results)
-    run.check_whole()
+    run.check_whole(place)
     return run
 
 
@@ -302,7 +319,64 @@ def _side_by_side(
     return [ScoreTable(title, ["", *(name for name, _ in columns)], rows, notes)]
 
 
-def _benchmark_tables(runs: list[Measured]) -> list[ScoreTable]:
+def _beside_published(
+    title: str,
+    runs: list[Measured],
+    published: Publication | None,
+    columns: Iterable[tuple[tuple[str, Average], Column]],
+) -> list[ScoreTable]:
+    """Return a table of runs that the paper has numbers of, each with the paper's own below it; none where it has none.
+
+    Args:
+        title: of what.
+        runs: measured alike.
+        published: the paper's tables, if they are at hand.
+        columns: of each its head and average, and where the paper has it.
+    """
+    if published is None:
+        return []
+    held, rows, unsaid = [*columns], [], []
+    told = {run.name: _published_scores(run, published) for run in runs}
+    held = [(of, key) for of, key in held if any(key in scores for scores in told.values())]
+    for run in runs:
+        scores = {key: told[run.name][key] for _, key in held if key in told[run.name]}
+        if not scores:
+            continue
+        numbers = ", ".join(sorted({str(score.table) for score in scores.values()}))
+        rows.append(
+            (run.name, [_mean_cell(run, average) if key in scores else ScoreCell("") for (_, average), key in held])
+        )
+        theirs = [ScoreCell(tell_score(scores[key].score) if key in scores else "") for _, key in held]
+        rows.append((f"{run.name}, published (table {numbers})", theirs))
+        unsaid += [score.unsaid for score in scores.values()]
+    if not rows:
+        return []
+    notes = [
+        f"Published: arXiv {published.arxiv}v{published.version}, of the same model, data, variant and length, "
+        "by transcriptions. It is in no mean and no interval.",
+        *(f"The paper does not say {what}." for what in dict.fromkeys(unsaid)),
+        *_notes(runs, benchmark_of(held[0][0][1].keys[0][0])),
+    ]
+    return [ScoreTable(f"{title}, beside what is published", ["", *(name for (name, _), _ in held)], rows, notes)]
+
+
+def _published_scores(run: Measured, published: Publication) -> dict[Column, PublishedScore]:
+    """Return what is published of a run: nothing unless all its checkpoints were trained alike and asked as published
+    models were, with nothing before the prompts, RULER with vt as it was then and with RULER's kind of haystack.
+    """
+    results = [of for each in run.found.values() for of in each]
+    trainings = {of.training.model_dump_json() if of.training else "" for of in results}
+    if len(trainings) != 1 or any(of.settings.anchor for of in results):
+        return {}
+    found = published.scores_of(results[0].training, results[0].source, {of.step for of in results})
+    haystacks = {of.identity.get("materials", {}).get("haystack") for of in results} - {None}
+    other = any(text.startswith("demo ") or not text.endswith("sentences english") for text in haystacks)
+    if other or "vt" in run.tasks():
+        found = {key: score for key, score in found.items() if not key[0].startswith("ruler")}
+    return found
+
+
+def _benchmark_tables(runs: list[Measured], published: Publication | None = None) -> list[ScoreTable]:
     """Return LongBench by group, and the short benchmarks with LongBench's ICL, as the paper lays them out."""
     first, tables = runs[0], []
     asked = first.tasks("longbench")
@@ -319,25 +393,38 @@ def _benchmark_tables(runs: list[Measured]) -> list[ScoreTable]:
         )
         notes = [f"Mean over the tasks of a group ({held}).", *_notes(runs, "longbench")]
         tables += _side_by_side(f"LongBench at {length:,} tokens", runs, columns, notes)
+        whole = [
+            (of, ("longbench", length, of[0]))
+            for of in columns
+            if len(of[1].keys) == len(LONGBENCH[of[0]]) and not of[1].missing(first)
+        ]
+        tables += _beside_published(f"LongBench at {length:,} tokens", runs, published, whole)
         if len(runs) == 1:
             rows = [(task, [_cell(runs[0], (task, length))]) for task in asked]
             tables.append(ScoreTable(f"LongBench's tasks at {length:,} tokens", ["task", "score"], rows, []))
-    columns = []
+    columns: list[tuple[str, Average]] = []
+    keys: list[Column] = []  # where the paper has them; of a part of a benchmark it has nothing
     if of_group["ICL"]:
         length = first.lengths("longbench")[-1]
-        keys = [(task, length) for task in of_group["ICL"]]
-        columns.append((f"LongBench ICL ({tell_length(length)})", Average("ICL", keys)))
+        columns.append(
+            (f"LongBench ICL ({tell_length(length)})", Average("ICL", [(task, length) for task in of_group["ICL"]]))
+        )
+        keys.append(("short", length if len(of_group["ICL"]) == len(LONGBENCH["ICL"]) else None, ICL))
     notes = []
     if lengths := first.lengths(HELLASWAG):
         columns.append(("HellaSwag", Average(HELLASWAG, [(HELLASWAG, lengths[-1])])))
+        keys.append(("short", None, "HellaSwag"))
         notes += [f"HellaSwag: by the likelihood over the length of the ending{_plain_accuracy(runs, lengths[-1])}."]
     if lengths := first.lengths("mmlu"):
         subjects = [(task, lengths[-1]) for task in first.tasks("mmlu")]
         columns.append((f"MMLU ({len(subjects)} of 57 subjects)", Average("MMLU", subjects, pooled=True)))
+        keys.append(("short", None, "MMLU" if len(subjects) == 57 else ""))
         notes += ["MMLU: of all questions, whatever their subject."]
     if len(columns) > bool(of_group["ICL"]):
         every = [*notes, *_notes(runs, "mmlu"), *_notes(runs, HELLASWAG)]
         tables += _side_by_side("Short benchmarks", runs, columns, list(dict.fromkeys(every)))
+        ran = [(of, key) for of, key in zip(columns, keys, strict=True) if not of[1].missing(first)]
+        tables += _beside_published("Short benchmarks", runs, published, ran)
     return tables
 
 

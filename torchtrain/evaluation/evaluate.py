@@ -38,6 +38,7 @@ from torchtrain.evaluation.results import (
     PerplexityResult,
     Settings,
     TaskResult,
+    Training,
     finished_or_none,
     finished_result,
     holds_scores,
@@ -67,11 +68,14 @@ _CHOICES = ("mmlu", "hellaswag")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model to evaluate: the name its results stand under, the step it was left at (None: not known), its source."""
+    """A model to evaluate: the name its results stand under, the step it was left at (None: not known), its source, and
+    how it was trained (None: not known).
+    """
 
     name: str
     step: int | None
     source: str
+    training: Training | None = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,7 @@ def measure(
             seconds=round(time.perf_counter() - started, 3),
             versions=environment.versions(_PACKAGES + (_SCORING if benchmark_of(task) == "longbench" else ())),
             created=_now(),
+            training=checkpoint.training,
             answers=answers,
         )
         save_result(path, result)

@@ -4,23 +4,31 @@ What answers is a second tree of modules on the same weights (`share_weights`): 
 transformers' own attention and a KV cache. Of the training's model nothing is touched, not even RoPE's frequencies,
 which some types change as they meet longer rows. Greedy answers draw nothing; but lm-eval does, when it is imported
 and when it makes samples, so the generators' states are put back.
+
+A suite that cannot be measured is refused before the training begins: settings, samples, a model that it does not fit.
+What fails later is of the moment (a full disk, no memory left, a cache that was removed) or a bug of ours, and no
+reason to lose a training: a line says it, and the next evaluation tries again.
 """
 
 import copy
 import hashlib
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 from anchorline.files import resolve
 from torchtrain.checkpoint import rng
 from torchtrain.config import Config
 from torchtrain.evaluation.engines import TorchEngine
 from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_samples, check_suite, measure
 from torchtrain.evaluation.materials import Materials
+from torchtrain.evaluation.perplexity import check_logits
+from torchtrain.evaluation.results import Training
 from torchtrain.evaluation.suite import Suite, load_suite
 
 if TYPE_CHECKING:
@@ -71,14 +79,16 @@ class TrainingEvaluation:
                 "run.folder"
             )
 
-    def check_samples(self, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Make all samples, so that nothing is found wrong after steps were taken.
+    def check_fits(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Make all samples, and look at the model, so that nothing of the suite is found wrong after steps were taken.
 
         Raises:
             UserError: what cannot be measured, and not for want of a material.
         """
         with _keep_generators(), self._name_the_section():
             check_samples(self._suite, self._lengths, tokenizer, self._materials)
+            if self._suite.perplexity is not None:
+                check_logits(share_weights(model))
 
     @contextmanager
     def _name_the_section(self) -> Iterator[None]:
@@ -100,35 +110,71 @@ class TrainingEvaluation:
         step: int,
         say: Callable[[str], None],
         pulse: Callable[[], None],
+        training: Training | None = None,
     ) -> None:
-        """Measure a model as it is after a step; what was finished of it before is taken over.
+        """Measure a model as it is after a step; what was finished of it before is taken over. What fails is told.
 
         Args:
             model: the one that is trained; it is left as it is.
             tokenizer: of the model.
             step: steps done.
             say: takes lines of progress.
-            pulse: called between two batches of prompts; may end the run.
-
-        Raises:
-            UserError: results cannot be written, or what `pulse` raises.
+            pulse: called between two batches of prompts; may end the run, by what it raises.
+            training: how the model is trained, for its results.
         """
-        name = f"step-{step:08d}"
-        engine = TorchEngine(lambda: share_weights(model), self._suite, tokenizer)
-        checkpoint = Checkpoint(name, step, self._source)
-        evaluated = EvaluatedModel(checkpoint, tokenizer, engine, state_digest(model), self._dtype)
+        ending: list[BaseException] = []
+
+        def end_or_go_on() -> None:
+            try:
+                pulse()
+            except BaseException as error:
+                ending.append(error)
+                raise
+
+        try:
+            self._measure(model, tokenizer, step, say, end_or_go_on, training)
+        except Exception as error:
+            if ending:
+                raise
+            rest = "training goes on, the next evaluation tries again"
+            say(f"warning   evaluation after step {step:,} failed: {_tell(error)}; {rest}")
+        if model.device.type == "cuda":  # no longer held by an exception either
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(model.device)  # the next step tells its own
+
+    def _measure(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerFast",
+        step: int,
+        say: Callable[[str], None],
+        pulse: Callable[[], None],
+        training: Training | None,
+    ) -> None:
         with _keep_generators() as put_back:
 
             def on_batch() -> None:
                 put_back()  # who ends the run saves them
                 pulse()
 
+            engine = TorchEngine(lambda: share_weights(model), self._suite, tokenizer)
+            checkpoint = Checkpoint(f"step-{step:08d}", step, self._source, training)
+            evaluated = EvaluatedModel(checkpoint, tokenizer, engine, state_digest(model), self._dtype)
             arguments = (evaluated, self._suite, self._lengths, self.out, self._materials)
             measure(*arguments, replace=True, say=say, pulse=on_batch)
-        if model.device.type == "cuda":
-            del engine, evaluated
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(model.device)  # the next step tells its own
+
+
+def _tell(error: Exception) -> str:
+    """Return what failed, on one line; of what nobody foresaw, where."""
+    if isinstance(error, UserError):
+        return str(error).removeprefix("--out: ")  # which is a setting of `torchtrain evaluate`
+    if isinstance(error, OSError):
+        return disk_fault(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return quoted_reason(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(where.filename).name}, line {where.lineno}"
+    return f"{type(error).__name__}: {quoted_reason(error)} ({place}; a bug, please report it)"
 
 
 @contextmanager

@@ -48,6 +48,18 @@ class Settings(_Strict):
     dtype: str
 
 
+class Training(_Strict):
+    """How a checkpoint was trained: what a published number must agree in to stand beside its results."""
+
+    model: str  # `model.source` of its run
+    variant: str
+    sequence_length: int
+    rope: dict[str, Any]  # rope_parameters of the model that was trained
+    steps: int  # of the whole run
+    sequences_per_step: int
+    data: dict[str, Any]  # what its tokens depend on: sources, mixture; {} where that is not known
+
+
 class TaskResult(_Strict):
     """One task at one length of one checkpoint."""
 
@@ -67,6 +79,7 @@ class TaskResult(_Strict):
     seconds: float
     versions: dict[str, str]
     created: str
+    training: Training | None = None  # None: a model as it was published, or a result from before this was recorded
     answers: Annotated[list[Answer], Field(min_length=1)]
 
     @property

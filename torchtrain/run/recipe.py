@@ -36,6 +36,7 @@ from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.steps import take_steps
 from torchtrain.run.termination import Termination
+from torchtrain.run.trained import training_of
 from torchtrain.run.writers import check_writers
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import read_metrics
@@ -160,7 +161,7 @@ class _Run:
             tell = tell_tokenising(self.console, spinner, self.say)
             setup = set_up(self.config, self.say, tell, self.world, check)
             if self.evaluation is not None:  # before a folder is made, or an old run goes
-                self.evaluation.check_samples(setup.tokenizer)
+                self.evaluation.check_fits(setup.model, setup.tokenizer)
             return setup
 
     def train(self, setup: Setup, checkpoint: Manifest | None = None) -> Result | None:
@@ -249,11 +250,13 @@ class _Run:
         """Measure the model on the way, if that is due after this step; SIGTERM is obeyed between two batches.
 
         Raises:
-            UserError, OtherRankFailed, Terminated: as `_attend`; or a result cannot be written.
+            UserError, OtherRankFailed, Terminated: as `_attend`. What fails of the evaluation is told and ends nothing.
         """
         if self.evaluation is not None and self.evaluation.due(session.step):
-            setup = session.setup
-            self.evaluation.measure(setup.model, setup.tokenizer, session.step, self.say, lambda: self._attend(session))
+            setup, training = session.setup, training_of(self.config, session.setup.record)
+            self.evaluation.measure(
+                setup.model, setup.tokenizer, session.step, self.say, lambda: self._attend(session), training
+            )
 
     def _attend(self, session: Session) -> None:
         """Between two steps: see whether a save has been written, and save and stop if any rank was sent SIGTERM.

@@ -164,6 +164,7 @@ def set_up(
         "corpus": {
             "domains": [asdict(summary) for summary in store.summaries],
             "sources": [asdict(count) for count in store.sources],
+            "made_of": None if store.header is None else store.header.made_of,
             "dropped_tokens": dropped,
             "copies": store.copies,
             "near_copies": store.near_copies,

@@ -5,6 +5,7 @@ import json
 import random
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -139,10 +140,6 @@ def test_what_grows_when_put_together_is_cut_again():
 
 
 def test_answers_of_longbench_score_as_its_own_code_scores_them():
-    pytest.importorskip("rouge", reason="LongBench's scores need jieba, fuzzywuzzy and rouge")
-    pytest.importorskip("fuzzywuzzy")
-    pytest.importorskip("jieba")
-
     def score(name, prediction, *answers, classes=()):
         sample = {"outputs": list(answers), "classes": list(classes)}
         return longbench.score_answer(f"longbench_{name}", prediction, sample)
@@ -161,8 +158,6 @@ def test_answers_of_longbench_score_as_its_own_code_scores_them():
 
 
 def test_all_of_longbench_is_read_by_who_reads(tree, tokenizer):
-    pytest.importorskip("rouge", reason="LongBench's scores need jieba, fuzzywuzzy and rouge")
-    pytest.importorskip("fuzzywuzzy")
     for name in ("qasper", "triviaqa", "samsum", "trec"):
         task = f"longbench_{name}"
         samples = open_samples(task, LENGTH, 2, tokenizer, _materials(tree))
@@ -335,6 +330,61 @@ def test_another_lm_eval_or_a_package_that_is_missing_is_one_line(tree, tokenize
     )
     with pytest.raises(UserError, match=r"jieba, fuzzywuzzy and rouge: pip install 'anchorline\[longbench\]'"):
         longbench.metric_of("longbench_qasper")
+
+
+TASKS_OF = {"longbench": "longbench_qasper", "mmlu": SUBJECT, "hellaswag": "hellaswag"}
+
+
+def _as_on_the_hub(tree, folder) -> dict[str, dict[str, datasets.DatasetDict]]:
+    """Each benchmark's data sets by configuration, with the fields and types that they have on the hub."""
+
+    def table(records, **casts):
+        found = datasets.Dataset.from_list(records)
+        return found.cast(datasets.Features(found.features | casts))
+
+    longbench_records, hellaswag_records = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in (folder / "longbench" / "data" / "qasper.jsonl", folder / "hellaswag" / "hellaswag_val.jsonl")
+    )
+    asked = [{"question" if name == "input" else name: of[name] for name in of} for of in longbench_records]
+    mmlu = _materials(tree).published(SUBJECT)
+    letters = {"answer": datasets.ClassLabel(names=list("ABCD"))}
+    splits = {"test": table(mmlu.questions, **letters), "dev": table(mmlu.shots, **letters)}
+    endings = [of | {"label": str(of["label"])} for of in hellaswag_records]
+    return {
+        "longbench": {"qasper": datasets.DatasetDict(test=table(asked))},
+        "mmlu": {SUBJECT.removeprefix("mmlu_"): datasets.DatasetDict(splits)},
+        "hellaswag": {"": datasets.DatasetDict(validation=table(endings), train=table(endings[:1]))},
+    }
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_data_sets_are_read_as_the_benchmarks_own_files_are(tree, published, tmp_path, monkeypatch, kind):
+    """From folders as the hub has them (parquet, configurations in README.md), and as `save_to_disk` leaves them."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from_files = _materials(tree)
+    for benchmark, subsets in _as_on_the_hub(tree, published).items():
+        place = tmp_path / benchmark
+        for name, splits in subsets.items():
+            if kind == "saved":
+                splits.save_to_disk(place / name)
+                continue
+            for split, table in splits.items():
+                (place / (name or "data")).mkdir(parents=True, exist_ok=True)
+                table.to_parquet(place / (name or "data") / f"{split}-00000-of-00001.parquet")
+            files = [{"split": split, "path": f"{name}/{split}-*"} for split in splits]
+            head = yaml.safe_dump({"configs": [{"config_name": name, "data_files": files}]})
+            (place / "README.md").write_text(f"---\n{head}---\n" if name else "")
+        own = {name: from_files.published(TASKS_OF[benchmark]).__dict__[name] for name in ("questions", "shots")}
+        materials = _materials(tree, **{benchmark: {"dataset": str(place)}})
+        found = materials.published(TASKS_OF[benchmark])
+        assert {"questions": found.questions, "shots": found.shots} == own
+        assert found.digest == from_files.published(TASKS_OF[benchmark]).digest  # so samples are the same
+        other = {"longbench": "longbench_trec", "mmlu": "mmlu_anatomy"}.get(benchmark)
+        if other is not None:
+            with pytest.raises(UserError, match=rf"^{benchmark}: dataset '{place}' \(subset '.*', split 'test'\)"):
+                materials.published(other)
 
 
 def test_groups_stand_for_their_tasks_and_typos_are_told():

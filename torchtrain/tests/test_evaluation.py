@@ -373,6 +373,13 @@ def test_a_checkpoint_that_lacks_a_task_is_told(tmp_path):
         compare([tmp_path / "a"])
 
 
+def test_a_step_whose_evaluation_failed_on_the_way_is_told_with_its_folder(tmp_path):
+    place = tmp_path / "a-on-the-way"
+    _save(place, _result(), _result("cwe"), _result(checkpoint="step-1"))
+    with pytest.raises(UserError, match=rf"a: '?step-1'? has no result of cwe .*; remove {place}/step-1, or evaluate"):
+        compare([tmp_path / "a"])
+
+
 def test_what_is_no_result_is_one_line(tmp_path):
     _save(tmp_path / "a", _result())
     with pytest.raises(UserError, match=r"holds no results; first: torchtrain evaluate"):

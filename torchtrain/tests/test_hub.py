@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 
+import datasets
 import pytest
 
 from anchorline.errors import UserError
@@ -65,3 +66,25 @@ def test_a_file_is_not_a_data_set(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(UserError, match=r"is a file; give it as files"):
         list(read(Source(dataset=str(tmp_path / "a.jsonl"))))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_save_to_disk_left_is_read(tmp_path, streaming):
+    rows = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
+    datasets.DatasetDict(train=rows, test=rows.select([2])).save_to_disk(tmp_path / "splits")
+    rows.save_to_disk(tmp_path / "sets" / "alone")
+
+    def texts(**settings):
+        return [of.text for of in read(Source(streaming=streaming, **settings))]
+
+    assert texts(dataset=str(tmp_path / "splits")) == ["one", "two", "three"]
+    assert texts(dataset=str(tmp_path / "splits"), split="test") == ["three"]
+    assert texts(dataset=str(tmp_path / "sets"), subset="alone") == ["one", "two", "three"]
+    assert hub.count_shards(Source(dataset=str(tmp_path / "splits"))) == 1
+    with pytest.raises(UserError, match=r"split 'dev'\) cannot be read after record 0: it has no split 'dev', but "):
+        texts(dataset=str(tmp_path / "splits"), split="dev")
+    with pytest.raises(UserError, match="cannot be read after record 0"):
+        texts(dataset=str(tmp_path / "splits"), subset="../sets/alone")
+    next((tmp_path / "splits" / "train").glob("*.arrow")).write_bytes(b"cut")
+    with pytest.raises(UserError, match="cannot be read after record 0"):
+        texts(dataset=str(tmp_path / "splits"))

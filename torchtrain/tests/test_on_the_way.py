@@ -1,5 +1,7 @@
 """Evaluation between steps: not a bit of the training changes, a resumed run keeps it, what cannot be is told."""
 
+import errno
+import io
 import json
 import random
 import shutil
@@ -16,13 +18,15 @@ from torchtrain.attention.hf import register
 from torchtrain.checkpoint import rng
 from torchtrain.config import load_config
 from torchtrain.distributed.world import World
+from torchtrain.errors import Terminated
 from torchtrain.evaluation import evaluate as measuring
-from torchtrain.evaluation import on_the_way
+from torchtrain.evaluation import on_the_way, results
 from torchtrain.evaluation.evaluate import Checkpoint, evaluate
 from torchtrain.evaluation.on_the_way import TrainingEvaluation, share_weights, state_digest
 from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import load_suite
 from torchtrain.run import recipe
+from torchtrain.run.trained import read_training
 from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.tiny import POSITIONS, tiny_tokenizer
 
@@ -56,38 +60,95 @@ def _train(place, folder, *overrides, **more):
     return recipe.train(load_config(place.config, [f"run.folder={folder}", *overrides]), console=QUIET, **more)
 
 
+@pytest.fixture
+def evaluation(place, suite, tmp_path):
+    settings = ["evaluation.every=2", f"evaluation.suite={suite}", f"run.folder={tmp_path / 'run'}"]
+    return TrainingEvaluation(load_config(place.config, settings))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_picture():
+    """A run's picture of its losses takes as long as its steps; what it is drawn of is compared."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "plot", lambda metrics: b"")
+        yield
+
+
 @pytest.fixture(scope="module")
-def warm(place, tmp_path_factory):
-    """A run before those that are compared: packages draw from numpy's generator when they are first imported."""
-    _train(place, tmp_path_factory.mktemp("warm") / "run", "train.steps=1", "save.every=0", "save.last=1")
+def full_disk(place, suite, tmp_path_factory):
+    """A run whose disk is full while it is evaluated for the first time: its folder, and what was said.
+
+    It comes before those that are compared: packages draw from numpy's generator when they are first imported.
+    """
+    folder, said = tmp_path_factory.mktemp("full") / "run", io.StringIO()
+    real, calls = results.replace_file, []
+
+    def replace_file(path, data):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "replace_file", replace_file)
+        settings = [f"run.folder={folder}", "train.steps=2", "save.every=0", "save.last=1"]
+        settings += ["evaluation.every=1", f"evaluation.suite={suite}"]
+        recipe.train(load_config(place.config, settings), console=Console(file=said, width=1000))
+    return folder, said.getvalue()
 
 
-@pytest.mark.parametrize("overrides", [(), ("rope.type=dynamic", "model.activation_checkpointing=true")])
-def test_not_a_bit_of_the_training_changes(warm, place, suite, tmp_path, overrides):
-    overrides = ("train.steps=4", *overrides)
-    _train(place, tmp_path / "plain", *overrides)
-    with_it = ("evaluation.every=2", f"evaluation.suite={suite}", f"evaluation.lengths=[{LENGTH - 20},{LENGTH}]")
-    _train(place, tmp_path / "measured", *overrides, *with_it)
-    plain, measured = _left(tmp_path / "plain"), _left(tmp_path / "measured")
-    assert plain.keys() == measured.keys()
-    assert any(name.endswith("rng-00000.safetensors") for name in plain)
-    assert [name for name in plain if plain[name] != measured[name]] == []
-    found = list(read_results(tmp_path / "measured-on-the-way"))
+def test_a_full_disk_ends_no_training(full_disk, place):
+    folder, said = full_disk
+    assert (folder / "model" / "config.json").is_file()
+    (line,) = [line for line in said.splitlines() if line.startswith("warning")]
+    assert line.startswith("warning   evaluation after step 1 failed: no space left on device (")
+    found = list(read_results(folder.with_name("run-on-the-way")))
+    assert {of.checkpoint for of in found} == {"step-00000002"}
+    (scores,) = [of for of in found if of.task == "hellaswag"]
+    # What published numbers are found by; `torchtrain evaluate` reads the same of the run's record.
+    assert scores.training == read_training(folder)
+    assert (scores.training.variant, scores.training.steps) == ("anchor+interleave", 2)
+    assert [of["files"] for of in scores.training.data["sources"]] == [str(place.folder / "documents.jsonl")]
+    assert scores.training.rope["rope_theta"] == 50_000.0
+
+
+WITH_IT = ("evaluation.every=2", f"evaluation.lengths=[{LENGTH - 20},{LENGTH}]", "train.steps=4")
+OTHERS = ("rope.type=dynamic", "model.activation_checkpointing=true")
+
+
+@pytest.fixture(scope="module")
+def measured(full_disk, place, suite, tmp_path_factory):
+    """A run that was measured twice on the way."""
+    folder = tmp_path_factory.mktemp("measured") / "run"
+    _train(place, folder, *WITH_IT, f"evaluation.suite={suite}")
+    return folder
+
+
+@pytest.mark.parametrize("overrides", [(), OTHERS])
+def test_not_a_bit_of_the_training_changes(place, suite, measured, tmp_path, overrides):
+    _train(place, tmp_path / "plain", "train.steps=4", *overrides)
+    if overrides:
+        measured = tmp_path / "measured"
+        _train(place, measured, *WITH_IT, f"evaluation.suite={suite}", *overrides)
+    left, left_measured = _left(tmp_path / "plain"), _left(measured)
+    assert left.keys() == left_measured.keys()
+    assert any(name.endswith("rng-00000.safetensors") for name in left)
+    assert [name for name in left if left[name] != left_measured[name]] == []
+    found = list(read_results(measured.with_name(f"{measured.name}-on-the-way")))
     scores = [of for of in found if of.task == "hellaswag"]
     assert [(of.checkpoint, of.step) for of in scores] == [(f"step-0000000{step}", step) for step in (2, 4)]
     assert len({of.settings.weights for of in scores}) == 2
     assert all("mmlu is not set" in of.not_run for of in found if of.task == "mmlu_anatomy")
     # What was measured is what the model of that step, exported, is found to be.
-    export = tmp_path / "measured" / "exports" / "step-00000002"
+    export = measured / "exports" / "step-00000002"
     again = evaluate(
         [Checkpoint("x", 2, str(export))], load_suite(suite), [LENGTH], tmp_path / "o", say=lambda line: None
     )
     assert again[0].answers == scores[0].answers
 
 
-def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, tmp_path, monkeypatch):
-    settings = ("evaluation.every=2", f"evaluation.suite={suite}", "train.steps=4", "save.last=1")
-    _train(place, tmp_path / "straight", *settings)
+def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, measured, tmp_path, monkeypatch):
+    settings = (*WITH_IT, f"evaluation.suite={suite}")
     real, asked = measuring.run_choices, []
 
     def stop(*arguments):
@@ -95,23 +156,23 @@ def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, tmp_p
         arguments[-1]._pulse = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
         return real(*arguments)
 
-    monkeypatch.setattr(measuring, "run_choices", stop)
-    with pytest.raises(KeyboardInterrupt):
-        _train(place, tmp_path / "run", *settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "run_choices", stop)
+        with pytest.raises(KeyboardInterrupt):
+            _train(place, tmp_path / "run", *settings)
     assert asked == [1]
-    monkeypatch.undo()
     folder = tmp_path / "run"
     recipe.resume(load_config(folder / "config.yaml", [f"run.folder={folder}"]), console=QUIET)
     for step in (2, 4):  # the evaluation that was interrupted is made after all
         own, straight = (
-            read_result(tmp_path / f"{name}-on-the-way" / f"step-0000000{step}" / f"hellaswag-{LENGTH}.json")
-            for name in ("run", "straight")
+            read_result(of.with_name("run-on-the-way") / f"step-0000000{step}" / f"hellaswag-{LENGTH}.json")
+            for of in (folder, measured)
         )
         assert (own.answers, own.settings) == (straight.answers, straight.settings)
-    shutil.rmtree(tmp_path / "straight")
-    with pytest.raises(UserError, match=r"straight-on-the-way.* holds results of another run; move them away"):
-        _train(place, tmp_path / "straight", *settings)
-    assert not (tmp_path / "straight").exists()
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match=r"run-on-the-way.* holds results of another run; move them away"):
+        _train(place, folder, *settings)
+    assert not folder.exists()
 
 
 def test_a_suite_that_does_not_fit_is_told_before_a_folder_is_made(place, suite, tmp_path):
@@ -119,6 +180,23 @@ def test_a_suite_that_does_not_fit_is_told_before_a_folder_is_made(place, suite,
     with pytest.raises(UserError, match=r"evaluation \(suite .*, lengths 8\): "):
         _train(place, tmp_path / "short", *settings)
     assert not (tmp_path / "short").exists()
+
+
+def test_a_model_that_perplexity_does_not_take_is_refused_before_the_training(evaluation, model_folder, monkeypatch):
+    monkeypatch.setattr(on_the_way, "check_samples", lambda *_: None)
+    evaluation._suite = evaluation._suite.model_copy(update={"perplexity": object()})
+    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    evaluation.check_fits(model, tiny_tokenizer())
+
+    def capped(model):
+        shared = share_weights(model)
+        forward = shared.forward
+        shared.forward = lambda **inputs: type("Out", (), {"logits": forward(**inputs).logits.tanh()})
+        return shared
+
+    monkeypatch.setattr(on_the_way, "share_weights", capped)
+    with pytest.raises(UserError, match=r"evaluation \(suite .*\): perplexity: llama scales or caps its logits"):
+        evaluation.check_fits(model, tiny_tokenizer())
 
 
 def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(place, suite, model_folder, monkeypatch):
@@ -138,6 +216,59 @@ def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(place, suit
     for states in (*seen, rng.capture()):
         assert [name for name in before if not torch.equal(before[name], states[name])] == []
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a/file"), "no space left on device (a/file)"),
+        (UserError("samples: damaged"), "samples: damaged"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory. Tried"),
+        (MemoryError(), "MemoryError"),
+        (KeyError("x"), "KeyError: 'x' (test_on_the_way.py, line "),
+    ],
+    ids=lambda of: type(of).__name__,
+)
+def test_what_fails_on_the_way_is_told_in_a_line_and_tried_again(
+    evaluation, suite, model_folder, monkeypatch, fault, said
+):
+    """Wherever it fails: before a question is asked, between two batches, as a result is written."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder("llama")), tiny_tokenizer()
+    lines, before = [], rng.capture()
+
+    def fail(*_, **__):
+        np.random.rand(3), torch.rand(3)
+        raise fault
+
+    places = (on_the_way, "state_digest"), (measuring, "run_choices"), (measuring, "save_result")
+    for place in places:
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, fail)
+            evaluation.measure(model, tokenizer, 2, lines.append, lambda: None)
+        last = lines[-1]
+        assert last.startswith("warning   evaluation after step 2 failed: ")
+        assert said in last
+        assert last.endswith("training goes on, the next evaluation tries again")
+        assert "\n" not in last
+        after = rng.capture()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    evaluation.measure(model, tokenizer, 2, lines.append, lambda: None)
+    assert {of.task for of in read_results(evaluation.out)} == {"hellaswag", "mmlu_anatomy"}
+    assert not lines[-1].startswith("warning")
+
+
+@pytest.mark.parametrize("end", [UserError("a save failed"), Terminated("stopped"), KeyboardInterrupt()], ids=repr)
+def test_who_ends_the_run_while_it_is_evaluated_ends_it(evaluation, model_folder, end):
+    def stop():
+        raise end
+
+    lines = []
+    with pytest.raises(type(end)) as caught:
+        evaluation.measure(
+            AutoModelForCausalLM.from_pretrained(model_folder("llama")), tiny_tokenizer(), 2, lines.append, stop
+        )
+    assert caught.value is end
+    assert not any(line.startswith("warning") for line in lines)
 
 
 def test_a_model_that_shares_weights_shares_nothing_else(model_folder):

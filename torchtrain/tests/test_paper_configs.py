@@ -8,12 +8,14 @@ import zstandard
 
 from torchtrain.config import PAPER_ROPE_THETA, Config, Preparation, Source, load_config, load_preparation
 from torchtrain.data.corpus import Document, list_parts, read
+from torchtrain.evaluation.published import load_published
 from torchtrain.modeling.source import published_models
 from torchtrain.planning.budget import model_config
 from torchtrain.run.session import exported_steps
+from torchtrain.run.trained import training_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))
+PAPER = sorted((CONFIGS / "paper").glob("*-*.yaml"))
 DATA = sorted((CONFIGS / "data").glob("*.yaml"))
 CONFIG_OF = {path: load_config(path) for path in PAPER}
 
@@ -205,6 +207,35 @@ def test_every_run_of_the_papers_tables_is_there():
         + [(32768, "default", base) for base in BASES_32K]
     )
     assert {(c.data.prepared, c.pack.variant) for c in ablated} == {("data/slimpajama-64k", "full")}
+
+
+def test_a_run_of_each_config_stands_beside_its_own_row_of_the_papers_tables(paper):
+    """And no run of another model or RoPE does; table 6 does not say what its models were trained on."""
+    path, config = paper
+    data = preparation_of(config)[1].data
+    mixture = None if data.mixture is None else data.mixture.model_dump(mode="json")
+    made_of = {"sources": [source.model_dump() for source in data.sources], "mixture": mixture}
+    identity = {
+        "data": {"prepared": "a fingerprint"},
+        "model": {"rope_parameters": model_config(config).rope_parameters},
+    }
+    training = training_of(config, {"identity": identity, "corpus": {"made_of": made_of}})
+    published = load_published(CONFIGS / "paper" / "results.yaml")
+    found = {(name, length): of.score for (name, _, length), of in published.scores_of(training, "", [2000]).items()}
+    ablated = "-rope_" in path.stem and not path.stem.endswith("64k-rope_default_5e6")  # which is that of table 5
+    if ablated or config.model.source != LLAMA:
+        assert found == {}
+        return
+    stores = {name: name.lower() for name in published.trainings}
+    (table,) = [
+        of for of in published.tables if of.table == 5 and f"data/{stores.get(of.training)}" == config.data.prepared
+    ]
+    row = table.rows[config.pack.variant]
+    assert {key: score for key, score in found.items() if key[0] == "ruler_11"} == {
+        ("ruler_11", length): score for length, score in zip(table.columns, row, strict=True)
+    }
+    assert {name for name, _ in found} <= {"ruler_11", "short", "longbench"}
+    assert training_of(config, {"identity": identity}).data == {}
 
 
 def test_runs_of_one_model_and_store_differ_in_nothing_but_the_variant():

@@ -351,7 +351,7 @@ def test_one_gpu_is_offered_offload_with_the_stage_that_it_needs(tmp_path):
     load_config(path, changes)
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "paper").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((CONFIGS / "paper").glob("*-*.yaml")), ids=lambda path: path.stem)
 def test_the_model_of_every_paper_config_needs_nobody(path, monkeypatch):
     """Its shape comes with the package, with as many weights as its makers' files hold."""
     monkeypatch.setattr("anchorline.hub.find_model", lambda *_, **__: pytest.fail("the hub was asked"))

@@ -23,6 +23,7 @@ from torchtrain.data import TokenStore, identity, prepare
 from torchtrain.data.produce import LOGS, PLAN, SHARDS, Submitted, produce
 from torchtrain.data.tasks import list_tasks
 from torchtrain.errors import TasksUnfinished
+from torchtrain.run.trained import read_training
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 from torchtrain.tests.killed_worker import KilledOnce
 from torchtrain.tests.tiny import tiny_tokenizer
@@ -344,6 +345,10 @@ def test_a_run_trains_on_it_with_the_same_bits(tree, write_config, tmp_path):
     ]
     records = [json.loads((Path(f"{tmp_path}/{name}") / "run.json").read_text()) for name in ("run", "run2")]
     assert records[0]["identity"]["tokens"] == records[1]["identity"]["tokens"]
+    # Of what its tokens are made, whether or not it is told the sources.
+    of_store = read_training(Path(tree["run"]["folder"])).data
+    assert {"sources", "min_tokens"} <= of_store.keys()
+    assert of_store == records[1]["corpus"]["made_of"]
     assert call(cli.app, ["verify", tree["run"]["folder"]]).exit_code == 0
 
 

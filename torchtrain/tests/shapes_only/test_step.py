@@ -19,7 +19,7 @@ from torchtrain.training import strategy as strategies
 from torchtrain.training.losses import Losses
 from torchtrain.training.step import accumulate, make_micro_batches
 
-PAPER = {path.stem: path for path in sorted((Path(__file__).parents[3] / "configs" / "paper").glob("*.yaml"))}
+PAPER = {path.stem: path for path in sorted((Path(__file__).parents[3] / "configs" / "paper").glob("*-*.yaml"))}
 ALONE = ["distributed.sequence_parallel=1", "distributed.zero_stage=0", "distributed.offload=none"]
 
 
