@@ -193,7 +193,7 @@ def _time(
         labelled = int((row["shift_labels"] >= 0).sum())
         pairs = corpus.live_pairs(tokens, LOOPS[name][1])
         flops = counter.flops(tokens, labelled, pairs)
-        again, chunked = bench.model.activation_checkpointing, isinstance(loops[name], Ours)
+        again, chunked = bool(bench.model.activation_checkpointing), isinstance(loops[name], Ours)
         executed = counter.executed(tokens, labelled, pairs, recomputed=again, chunked=chunked)
         spread = spread_of(own)
         of = {}
