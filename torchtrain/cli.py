@@ -397,7 +397,12 @@ def evaluate(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="what was evaluated, or folders of results")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="what was evaluated, or folders of results; NAME=RUN,RUN: seeds of one row"
+        ),
+    ],
     out: Annotated[
         Path | None,
         typer.Option(help="folder for results.md, results.tex, results.html and figures; default: none is written"),
@@ -418,6 +423,8 @@ def compare(
     variant and length stands in a table beside ours, in no mean and no figure.
 
     Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
+
+    Example: torchtrain compare intra=runs/intra-0,runs/intra-1 anchor=runs/anchor-0,runs/anchor-1
     """
     with _one_speaks():
         from torchtrain.evaluation.compare import compare as tables_of
@@ -434,7 +441,7 @@ def compare(
             folder = resolve("--out", out)
             from torchtrain.evaluation.figures import figures_of
 
-            command = "torchtrain compare " + " ".join(map(str, runs))
+            command = "torchtrain compare " + shlex.join(runs)
             write_tables(tables, facts, folder, command, figures_of(measured))
             print(f"tables in {folder}")
 

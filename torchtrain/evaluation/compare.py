@@ -1,11 +1,14 @@
 """Runs side by side, paired by sample; what was not measured alike is refused.
 
-A run's score of a sample is the mean over its checkpoints. An average over tasks weighs each task alike; it is drawn
-again (bootstrap) by drawing the samples of each task again, the same ones for both runs of a difference.
+A run's score of a sample is the mean over its checkpoints. Runs of several seeds are one row, `NAME=RUN,RUN`, with the
+mean over them; their differences have an interval over seeds, too (Student's, paired in the order given). An average
+over tasks weighs each task alike; it is drawn again (bootstrap) by drawing the samples of each task again, the same
+ones for both runs of a difference.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +38,7 @@ class Measured:
     not_run: dict[Key, str] = field(default_factory=dict)
     perplexity: dict[int, list[PerplexityResult]] = field(default_factory=dict)
     whole: "Measured | None" = None  # all checkpoints, where this holds the last ones
+    seeds: "list[Measured]" = field(default_factory=list)  # the runs that this one is the mean of
 
     def keep_last(self, last: int) -> "Measured":
         """Return the run with its last checkpoints alone, by step; one whose step is not known is the trained model."""
@@ -75,9 +79,11 @@ class Measured:
 
     def by_step(self, keys: Sequence[Key]) -> list[tuple[int, list[list[float]]]]:
         """Return (step, of each task its scores [samples]) by checkpoint whose step is known, ascending."""
-        of_each = [{of.step: of.scores for of in self.found[key]} for key in keys]
-        steps = sorted(step for step in of_each[0] if step is not None)
-        return [(step, [of[step] for of in of_each]) for step in steps]
+        steps = sorted({of.step for of in self.found[keys[0]] if of.step is not None})
+        return [
+            (step, [np.mean([of.scores for of in self.found[key] if of.step == step], axis=0).tolist() for key in keys])
+            for step in steps
+        ]
 
     @property
     def checkpoints(self) -> int:
@@ -124,6 +130,10 @@ class Average:
         each = [run.scores(key) for key in self.keys]
         return [np.concatenate(each)] if self.pooled else each
 
+    def mean(self, run: Measured) -> float:
+        """Return the average of a run."""
+        return float(np.mean([of.mean() for of in self.scores(run)]))
+
     def spread(self, run: Measured) -> float | None:
         """Return the standard deviation of the average over checkpoints; None of one checkpoint."""
         each = [[np.asarray(of.scores) for of in run.found[key]] for key in self.keys]
@@ -146,20 +156,19 @@ def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTa
 
 
 def compare(
-    folders: Sequence[Path], last: int | None = None, published: Publication | None = None
+    folders: Sequence[Path | str], last: int | None = None, published: Publication | None = None
 ) -> tuple[list[ScoreTable], dict[str, str], list[Measured]]:
     """Return the tables of runs side by side, what is said below them, and what they are of.
 
     Args:
-        folders: runs that were evaluated, or folders of results.
+        folders: runs that were evaluated, or folders of results; `NAME=RUN,RUN`: runs of several seeds as one.
         last: of each run, how many checkpoints at most, the last ones; default: all that were evaluated.
         published: a paper's tables, of which a row stands beside a run of the same model, data, variant and length.
 
     Raises:
         UserError: a folder holds no results or damaged ones; or runs were not measured alike.
     """
-    runs = [_read(folder) for folder in folders]
-    runs = runs if last is None else [run.keep_last(last) for run in runs]
+    runs = [_read_seeds(str(folder), last) for folder in folders]
     if len({run.name for run in runs}) != len(runs):
         raise UserError("RUN: two have one name, and a table could not tell them apart; rename a folder")
     for other in runs[1:]:
@@ -241,6 +250,46 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
     return only_a, only_b, float(binomtest(only_a, differing).pvalue) if differing else 1.0
 
 
+def _read_seeds(said: str, last: int | None) -> Measured:
+    """Read a run, or runs of several seeds as one.
+
+    Raises:
+        UserError: a folder holds no results or damaged ones; or seeds were not measured alike.
+    """
+
+    def read(folder: str) -> Measured:
+        run = _read(Path(folder))
+        return run if last is None else run.keep_last(last)
+
+    name, equals, places = said.partition("=")
+    if not equals or os.path.lexists(said):
+        return read(said)
+    seeds = [read(place) for place in places.split(",") if place]
+    if not name or len(seeds) < 2:
+        raise UserError(f"RUN {quoted(said)}: NAME=RUN,RUN names two runs or more; give a folder, or more of them")
+    if len({seed.name for seed in seeds}) != len(seeds):
+        raise UserError(f"RUN {quoted(said)}: two have one name; rename a folder")
+    whole = Measured(name, not_run=seeds[0].not_run, seeds=seeds)
+    for seed in seeds:
+        _check_alike(seeds[0], seed)
+        if seed.checkpoints != seeds[0].checkpoints:
+            raise UserError(f"{seeds[0].name} and {seed.name}: one has more checkpoints than the other; give --last")
+        results = [of for each in (seed.found, seed.perplexity) for of_key in each.values() for of in of_key]
+        whole.add(of.model_copy(update={"checkpoint": f"{seed.name}/{of.checkpoint}"}) for of in results)
+    return whole
+
+
+def _over_seeds(run: Measured, other: Measured, of: Callable[[Measured], float]) -> tuple[float, float] | None:
+    """Return Student's 95 per cent interval of a difference over seeds, paired in order; None where none pair."""
+    if len(run.seeds) < 2 or len(run.seeds) != len(other.seeds):
+        return None
+    from scipy.stats import t
+
+    each = np.array([of(a) - of(b) for a, b in zip(run.seeds, other.seeds, strict=True)])
+    half = float(t.ppf(0.975, len(each) - 1) * each.std(ddof=1) / math.sqrt(len(each)))
+    return float(each.mean()) - half, float(each.mean()) + half
+
+
 def _read(folder: Path) -> Measured:
     # What was measured on the way is taken where nothing was measured afterwards, never both.
     for place in (folder, *(folder.with_name(folder.name + kind) for kind in (AFTERWARDS, ON_THE_WAY))):
@@ -305,7 +354,9 @@ def _side_by_side(
     first, cells = runs[0], []
     for _, average in columns:
         of_runs = [_mean_cell(run, average) for run in runs]
-        cells.append(of_runs if average.missing(first) else _best(of_runs, [average.scores(run) for run in runs]))
+        if not average.missing(first):
+            of_runs = _best(of_runs, [average.scores(run) for run in runs], runs, average.mean)
+        cells.append(of_runs)
     rows = [(run.name, [column[i] for column in cells]) for i, run in enumerate(runs)]
     for run in runs[1:]:
         differences = []
@@ -316,6 +367,10 @@ def _side_by_side(
             mean, low, high = paired_interval(average.scores(run), average.scores(first))
             differences.append(ScoreCell(f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"))
         rows.append((f"{run.name} - {first.name}, paired", differences))
+        over = [None if of.missing(first) else _over_seeds(run, first, of.mean) for _, of in columns]
+        if any(over):
+            told = ["" if of is None else f"[{100 * of[0]:+.1f}, {100 * of[1]:+.1f}]" for of in over]
+            rows.append((f"{run.name} - {first.name}, over {len(run.seeds)} seeds", list(map(ScoreCell, told))))
     return [ScoreTable(title, ["", *(name for name, _ in columns)], rows, notes)]
 
 
@@ -469,14 +524,25 @@ def _right_and_wrong(runs: list[Measured]) -> list[ScoreTable]:
 
 def _cells(runs: list[Measured], key: Key) -> list[ScoreCell]:
     cells = [_cell(run, key) for run in runs]
-    return _best(cells, [[run.scores(key)] for run in runs]) if key in runs[0].found else cells
+    if key not in runs[0].found:
+        return cells
+    return _best(cells, [[run.scores(key)] for run in runs], runs, lambda run: float(run.scores(key).mean()))
 
 
-def _best(cells: list[ScoreCell], scores: Sequence[list[np.ndarray]]) -> list[ScoreCell]:
-    """Make the best of a column bold where the paired interval from each other run leaves out zero."""
+def _best(
+    cells: list[ScoreCell], scores: Sequence[list[np.ndarray]], runs: list[Measured], mean: Callable[[Measured], float]
+) -> list[ScoreCell]:
+    """Make the best of a column bold where the interval from each other run leaves out zero: over samples and over
+    seeds, where there are several.
+    """
     best = max(range(len(scores)), key=lambda i: np.mean([of.mean() for of in scores[i]]))
     others = [i for i in range(len(scores)) if i != best]
-    if others and all(_separates(scores[best], scores[i]) for i in others):
+
+    def is_above(i: int) -> bool:
+        over = _over_seeds(runs[best], runs[i], mean)
+        return _separates(scores[best], scores[i]) and (over is None or over[0] > 0)
+
+    if others and all(map(is_above, others)):
         cells[best] = ScoreCell(cells[best].text, bold=True)
     return cells
 
@@ -538,10 +604,21 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
                 mean, low, high = paired_interval([one[i]], [other[i]])
                 cells.append(ScoreCell(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
             rows.append((f"loss: {run.name} - {runs[0].name}, paired", cells))
+            over = [
+                _over_seeds(run, runs[0], lambda seed, i=i, n=length: _bucket_mean(seed, n, i))
+                for i in range(len(cells))
+            ]
+            if all(over):
+                told = [ScoreCell(f"[{of[0]:+.3f}, {of[1]:+.3f}]") for of in over if of is not None]
+                rows.append((f"loss: {run.name} - {runs[0].name}, over {len(run.seeds)} seeds", told))
         count = len(first.buckets[0].losses)
         note = f"Of {first.text}, {count} documents; tokens of a position alike, with all that stands before them."
         tables.append(ScoreTable(f"Perplexity by position at {length:,} tokens", head, rows, [note]))
     return tables
+
+
+def _bucket_mean(run: Measured, length: int, bucket: int) -> float:
+    return float(np.mean([result.buckets[bucket].losses for result in run.perplexity[length]]))
 
 
 def _notes(runs: list[Measured], benchmark: str) -> list[str]:

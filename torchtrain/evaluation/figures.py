@@ -75,14 +75,15 @@ def _by_step(run: Measured, length: int, wanted: Sequence[str]) -> list[Point]:
 
 
 def _perplexity_by_step(run: Measured, length: int) -> list[Point]:
-    points = []
+    by_step: dict[int, list[float]] = {}
     for result in run.perplexity[length]:
         if result.step is None:
             continue
         total = sum(of.end - of.first for of in result.buckets)
         loss = sum(sum(of.losses) / len(of.losses) * (of.end - of.first) for of in result.buckets) / total
-        points.append((float(result.step), *[math.exp(loss)] * 3))
-    return sorted(points)
+        by_step.setdefault(result.step, []).append(loss)
+    at = {step: math.exp(sum(of) / len(of)) for step, of in sorted(by_step.items())}
+    return [(float(step), y, y, y) for step, y in at.items()]
 
 
 def _draw(salt: str, lines: dict[str, list[Point]], across: str, up: str, lengths: Sequence[int] | None = None) -> str:

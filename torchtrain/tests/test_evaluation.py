@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from anchorline.errors import UserError
@@ -246,6 +247,51 @@ def test_runs_of_other_numbers_of_checkpoints_are_refused(tmp_path):
     _save(tmp_path / "b", _result())
     with pytest.raises(UserError, match=r"a has 2 checkpoints, b 1, .*; give --last"):
         compare([tmp_path / "a", tmp_path / "b"])
+
+
+def _save_seeds(folder, name: str, each: list[list[float]]) -> str:
+    for seed, scores in enumerate(each):
+        at_step = {"checkpoint": "model"}
+        _save(folder / f"{name}-{seed}", _result(scores=scores, **at_step), _perplexity(0.1 * seed))
+    return f"{name}=" + ",".join(str(folder / f"{name}-{seed}") for seed in range(len(each)))
+
+
+def test_seeds_are_one_row_with_an_interval_over_them(tmp_path):
+    """Bold needs both intervals: of 200 samples the first is surely above, of three seeds it is not."""
+    base = [0.0] * 200
+    a = _save_seeds(tmp_path, "a", [base, base, base])
+    steady = _save_seeds(tmp_path, "steady", [[1.0] * n + [0.0] * (200 - n) for n in (50, 52, 54)])
+    shaky = _save_seeds(tmp_path, "shaky", [[1.0] * n + [0.0] * (200 - n) for n in (5, 20, 131)])
+    found, _, runs = compare([a, steady])
+    by_title = {table.title: table for table in found}
+    assert [(run.name, run.checkpoints) for run in runs] == [("a", 3), ("steady", 3)]
+    tasks = dict(by_title["Tasks at 1,024 tokens"].rows)["fwe"]
+    assert [cell.bold for cell in tasks] == [False, True]
+    rows = dict(by_title["Average of those that ran (1 of 13)"].rows)
+    low, high = scipy.stats.ttest_1samp([25, 26, 27], 0).confidence_interval()
+    assert rows["steady - a, over 3 seeds"][0].text == f"[{low:+.1f}, {high:+.1f}]"
+    assert rows["steady - a, paired"][0].text.startswith("+26.0 [")
+    perplexity = dict(by_title["Perplexity by position at 1,024 tokens"].rows)
+    assert perplexity["loss: steady - a, over 3 seeds"][0].text == "[+0.000, +0.000]"
+    tasks = next(dict(table.rows)["fwe"] for table in compare([a, shaky])[0] if table.title == "Tasks at 1,024 tokens")
+    assert [cell.bold for cell in tasks] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("a={0}/a-0", "names two runs or more"),
+        ("={0}/a-0,{0}/a-1", "names two runs or more"),
+        ("a={0}/a-0,{0}/a-0", "two have one name"),
+        ("a={0}/a-0,{0}/other", "were not measured alike"),
+        ("a={0}/a-0,{0}/gone", "holds no results"),
+    ],
+)
+def test_seeds_that_do_not_fit_are_refused(tmp_path, said, message):
+    _save_seeds(tmp_path, "a", [[1.0], [0.0]])
+    _save(tmp_path / "other", _result(scores=[1.0]))
+    with pytest.raises(UserError, match=message):
+        compare([said.format(tmp_path)])
 
 
 def test_what_was_measured_on_the_way_is_taken_where_nothing_was_measured_afterwards(tmp_path):
