@@ -5,9 +5,12 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import LogLocator
 
 from anchorline.page import figure_style
 from anchorline.page.colours import SERIES
+
+MARKERS = "os^D"
 
 
 def draw(result: dict[str, Any], paper: str = "none") -> str | None:
@@ -22,16 +25,21 @@ def draw(result: dict[str, Any], paper: str = "none") -> str | None:
         canvas = Canvas(figsize=(7.2, 3.4), layout="constrained")
         axes = canvas.add_subplot()
         lengths = sorted({x for points in found.values() for x, *_ in points})
-        for (name, points), colour in zip(found.items(), SERIES, strict=False):
+        for number, (name, points) in enumerate(found.items()):
+            again, colour = divmod(number, len(SERIES))  # more lines than colours: another marker
             xs, middle, low, high = zip(*points, strict=True)
             bars = [
                 [m - a for m, a in zip(middle, low, strict=True)],
                 [b - m for m, b in zip(middle, high, strict=True)],
             ]
-            axes.errorbar(xs, middle, bars, color=colour, marker="o", markersize=3.5, capsize=2, label=name)
+            look = {"color": SERIES[colour], "marker": MARKERS[again % len(MARKERS)]}
+            axes.errorbar(xs, middle, bars, **look, markersize=3.5, capsize=2, label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(lengths, [f"{x:,}" for x in lengths])
+        # Figures in words of their own: the style draws no formulas, which matplotlib's logarithmic labels are.
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.set_xticks(lengths, [f"{x:,.0f}" for x in lengths])
         axes.minorticks_off()
         if result["what"] == "attention":
             axes.axhline(1, color=SERIES[0], linewidth=0.8, linestyle=":")

@@ -15,6 +15,7 @@ from torchtrain.bench.baseline import compare_with
 from torchtrain.bench.cases import YARDSTICK, Case, prepare_case
 from torchtrain.bench.clock import Clock
 from torchtrain.bench.config import AttentionBench, BenchConfig, load_bench
+from torchtrain.bench.figures import draw
 from torchtrain.bench.record import Record
 from torchtrain.bench.rows import Corpus
 from torchtrain.bench.spread import noise_of, spread_of
@@ -24,6 +25,8 @@ from torchtrain.modeling.source import open_config
 from torchtrain.planning import budget
 from torchtrain.planning.memory import Shapes
 from torchtrain.tests.tiny import tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 CPU = Clock(torch.device("cpu"), 1)
@@ -370,3 +373,17 @@ def test_the_configs_that_come_with_it_are_valid():
             assert Shapes(open_config(str(budget.resolve_source(model, "cache", weights=False)))).model(
                 ModelConfig(source=model)
             )
+
+
+@pytest.mark.parametrize("file", ["attention-cpu.json", "step-cpu.json"])
+def test_a_figure_shows_every_line_and_no_formula(file):
+    """The style draws no formulas, and there are more lines than colours."""
+    result = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    drawn = draw(result)
+    assert drawn is not None
+    assert "$" not in drawn
+    rows = [row for row in result["rows"] if "over_the_law" in row and row["variant"] != "full"]
+    for name in {row["name"] for row in rows} if file.startswith("attention") else {r["loop"] for r in result["rows"]}:
+        assert f">{name}<" in drawn, name
+    for tokens in {row["tokens"] for row in result["rows"]}:
+        assert f">{tokens:,}<" in drawn
