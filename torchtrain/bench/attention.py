@@ -17,10 +17,10 @@ from torch import Tensor
 
 from anchorline.errors import UserError, one_line
 from torchtrain.attention import attend
-from torchtrain.bench.cases import YARDSTICK, Case, Prepared, list_cases, prepare_case
+from torchtrain.bench.cases import YARDSTICK, BenchCase, Prepared, list_cases, prepare_case
 from torchtrain.bench.clock import Clock
 from torchtrain.bench.config import AttentionBench, BenchConfig
-from torchtrain.bench.record import Record
+from torchtrain.bench.record import BenchRecord
 from torchtrain.bench.rows import Corpus, Which
 from torchtrain.bench.spread import spread_of
 from torchtrain.bench.truth import error_ratio
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     weight_1THD: Tensor
 
 
-def measure(config: BenchConfig, record: Record, clock: Clock, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(config: BenchConfig, record: BenchRecord, clock: Clock, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure, or go on measuring.
 
     Args:
@@ -65,20 +65,20 @@ def measure(config: BenchConfig, record: Record, clock: Clock, say: Callable[[st
 
 
 def _check(
-    cases: list[Case],
+    cases: list[BenchCase],
     bench: AttentionBench,
     corpus: Corpus,
     dtype: torch.dtype,
     seed: int,
     clock: Clock,
-    record: Record,
+    record: BenchRecord,
 ) -> dict[str, dict[str, Any]]:
     """Judge each case; a case that cannot run says why."""
     ids_T = _ids(corpus, bench.check_tokens, "least", clock.device)
     inputs = _draw(bench, bench.check_tokens, dtype, seed, clock.device)
     truths: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
-    def judge(case: Case) -> dict[str, Any]:
+    def judge(case: BenchCase) -> dict[str, Any]:
         try:
             prepared = prepare_case(case, ids_T, bench, dtype)
         except UserError as error:
@@ -134,7 +134,7 @@ def _leaves(prepared: Prepared, inputs: Inputs) -> tuple[list[Tensor], Tensor]:
 
 
 def _time(
-    cases: list[Case],
+    cases: list[BenchCase],
     errors: dict[str, dict[str, Any]],
     config: BenchConfig,
     corpus: Corpus,
@@ -142,7 +142,7 @@ def _time(
     which: Which,
     dtype: torch.dtype,
     clock: Clock,
-    record: Record,
+    record: BenchRecord,
 ) -> Iterator[dict[str, Any]]:
     bench = config.attention
     ids_T = _ids(corpus, tokens, which, clock.device)

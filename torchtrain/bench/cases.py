@@ -26,7 +26,7 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """A computation that is timed."""
 
     name: str
@@ -49,17 +49,23 @@ class Prepared:
     own: Tensor | None = None
 
 
-def list_cases(bench: AttentionBench) -> list[Case]:
+def list_cases(bench: AttentionBench) -> list[BenchCase]:
     """Return all cases of a config, the yardstick first."""
-    ours = [Case(f"{engine}, {variant}", variant, engine) for engine in bench.engines for variant in bench.variants]
-    return [Case(YARDSTICK, "full"), *ours, *(Case(rival, _variant_of(rival), None) for rival in bench.rivals)]
+    ours = [
+        BenchCase(f"{engine}, {variant}", variant, engine) for engine in bench.engines for variant in bench.variants
+    ]
+    return [
+        BenchCase(YARDSTICK, "full"),
+        *ours,
+        *(BenchCase(rival, _variant_of(rival), None) for rival in bench.rivals),
+    ]
 
 
 def _variant_of(rival: str) -> str:
     return "anchor" if rival in ("dense mask", "BOS per document") else "intra"
 
 
-def prepare_case(case: Case, ids_T: dict[str, Tensor], bench: AttentionBench, dtype: torch.dtype) -> Prepared:
+def prepare_case(case: BenchCase, ids_T: dict[str, Tensor], bench: AttentionBench, dtype: torch.dtype) -> Prepared:
     """Make a case ready on a row.
 
     Args:

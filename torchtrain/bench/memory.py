@@ -15,7 +15,7 @@ from typing import Any
 from anchorline.errors import UserError
 from torchtrain.bench.clock import Clock
 from torchtrain.bench.config import BenchConfig
-from torchtrain.bench.record import Record
+from torchtrain.bench.record import BenchRecord
 from torchtrain.config import MOST_TOKENS, Config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.planning import budget
@@ -28,7 +28,7 @@ _ROUND = 1024
 Points = list[tuple[int, int]]  # tokens of a row, bytes of a GPU
 
 
-def measure(config: BenchConfig, record: Record, clock: Clock, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(config: BenchConfig, record: BenchRecord, clock: Clock, say: Callable[[str], None]) -> dict[str, Any]:
     """Count, or go on counting.
 
     Args:
@@ -53,7 +53,7 @@ def _search(
     name: str,
     processes: int,
     shapes: budget.Shapes,
-    record: Record,
+    record: BenchRecord,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     rows = [{"model": name, "processes": processes, "gib": gib} for gib in config.memory.gib]

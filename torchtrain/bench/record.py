@@ -24,7 +24,7 @@ from torchtrain.bench.clock import Clock
 PACKAGES = ("torch", "transformers", "trl", "flash-attn", "flash-attn-4", "triton", "numpy")
 
 
-class Record:
+class BenchRecord:
     """The measurements of one verb in a folder. Made by `open_record`."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Record:
 
 
 @contextmanager
-def open_record(folder: Path, verb: str, settings: dict[str, Any]) -> Iterator[Record]:
+def open_record(folder: Path, verb: str, settings: dict[str, Any]) -> Iterator[BenchRecord]:
     """Open what a folder holds of a verb, or begin it; one process at a time.
 
     Raises:
@@ -83,7 +83,7 @@ def open_record(folder: Path, verb: str, settings: dict[str, Any]) -> Iterator[R
     except NotImplementedError:
         raise UserError(f"--out {quoted(folder)}: its file system takes no locks; give another folder") from None
     try:
-        yield Record(folder / f"{verb}.jsonl", settings)
+        yield BenchRecord(folder / f"{verb}.jsonl", settings)
     finally:
         lock.release()
 

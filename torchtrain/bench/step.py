@@ -16,7 +16,7 @@ from torchtrain.attention import resolve_engine
 from torchtrain.bench.clock import Clock
 from torchtrain.bench.config import BenchConfig, ModelledStep, StepBench
 from torchtrain.bench.loops import LOOPS, Ours, Row, TrainingLoop, inputs_of, losses_of_logits
-from torchtrain.bench.record import Record
+from torchtrain.bench.record import BenchRecord
 from torchtrain.bench.rows import Corpus
 from torchtrain.bench.spread import spread_of
 from torchtrain.bench.truth import error_ratio
@@ -37,7 +37,7 @@ YARDSTICK = "transformers, full"
 _DAY, _BILLION = 86_400, 1e9
 
 
-def measure(config: BenchConfig, record: Record, clock: Clock, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(config: BenchConfig, record: BenchRecord, clock: Clock, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure, or go on measuring.
 
     Args:
@@ -167,7 +167,7 @@ def _time(
     tokens: int,
     dtype: torch.dtype,
     clock: Clock,
-    record: Record,
+    record: BenchRecord,
 ) -> list[dict[str, Any]]:
     rows = {name: _row(corpus, tokens, name) for name in loops}
     seconds: dict[str, list[float]] = {name: [] for name in ("ceiling", *loops)}

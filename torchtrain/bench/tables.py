@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Table:
+class BenchTable:
     """A title, a head and rows of text."""
 
     title: str
@@ -50,7 +50,7 @@ def markdown_of(result: dict[str, Any]) -> str:
     return "\n\n".join([head, *(table.markdown() for table in _TABLES[result["what"]](result))]) + "\n"
 
 
-def _attention(result: dict[str, Any]) -> list[Table]:
+def _attention(result: dict[str, Any]) -> list[BenchTable]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         groups.setdefault((row["dtype"], row["tokens"], row["row"]), []).append(row)
@@ -60,11 +60,11 @@ def _attention(result: dict[str, Any]) -> list[Table]:
         n = own[0]["documents"]
         lengths = f"{len(n)} documents of {min(n):,} to {max(n):,}" if len(n) > 1 else "one document"
         run = [_attention_row(row) for row in own if "not_run" not in row]
-        tables.append(Table(f"{dtype}, {tokens:,} tokens, the row of {which} live pairs: {lengths}", head, run))
+        tables.append(BenchTable(f"{dtype}, {tokens:,} tokens, the row of {which} live pairs: {lengths}", head, run))
     return [*tables, *_left_out(result["rows"])]
 
 
-def _left_out(rows: list[dict[str, Any]]) -> list[Table]:
+def _left_out(rows: list[dict[str, Any]]) -> list[BenchTable]:
     """What did not run, once for each reason."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
@@ -78,7 +78,7 @@ def _left_out(rows: list[dict[str, Any]]) -> list[Table]:
         (name, "everywhere" if len(where) == everywhere else "; ".join(where), why)
         for (name, why), where in reasons.items()
     ]
-    return [Table("Not run", ("", "where", "why"), told)]
+    return [BenchTable("Not run", ("", "where", "why"), told)]
 
 
 def _attention_row(row: dict[str, Any]) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def _attention_row(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _step(result: dict[str, Any]) -> list[Table]:
+def _step(result: dict[str, Any]) -> list[BenchTable]:
     layers, weights = result["layers"], result["weights"]
     losses = [
         (name, f"{found['tokens']:,}", f"{found['mean']:.5f}", f"{found['error_ratio']:.2f}")
@@ -127,14 +127,16 @@ def _step(result: dict[str, Any]) -> list[Table]:
     )
     title = f"A step of one row: {result['model']}, {layers} layers, {weights:,} weights, {result['dtype']}"
     tables = [
-        Table("Losses before anything is learned", ("", "tokens", "nats per token", "error over allowance"), losses),
-        Table(title, head, rows),
+        BenchTable(
+            "Losses before anything is learned", ("", "tokens", "nats per token", "error over allowance"), losses
+        ),
+        BenchTable(title, head, rows),
     ]
     if result["modelled"]:
         asked = result["settings"]["step"]["modelled"]
         title = f"Modelled, not measured: {asked['model']} on {asked['processes']} x {asked['gpu']} at an MFU of "
         tables.append(
-            Table(
+            BenchTable(
                 f"{title}{asked['mfu']:g}, which is assumed",
                 ("tokens, variant", "FLOPs of a row", "days per billion tokens"),
                 [
@@ -146,7 +148,7 @@ def _step(result: dict[str, Any]) -> list[Table]:
     return tables
 
 
-def _memory(result: dict[str, Any]) -> list[Table]:
+def _memory(result: dict[str, Any]) -> list[BenchTable]:
     rows = [
         (
             f"{row['model']}, {row['processes']} x {row['gib']:g} GiB",
@@ -160,7 +162,7 @@ def _memory(result: dict[str, Any]) -> list[Table]:
     title = (
         "Longest context in tokens, every weight trained, by what is offloaded to the hosts (~: by a line that goes on)"
     )
-    return [Table(title, head, rows)]
+    return [BenchTable(title, head, rows)]
 
 
 def _context(tokens: int | None, counted: int) -> str:

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from torchtrain.attention import make_plan
 from torchtrain.bench import attention, cases, memory, step
 from torchtrain.bench.baseline import compare_with
-from torchtrain.bench.cases import YARDSTICK, Case, prepare_case
+from torchtrain.bench.cases import YARDSTICK, BenchCase, prepare_case
 from torchtrain.bench.clock import Clock
 from torchtrain.bench.config import AttentionBench, BenchConfig, load_bench
 from torchtrain.bench.figures import draw
-from torchtrain.bench.record import Record
+from torchtrain.bench.record import BenchRecord
 from torchtrain.bench.rows import Corpus
 from torchtrain.bench.spread import noise_of, spread_of
 from torchtrain.cli import app
@@ -131,7 +131,7 @@ def test_an_engine_that_is_wrong_is_not_timed(bench_tree, monkeypatch, tmp_path)
         lambda plan, engine: lambda q, k, v: real(plan, engine)(q, k, v) * (1 if engine == "dense" else 1.001),
     )
     config = BenchConfig.model_validate(bench_tree)
-    found = attention.measure(config, Record(tmp_path / "a.jsonl", {}), CPU, lambda line: None)["rows"]
+    found = attention.measure(config, BenchRecord(tmp_path / "a.jsonl", {}), CPU, lambda line: None)["rows"]
     by_name = {row["name"]: row for row in found}
     assert "times what the one rule allows" in by_name["sdpa, full"]["not_run"]
     assert by_name["BOS per document"]["error_ratio"] > 1  # what is not ours is told, not left out
@@ -148,7 +148,7 @@ def test_what_runs_out_of_memory_is_told_and_the_rest_goes_on(bench_tree, monkey
 
     monkeypatch.setattr(attention, "_once", run)
     config = BenchConfig.model_validate(bench_tree)
-    found = attention.measure(config, Record(tmp_path / "a.jsonl", {}), CPU, lambda line: None)["rows"]
+    found = attention.measure(config, BenchRecord(tmp_path / "a.jsonl", {}), CPU, lambda line: None)["rows"]
     by_name = {row["name"]: row for row in found}
     assert by_name["BOS per document"]["not_run"] == "runs out of memory"
     assert "seconds" in by_name["sdpa, anchor"]
@@ -160,7 +160,7 @@ def test_a_bos_for_each_document_is_laid_out_as_the_authors_do():
     assert source.tolist() == [0, 1, 2, 0, 3, 4, 5]
     assert copied.tolist() == [[1, 1, 1, 2, 2, 2, 2]]
     assert own.tolist() == [0, 1, 2, 4, 5, 6]
-    prepared = prepare_case(Case("BOS per document", "anchor"), {"anchor": ids_T}, AttentionBench(), torch.float32)
+    prepared = prepare_case(BenchCase("BOS per document", "anchor"), {"anchor": ids_T}, AttentionBench(), torch.float32)
     assert prepared.live_pairs == 6 + 10
 
 
@@ -244,7 +244,7 @@ def test_the_longest_context_is_what_the_plan_counts(bench_tree, tmp_path, monke
     monkeypatch.setattr(memory, "FIRST", 1024)
     monkeypatch.setattr(budget, "model_config", lambda config: tiny_config(**wide))
     config = BenchConfig.model_validate(tree)
-    record = Record(tmp_path / "m.jsonl", {})
+    record = BenchRecord(tmp_path / "m.jsonl", {})
     (row,) = memory.measure(config, record, CPU, lambda line: None)["rows"]
     shapes = Shapes(tiny_config(**wide))
     for offload, way in memory.ways_of(config, source, 2, shapes).items():
@@ -261,9 +261,9 @@ def test_the_longest_context_is_what_the_plan_counts(bench_tree, tmp_path, monke
 def test_what_fits_nowhere_has_no_context(bench_tree, tmp_path, monkeypatch):
     tree = bench_tree | {"memory": {"models": [bench_tree["tokenizer"]["source"]], "gib": [0.001], "processes": [1]}}
     monkeypatch.setattr(memory, "FIRST", 2048)
-    (row,) = memory.measure(BenchConfig.model_validate(tree), Record(tmp_path / "m.jsonl", {}), CPU, lambda line: None)[
-        "rows"
-    ]
+    (row,) = memory.measure(
+        BenchConfig.model_validate(tree), BenchRecord(tmp_path / "m.jsonl", {}), CPU, lambda line: None
+    )["rows"]
     assert [row[offload] for offload in memory.OFFLOADS] == [None] * 3
 
 
