@@ -32,8 +32,8 @@ def draw(result: dict[str, Any], paper: str = "none") -> str | None:
                 [m - a for m, a in zip(middle, low, strict=True)],
                 [b - m for m, b in zip(middle, high, strict=True)],
             ]
-            look = {"color": SERIES[colour], "marker": MARKERS[again % len(MARKERS)]}
-            axes.errorbar(xs, middle, bars, **look, markersize=3.5, capsize=2, label=name)
+            marker = MARKERS[again % len(MARKERS)]
+            axes.errorbar(xs, middle, bars, color=SERIES[colour], marker=marker, markersize=3.5, capsize=2, label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         # Figures in words of their own: the style draws no formulas, which matplotlib's logarithmic labels are.
