@@ -6,6 +6,7 @@ SIGTERM ended a run (it is saved).
 
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -550,7 +551,8 @@ def _one_speaks() -> Iterator[None]:
             message = message if message.startswith("rank ") else f"rank {quoted(rank)[1:-1]}: {message}"
         raise Leave(message, MISTAKE) from None
     except OtherRankFailed as error:
-        time.sleep(_SECONDS_BEFORE_LEAVING)
+        with _undisturbed():
+            time.sleep(_SECONDS_BEFORE_LEAVING)
         raise Leave("", error.code) from None
     except (RankLost, TasksUnfinished) as error:
         raise Leave(str(error), 1) from None
@@ -566,6 +568,16 @@ def _one_speaks() -> Iterator[None]:
         raise MemoryError(one_line(str(error).partition("\n")[0])) from error
     except KeyboardInterrupt:
         raise Leave("" if os.environ.get("RANK", "0") != "0" else "interrupted", INTERRUPTED) from None
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leave SIGTERM unheard: torchrun sends it to who is on the way out, too, and would be told of another end."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_memory(error: RuntimeError) -> bool:

@@ -4,8 +4,10 @@ import ast
 import importlib.metadata
 import io
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,9 +20,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from anchorline.command import Leave
+from torchtrain import cli
 from torchtrain.cli import app, main
 from torchtrain.config import load_config
 from torchtrain.data import PreparationProgress
+from torchtrain.errors import TERMINATED, OtherRankFailed
 from torchtrain.run.report import tell_tokenising
 from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
@@ -417,3 +422,21 @@ def test_status_needs_nothing_that_computes(call, tree):
     assert "steps      2 of 2" in printed
     assert "checkpoint step 2" in printed
     assert {"typer"} < packages <= CLI
+
+
+def test_who_is_on_the_way_out_hears_no_more_of_sigterm(monkeypatch):
+    """torchrun sends it to every process once one has ended; whoever waits to leave last keeps its own exit code."""
+    heard = []
+    monkeypatch.setattr(cli, "_SECONDS_BEFORE_LEAVING", 0.2)
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        timer.start()
+        with pytest.raises(Leave) as ended, cli._one_speaks():
+            raise OtherRankFailed("", TERMINATED)
+        assert (ended.value.code, heard) == (TERMINATED, [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [1]
+    finally:
+        timer.join()
+        signal.signal(signal.SIGTERM, before)
