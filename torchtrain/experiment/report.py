@@ -199,9 +199,10 @@ def _draw(experiment: TrainingExperiment, measured: _Measured) -> str:
     """Draw every contrast as a point with its interval, an outcome to a panel."""
     drawn = io.StringIO()
     outcomes = _outcomes(experiment)
-    names: list[Contrast] = contrasts(experiment.arithmetics, experiment.variants)
+    taken = [one.contrast for _, outcome in outcomes for one in _estimates(experiment, measured, outcome)]
+    names: list[Contrast] = [one for one in contrasts(experiment.arithmetics, experiment.variants) if one in taken]
     with matplotlib.rc_context(figure_style("experiment")):
-        canvas = Figure(figsize=(8.4, 0.6 + 0.22 * len(names)), layout="constrained")
+        canvas = Figure(figsize=(8.4, 0.9 + 0.22 * len(names)), layout="constrained")
         panels = canvas.subplots(1, len(outcomes), sharey=True, squeeze=False)[0]
         for axes, (title, outcome) in zip(panels, outcomes, strict=True):
             margin = experiment.measure.margin
