@@ -14,7 +14,7 @@ import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _MOST_BYTES = 1 << 26
+_Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 class Measurement(BaseModel):
@@ -131,8 +132,8 @@ def measure_model(
         found = [document_losses(model, ids).double() for ids in of_document]
         # The first token of the copy is the one that tells that it begins.
         copies.append([float(losses[-(measure.passage - 1) :].mean()) for losses in found])
-        front = len(of_document[0]) - measure.distances[0] - measure.passage if found else 0
-        passages.append(float(found[0][front : front + measure.passage - 1].mean()) if found else 0.0)
+        front = len(of_document[0]) - measure.distances[0] - measure.passage
+        passages.append(float(found[0][front : front + measure.passage - 1].mean()))
     losses, rounded = by_band(), None
     if again_rounded:
         with torch.no_grad():
@@ -155,27 +156,18 @@ def measure_model(
 
 
 def read_measurement(path: Path) -> Measurement:
-    """Read what `main` wrote.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    try:
-        return Measurement.model_validate_json(read_file(path, _MOST_BYTES))
-    except ValueError as error:
-        raise UserError(
-            f"{quoted(path)}: is damaged ({quoted_reason(error)}); remove it, and it is measured again"
-        ) from None
+    """Read what `main` wrote. Raises UserError: the file is damaged."""
+    return _read(Measurement, path)
 
 
 def read_rows(path: Path) -> MeasuredRows:
-    """Read the rows that `torchtrain.experiment.running` has written.
+    """Read the rows that `torchtrain.experiment.running` wrote. Raises UserError: the file is damaged."""
+    return _read(MeasuredRows, path)
 
-    Raises:
-        UserError: the file is damaged.
-    """
+
+def _read(kind: type[_Kind], path: Path) -> _Kind:
     try:
-        return MeasuredRows.model_validate_json(read_file(path, _MOST_BYTES))
+        return kind.model_validate_json(read_file(path, _MOST_BYTES))
     except ValueError as error:
         raise UserError(
             f"{quoted(path)}: is damaged ({quoted_reason(error)}); remove it, and it is made again"

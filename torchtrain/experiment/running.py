@@ -164,6 +164,7 @@ def run_experiment(
         cores = len(os.sched_getaffinity(0))
         threads = None if launch else max(1, cores // workers)
         processes, failed = _Processes(), dict[PairedRun, str]()
+        work = _Work(folder, experiment.stages[-1], threads, launch, processes)
         with Termination() as termination, _hangups_end(), ThreadPoolExecutor(workers) as pool:
             termination.advice = "what the runs have saved stays, and the same command goes on"
             try:
@@ -173,10 +174,7 @@ def run_experiment(
                     total = len(list(experiment.cells()))
                     say(f"step {step}: {total - len(left) - len(failed)} of {total} runs are measured")
                     begun = time.monotonic()
-                    at_work = {
-                        pool.submit(_advance, experiment, folder, cell, step, threads, launch, processes): cell
-                        for cell in left
-                    }
+                    at_work = {pool.submit(_advance, work, cell, step): cell for cell in left}
                     for done, one in enumerate(as_completed(at_work), start=1):
                         try:
                             line = one.result()
@@ -257,63 +255,58 @@ def _hangups_end() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _advance(
-    experiment: TrainingExperiment,
-    folder: Folder,
-    cell: PairedRun,
-    step: int,
-    threads: int | None,
-    launch: Sequence[str],
-    processes: _Processes,
-) -> str:
+@dataclass(frozen=True)
+class _Work:
+    """What all runs have in common."""
+
+    folder: Folder
+    last: int  # step of the last stage
+    threads: int | None
+    launch: Sequence[str]
+    processes: _Processes
+
+
+def _advance(work: _Work, cell: PairedRun, step: int) -> str:
     """Take a run to a step and measure it there; return a line about it.
 
     Raises:
         _FailedError: one of its processes failed.
     """
-    model = _model_of(folder.run(cell), step, experiment.stages[-1])
+    model = _model_of(work.folder.run(cell), step, work.last)
     if model is None:
-        model = _train(experiment, folder, cell, step, threads, launch, processes)
-    out = folder.measurement(cell, step)
-    asked = [*_MEASURE, *map(str, (folder.experiment, folder.rows, model, out))]
-    with processes.start(asked, folder.log(cell), threads) as process:
+        model = _train(work, cell, step)
+    out = work.folder.measurement(cell, step)
+    asked = [*_MEASURE, *map(str, (work.folder.experiment, work.folder.rows, model, out))]
+    with work.processes.start(asked, work.folder.log(cell), work.threads) as process:
         code = process.wait()
-    if processes.stopped:
+    if work.processes.stopped:
         raise _StoppedError
     if code or not out.is_file():
-        raise _failure(folder, cell, f"measuring it ended with {code}")
+        raise _failure(work.folder, cell, f"measuring it ended with {code}")
     return f"{cell.name} measured after step {step}"
 
 
-def _train(
-    experiment: TrainingExperiment,
-    folder: Folder,
-    cell: PairedRun,
-    step: int,
-    threads: int | None,
-    launch: Sequence[str],
-    processes: _Processes,
-) -> Path:
-    run = folder.run(cell)
-    verb = ["resume", str(run)] if (run / "run.json").is_file() else ["train", str(folder.config(cell))]
-    command = [*(launch or [sys.executable]), "-m", "torchtrain", *verb]
-    with processes.start(command, folder.log(cell), threads) as process:
+def _train(work: _Work, cell: PairedRun, step: int) -> Path:
+    run = work.folder.run(cell)
+    verb = ["resume", str(run)] if (run / "run.json").is_file() else ["train", str(work.folder.config(cell))]
+    command = [*(work.launch or [sys.executable]), "-m", "torchtrain", *verb]
+    with work.processes.start(command, work.folder.log(cell), work.threads) as process:
         code, stopped_by_us = None, False
         while code is None:
             try:
                 code = process.wait(_SECONDS_BETWEEN_LOOKS)
             except subprocess.TimeoutExpired:
                 # The last stage's model is the run's own, and its process ends by itself.
-                if step < experiment.stages[-1] and _model_of(run, step, experiment.stages[-1]) is not None:
+                if step < work.last and _model_of(run, step, work.last) is not None:
                     stopped_by_us = True
                     process.send_signal(signal.SIGTERM)
                     code = process.wait()
-    if processes.stopped:
+    if work.processes.stopped:
         raise _StoppedError
-    model = _model_of(run, step, experiment.stages[-1])
+    model = _model_of(run, step, work.last)
     # torchrun ends with 1 when it is terminated, and Python by the signal when it is on its way out.
     if model is None or (code not in (0, TERMINATED) and not stopped_by_us):
-        raise _failure(folder, cell, f"its training ended with {code}")
+        raise _failure(work.folder, cell, f"its training ended with {code}")
     return model
 
 
