@@ -489,7 +489,7 @@ def test_a_document_without_marks_is_refused(made, tmp_path):
     with pytest.raises(UserError, match="lacks the lines"):
         write_report(experiment, folder.path, tmp_path / "page.md")
     file.write_text("{")
-    with pytest.raises(UserError, match=r"is damaged .*; remove it, and it is measured again"):
+    with pytest.raises(UserError, match=r"is damaged .*; remove it, and it is made again"):
         write_report(experiment, folder.path)
 
 
