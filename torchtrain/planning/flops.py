@@ -122,7 +122,10 @@ def _layers(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def _recomputed(layer: nn.Module) -> int:
-    """Count a layer's matrices but the last: recomputation stops at the last tensor that a gradient needs."""
+    """Count a layer's matrices but the last: recomputation stops at the last tensor that a gradient needs.
+
+    Under DeepSpeed's ZeRO 3 the last runs again, too: its `linear` keeps its tensors after it multiplies.
+    """
     sizes = [shape.numel() for p in layer.parameters() if len(shape := whole_shape(p)) >= 2]
     return sum(sizes[:-1])
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,26 @@ from torchtrain.tests.run_fixtures import done, fresh, interrupted, place, run, 
 from torchtrain.tests.tiny import tiny_model, tiny_settings, tiny_tokenizer, write_corpus
 
 torch.set_num_threads(1)
+
+
+def _of_the_process() -> dict[str, Any]:
+    """What libraries change for a whole process, and what then changes in tests of other files."""
+    return {
+        "torch.nn.functional.linear": torch.nn.functional.linear,  # DeepSpeed's ZeRO 3 puts its own there, for good
+        "the default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "a process group": torch.distributed.is_initialized(),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the last test of a file that leaves the process changed, not one of another file that happens to follow."""
+    before = _of_the_process()
+    yield
+    assert [name for name, value in _of_the_process().items() if value != before[name]] == []
 
 
 @pytest.fixture(scope="session")

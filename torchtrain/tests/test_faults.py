@@ -71,6 +71,10 @@ def test_sigterm_before_there_is_a_run(place):
     assert not (place.folder / "term-early").exists()
 
 
+# Of a run that was stopped in step 5: it keeps those of 5 and 6, and one that nothing stopped those of 4 and 6.
+OTHER_CHECKPOINTS = ("checkpoints/step-00000004/", "checkpoints/step-00000005/")
+
+
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_sigterm_while_saving_lets_the_save_end(place, straight, asynchronous):
     kept = {"4, which": [2, 4], "5, which": [4, 5], "6, which": [4, 6]}  # the step that training is in meanwhile
@@ -81,7 +85,16 @@ def test_sigterm_while_saving_lets_the_save_end(place, straight, asynchronous):
     assert steps == [2, 4] or asynchronous == "true"
     assert Checkpoints(place.folder / name / "checkpoints").steps() == steps
     assert place.resume(name) == 0
-    assert_same(place.folder / name, straight)
+    assert_same(place.folder / name, straight, but=OTHER_CHECKPOINTS if steps == [4, 5] else ())
+
+
+def test_sigterm_between_saves_keeps_its_step_for_one_of_theirs(place, straight):
+    assert place.train("term-between", at="gradient", nth=5, signal=signal.SIGTERM) == 143
+    saved = Checkpoints(place.folder / "term-between" / "checkpoints")
+    assert saved.steps() == [4, 5]
+    assert place.resume("term-between") == 0
+    assert saved.steps() == [5, 6]
+    assert_same(place.folder / "term-between", straight, but=OTHER_CHECKPOINTS)
 
 
 # --- who may work where -----------------------------------------------------------------------------------------------
