@@ -1,145 +1,33 @@
-"""Runs side by side, paired by sample; what was not measured alike is refused.
+"""Runs side by side, paired by sample, and by seed where there are several: the tables of it.
 
-A run's score of a sample is the mean over its checkpoints. Runs of several seeds are one row, `NAME=RUN,RUN`, with the
-mean over them; their differences have an interval over seeds, too (Student's, paired in the order given). An average
-over tasks weighs each task alike; it is drawn again (bootstrap) by drawing the samples of each task again, the same
-ones for both runs of a difference.
+An average is drawn again (bootstrap) by drawing the samples of each task again, the same ones for both runs of a
+difference.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError
+from torchtrain.evaluation.intervals import interval_of, mcnemar, mean_interval, paired_interval, seeds_interval
+from torchtrain.evaluation.measured import (
+    ELEVEN,
+    THIRTEEN,
+    Average,
+    Key,
+    Measured,
+    average_named,
+    averages,
+    check_alike,
+    read_measured,
+    tell_length,
+)
 from torchtrain.evaluation.published import ICL, Column, Publication, PublishedScore, tell_score
-from torchtrain.evaluation.results import Found, NotRun, PerplexityResult, TaskResult, read_results
-from torchtrain.evaluation.scoring import mean_interval
-from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, NOT_IN_ELEVEN, TASKS, benchmark_of
+from torchtrain.evaluation.results import Found, PerplexityResult, TaskResult
+from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, benchmark_of
 from torchtrain.evaluation.tables import ScoreCell, ScoreTable
-
-DRAWS = 2000
-AFTERWARDS, ON_THE_WAY = "-evaluation", "-on-the-way"  # folders of results, beside the run's
-_OLD = {"vt_2024_10": "vt"}
-THIRTEEN = tuple(task for task in TASKS if task not in _OLD)
-ELEVEN = tuple(task for task in THIRTEEN if task not in NOT_IN_ELEVEN)
-Key = tuple[str, int]  # task, length
-
-
-@dataclass
-class Measured:
-    """All results of a run, by task and length."""
-
-    name: str
-    found: dict[Key, list[TaskResult]] = field(default_factory=dict)
-    not_run: dict[Key, str] = field(default_factory=dict)
-    perplexity: dict[int, list[PerplexityResult]] = field(default_factory=dict)
-    whole: "Measured | None" = None  # all checkpoints, where this holds the last ones
-    seeds: "list[Measured]" = field(default_factory=list)  # the runs that this one is the mean of
-
-    def keep_last(self, last: int) -> "Measured":
-        """Return the run with its last checkpoints alone, by step; one whose step is not known is the trained model."""
-        results = self._results()
-        steps = sorted({(of.step is None, of.step or 0, of.checkpoint) for of in results})
-        names = {name for _, _, name in steps[-last:]}
-        kept = Measured(self.name, not_run=self.not_run, whole=self)
-        return kept.add(of for of in results if of.checkpoint in names)
-
-    def add(self, results: Iterable[Found]) -> "Measured":
-        """Add results."""
-        for result in results:
-            if isinstance(result, NotRun):
-                self.not_run[result.task, result.length] = result.not_run
-            elif isinstance(result, PerplexityResult):
-                self.perplexity.setdefault(result.length, []).append(result)
-            else:
-                self.found.setdefault((result.task, result.length), []).append(result)
-        return self
-
-    def lengths(self, benchmark: str = "ruler") -> list[int]:
-        """Return what a benchmark was measured at, ascending."""
-        return sorted({length for task, length in [*self.found, *self.not_run] if benchmark_of(task) == benchmark})
-
-    def tasks(self, benchmark: str = "ruler") -> list[str]:
-        """Return what was asked for of a benchmark, in its own order."""
-        asked = {task for task, _ in [*self.found, *self.not_run] if benchmark_of(task) == benchmark}
-        order = [*TASKS, *(f"longbench_{name}" for names in LONGBENCH.values() for name in names)]
-        return [task for task in order if task in asked] + sorted(asked - {*order})
-
-    def ran(self, length: int) -> list[str]:
-        """Return RULER's tasks that ran at a length."""
-        return [task for task in self.tasks() if (task, length) in self.found]
-
-    def scores(self, key: Key) -> np.ndarray:
-        """Return [samples]: of each its mean over the checkpoints."""
-        return np.mean([result.scores for result in self.found[key]], axis=0)
-
-    def by_step(self, keys: Sequence[Key]) -> list[tuple[int, list[list[float]]]]:
-        """Return (step, of each task its scores [samples]) by checkpoint whose step is known, ascending."""
-        steps = sorted({of.step for of in self.found[keys[0]] if of.step is not None})
-        return [
-            (step, [np.mean([of.scores for of in self.found[key] if of.step == step], axis=0).tolist() for key in keys])
-            for step in steps
-        ]
-
-    @property
-    def checkpoints(self) -> int:
-        """How many were measured."""
-        return len({of.checkpoint for of in self._results()})
-
-    def _results(self) -> list[TaskResult | PerplexityResult]:
-        return [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
-
-    def check_whole(self, place: Path) -> None:
-        """Check that each checkpoint has every task: a mean over checkpoints is of the same ones.
-
-        Args:
-            place: the folder of the results.
-
-        Raises:
-            UserError: one lacks a task that another has.
-        """
-        of_all = {result.checkpoint for results in self.found.values() for result in results}
-        for (task, length), results in self.found.items():
-            if lacking := sorted(of_all - {result.checkpoint for result in results}):
-                mend = "evaluate it again, which goes on where it stopped"
-                if place.name.endswith(ON_THE_WAY):  # of a step whose weights may be gone
-                    mend = f"remove {quoted(place / lacking[0])}, or evaluate the run's models"
-                raise UserError(
-                    f"{self.name}: {quoted(lacking[0])} has no result of {task} at {length:,}, and others have; {mend}"
-                )
-
-
-@dataclass(frozen=True)
-class Average:
-    """What a column shows of a run: the mean over tasks of one weight each; `pooled`: of all their samples instead."""
-
-    name: str
-    keys: list[Key]
-    pooled: bool = False
-
-    def missing(self, run: Measured) -> int:
-        """Return how many of its tasks a run did not do."""
-        return sum(key not in run.found for key in self.keys)
-
-    def scores(self, run: Measured) -> list[np.ndarray]:
-        """Return of each task the scores [samples]; of all of them together where they are pooled."""
-        each = [run.scores(key) for key in self.keys]
-        return [np.concatenate(each)] if self.pooled else each
-
-    def mean(self, run: Measured) -> float:
-        """Return the average of a run."""
-        return float(np.mean([of.mean() for of in self.scores(run)]))
-
-    def spread(self, run: Measured) -> float | None:
-        """Return the standard deviation of the average over checkpoints; None of one checkpoint."""
-        each = [[np.asarray(of.scores) for of in run.found[key]] for key in self.keys]
-        together = [np.concatenate(of) for of in zip(*each, strict=True)] if self.pooled else None
-        means = [of.mean() for of in together] if together else np.mean([[x.mean() for x in of] for of in each], axis=0)
-        return float(np.std(means, ddof=1)) if len(means) > 1 else None
 
 
 def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTable]:
@@ -149,7 +37,7 @@ def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTa
     for task in run.tasks():
         rows.append((task, [_cell(run, (task, length)) for length in run.lengths()]))
     for said, wanted in (("mean of the 13", THIRTEEN), ("mean of the paper's 11", ELEVEN)):
-        rows.append((said, [_mean_cell(run, _average(run, length, wanted)) for length in run.lengths()]))
+        rows.append((said, [_mean_cell(run, average_named(run, length, wanted)) for length in run.lengths()]))
     heads = ["task", *map(tell_length, run.lengths())]
     tables = [ScoreTable("RULER", heads, rows, _notes([run], "ruler"))] if run.lengths() else []
     return tables + _benchmark_tables([run]) + _perplexity_tables([run])
@@ -168,11 +56,11 @@ def compare(
     Raises:
         UserError: a folder holds no results or damaged ones; or runs were not measured alike.
     """
-    runs = [_read_seeds(str(folder), last) for folder in folders]
+    runs = [read_measured(str(folder), last) for folder in folders]
     if len({run.name for run in runs}) != len(runs):
         raise UserError("RUN: two have one name, and a table could not tell them apart; rename a folder")
     for other in runs[1:]:
-        _check_alike(runs[0], other)
+        check_alike(runs[0], other)
         if other.checkpoints != runs[0].checkpoints:
             raise UserError(
                 f"{runs[0].name} has {runs[0].checkpoints} checkpoints, {other.name} {other.checkpoints}, and a mean "
@@ -180,7 +68,7 @@ def compare(
             )
     first, tables = runs[0], []
     for said, wanted in averages(first):
-        columns = [(length, _average(first, length, wanted)) for length in first.lengths()]
+        columns = [(length, average_named(first, length, wanted)) for length in first.lengths()]
         known = [(tell_length(length), of) for length, of in columns if not of.missing(first)]
         tables += _side_by_side(said, runs, known, _notes(runs, "ruler"))
         if wanted is THIRTEEN or wanted is ELEVEN:
@@ -203,146 +91,11 @@ def compare(
     return tables, facts, runs
 
 
-def averages(run: Measured) -> list[tuple[str, Sequence[str]]]:
-    """Return the averages of RULER that a run has at some length: what it is called, and its tasks."""
-    found: list[tuple[str, Sequence[str]]] = [
-        (said, wanted)
-        for said, wanted in (("Average of the 13 tasks", THIRTEEN), ("Average of the paper's 11 tasks", ELEVEN))
-        if any(not _average(run, length, wanted).missing(run) for length in run.lengths())
-    ]
-    ran = [task for task in run.tasks() if all((task, length) in run.found for length in run.lengths())]
-    if ran and len(ran) < len(THIRTEEN):
-        found.append((f"Average of those that ran ({len(ran)} of 13)", [_OLD.get(task, task) for task in ran]))
-    return found
-
-
-def average_of(run: Measured, length: int, wanted: Sequence[str]) -> list[Key] | None:
-    """Return the tasks of an average as this run names them, at a length; None where one did not run."""
-    found = _average(run, length, wanted)
-    return None if found.missing(run) else found.keys
-
-
-def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """Return the mean over tasks of a - b, paired by sample, and its 95 per cent interval (bootstrap, seeded).
-
-    Args:
-        a, b: of each task the scores [samples], the same samples.
-    """
-    random = np.random.default_rng(0)
-    draws = np.zeros(DRAWS)
-    for x, y in zip(a, b, strict=True):
-        difference = x - y
-        draws += difference[random.integers(0, len(difference), (DRAWS, len(difference)))].mean(-1)
-    low, high = np.quantile(draws / len(a), [0.025, 0.975])
-    return float(np.mean([np.mean(x - y) for x, y in zip(a, b, strict=True)])), float(low), float(high)
-
-
-def mcnemar(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
-    """Return how many samples a alone gets right, how many b alone, and McNemar's exact p (two-sided, binomial).
-
-    Args:
-        a, b: scores [samples] of the same samples, each 0 or 1.
-    """
-    only_a, only_b = int(np.sum(a > b)), int(np.sum(b > a))
-    from scipy.stats import binomtest
-
-    differing = only_a + only_b
-    return only_a, only_b, float(binomtest(only_a, differing).pvalue) if differing else 1.0
-
-
-def _read_seeds(said: str, last: int | None) -> Measured:
-    """Read a run, or runs of several seeds as one.
-
-    Raises:
-        UserError: a folder holds no results or damaged ones; or seeds were not measured alike.
-    """
-
-    def read(folder: str) -> Measured:
-        run = _read(Path(folder))
-        return run if last is None else run.keep_last(last)
-
-    name, equals, places = said.partition("=")
-    if not equals or os.path.lexists(said):
-        return read(said)
-    seeds = [read(place) for place in places.split(",") if place]
-    if not name or len(seeds) < 2:
-        raise UserError(f"RUN {quoted(said)}: NAME=RUN,RUN names two runs or more; give a folder, or more of them")
-    if len({seed.name for seed in seeds}) != len(seeds):
-        raise UserError(f"RUN {quoted(said)}: two have one name; rename a folder")
-    whole = Measured(name, not_run=seeds[0].not_run, seeds=seeds)
-    for seed in seeds:
-        _check_alike(seeds[0], seed)
-        if seed.checkpoints != seeds[0].checkpoints:
-            raise UserError(f"{seeds[0].name} and {seed.name}: one has more checkpoints than the other; give --last")
-        results = [of for each in (seed.found, seed.perplexity) for of_key in each.values() for of in of_key]
-        whole.add(of.model_copy(update={"checkpoint": f"{seed.name}/{of.checkpoint}"}) for of in results)
-    return whole
-
-
 def _over_seeds(run: Measured, other: Measured, of: Callable[[Measured], float]) -> tuple[float, float] | None:
-    """Return Student's 95 per cent interval of a difference over seeds, paired in order; None where none pair."""
+    """Return the interval of a difference over seeds; None where none pair."""
     if len(run.seeds) < 2 or len(run.seeds) != len(other.seeds):
         return None
-    from scipy.stats import t
-
-    each = np.array([of(a) - of(b) for a, b in zip(run.seeds, other.seeds, strict=True)])
-    half = float(t.ppf(0.975, len(each) - 1) * each.std(ddof=1) / math.sqrt(len(each)))
-    return float(each.mean()) - half, float(each.mean()) + half
-
-
-def _read(folder: Path) -> Measured:
-    # What was measured on the way is taken where nothing was measured afterwards, never both.
-    for place in (folder, *(folder.with_name(folder.name + kind) for kind in (AFTERWARDS, ON_THE_WAY))):
-        run = Measured(folder.name.removesuffix(AFTERWARDS).removesuffix(ON_THE_WAY)).add(read_results(place))
-        if run.found or run.not_run or run.perplexity:
-            break
-    else:
-        raise UserError(f"{quoted(folder)}: holds no results; first: torchtrain evaluate {folder}")
-    for results in run.found.values():
-        _check_same(run.name, run.name, results[0], results)
-    run.check_whole(place)
-    return run
-
-
-def _check_alike(a: Measured, b: Measured) -> None:
-    """Refuse two runs of which one has what the other lacks, or whose samples are others.
-
-    Raises:
-        UserError: they are not alike: says in what.
-    """
-    for what, x, y in (
-        ("lengths", [f"{length:,}" for length in a.lengths()], [f"{length:,}" for length in b.lengths()]),
-        ("tasks", sorted(f"{t} at {n:,}" for t, n in a.found), sorted(f"{t} at {n:,}" for t, n in b.found)),
-        ("lengths of perplexity", [f"{n:,}" for n in a.perplexity], [f"{n:,}" for n in b.perplexity]),
-    ):
-        if x != y:
-            alone = sorted(set(x) ^ set(y))
-            raise UserError(
-                f"{a.name} and {b.name} were not measured alike: {what}: {alone[0]} stands in one alone; evaluate both"
-            )
-    for key, results in a.found.items():
-        _check_same(a.name, b.name, results[0], b.found[key])
-    for length, results in a.perplexity.items():
-        _check_same(a.name, b.name, results[0], b.perplexity[length])
-
-
-def _check_same(
-    name: str, other: str, first: TaskResult | PerplexityResult, results: Sequence[TaskResult | PerplexityResult]
-) -> None:
-    for result in results:
-        for what in ("samples", "dtype"):
-            was, now = getattr(first.settings, what), getattr(result.settings, what)
-            if was != now:
-                raise UserError(
-                    f"{name} and {other} were not measured alike: {first.task} at {first.length:,} has other {what} "
-                    f"({was[:12]} and {now[:12]}); evaluate both with one suite and one tokenizer"
-                )
-
-
-def _average(run: Measured, length: int, wanted: Sequence[str]) -> Average:
-    """Return an average of RULER's tasks as this run names them."""
-    asked = {_OLD.get(task, task): task for task in run.ran(length)}
-    return Average("", [(asked.get(task, task), length) for task in wanted])
+    return seeds_interval(list(map(of, run.seeds)), list(map(of, other.seeds)))
 
 
 def _side_by_side(
@@ -572,19 +325,6 @@ def _mean_cell(run: Measured, average: Average) -> ScoreCell:
     return ScoreCell(f"{100 * mean:.1f}{over} [{100 * low:.1f}, {100 * high:.1f}]")
 
 
-def interval_of(scores: Sequence[Sequence[float] | np.ndarray]) -> tuple[float, float, float]:
-    """Return the mean over tasks and its 95 per cent interval: half widths of independent means added as squares.
-
-    Args:
-        scores: of each task the scores [samples].
-    """
-    each = [mean_interval(list(of)) for of in scores]
-    mean = sum(of[0] for of in each) / len(each)
-    low = mean - math.sqrt(sum((of[0] - of[1]) ** 2 for of in each)) / len(each)
-    high = mean + math.sqrt(sum((of[2] - of[0]) ** 2 for of in each)) / len(each)
-    return mean, low, high
-
-
 def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
     tables = []
     for length in sorted(runs[0].perplexity):
@@ -647,8 +387,3 @@ def _tell(run: Measured) -> str:
     return (
         f"{results[0].source}: {names}; {results[0].settings.dtype} on {results[0].versions.get('torch', '')}{anchor}"
     )
-
-
-def tell_length(length: int) -> str:
-    """Return a length as the paper writes it: 4K."""
-    return f"{length // 1024}K" if length % 1024 == 0 else f"{length:,}"

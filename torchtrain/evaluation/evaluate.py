@@ -20,6 +20,7 @@ from torchtrain.data.tokens import anchor_ids
 from torchtrain.evaluation import choices, longbench
 from torchtrain.evaluation.engines import Engine, OnBatch, Pair, TorchEngine, VllmEngine
 from torchtrain.evaluation.generation import AnswerCost
+from torchtrain.evaluation.intervals import mean_interval
 from torchtrain.evaluation.materials import Materials, MissingMaterialError
 from torchtrain.evaluation.perplexity import (
     bucket_means,
@@ -48,7 +49,7 @@ from torchtrain.evaluation.results import (
 )
 from torchtrain.evaluation.ruler import prompt_of
 from torchtrain.evaluation.samples import SampleSet, open_samples
-from torchtrain.evaluation.scoring import mean_interval, score
+from torchtrain.evaluation.scoring import score
 from torchtrain.evaluation.suite import TASKS, PerplexityConfig, Suite, benchmark_of
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure as Canvas
 
 from anchorline.page import figure_style
 from anchorline.page.colours import SERIES
-from torchtrain.evaluation.compare import Measured, average_of, averages, interval_of, tell_length
+from torchtrain.evaluation.intervals import interval_of
+from torchtrain.evaluation.measured import Measured, average_of, averages, tell_length
 
 Point = tuple[float, float, float, float]  # x, y, and the ends of its interval
 

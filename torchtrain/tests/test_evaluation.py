@@ -10,9 +10,10 @@ import torch
 from anchorline.errors import UserError
 from benchmarks.evaluation import with_section
 from torchtrain.evaluation import tables
-from torchtrain.evaluation.compare import compare, mcnemar, paired_interval, tables_of_run
+from torchtrain.evaluation.compare import compare, tables_of_run
 from torchtrain.evaluation.figures import figures_of
 from torchtrain.evaluation.generation import Generator
+from torchtrain.evaluation.intervals import mcnemar, mean_interval, paired_interval
 from torchtrain.evaluation.perplexity import (
     bucket_means,
     buckets,
@@ -22,7 +23,7 @@ from torchtrain.evaluation.perplexity import (
     token_losses,
 )
 from torchtrain.evaluation.results import Answer, Bucket, NotRun, PerplexityResult, Settings, TaskResult, save_result
-from torchtrain.evaluation.scoring import mean_interval, score
+from torchtrain.evaluation.scoring import score
 from torchtrain.evaluation.suite import TASKS, Suite
 from torchtrain.evaluation.tables import latex, markdown
 from torchtrain.run.trained import last_models

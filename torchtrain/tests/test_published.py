@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from anchorline.errors import UserError
-from torchtrain.evaluation.compare import ELEVEN, THIRTEEN, compare
+from torchtrain.evaluation.compare import compare
+from torchtrain.evaluation.measured import ELEVEN, THIRTEEN
 from torchtrain.evaluation.published import ICL, PLACE, Publication, load_published
 from torchtrain.evaluation.results import Answer, Settings, TaskResult, Training, save_result
 from torchtrain.evaluation.suite import LONGBENCH, group_of

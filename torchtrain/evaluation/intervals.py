@@ -1,0 +1,75 @@
+"""How sure a mean is, and a difference: over samples, over pairs of samples, over seeds."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+DRAWS = 2000
+_Z = 1.959963984540054  # of the normal distribution: 95 per cent lie within
+
+
+def mean_interval(scores: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of scores in 0..1 and its 95 per cent interval, Wilson's.
+
+    Wilson's is of scores 0 and 1; one between varies less, so that the interval is then too wide rather than too
+    narrow. It has a width where all scores are equal, as it must: eight hits of eight do not prove a model perfect.
+    """
+    n, mean = len(scores), sum(scores) / len(scores)
+    centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
+    return mean, max(0.0, centre - half), min(1.0, centre + half)
+
+
+def interval_of(scores: Sequence[Sequence[float] | np.ndarray]) -> tuple[float, float, float]:
+    """Return the mean over tasks and its 95 per cent interval: half widths of independent means added as squares.
+
+    Args:
+        scores: of each task the scores [samples].
+    """
+    each = [mean_interval(list(of)) for of in scores]
+    mean = sum(of[0] for of in each) / len(each)
+    low = mean - math.sqrt(sum((of[0] - of[1]) ** 2 for of in each)) / len(each)
+    high = mean + math.sqrt(sum((of[2] - of[0]) ** 2 for of in each)) / len(each)
+    return mean, low, high
+
+
+def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[float, float, float]:
+    """Return the mean over tasks of a - b, paired by sample, and its 95 per cent interval (bootstrap, seeded).
+
+    Args:
+        a, b: of each task the scores [samples], the same samples.
+    """
+    random = np.random.default_rng(0)
+    draws = np.zeros(DRAWS)
+    for x, y in zip(a, b, strict=True):
+        difference = x - y
+        draws += difference[random.integers(0, len(difference), (DRAWS, len(difference)))].mean(-1)
+    low, high = np.quantile(draws / len(a), [0.025, 0.975])
+    return float(np.mean([np.mean(x - y) for x, y in zip(a, b, strict=True)])), float(low), float(high)
+
+
+def seeds_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Return Student's 95 per cent interval of the mean of a - b, paired in order.
+
+    Args:
+        a, b: of each seed a number; two seeds or more.
+    """
+    from scipy.stats import t
+
+    each = np.asarray(a) - np.asarray(b)
+    half = float(t.ppf(0.975, len(each) - 1) * each.std(ddof=1) / math.sqrt(len(each)))
+    return float(each.mean()) - half, float(each.mean()) + half
+
+
+def mcnemar(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
+    """Return how many samples a alone gets right, how many b alone, and McNemar's exact p (two-sided, binomial).
+
+    Args:
+        a, b: scores [samples] of the same samples, each 0 or 1.
+    """
+    only_a, only_b = int(np.sum(a > b)), int(np.sum(b > a))
+    from scipy.stats import binomtest
+
+    differing = only_a + only_b
+    return only_a, only_b, float(binomtest(only_a, differing).pvalue) if differing else 1.0
