@@ -9,7 +9,7 @@ Legend: B prompts at a time · T tokens of the longest · H key heads · D head 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -138,7 +138,8 @@ class Generator:
             before = prompt
             if self._never_first:
                 logits_V[self._never_first] = -torch.inf
-            read.append(_Read(cache, len(prompt), int(logits_V.argmax()), _keys(cache) if self.shares_prefixes else []))
+            held = (None, _keys(cache)) if self.shares_prefixes else (cache, [])
+            read.append(_Read(len(prompt), int(logits_V.argmax()), *held))
         return read, computed
 
     def _step(self, ids_BT: Tensor, first: int, cache: object) -> Tensor:
@@ -158,9 +159,9 @@ class Generator:
         """Generate for all prompts of a batch together."""
         answers = [[] if part.next in self._stop else [part.next] for part in read]
         open_B = [bool(answer) for answer in answers]
-        if len(read) == 1:
+        if not self.shares_prefixes:
             return [self._go_on_alone(read[0], answers[0], room)]
-        cache, mask_BT = _stack(read, self._model)
+        cache, mask_BT = _stack(read, room, self._model)
         device = self._model.device
         next_B = torch.tensor([part.next for part in read], device=device)
         positions_B = torch.tensor([part.tokens for part in read], device=device)
@@ -193,11 +194,13 @@ class Generator:
 
 @dataclass(frozen=True)
 class _Read:
-    """A prompt that was read: the cache as it then was, its tokens, and the token that follows."""
+    """A prompt that was read: its tokens, the token that follows, and the keys and values [1, H, T, D] of each layer;
+    the cache itself of a model whose layers hold more than these.
+    """
 
-    cache: object
     tokens: int
     next: int
+    cache: object | None
     keys: list[tuple[Tensor, Tensor]]
 
 
@@ -224,19 +227,40 @@ def _keys(cache: object) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _stack(read: list[_Read], model: "PreTrainedModel") -> tuple[object, Tensor]:
-    """Lay caches side by side, shorter ones filled up on the left: the cache, and what of it is seen [B, T]."""
+def _stack(read: list[_Read], room: int, model: "PreTrainedModel") -> tuple[object, Tensor]:
+    """Lay caches side by side, shorter ones filled up on the left: the cache, and what of it is seen [B, T].
+
+    Each layer of `read` goes as it is copied: of long prompts there is not room for two.
+    """
     from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    class RoomyLayer(DynamicLayer):
+        """Keys and values [B, H, T, D] with room behind them: the layer it stands for copies all of them each token."""
+
+        def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], tokens: int) -> None:
+            super().__init__()
+            self.lazy_initialization(*parts[0])
+            _, H, _, D = parts[0][0].shape
+            self._whole = [kind.new_zeros(len(parts), H, tokens + room, D) for kind in parts[0]]
+            for b, part in enumerate(parts):
+                for whole, kind in zip(self._whole, part, strict=True):
+                    whole[b, :, tokens - kind.shape[2] : tokens] = kind[0]
+            self.keys, self.values = (whole[:, :, :tokens] for whole in self._whole)
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+            held = self.keys.shape[2]
+            tokens = held + key_states.shape[2]
+            for whole, new in zip(self._whole, (key_states, value_states), strict=True):
+                whole[:, :, held:tokens] = new
+            self.keys, self.values = (whole[:, :, :tokens] for whole in self._whole)
+            return self.keys, self.values
 
     longest = max(part.tokens for part in read)
-    layers = []
-    for held in zip(*(part.keys for part in read), strict=True):
-        sides = [
-            torch.cat([torch.nn.functional.pad(kind, (0, 0, longest - kind.shape[2], 0)) for kind in kinds])
-            for kinds in zip(*held, strict=True)
-        ]
-        layers.append((sides[0], sides[1]))
+    cache = DynamicCache()
+    layers: list[Any] = [RoomyLayer([part.keys.pop(0) for part in read], longest) for _ in list(read[0].keys)]
+    cache.layers = layers
     mask_BT = torch.ones(len(read), longest, dtype=torch.long, device=model.device)
     for b, part in enumerate(read):
         mask_BT[b, : longest - part.tokens] = 0
-    return DynamicCache(layers), mask_BT
+    return cache, mask_BT
