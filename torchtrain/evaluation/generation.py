@@ -246,15 +246,19 @@ def _stack(read: list[_Read], room: int, model: "PreTrainedModel") -> tuple[obje
             for b, part in enumerate(parts):
                 for whole, kind in zip(self._whole, part, strict=True):
                     whole[b, :, tokens - kind.shape[2] : tokens] = kind[0]
-            self.keys, self.values = (whole[:, :, :tokens] for whole in self._whole)
+            self._show(tokens)
+
+        def _show(self, tokens: int) -> tuple[Tensor, Tensor]:
+            self._tokens = tokens
+            keys, values = (whole[:, :, :tokens] for whole in self._whole)
+            self.keys, self.values = keys, values
+            return keys, values
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-            held = self.keys.shape[2]
-            tokens = held + key_states.shape[2]
+            tokens = self._tokens + key_states.shape[2]
             for whole, new in zip(self._whole, (key_states, value_states), strict=True):
-                whole[:, :, held:tokens] = new
-            self.keys, self.values = (whole[:, :, :tokens] for whole in self._whole)
-            return self.keys, self.values
+                whole[:, :, self._tokens : tokens] = new
+            return self._show(tokens)
 
     longest = max(part.tokens for part in read)
     cache = DynamicCache()
