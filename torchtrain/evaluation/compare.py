@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from anchorline.errors import UserError
-from torchtrain.evaluation.intervals import interval_of, mcnemar, mean_interval, paired_interval, seeds_interval
+from torchtrain.evaluation.intervals import (
+    interval_of,
+    mcnemar,
+    mean_interval,
+    paired_interval,
+    seeds_interval,
+    sign_flip,
+)
 from torchtrain.evaluation.measured import (
     ELEVEN,
     THIRTEEN,
@@ -293,7 +300,8 @@ def _best(
 
     def is_above(i: int) -> bool:
         over = _over_seeds(runs[best], runs[i], mean)
-        return _separates(scores[best], scores[i]) and (over is None or over[0] > 0)
+        paired = over[0] > 0 if over is not None else not (runs[best].seeds or runs[i].seeds)
+        return paired and _separates(scores[best], scores[i])
 
     if others and all(map(is_above, others)):
         cells[best] = ScoreCell(cells[best].text, bold=True)
@@ -301,11 +309,8 @@ def _best(
 
 
 def _separates(best: list[np.ndarray], other: list[np.ndarray]) -> bool:
-    """Whether the interval leaves out zero and, of single tasks scored right or wrong, McNemar's test agrees."""
-    if paired_interval(best, other)[1] <= 0:
-        return False
-    single = len(best) == 1 and np.isin([best[0], other[0]], (0, 1)).all()
-    return not single or mcnemar(best[0], other[0])[2] < 0.05
+    """Whether the interval leaves out zero, and drawing signs agrees: of few samples the bootstrap knows too little."""
+    return paired_interval(best, other)[1] > 0 and sign_flip(best, other) < 0.05
 
 
 def _cell(run: Measured, key: Key) -> ScoreCell:
@@ -330,10 +335,13 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
     for length in sorted(runs[0].perplexity):
         first = runs[0].perplexity[length][0]
         head = ["", *(f"{of.first:,} to {of.end - 1:,}" for of in first.buckets)]
+        strided = {run.name: [of.strided for of in run.perplexity[length] if of.strided is not None] for run in runs}
+        head += [f"in windows of {max(length // 2, 2):,}"] * bool(strided[runs[0].name])
         rows = []
         for run in runs:
             each = np.mean([[of.losses for of in result.buckets] for result in run.perplexity[length]], axis=0)
-            rows.append((run.name, [ScoreCell(f"{math.exp(loss):.2f}") for loss in each.mean(-1)]))
+            windows = [float(np.mean(strided[run.name]))] if strided[run.name] else []
+            rows.append((run.name, [ScoreCell(f"{math.exp(loss):.2f}") for loss in [*each.mean(-1), *windows]]))
         for run in runs[1:]:
             one, other = (
                 np.mean([[of.losses for of in result.buckets] for result in of_run.perplexity[length]], axis=0)
@@ -341,7 +349,7 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
             )
             cells = []
             for i in range(len(first.buckets)):
-                mean, low, high = paired_interval([one[i]], [other[i]])
+                mean, low, high = paired_interval([one[i]], [other[i]], scores=False)
                 cells.append(ScoreCell(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
             rows.append((f"loss: {run.name} - {runs[0].name}, paired", cells))
             over = [

@@ -16,6 +16,7 @@ from torchtrain.evaluation.suite import Suite, benchmark_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+_VLLM_PROMPTS = 128  # asked at a time: enough to fill its batches, few enough to tell how far it is
 OnBatch = Callable[[int, AnswerCost], None]
 Pair = tuple[list[int], list[int]]  # ids of a context and of what follows it
 
@@ -24,6 +25,11 @@ class Engine(Protocol):
     """Answers greedily, or says how likely answers are. Made without loading anything: the first question loads."""
 
     attention: str
+    arguments: dict[str, Any]  # what its numbers depend on, besides weights and dtype
+
+    def open(self) -> None:
+        """Load the model, if it is not yet."""
+        ...
 
     @property
     def shares_prefixes(self) -> bool:
@@ -59,11 +65,16 @@ class TorchEngine:
         self, load: Callable[[], "PreTrainedModel"], suite: Suite, tokenizer: "PreTrainedTokenizerFast"
     ) -> None:
         self._load, self._suite, self._tokenizer = load, suite, tokenizer
+        self.arguments = {}
 
     @cached_property
     def model(self) -> "PreTrainedModel":
         """The model, loaded when it is first asked."""
         return self._load()
+
+    def open(self) -> None:
+        """See `Engine`."""
+        _ = self.model
 
     @property
     def shares_prefixes(self) -> bool:
@@ -111,11 +122,15 @@ class VllmEngine:
         self, folder: str, suite: Suite, dtype: str, length: int, config: Any, tokenizer: "PreTrainedTokenizerFast"
     ) -> None:
         self._kind, self._sampling = vllm_classes()
+        self.arguments = {"backend": "vllm", **suite.vllm}
+        # vLLM asks for room to generate a token where likelihoods are wanted, and refuses more than the model holds.
+        positions = getattr(config, "max_position_embeddings", None) or length + 1
+        chooses = any(benchmark_of(task) in ("mmlu", "hellaswag") for task in suite.tasks)
+        self._length = min(length + 1, positions) if chooses else length
         self._arguments: dict[str, Any] = {
             "pretrained": folder,
             "dtype": dtype,
-            # vLLM asks for room to generate a token where likelihoods are wanted.
-            "max_model_len": length + 1,
+            "max_model_len": self._length,
             "seed": suite.seed,
             "enable_prefix_caching": True,
             **suite.vllm,
@@ -129,6 +144,10 @@ class VllmEngine:
         except (TypeError, ValueError, ModuleNotFoundError) as error:
             raise UserError(f"backend vllm: {quoted_reason(error)}; mend vllm in the suite") from None
 
+    def open(self) -> None:
+        """See `Engine`."""
+        _ = self._library_model
+
     @property
     def device(self) -> str:
         """See `Engine`."""
@@ -141,19 +160,25 @@ class VllmEngine:
         sampling = self._sampling(
             temperature=0, max_tokens=room, min_tokens=len(breaks[:1]), stop_token_ids=stops, detokenize=False
         )
-        requests = [list(prompt) for prompt in prompts]
-        outputs = self._library_model._model_generate(requests=requests, generate=True, sampling_params=sampling)
-        answers = []
-        for output in outputs:
-            ids = list(output.outputs[0].token_ids)
-            answers.append(ids[:-1] if ids and ids[-1] in stops else ids)
-        read = sum(map(len, requests))
-        on_batch(len(answers), AnswerCost(read, read, sum(map(len, answers))))
+        answers: list[list[int]] = []
+        for first in range(0, len(prompts), _VLLM_PROMPTS):
+            requests = [list(prompt) for prompt in prompts[first : first + _VLLM_PROMPTS]]
+            outputs = self._library_model._model_generate(requests=requests, generate=True, sampling_params=sampling)
+            said = [list(output.outputs[0].token_ids) for output in outputs]
+            answers += [ids[:-1] if ids and ids[-1] in stops else ids for ids in said]
+            read = sum(map(len, requests))
+            on_batch(len(answers), AnswerCost(read, read, sum(map(len, said))))
         return answers
 
     def log_likelihoods(self, pairs: Sequence[Pair], on_batch: OnBatch) -> list[float]:
         """See `Engine`."""
         requests = [(None, list(context), list(after)) for context, after in pairs]
+        longest = max((len(context) + len(after) for _, context, after in requests), default=0)
+        if longest >= self._length:  # lm-eval would cut it on the left
+            raise UserError(
+                f"backend vllm: a prompt and its answer have {longest:,} tokens, and vLLM reads {self._length - 1:,} "
+                "of this model where likelihoods are asked; set backend: torch"
+            )
         found = self._library_model._loglikelihood_tokens(requests, disable_tqdm=True)
         read = sum(len(context) + len(after) for context, after in pairs)
         on_batch(len(found), AnswerCost(read, read, 0))

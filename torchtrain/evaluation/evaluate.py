@@ -40,6 +40,7 @@ from torchtrain.evaluation.results import (
     Settings,
     TaskResult,
     Training,
+    check_out,
     finished_or_none,
     finished_result,
     holds_scores,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 Answers = Callable[[Sequence[Sequence[int]], int, OnBatch], list[list[int]]]
 Likelihoods = Callable[[Sequence[Pair], OnBatch], list[float]]
 _SECONDS_BETWEEN_LINES = 5.0
-_PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval")
+_PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval", "vllm")
 # LongBench's scores; fuzzywuzzy gives other ratios where Levenshtein is installed.
 _SCORING = ("jieba", "fuzzywuzzy", "rouge", "Levenshtein")
 _CHOICES = ("mmlu", "hellaswag")
@@ -115,11 +116,12 @@ def evaluate(
         UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
     """
     check_suite(suite, lengths)
+    check_out(out)
     materials = Materials(suite)
     opened = [_open(checkpoint, suite, lengths, say) for checkpoint in checkpoints]  # all checks before any weight
     for _, tokenizer in opened:
         check_samples(suite, lengths, tokenizer, materials)
-    results: list[Found] = []
+    models = []
     for checkpoint, (folder, tokenizer) in zip(checkpoints, opened, strict=True):
         dtype = suite.dtype or _dtype(folder)
         engine: Engine = (
@@ -127,9 +129,36 @@ def evaluate(
             if suite.backend == "vllm"
             else TorchEngine(partial(_load, folder, dtype, device, say), suite, tokenizer)
         )
-        evaluated = EvaluatedModel(checkpoint, tokenizer, engine, weights_digest(folder), dtype)
-        results += measure(evaluated, suite, lengths, out, materials, anchor=anchor, say=say)
+        models.append(EvaluatedModel(checkpoint, tokenizer, engine, weights_digest(folder), dtype))
+        _check_finished(models[-1], suite, lengths, out, materials, _anchor(tokenizer) if anchor else [])
+    results: list[Found] = []
+    for model in models:
+        results += measure(model, suite, lengths, out, materials, anchor=anchor, say=say)
     return results
+
+
+def _check_finished(
+    evaluated: EvaluatedModel,
+    suite: Suite,
+    lengths: Sequence[int],
+    out: Path,
+    materials: Materials,
+    anchor: list[int],
+) -> None:
+    """Check that what stands there already is of this model, these samples and settings.
+
+    Raises:
+        UserError: one result is not.
+    """
+    name = evaluated.checkpoint.name
+    for length, task, samples in _jobs(name, suite, lengths, evaluated.tokenizer, materials):
+        if isinstance(samples, SampleSet):
+            finished_result(result_path(out, name, task, length), _settings(evaluated, task, samples, anchor))
+    if suite.perplexity is not None:
+        for length in lengths:
+            documents = long_documents(suite.perplexity, evaluated.tokenizer, length)
+            settings = _perplexity_settings(evaluated, suite.perplexity, documents)
+            finished_result(result_path(out, name, "perplexity", length), settings)
 
 
 def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
@@ -197,14 +226,13 @@ def measure(
             say(f"{what}: not run, {samples.not_run}")
             results.append(samples)
             continue
-        settings = Settings(
-            weights=evaluated.weights, samples=samples.sha256, anchor=anchor_tokens, dtype=evaluated.dtype
-        )
+        settings = _settings(evaluated, task, samples, anchor_tokens)
         if (found := find(path, settings)) is not None:
             assert isinstance(found, TaskResult)
             say(f"{what}: finished before, {_tell(found)}")
             results.append(found)
             continue
+        engine.open()  # which takes no part in what a sample takes
         started = time.perf_counter()
         tell = AnswerProgress(what, say, pulse)
         if benchmark_of(task) in _CHOICES:
@@ -224,8 +252,9 @@ def measure(
             shares_prefixes=engine.shares_prefixes,
             prompt_tokens=work.prompt_tokens,
             computed_tokens=work.computed_tokens,
+            batch_tokens=suite.batch_tokens,
             seconds=round(time.perf_counter() - started, 3),
-            versions=environment.versions(_PACKAGES + (_SCORING if benchmark_of(task) == "longbench" else ())),
+            versions=environment.versions(_PACKAGES) | settings.scoring,
             created=_now(),
             training=checkpoint.training,
             answers=answers,
@@ -239,10 +268,10 @@ def measure(
         assert isinstance(engine, TorchEngine), "checked before"
         documents = long_documents(wanted, tokenizer, length)
         path = result_path(out, checkpoint.name, "perplexity", length)
-        digest = digest_of(documents, wanted.stride)
-        settings = Settings(weights=evaluated.weights, samples=digest, anchor=[], dtype=evaluated.dtype)
+        settings = _perplexity_settings(evaluated, wanted, documents)
         if (known := find(path, settings)) is None:
-            known = measure_perplexity(engine.model, checkpoint, wanted, documents, settings, pulse)
+            tell = AnswerProgress(f"{checkpoint.name} perplexity {length:,}", say, pulse)
+            known = measure_perplexity(engine.model, checkpoint, wanted, documents, settings, tell)
             save_result(path, known)
         assert isinstance(known, PerplexityResult)
         say(f"{checkpoint.name} perplexity {length:,}: {_tell_perplexity(known)}")
@@ -256,7 +285,7 @@ def measure_perplexity(
     config: PerplexityConfig,
     documents: Sequence[Sequence[int]],
     settings: Settings,
-    pulse: Callable[[], None] = lambda: None,
+    progress: "AnswerProgress | None" = None,
 ) -> PerplexityResult:
     """Measure losses by position on documents of one length, and in windows of half of it where a stride is set.
 
@@ -265,21 +294,22 @@ def measure_perplexity(
     """
     started, length = time.perf_counter(), len(documents[0])
     check_logits(model)
-    means = []
-    for ids in documents:
-        pulse()
+    progress = progress or AnswerProgress()
+    progress.total = len(documents)
+    means, sums = [], []
+    for done, ids in enumerate(documents, start=1):
         means.append(list(bucket_means(document_losses(model, ids), length)))
-    strided = None
-    if config.stride is not None:
-        sums = [strided_loss(model, ids, max(length // 2, 2), config.stride) for ids in documents]
-        strided = sum(total for total, _ in sums) / sum(tokens for _, tokens in sums)
+        if config.stride is not None:
+            sums.append(strided_loss(model, ids, max(length // 2, 2), config.stride))
+        progress.note(done, AnswerCost(len(ids), len(ids), 0))
+    strided = sum(total for total, _ in sums) / sum(tokens for _, tokens in sums) if sums else None
     return PerplexityResult(
         length=length,
         checkpoint=checkpoint.name,
         step=checkpoint.step,
         source=checkpoint.source,
         settings=settings,
-        text=source_name(config.source),
+        text=source_name(config.source) + _may_know(checkpoint.training, config),
         buckets=[
             Bucket(first=first, end=end, losses=[of[i] for of in means])
             for i, (first, end) in enumerate(buckets(length))
@@ -437,6 +467,31 @@ def _load(folder: Path, dtype: str, device: torch.device | None, say: Callable[[
     say(f"loading {folder}")
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_for_evaluation(str(folder), dtype=getattr(torch, dtype), device=device)
+
+
+def _settings(evaluated: EvaluatedModel, task: str, samples: SampleSet, anchor: list[int]) -> Settings:
+    return Settings(
+        weights=evaluated.weights,
+        samples=samples.sha256,
+        anchor=anchor,
+        dtype=evaluated.dtype,
+        engine=evaluated.engine.arguments,
+        scoring=environment.versions(_SCORING) if benchmark_of(task) == "longbench" else {},
+    )
+
+
+def _perplexity_settings(
+    evaluated: EvaluatedModel, config: PerplexityConfig, documents: Sequence[Sequence[int]]
+) -> Settings:
+    digest = digest_of(documents, config.stride)
+    return Settings(weights=evaluated.weights, samples=digest, anchor=[], dtype=evaluated.dtype)
+
+
+def _may_know(training: Training | None, config: PerplexityConfig) -> str:
+    """Return, in words, whether a run was trained on the source whose first documents are measured."""
+    wanted = config.source.model_dump(mode="json", exclude_defaults=True)
+    sources = training.data.get("sources", []) if training is not None else []
+    return ", which the run was trained on" if any(wanted.items() <= dict(of).items() for of in sources) else ""
 
 
 def _now() -> str:

@@ -1,11 +1,13 @@
 """How sure a mean is, and a difference: over samples, over pairs of samples, over seeds."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 DRAWS = 2000
+_ALL_SIGNS = 12
 _Z = 1.959963984540054  # of the normal distribution: 95 per cent lie within
 
 
@@ -34,11 +36,17 @@ def interval_of(scores: Sequence[Sequence[float] | np.ndarray]) -> tuple[float, 
     return mean, low, high
 
 
-def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[float, float, float]:
+def paired_interval(
+    a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, scores: bool = True
+) -> tuple[float, float, float]:
     """Return the mean over tasks of a - b, paired by sample, and its 95 per cent interval (bootstrap, seeded).
 
+    Where the scores of all samples differ alike the bootstrap has no width, and the interval is of what no sample
+    showed: a share p of samples that differ otherwise stays unseen in all n with a chance of (1 - p)^n.
+
     Args:
-        a, b: of each task the scores [samples], the same samples.
+        a, b: of each task numbers [samples], of the same samples.
+        scores: they are scores, 0 to 1.
     """
     random = np.random.default_rng(0)
     draws = np.zeros(DRAWS)
@@ -46,7 +54,34 @@ def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[f
         difference = x - y
         draws += difference[random.integers(0, len(difference), (DRAWS, len(difference)))].mean(-1)
     low, high = np.quantile(draws / len(a), [0.025, 0.975])
-    return float(np.mean([np.mean(x - y) for x, y in zip(a, b, strict=True)])), float(low), float(high)
+    mean = float(np.mean([np.mean(x - y) for x, y in zip(a, b, strict=True)]))
+    if scores and all(np.ptp(x - y) == 0 for x, y in zip(a, b, strict=True)):
+        unseen = 1 - 0.025 ** (1 / sum(map(len, a)))
+        low, high = max(-1.0, mean - unseen * (1 + mean)), min(1.0, mean + unseen * (1 - mean))
+    return mean, float(low), float(high)
+
+
+def sign_flip(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
+    """Return how often the mean over tasks of a - b is as far from zero when each sample's sign is drawn: two-sided p.
+
+    Of few samples that differ all signs are tried: five can show nothing (2 of 32).
+
+    Args:
+        a, b: of each task the scores [samples], the same samples.
+    """
+    parts = [(x - y) / len(x) for x, y in zip(a, b, strict=True)]
+    each = np.concatenate(parts)
+    each = each[each != 0]
+    if not len(each):
+        return 1.0
+    if len(each) <= _ALL_SIGNS:
+        signs = np.array(list(itertools.product((1, -1), repeat=len(each))))
+        own = 0  # the signs as they are stand among them
+    else:
+        signs = np.random.default_rng(0).choice((1, -1), (5 * DRAWS, len(each)))
+        own = 1
+    as_far = int((np.abs(signs @ each) >= abs(each.sum()) * (1 - 1e-9)).sum())
+    return (as_far + own) / (len(signs) + own)
 
 
 def seeds_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ _OLD = {"vt_2024_10": "vt"}
 THIRTEEN = tuple(task for task in TASKS if task not in _OLD)
 ELEVEN = tuple(task for task in THIRTEEN if task not in NOT_IN_ELEVEN)
 Key = tuple[str, int]  # task, length
+ALIKE = ("samples", "dtype", "engine", "scoring")  # of `Settings`: in which runs agree that stand side by side
 
 
 @dataclass
@@ -88,16 +89,23 @@ class Measured:
         return [of for each in (self.found, self.perplexity) for of_key in each.values() for of in of_key]
 
     def check_whole(self, place: Path) -> None:
-        """Check that each checkpoint has every task: a mean over checkpoints is of the same ones.
+        """Check that each checkpoint has every task, and all of one kind: a mean over checkpoints is of the same ones.
 
         Args:
             place: the folder of the results.
 
         Raises:
-            UserError: one lacks a task that another has.
+            UserError: one lacks a task that another has, or was measured otherwise; or vt stands there twice.
         """
-        of_all = {result.checkpoint for results in self.found.values() for result in results}
-        for (task, length), results in self.found.items():
+        of_all = {result.checkpoint for result in self.results()}
+        perplexity = {("perplexity", length): results for length, results in self.perplexity.items()}
+        for (task, length), results in {**self.found, **perplexity}.items():
+            _check_same(self.name, self.name, results[0], results, (*ALIKE, "anchor"))
+            if task in _OLD and (_OLD[task], length) in self.found:
+                raise UserError(
+                    f"{quoted(place)}: holds {task} and {_OLD[task]} at {length:,} tokens, two versions of one task; "
+                    "remove the results of one"
+                )
             if lacking := sorted(of_all - {result.checkpoint for result in results}):
                 mend = "evaluate it again, which goes on where it stopped"
                 if place.name.endswith(ON_THE_WAY):  # of a step whose weights may be gone
@@ -169,7 +177,7 @@ def read_measured(said: str, last: int | None) -> Measured:
     """
 
     def read(folder: str) -> Measured:
-        run = _read(Path(folder))
+        run = _read(folder)
         return run if last is None else run.keep_last(last)
 
     name, equals, places = said.partition("=")
@@ -182,29 +190,34 @@ def read_measured(said: str, last: int | None) -> Measured:
         raise UserError(f"RUN {quoted(said)}: two have one name; rename a folder")
     whole = Measured(name, not_run=seeds[0].not_run, seeds=seeds)
     for seed in seeds:
-        check_alike(seeds[0], seed)
+        check_alike(seeds[0], seed, (*ALIKE, "anchor"))
         if seed.checkpoints != seeds[0].checkpoints:
             raise UserError(f"{seeds[0].name} and {seed.name}: one has more checkpoints than the other; give --last")
         whole.add(of.model_copy(update={"checkpoint": f"{seed.name}/{of.checkpoint}"}) for of in seed.results())
     return whole
 
 
-def _read(folder: Path) -> Measured:
+def _read(said: str) -> Measured:
+    folder = Path(os.path.abspath(said))  # `.` has no name
+    if not folder.name:
+        raise UserError(f"RUN {quoted(said)}: is no run; give the folder of one")
     # What was measured on the way is taken where nothing was measured afterwards, never both.
     for place in (folder, *(folder.with_name(folder.name + kind) for kind in (AFTERWARDS, ON_THE_WAY))):
         run = Measured(folder.name.removesuffix(AFTERWARDS).removesuffix(ON_THE_WAY)).add(read_results(place))
         if run.found or run.not_run or run.perplexity:
             break
     else:
-        raise UserError(f"{quoted(folder)}: holds no results; first: torchtrain evaluate {folder}")
-    for results in run.found.values():
-        _check_same(run.name, run.name, results[0], results)
+        raise UserError(f"{quoted(said)}: holds no results; first: torchtrain evaluate {said}")
     run.check_whole(place)
     return run
 
 
-def check_alike(a: Measured, b: Measured) -> None:
-    """Refuse two runs of which one has what the other lacks, or whose samples are others.
+def check_alike(a: Measured, b: Measured, settings: Sequence[str] = ALIKE) -> None:
+    """Refuse two runs of which one has what the other lacks, or that were measured otherwise.
+
+    Args:
+        a, b: runs.
+        settings: in which of them they must agree.
 
     Raises:
         UserError: they are not alike: says in what.
@@ -220,21 +233,28 @@ def check_alike(a: Measured, b: Measured) -> None:
                 f"{a.name} and {b.name} were not measured alike: {what}: {alone[0]} stands in one alone; evaluate both"
             )
     for key, results in a.found.items():
-        _check_same(a.name, b.name, results[0], b.found[key])
+        _check_same(a.name, b.name, results[0], b.found[key], settings)
     for length, results in a.perplexity.items():
-        _check_same(a.name, b.name, results[0], b.perplexity[length])
+        _check_same(a.name, b.name, results[0], b.perplexity[length], settings)
 
 
 def _check_same(
-    name: str, other: str, first: TaskResult | PerplexityResult, results: Sequence[TaskResult | PerplexityResult]
+    name: str,
+    other: str,
+    first: TaskResult | PerplexityResult,
+    results: Sequence[TaskResult | PerplexityResult],
+    settings: Sequence[str],
 ) -> None:
     for result in results:
-        for what in ("samples", "dtype"):
+        names, which = f"{name} and {other}", f"{first.task} at {first.length:,}"
+        if name == other:
+            names, which = name, f"{which} of {quoted(first.checkpoint)} and of {quoted(result.checkpoint)}"
+        for what in settings:
             was, now = getattr(first.settings, what), getattr(result.settings, what)
             if was != now:
                 raise UserError(
-                    f"{name} and {other} were not measured alike: {first.task} at {first.length:,} has other {what} "
-                    f"({was[:12]} and {now[:12]}); evaluate both with one suite and one tokenizer"
+                    f"{names} were not measured alike: {which} has other {what} ({quoted(was, 20)} and "
+                    f"{quoted(now, 20)}); evaluate both with one suite and one tokenizer"
                 )
 
 

@@ -6,6 +6,7 @@ OUT/CHECKPOINT/TASK-LENGTH.json
 import errno
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,8 @@ class Settings(_Strict):
     samples: str  # SHA-256 of the samples
     anchor: list[int]  # tokens that were put before each prompt
     dtype: str
+    engine: dict[str, Any] = {}  # what answers, where it is not torch in this process: its name and arguments
+    scoring: dict[str, str] = {}  # versions of the packages that LongBench's scores come from
 
 
 class Training(_Strict):
@@ -76,6 +79,7 @@ class TaskResult(_Strict):
     shares_prefixes: bool
     prompt_tokens: int
     computed_tokens: int
+    batch_tokens: int | None = None  # held at a time; None: not known
     seconds: float
     versions: dict[str, str]
     created: str
@@ -141,6 +145,20 @@ def weights_digest(folder: Path) -> str:
 def result_path(out: Path, checkpoint: str, task: str, length: int) -> Path:
     """Return where a result stands."""
     return out / checkpoint / f"{task}-{length}.json"
+
+
+def check_out(out: Path) -> None:
+    """Check, before anything is measured, that results can be written below a folder that there may not be yet.
+
+    Raises:
+        UserError: they cannot.
+    """
+    place = next(place for place in (out.absolute(), *out.absolute().parents) if os.path.lexists(place))
+    fault = None if place.is_dir() else errno.ENOTDIR
+    if fault is None and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        fault = errno.EACCES
+    if fault is not None:
+        raise UserError(f"--out: {quoted(place)}: {os.strerror(fault).lower()}; choose a folder that can be written")
 
 
 def save_result(path: Path, result: BaseModel) -> None:

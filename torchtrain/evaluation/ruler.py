@@ -122,10 +122,10 @@ def make_samples(
         raise UserError(
             f"haystack: {len(materials.haystack):,} words are too few for a length of {length:,} tokens; give more text"
         )
-    with library() as lm, _seeded(seed):
+    with library() as lm, _seeded(seed, lm):
         try:
             if task in NEEDLES:
-                made = _needles(lm, task, length, samples, tokenizer, materials)
+                made = _needles(lm, task, length, samples, seed, tokenizer, materials)
             elif task in ("qa_1", "qa_2"):
                 made = _questions(lm, task, length, samples, tokenizer, materials)
             elif task == "fwe":
@@ -188,13 +188,14 @@ def _replaced(module: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed what lm-eval draws from, which is the process's, and put back what it was."""
+def _seeded(seed: int, lm: SimpleNamespace) -> Iterator[None]:
+    """Seed what lm-eval draws from, which is the process's and two constants, and put back what it was."""
     states = random.getstate(), np.random.get_state()
     try:
         random.seed(seed)
         np.random.seed(seed)
-        yield
+        with _replaced(lm.fwe, SEED=seed), _replaced(lm.qa, SEED=seed):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -226,6 +227,7 @@ def _needles(
     task: str,
     length: int,
     samples: int,
+    seed: int,
     tokenizer: "PreTrainedTokenizerFast",
     materials: Materials,
 ) -> list[Sample]:
@@ -249,6 +251,7 @@ def _needles(
             template=lm.niah.TEMPLATE,
             num_samples=samples,
             tokens_to_generate=TASKS[task][0],
+            random_seed=seed,
             **settings,
         )
 

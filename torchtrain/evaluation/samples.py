@@ -20,7 +20,7 @@ from torchtrain.evaluation.suite import Suite, benchmark_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT = 1  # of what makes them: another one makes other samples
+_FORMAT = 2  # of what makes them: another one makes other samples
 _SAMPLES, _MANIFEST = "samples.jsonl", "manifest.json"
 
 

@@ -53,6 +53,7 @@ def resolve_source(
     say: Callable[[str], None] = logger.info,
     *,
     weights: bool = True,
+    published: bool = True,
     trust_remote_code: bool = False,
 ) -> str:
     """Return a folder that transformers can load, every file of settings in it read once.
@@ -62,7 +63,8 @@ def resolve_source(
         cache: where `smollm2` is converted to.
         say: takes the line that the conversion begins, or that the hub is asked.
         weights: whether they are needed, too: a hub's are then fetched. Without them the shapes that come with this
-            package stand for the hub's.
+            package stand for the hub's,
+        published: unless this is false: they come without a tokenizer.
         trust_remote_code: whether the model's own code is needed, too.
 
     Raises:
@@ -70,7 +72,7 @@ def resolve_source(
     """
     if source == "smollm2":
         return str(smollm2_folder(cache, say))
-    if not weights and (shapes := find_published(source)) is not None:
+    if not weights and published and (shapes := find_published(source)) is not None:
         return str(shapes)
     wanted = (*hub.CONFIGS, *(hub.WEIGHTS if weights else ()), *(hub.CODE if trust_remote_code else ()))
     folder = hub.find_model(source, "model.source", wanted, say)

@@ -435,7 +435,7 @@ def test_vllm_is_asked_through_lm_evals_class_and_is_told_where_it_is_missing(tr
     monkeypatch.setattr(longbench, "metric_of", lambda task: lambda text, answer, **_: float(text == answer))
     done = call("--anchor")
     assert done.exit_code == 0, done.output
-    assert made == [{"dtype": "float32", "max_model_len": LENGTH + 1, "seed": 42, "enable_prefix_caching": True}]
+    assert made == [{"dtype": "float32", "max_model_len": LENGTH, "seed": 42, "enable_prefix_caching": True}]
     ((prompts, sampling),) = asked
     assert {prompt[0] for prompt in prompts} == {256}
     stops = [257, *tiny_tokenizer()("\n").input_ids]

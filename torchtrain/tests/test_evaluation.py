@@ -12,9 +12,10 @@ from anchorline.errors import UserError
 from benchmarks.evaluation import with_section
 from torchtrain.evaluation import tables
 from torchtrain.evaluation.compare import compare, tables_of_run
+from torchtrain.evaluation.evaluate import _may_know
 from torchtrain.evaluation.figures import figures_of
 from torchtrain.evaluation.generation import Generator
-from torchtrain.evaluation.intervals import mcnemar, mean_interval, paired_interval
+from torchtrain.evaluation.intervals import mcnemar, mean_interval, paired_interval, sign_flip
 from torchtrain.evaluation.perplexity import (
     bucket_means,
     buckets,
@@ -23,9 +24,18 @@ from torchtrain.evaluation.perplexity import (
     strided_loss,
     token_losses,
 )
-from torchtrain.evaluation.results import Answer, Bucket, NotRun, PerplexityResult, Settings, TaskResult, save_result
+from torchtrain.evaluation.results import (
+    Answer,
+    Bucket,
+    NotRun,
+    PerplexityResult,
+    Settings,
+    TaskResult,
+    Training,
+    save_result,
+)
 from torchtrain.evaluation.scoring import score
-from torchtrain.evaluation.suite import TASKS, Suite
+from torchtrain.evaluation.suite import TASKS, PerplexityConfig, Suite
 from torchtrain.evaluation.tables import latex, markdown
 from torchtrain.run.trained import last_models
 from torchtrain.tests.tiny import tiny_model
@@ -117,6 +127,17 @@ def test_losses_in_parts_of_the_vocabulary_are_the_models(model, monkeypatch):
     assert sum(map(len, [own])) == len(ids) - 1
 
 
+def test_perplexity_says_that_a_run_was_trained_on_its_source():
+    training = Training(
+        model="m", variant="anchor", sequence_length=8, rope={}, steps=1, sequences_per_step=1,
+        data={"sources": [{"demo": "speeches", "share": 1.0}]},
+    )  # fmt: skip
+    speeches = PerplexityConfig.model_validate({"source": {"demo": "speeches"}})
+    assert _may_know(training, speeches) == ", which the run was trained on"
+    assert _may_know(training, PerplexityConfig.model_validate({"source": {"demo": "code"}})) == ""
+    assert _may_know(None, speeches) == ""
+
+
 def test_buckets_hold_every_position_once():
     for length in (128, 256, 257, 1000, 4096):
         held = [position for first, end in buckets(length) for position in range(first, end)]
@@ -175,6 +196,10 @@ def test_intervals_are_paired_by_sample():
     assert paired_interval(shuffled, a)[1] < 0  # unpaired, as much tells nothing
 
 
+def _settings(samples="s", **more) -> Settings:
+    return Settings(**{"weights": "w", "samples": samples, "anchor": [], "dtype": "float32"} | more)
+
+
 def _result(task="fwe", scores=(1.0, 0.0), samples="s", length=1024, checkpoint="model", **more) -> TaskResult:
     return TaskResult(
         task=task,
@@ -182,7 +207,7 @@ def _result(task="fwe", scores=(1.0, 0.0), samples="s", length=1024, checkpoint=
         checkpoint=checkpoint,
         step=None,
         source="x",
-        settings=Settings(weights="w", samples=samples, anchor=[], dtype="float32"),
+        settings=more.pop("settings", None) or _settings(samples),
         identity={"materials": {"haystack": "folder essays"}},
         attention="causal, sdpa",
         device="cpu",
@@ -244,13 +269,35 @@ def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
     assert "**66.7 [" in (tmp_path / "out" / "results.md").read_text()
 
 
-def test_bold_is_none_where_mcnemars_test_does_not_agree(tmp_path):
-    """Four samples right in one run alone: the bootstrap's interval leaves out zero, and p is an eighth."""
-    for name, right in (("a", 20), ("b", 24)):
-        _save(tmp_path / name, _result(scores=[1.0] * right + [0.0] * (500 - right)))
+@pytest.mark.parametrize(("alike", "n"), [(20, 500), (0, 4), (0, 1)])
+def test_bold_is_none_where_few_samples_differ(tmp_path, alike, n):
+    """At most four samples right in one run alone: the bootstrap's interval leaves out zero, and p is an eighth."""
+    differ = min(4, n)
+    for name, right in (("a", alike), ("b", alike + differ)):
+        _save(tmp_path / name, _result(scores=[1.0] * right + [0.0] * (n - right)))
     found, _, _ = compare([tmp_path / "a", tmp_path / "b"])
-    tasks = next(dict(table.rows) for table in found if table.title == "Tasks at 1,024 tokens")
-    assert [cell.bold for cell in tasks["fwe"]] == [False, False]
+    assert not [cell for table in found for _, cells in table.rows for cell in cells if cell.bold]
+
+
+def test_signs_are_tried_or_drawn():
+    zeros = np.zeros(500)
+    for n in (3, 6, 9):
+        few, p = zeros.copy(), mcnemar(np.ones(n), np.zeros(n))[2]
+        few[:n] = 1
+        assert sign_flip([few], [zeros]) == pytest.approx(p)
+    many = zeros.copy()
+    many[:30], many[30:50] = 1, -1
+    assert sign_flip([many], [zeros]) == pytest.approx(
+        mcnemar(np.repeat([1, 0], [30, 20]), np.repeat([0, 1], [30, 20]))[2], abs=0.02
+    )
+    assert sign_flip([zeros], [zeros]) == 1
+
+
+def test_equal_scores_do_not_prove_two_runs_equal():
+    mean, low, high = paired_interval([np.zeros(20)] * 3, [np.zeros(20)] * 3)
+    assert (mean, low, high) == pytest.approx((0.0, -0.0596, 0.0596), abs=1e-4)  # 1 - .025 ** (1 / 60)
+    assert paired_interval([np.ones(5)], [np.zeros(5)])[2] == 1
+    assert paired_interval([np.ones(5)], [np.zeros(5)], scores=False) == (1, 1, 1)
 
 
 def test_runs_of_other_numbers_of_checkpoints_are_refused(tmp_path):
@@ -258,6 +305,71 @@ def test_runs_of_other_numbers_of_checkpoints_are_refused(tmp_path):
     _save(tmp_path / "b", _result())
     with pytest.raises(UserError, match=r"a has 2 checkpoints, b 1, .*; give --last"):
         compare([tmp_path / "a", tmp_path / "b"])
+
+
+def test_checkpoints_of_a_run_that_were_measured_otherwise_are_refused(tmp_path):
+    """A mean over them would be of other samples, other documents or other prompts."""
+    for name, changed in (
+        ("samples", _result(checkpoint="step-1", samples="t")),
+        ("anchor", _result(checkpoint="step-1", settings=_settings(anchor=[1]))),
+        ("engine", _result(checkpoint="step-1", settings=_settings(engine={"backend": "vllm"}))),
+        ("samples", _perplexity(samples="e").model_copy(update={"checkpoint": "step-1"})),
+    ):
+        place = tmp_path / f"{name}-{changed.task}"
+        _save(place, _result(), _perplexity(), _result(checkpoint="step-1"))
+        _save(place, _perplexity().model_copy(update={"checkpoint": "step-1"}), changed)
+        with pytest.raises(
+            UserError, match=f"{place.name} were not measured alike: .*of 'model' and .* has other {name}"
+        ):
+            compare([place])
+
+
+def test_a_checkpoint_without_perplexity_is_no_part_of_a_mean(tmp_path):
+    _save(tmp_path / "a", _result(), _perplexity(), _result(checkpoint="step-1"))
+    with pytest.raises(UserError, match="'step-1' has no result of perplexity at 1,024, and others have"):
+        compare([tmp_path / "a"])
+
+
+def test_two_versions_of_one_task_are_refused(tmp_path):
+    _save(tmp_path / "a", _result("vt"), _result("vt_2024_10"))
+    with pytest.raises(UserError, match="holds vt_2024_10 and vt at 1,024 tokens, two versions of one task"):
+        compare([tmp_path / "a"])
+
+
+def test_seeds_with_and_without_an_anchor_are_no_row(tmp_path):
+    _save(tmp_path / "a-0", _result())
+    _save(tmp_path / "a-1", _result(settings=_settings(anchor=[1])))
+    with pytest.raises(UserError, match=r"a-0 and a-1 were not measured alike: fwe at 1,024 has other anchor"):
+        compare([f"a={tmp_path / 'a-0'},{tmp_path / 'a-1'}"])
+    assert compare([tmp_path / "a-0", tmp_path / "a-1"])  # which is what one wants to see
+
+
+@pytest.mark.parametrize(("said", "message"), [("/", "is no run"), (".", "holds no results")])
+def test_a_run_is_a_folder_with_a_name(tmp_path, monkeypatch, said, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        compare([said])
+
+
+def test_seeds_that_do_not_pair_show_nothing_in_bold(tmp_path):
+    seeds = _save_seeds(tmp_path, "a", [[1.0] * n + [0.0] * (200 - n) for n in (50, 52, 54)])
+    for step in range(3):
+        _save(tmp_path / "b", _result(scores=[0.0] * 200, checkpoint=f"step-{step}"))
+        _save(tmp_path / "b", _perplexity().model_copy(update={"checkpoint": f"step-{step}"}))
+    for step in range(3):
+        place = tmp_path / f"a-{step}" / "model" / "perplexity-1024.json"
+        save_result(place, _perplexity())
+    found, _, _ = compare([seeds, tmp_path / "b"])
+    assert not [cell for table in found for _, cells in table.rows for cell in cells if cell.bold]
+
+
+def test_losses_in_windows_stand_in_the_table(tmp_path):
+    for name, strided in (("a", 1.0), ("b", 2.0)):
+        _save(tmp_path / name, _result(), _perplexity().model_copy(update={"strided": strided}))
+    found, _, _ = compare([tmp_path / "a", tmp_path / "b"])
+    table = next(table for table in found if "Perplexity" in table.title)
+    assert table.head[-1] == "in windows of 512"
+    assert [cells[-1].text for _, cells in table.rows[:2]] == ["2.72", "7.39"]
 
 
 def _save_seeds(folder, name: str, each: list[list[float]]) -> str:

@@ -22,7 +22,7 @@ from torchtrain.evaluation.evaluate import run_task
 from torchtrain.evaluation.generation import AnswerCost
 from torchtrain.evaluation.materials import Materials, MissingMaterialError
 from torchtrain.evaluation.results import read_result
-from torchtrain.evaluation.ruler import NEEDLES, library, make_samples, prompt_of
+from torchtrain.evaluation.ruler import NEEDLES, _seeded, library, make_samples, prompt_of
 from torchtrain.evaluation.samples import SampleSet, open_samples
 from torchtrain.evaluation.suite import TASKS, Suite
 from torchtrain.tests.tiny import tiny_model
@@ -171,6 +171,16 @@ def test_a_task_is_seeded_alone_and_leaves_the_process_as_it_was(task, made, tok
     assert random.getstate() == before
     if not task.startswith("qa"):
         assert make_samples(task, LENGTH, 2, SEED + 1, tokenizer, materials) != made[task][:2]
+
+
+def test_every_constant_of_lm_evals_that_shuffles_follows_the_seed(tokenizer, materials):
+    with library() as lm:
+        before = lm.fwe.SEED, lm.qa.SEED
+        with _seeded(7, lm):
+            assert (lm.fwe.SEED, lm.qa.SEED) == (7, 7)
+        assert (lm.fwe.SEED, lm.qa.SEED) == before == (42, 42)
+    first, other = (make_samples("niah_multikey_1", LENGTH, 1, seed, tokenizer, materials)[0] for seed in (42, 7))
+    assert first["input"] != other["input"]
 
 
 @pytest.mark.parametrize("task", NEEDLES)
@@ -373,7 +383,12 @@ def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, mode
     assert [answer.prediction for answer in fwe.answers] == [answer["prediction"] for answer in before["answers"]]
     assert "haystack is not set" in call(model, "--out", out, "tasks=[niah_multiquery]", "haystack=null").stderr
     assert {path: path.read_bytes() for path in kept} == kept  # scores are not replaced by a task that did not run
-    assert "was measured with other samples" in _line(call(model, "--out", out, "--samples", "2"))
+    other = call(model, "--out", out, "--samples", "2")
+    assert "was measured with other samples" in _line(other)
+    assert "loading" not in other.stderr  # what is refused is refused before anything is computed
+    with_anchor = call(model, "--out", out, "--anchor", "tasks=[fwe,cwe]")
+    assert "was measured with other anchor" in _line(with_anchor)
+    assert not (out / "model" / "cwe-1024.json").exists()
     assert call(model, "--out", tmp_path / "few", "--samples", "2", "perplexity=null").exit_code == 0
     (out / "model" / "perplexity-1024.json").unlink()
     with pytest.raises(UserError, match=r"out and few were not measured alike: .* has other samples"):
@@ -407,6 +422,10 @@ def test_bad_input_is_one_line(call, model, tmp_path):
         if not path.name.startswith(("tokenizer", "special")):
             (bare / path.name).write_bytes(path.read_bytes())
     assert "bare': holds no tokenizer" in _line(call(bare, "--out", tmp_path / "o"))
+    (tmp_path / "file").write_text("")
+    unwritable = call(model, "--out", tmp_path / "file" / "o")
+    assert "file: not a directory; choose a folder that can be written" in _line(unwritable)
+    assert "loading" not in unwritable.stderr
     place = tmp_path / "o" / "model" / "fwe-1024.json"
     place.parent.mkdir(parents=True)
     for content in ("{", '{"task": "fwe"}', "[]"):
