@@ -40,6 +40,8 @@ class TrainingLoop(ABC):
         world: the device.
     """
 
+    compiled = False  # whether its first step compiles
+
     def __init__(self, model: "PreTrainedModel", bench: StepBench, world: World) -> None:
         self.model, self.bench, self.world = copy.deepcopy(model), bench, world
 
@@ -55,15 +57,13 @@ class TrainingLoop(ABC):
 class Ours(TrainingLoop):
     """`torchtrain`, as a run's step goes."""
 
-    compiled = False
-
     def __init__(self, model: "PreTrainedModel", bench: StepBench, world: World) -> None:
         super().__init__(model, bench, world)
         self.model.set_attn_implementation(implementation_name(bench.model.attention))
-        settings = bench.model.model_copy(update={"fused": "compile"}) if self.compiled else bench.model
-        if settings.fused == "compile":
+        self.compiled |= bench.model.fused == "compile"
+        if self.compiled:
             check_compiler(world.device)
-        set_up_layers(self.model, settings)
+            set_up_layers(self.model, bench.model.model_copy(update={"fused": "compile"}))
         self.train = TrainConfig(
             sequences_per_step=1, learning_rate=bench.learning_rate, loss_chunk=bench.loss_chunk, steps=2**20
         )

@@ -22,13 +22,11 @@ def check_layout(config: Config, processes: int) -> None:
         UserError: they cannot.
     """
     shared = config.distributed.sequence_parallel
-    if config.model.fused == "compile":
-        for name, value, most in (("zero_stage", config.distributed.zero_stage, 2), ("sequence_parallel", shared, 1)):
-            if value > most:
-                raise UserError(
-                    f"model.fused compile: does not go with distributed.{name} {value}, which exchanges tensors within "
-                    f"a layer; set it to {most}, or model.fused to none"
-                )
+    if config.model.fused == "compile" and config.distributed.zero_stage == 3:
+        raise UserError(
+            "model.fused compile: does not go with distributed.zero_stage 3, which gathers weights within a layer; set "
+            "it to 2, or model.fused to none"
+        )
     if processes % shared:
         raise UserError(
             f"distributed.sequence_parallel {shared}: does not divide {_processes(processes)}; start as many with "
