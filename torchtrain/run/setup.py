@@ -134,7 +134,7 @@ def set_up(
     if recomputation:
         say(f"layers    {recomputation}")
     if config.model.fused == "compile":
-        say("fused     by torch.compile, which takes a minute or so of the first step; attention apart")
+        say("fused     by torch.compile, which takes a minute or so of the first step; attention stands apart")
     say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
     say(f"variant   {describe_variant(config.pack)}")
     say(f"rope      {describe_rope(model_config)}")

@@ -12,13 +12,18 @@ from torch._inductor import config as inductor
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError
+from torchtrain.bench import step
+from torchtrain.bench.clock import Clock
+from torchtrain.bench.config import BenchConfig
+from torchtrain.bench.rows import Corpus
 from torchtrain.cli import app
 from torchtrain.config import load_config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling import compilation
 from torchtrain.modeling.compilation import check_compiler, compile_layers
-from torchtrain.tests.runs import assert_same
+from torchtrain.tests.runs import content
 
+CPU = Clock(torch.device("cpu"), 1)
 COMPILE = "model.fused=compile"
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -35,7 +40,8 @@ def graphs(monkeypatch):
     monkeypatch.setattr(
         compilation, "_compile", functools.cache(functools.partial(torch.compile, dynamic=False, backend=keep))
     )
-    monkeypatch.setattr("torchtrain.run.setup.check_compiler", lambda device: None)
+    for user in ("torchtrain.run.setup", "torchtrain.bench.loops"):
+        monkeypatch.setattr(f"{user}.check_compiler", lambda device: None)
     yield made
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = before
     torch.compiler.reset()
@@ -48,26 +54,25 @@ def compiler():
         yield lambda name: patches.enter_context(inductor.patch({"cpp.cxx": (name,), "fx_graph_cache": False}))
 
 
-def test_a_run_learns_what_it_would_without_where_graphs_compute_the_same(graphs, fresh):
+def test_a_run_and_one_that_goes_on_learn_what_they_would_without_where_graphs_compute_the_same(graphs, fresh):
     train, folder = fresh
-    for name, changes in (("plain", ()), ("fused", (COMPILE, "model.activation_checkpointing=true"))):
-        train(str(folder / name), "train.micro_batch=2", "save.every=1", *changes)
+    same = ("train.micro_batch=2", "save.every=1")
+    train(str(folder / "plain"), *same)
+    train(str(folder / "fused"), *same, COMPILE, "model.activation_checkpointing=true")
     assert len(graphs) == 4
-    kept = ("metrics.jsonl", "model/model.safetensors")
-    mine, theirs = ([(folder / name / file).read_bytes() for file in kept] for name in ("fused", "plain"))
+    left = content(folder / "fused")
+    kept = [f"{name}/model/model.safetensors" for name in ("fused", "plain")]
+    mine, theirs = ((folder / file).read_bytes() for file in kept)
     assert mine == theirs
 
-
-def test_a_run_that_is_stopped_goes_on_with_it(graphs, place, fresh):
-    train, folder = fresh
-    train(str(folder / "straight"), COMPILE, "save.every=1")
-    train(str(folder / "again"), COMPILE, "save.every=1")
-    done = CliRunner().invoke(app, ["resume", str(folder / "again"), "--step", "1", "model.fused=none"])
+    again = ["resume", str(folder / "fused"), "--step", "1"]
+    done = CliRunner().invoke(app, [*again, "model.fused=none"])
     assert done.exit_code == 2
     assert "model.fused: 'compile' in the run, 'none' now" in done.stderr
-    done = CliRunner().invoke(app, ["resume", str(folder / "again"), "--step", "1"])
+    done = CliRunner().invoke(app, again)
     assert done.exit_code == 0, done.output
-    assert_same(folder / "again", folder / "straight")
+    assert len(graphs) == 8
+    assert content(folder / "fused") == left
 
 
 def test_a_compiler_that_is_not_there_is_found_before_anything_is_prepared(compiler, fresh):
@@ -99,6 +104,23 @@ def test_a_model_without_layers_is_refused():
         UserError, match=r"model\.fused compile: flat has no decoder layers .* set model\.fused to none"
     ):
         compile_layers(model, recompute=False)
+
+
+def test_the_bench_has_a_loop_that_is_compiled_and_no_other_is(graphs, tree):
+    source, bench_of = {"source": tree["model"]["source"]}, {name: tree["data"][name] for name in ("sources", "cache")}
+    names = ["torchtrain, anchor", "torchtrain, anchor, compiled", "transformers, full"]
+    shape = {"model": source | {"dtype": "float32"}, "lengths": [64], "layers": 1, "loops": names}
+    config = BenchConfig.model_validate({"tokenizer": source, "data": bench_of, "device": "cpu", "step": shape})
+    assert config.step is not None
+    corpus = Corpus(config)
+    loops, _ = step._open(config.step, step._load(config, config.step, corpus, CPU), step.World())
+    learned = {}
+    for name in (names[0], names[2], names[1]):
+        assert not graphs
+        learned[name] = [loops[name].step(step._row(corpus, 64, name)) for _ in range(2)]
+    assert len(graphs) == 4
+    assert learned[names[0]] == learned[names[1]]
+    assert [loops[name].compiled for name in names] == [False, True, False]
 
 
 def test_the_plan_says_what_it_does_not_count(tree, write_config):
