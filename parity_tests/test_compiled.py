@@ -8,9 +8,11 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from parity_tests.compiled import far_batches, model_of, train_on
 from parity_tests.models import FAMILIES
@@ -70,6 +72,23 @@ def test_a_layer_is_compiled_once_and_breaks_at_attention_alone(backend, family,
     (why,) = counters["graph_break"]
     assert "torch.compiler.disable" in why
     assert "attention stands apart" in why
+
+
+def test_a_layer_may_hand_its_whole_call_over(backend, monkeypatch):
+    """As those of transformers 5.17 do, which recompute what they are called with, hooks and all."""
+    plain, batch = model_of("llama", "bfloat16"), far_batches()[0]
+    wanted = train_on(plain, batch)
+    call = nn.Module.__call__
+
+    def hand_over(layer, *args, **kwargs):
+        return layer._gradient_checkpointing_func(functools.partial(call.__get__(layer), **kwargs), *args)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__call__", hand_over)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", LlamaDecoderLayer.forward.__wrapped__)
+    model = model_of("llama", "bfloat16", fused="compile", activation_checkpointing=True)
+    assert equal(train_on(model, batch), wanted)
+    assert counters["stats"]["unique_graphs"] == 4
+    assert len(counters["graph_break"]) == 1
 
 
 def test_what_is_compiled_too_often_fails_and_an_earlier_model_does_not_count(backend):
