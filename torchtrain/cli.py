@@ -288,6 +288,8 @@ def plan(
         hint = "" if work.exact else " (attention counted as full: give --document-tokens)"
         if (published := budget.published_shapes(config)) is not None:
             print(f"model     the shapes of {published} come with torchtrain; the hub was not asked")
+        if config.model.fused != "none":
+            print(f"fused     activations are counted as without model.fused {config.model.fused}, which keeps fewer")
         print(f"weights   {work.weights:,}")
         print(f"tokens    {work.tokens:,} in {config.train.steps:,} steps")
         print(f"FLOPs     {bound}{work.flops:.3g}{hint}")

@@ -64,6 +64,12 @@ class ModelConfig(Section):
         description="dtype in which RoPE rotates q and k: the model's, where each product and sum rounds; or float32, "
         "rounded once behind it (the paper's)",
     )
+    fused: Literal["none", "compile"] = Field(
+        default="none",
+        description="whether what a layer does element by element (norms, rotation, gates, residuals) is trained in "
+        "few passes over memory: compile has torch.compile do it, which rounds less often; it needs a C++ compiler, "
+        "and on a GPU Triton",
+    )
     attention: Literal["auto", "flash", "flash3", "flash4", "flex", "sdpa", "dense"] = Field(
         default="auto",
         description="attention engine; auto says what it chose, never flash3 (Hopper) and flash4 (Hopper, Blackwell)",

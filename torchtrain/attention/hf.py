@@ -45,6 +45,8 @@ from torchtrain.attention.plan import AttentionPlan, make_plan
 logger = logging.getLogger(__name__)
 announced: set[tuple[str, str, torch.dtype]] = set()
 _watching: list[set[torch.dtype]] = []
+# Why torch.compile, where a model's layers are compiled, leaves attention as it is:
+APART = "attention stands apart: its documents are others in every step"
 ROTATED = "rotated_in_float32"  # attribute of the modules of a model whose rotation is float32's
 
 # Arguments of a layer's attention that change the result and that no engine honours:
@@ -86,6 +88,7 @@ def register() -> None:
         AttentionMaskInterface.register(name, read_mask)
 
 
+@torch.compiler.disable(reason=APART)
 def _anchor_attention(
     module: nn.Module,
     query: Tensor,

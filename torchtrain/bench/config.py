@@ -29,7 +29,14 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Variant = Literal["full", "intra", "anchor"]
 Engine = Literal["flash", "flash3", "flash4", "flex", "sdpa", "dense"]
 Rival = Literal["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"]
-Loop = Literal["torchtrain, anchor", "torchtrain, full", "transformers, full", "transformers, dense mask", "TRL, full"]
+Loop = Literal[
+    "torchtrain, anchor",
+    "torchtrain, anchor, compiled",
+    "torchtrain, full",
+    "transformers, full",
+    "transformers, dense mask",
+    "TRL, full",
+]
 
 
 class AttentionBench(Section):
@@ -94,7 +101,9 @@ class StepBench(Section):
             "TRL, full",
         ],
         min_length=1,
-        max_length=5,
+        max_length=6,
+        description="what is compared; `compiled` is as under model.fused: compile, which those of ours that are not "
+        "named so take from `model`",
     )
     learning_rate: Real = 1e-5
     loss_chunk: Count = 2048

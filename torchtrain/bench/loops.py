@@ -20,6 +20,8 @@ from torchtrain.bench.config import StepBench
 from torchtrain.config import TrainConfig
 from torchtrain.distributed.world import World
 from torchtrain.marks import IGNORED
+from torchtrain.modeling.compilation import check_compiler
+from torchtrain.modeling.load import set_up_layers
 from torchtrain.training.step import make_micro_batches, take_step
 from torchtrain.training.strategy import Replicated
 
@@ -37,6 +39,8 @@ class TrainingLoop(ABC):
         bench: settings.
         world: the device.
     """
+
+    compiled = False  # whether its first step compiles
 
     def __init__(self, model: "PreTrainedModel", bench: StepBench, world: World) -> None:
         self.model, self.bench, self.world = copy.deepcopy(model), bench, world
@@ -56,6 +60,10 @@ class Ours(TrainingLoop):
     def __init__(self, model: "PreTrainedModel", bench: StepBench, world: World) -> None:
         super().__init__(model, bench, world)
         self.model.set_attn_implementation(implementation_name(bench.model.attention))
+        self.compiled |= bench.model.fused == "compile"
+        if self.compiled:
+            check_compiler(world.device)
+            set_up_layers(self.model, bench.model.model_copy(update={"fused": "compile"}))
         self.train = TrainConfig(
             sequences_per_step=1, learning_rate=bench.learning_rate, loss_chunk=bench.loss_chunk, steps=2**20
         )
@@ -74,6 +82,12 @@ class Ours(TrainingLoop):
         with torch.no_grad():
             _, each_BT = self.strategy.losses(batch.part, batch.plan, self.train.loss_chunk)
         return each_BT.flatten()[batch.labels.index_n]
+
+
+class OursCompiled(Ours):
+    """The same under `model.fused: compile`."""
+
+    compiled = True
 
 
 class Plain(TrainingLoop):
@@ -178,6 +192,7 @@ def _some_tokenizer() -> Any:
 
 LOOPS: dict[str, tuple[type[TrainingLoop], str]] = {
     "torchtrain, anchor": (Ours, "anchor"),
+    "torchtrain, anchor, compiled": (OursCompiled, "anchor"),
     "torchtrain, full": (Ours, "full"),
     "transformers, full": (Plain, "full"),
     "transformers, dense mask": (PlainMasked, "anchor"),

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def check_layout(config: Config, processes: int) -> None:
-    """Check that the processes can be cut into groups that share a row, and the step into their micro-batches.
+    """Check that the processes can be cut into groups that share a row, the step into their micro-batches, and that
+    what a layer is made of allows it.
 
     Args:
         config: the run's.
@@ -21,6 +22,11 @@ def check_layout(config: Config, processes: int) -> None:
         UserError: they cannot.
     """
     shared = config.distributed.sequence_parallel
+    if config.model.fused == "compile" and config.distributed.zero_stage == 3:
+        raise UserError(
+            "model.fused compile: does not go with distributed.zero_stage 3, which gathers weights within a layer; set "
+            "it to 2, or model.fused to none"
+        )
     if processes % shared:
         raise UserError(
             f"distributed.sequence_parallel {shared}: does not divide {_processes(processes)}; start as many with "

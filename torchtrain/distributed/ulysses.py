@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtrain.attention.hf import implementation_name
+from torchtrain.attention.hf import APART, implementation_name
 from torchtrain.distributed.world import World
 
 if TYPE_CHECKING:
@@ -65,14 +65,18 @@ def split_attention(
     if world.sequence_parallel == 1:
         return None
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    name = implementation_name(engine)
     state: Any = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
-        core_attn_implementation=implementation_name(engine),
+        core_attn_implementation=name,
         sequence_parallel_size=world.sequence_parallel,
         micro_batch_size=micro_batch,
         seq_length_is_variable=True,
     )
+    # As the function of the engine that it calls: what ranks exchange is no part of a compiled layer (`model.fused`).
+    ALL_ATTENTION_FUNCTIONS[name] = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name], reason=APART)
     own_group, _ = dist.new_subgroups(group_size=1)
     for module in model.modules():
         if getattr(module, "rope_type", None) in ("dynamic", "longrope"):

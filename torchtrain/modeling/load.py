@@ -20,6 +20,7 @@ from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import ModelConfig
 from torchtrain.modeling.check import check_head
+from torchtrain.modeling.compilation import compile_layers
 from torchtrain.modeling.finite import first_not_finite
 from torchtrain.modeling.source import first_line, open_config, read_by_library
 
@@ -44,7 +45,7 @@ def load_for_training(
     Args:
         source: what `resolve_source` returned.
         config: what `torchtrain.modeling.rope.extend` returned.
-        model: dtype, rotation and activation checkpointing.
+        model: dtype, rotation, fusion and activation checkpointing.
         engine: what `torchtrain.attention.resolve_engine` returned.
         device: where to.
         cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
@@ -78,11 +79,22 @@ def load_for_training(
             check_rotation(loaded)
         check_head(loaded)
         check_separation(loaded)
-    if model.activation_checkpointing:
+    set_up_layers(loaded, model)
+    return loaded.train()
+
+
+def set_up_layers(loaded: "PreTrainedModel", model: ModelConfig) -> None:
+    """Let a model's layers recompute what they keep, and run compiled, as its settings say.
+
+    Raises:
+        UserError: it has no layers that can be compiled.
+    """
+    if model.activation_checkpointing or model.fused == "compile":
         # Renamed within the versions we support; both take the arguments of torch's checkpoint first.
         enable = getattr(loaded, "activation_checkpointing_enable", loaded.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return loaded.train()
+    if model.fused == "compile":
+        compile_layers(loaded, recompute=bool(model.activation_checkpointing))
 
 
 def load_for_evaluation(

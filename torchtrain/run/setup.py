@@ -36,6 +36,7 @@ from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.threads import share_cores
 from torchtrain.distributed.world import ALONE, World, here
 from torchtrain.modeling.check import check_config
+from torchtrain.modeling.compilation import check_compiler
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
@@ -103,6 +104,8 @@ def set_up(
 
     identity = _identity_of(config, model_config, tokenizer)
     check(identity)
+    if config.model.fused == "compile":
+        check_compiler(device)
     store = prepare(config.data, tokenizer, on_progress)
     # On each machine once, while the model is loaded: every byte that will be trained on is what was written.
     verified = store.verify_in_background() if here()[2] == 0 else lambda: None
@@ -130,6 +133,8 @@ def set_up(
         say(f"processes {world.size}: {describe_layout(config, world)}")
     if recomputation:
         say(f"layers    {recomputation}")
+    if config.model.fused == "compile":
+        say("fused     by torch.compile, which takes a minute or so of the first step; attention stands apart")
     say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
     say(f"variant   {describe_variant(config.pack)}")
     say(f"rope      {describe_rope(model_config)}")

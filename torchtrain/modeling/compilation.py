@@ -1,0 +1,100 @@
+"""`model.fused: compile`: torch.compile makes few kernels of what a decoder layer does element by element.
+
+Each layer's forward is compiled by itself, its backward pass with it, inside of the recomputation where layers are
+recomputed. Attention stands apart (`torchtrain.attention.hf`): there, and nowhere else, the graph breaks, so that
+documents may be others in every step and an engine is the same code with and without. All rows of a run have one shape,
+for which the layers are compiled. Whatever runs in evaluation mode (held-out losses, an evaluation on the way) is the
+model as it was loaded.
+
+Between two roundings Inductor computes in float32: in bfloat16 it rounds less often than the model's own operations do,
+those of the rotation too, unless `model.rotation` is float32 already.
+
+Upstream: transformers/modeling_layers.py (GradientCheckpointingLayer), which hands a layer's forward, while it trains,
+to `_gradient_checkpointing_func`: that is where it is compiled. `Module.compile` would take the recomputation into the
+graph, where it breaks at attention and leaves the whole layer as it was, in silence.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from anchorline.errors import UserError
+from torchtrain.modeling.source import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_HANDS_OVER = "_gradient_checkpointing_func"
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a small function, so that a compiler that is not there or not whole is found before anything is loaded.
+
+    Raises:
+        UserError: torch cannot compile for this device.
+    """
+    try:
+        torch.compile(_add_one, dynamic=False)(torch.ones(64, device=device))
+    except Exception as error:  # of Inductor, of the compiler that it calls, of Triton
+        needed = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler such as g++"
+        raise UserError(
+            f"model.fused compile: torch cannot compile for {device.type} here ({first_line(error)}); install "
+            f"{needed}, or set model.fused to none"
+        ) from None
+
+
+def compile_layers(model: "PreTrainedModel", recompute: bool) -> None:
+    """Let a model's decoder layers run compiled while it trains. Nothing is compiled before its first step.
+
+    Args:
+        model: its layers are set up for recomputation in the backward pass (`load_for_training` does so).
+        recompute: whether they are to be recomputed.
+
+    Raises:
+        UserError: none of its modules hands a layer's forward over.
+    """
+    layers = [module for module in model.modules() if hasattr(module, _HANDS_OVER)]
+    if not layers:
+        raise UserError(
+            f"model.fused compile: {model.config.model_type} has no decoder layers that can be compiled one by one; "
+            "set model.fused to none"
+        )
+    for module in layers:
+        setattr(module, _HANDS_OVER, _run_and_recompute if recompute else _run)
+    _expect(len(layers))
+
+
+def _expect(layers: int) -> None:
+    """Let each layer be compiled by itself where it must; beyond that fail, for torch would go on without compiling."""
+    from torch._dynamo import config
+
+    torch.compiler.reset()  # what an earlier model of this process had compiled counts, too
+    config.recompile_limit = max(config.recompile_limit, 2 * layers)
+    config.fail_on_recompile_limit_hit = True
+
+
+def _run(forward: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer's forward compiled: a method, or a partial of one or of its plain function."""
+    keywords: dict[str, Any] = {}
+    if isinstance(forward, functools.partial):
+        forward, args, keywords = forward.func, (*forward.args, *args), forward.keywords
+    if (layer := getattr(forward, "__self__", None)) is not None:
+        forward, args = forward.__func__, (layer, *args)  # type: ignore[attr-defined]
+    return _compile(forward)(*args, **keywords)
+
+
+def _run_and_recompute(forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(_run, forward, *args, use_reentrant=False)
+
+
+@functools.cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile the function that all layers of a kind share, so that it is compiled once for all of them."""
+    return torch.compile(function, dynamic=False)
+
+
+def _add_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1

@@ -1,0 +1,128 @@
+"""`model.fused: compile` in whole runs, and where it cannot be; what is compiled: `parity_tests/test_compiled.py`."""
+
+import functools
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo
+from torch._inductor import config as inductor
+from typer.testing import CliRunner
+
+from anchorline.errors import UserError
+from torchtrain.bench import step
+from torchtrain.bench.clock import Clock
+from torchtrain.bench.config import BenchConfig
+from torchtrain.bench.rows import Corpus
+from torchtrain.cli import app
+from torchtrain.config import load_config
+from torchtrain.distributed.layout import check_layout
+from torchtrain.modeling import compilation
+from torchtrain.modeling.compilation import check_compiler, compile_layers
+from torchtrain.tests.runs import content
+
+CPU = Clock(torch.device("cpu"), 1)
+COMPILE = "model.fused=compile"
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Let graphs run as they are, without a C++ compiler, and return a list that gets them."""
+    made, before = [], (dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit)
+
+    def keep(graph, inputs):
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(
+        compilation, "_compile", functools.cache(functools.partial(torch.compile, dynamic=False, backend=keep))
+    )
+    for user in ("torchtrain.run.setup", "torchtrain.bench.loops"):
+        monkeypatch.setattr(f"{user}.check_compiler", lambda device: None)
+    yield made
+    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = before
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def compiler():
+    """Return a function that puts another in the C++ compiler's place, and what one compiled before out of reach."""
+    with ExitStack() as patches:
+        yield lambda name: patches.enter_context(inductor.patch({"cpp.cxx": (name,), "fx_graph_cache": False}))
+
+
+def test_a_run_and_one_that_goes_on_learn_what_they_would_without_where_graphs_compute_the_same(graphs, fresh):
+    train, folder = fresh
+    same = ("train.micro_batch=2", "save.every=1")
+    train(str(folder / "plain"), *same)
+    train(str(folder / "fused"), *same, COMPILE, "model.activation_checkpointing=true")
+    assert len(graphs) == 4
+    left = content(folder / "fused")
+    kept = [f"{name}/model/model.safetensors" for name in ("fused", "plain")]
+    mine, theirs = ((folder / file).read_bytes() for file in kept)
+    assert mine == theirs
+
+    again = ["resume", str(folder / "fused"), "--step", "1"]
+    done = CliRunner().invoke(app, [*again, "model.fused=none"])
+    assert done.exit_code == 2
+    assert "model.fused: 'compile' in the run, 'none' now" in done.stderr
+    done = CliRunner().invoke(app, again)
+    assert done.exit_code == 0, done.output
+    assert len(graphs) == 8
+    assert content(folder / "fused") == left
+
+
+def test_a_compiler_that_is_not_there_is_found_before_anything_is_prepared(compiler, fresh):
+    compiler("no-such-compiler")
+    train, folder = fresh
+    with pytest.raises(UserError, match=r"model\.fused compile: torch cannot compile for cpu here \(.*no-such-comp"):
+        train(str(folder / "run"), COMPILE, f"data.cache={folder / 'cache'}")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(compiler, tmp_path):
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo g++ 12 && exit\necho 'no headers' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    compiler(str(broken))
+    with pytest.raises(UserError, match=r"^model\.fused compile: .* or set model\.fused to none$"):
+        check_compiler(torch.device("cpu"))
+
+
+def test_layers_whose_weights_are_gathered_are_refused(tree, write_config):
+    with pytest.raises(UserError, match=r"model\.fused compile: does not go with distributed\.zero_stage 3.* to 2, or"):
+        check_layout(load_config(write_config(tree), [COMPILE, "distributed.zero_stage=3"]), 2)
+
+
+def test_a_model_without_layers_is_refused():
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(model_type="flat")
+    with pytest.raises(
+        UserError, match=r"model\.fused compile: flat has no decoder layers .* set model\.fused to none"
+    ):
+        compile_layers(model, recompute=False)
+
+
+def test_the_bench_has_a_loop_that_is_compiled_and_no_other_is(graphs, tree):
+    source, bench_of = {"source": tree["model"]["source"]}, {name: tree["data"][name] for name in ("sources", "cache")}
+    names = ["torchtrain, anchor", "torchtrain, anchor, compiled", "transformers, full"]
+    shape = {"model": source | {"dtype": "float32"}, "lengths": [64], "layers": 1, "loops": names}
+    config = BenchConfig.model_validate({"tokenizer": source, "data": bench_of, "device": "cpu", "step": shape})
+    assert config.step is not None
+    corpus = Corpus(config)
+    loops, _ = step._open(config.step, step._load(config, config.step, corpus, CPU), step.World())
+    learned = {}
+    for name in (names[0], names[2], names[1]):
+        assert not graphs
+        learned[name] = [loops[name].step(step._row(corpus, 64, name)) for _ in range(2)]
+    assert len(graphs) == 4
+    assert learned[names[0]] == learned[names[1]]
+    assert [loops[name].compiled for name in names] == [False, True, False]
+
+
+def test_the_plan_says_what_it_does_not_count(tree, write_config):
+    said = [CliRunner().invoke(app, ["plan", str(write_config(tree)), *more]).stdout for more in ((), (COMPILE,))]
+    assert [("counted as without model.fused compile" in text) for text in said] == [False, True]
