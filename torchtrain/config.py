@@ -68,10 +68,15 @@ class ModelConfig(Section):
         default="auto",
         description="attention engine; auto says what it chose, never flash3 (Hopper) and flash4 (Hopper, Blackwell)",
     )
-    activation_checkpointing: Literal["auto"] | bool = Field(
+    activation_checkpointing: Literal["auto", "offload"] | bool = Field(
         default=False,
         description="recompute each layer in the backward pass; auto: only where the memory that is free when the run "
-        "begins does not do without, and it is said",
+        "begins does not do without, and it is said; offload: and keep its input in host memory until then",
+    )
+    layer_chunk: Count | None = Field(
+        default=None,
+        description="tokens for which norms and MLPs run at one time, and again in the backward pass (LLaMA, Mistral, "
+        "Qwen), so that nothing as wide as an MLP exists for more; null: all tokens, kept",
     )
     trust_remote_code: bool = Field(
         default=False, description="run code that comes with the model, for one that transformers does not know"

@@ -20,7 +20,9 @@ from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import ModelConfig
 from torchtrain.modeling.check import check_head
+from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.finite import first_not_finite
+from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.source import first_line, open_config, read_by_library
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def load_for_training(
     Args:
         source: what `resolve_source` returned.
         config: what `torchtrain.modeling.rope.extend` returned.
-        model: dtype, rotation and activation checkpointing.
+        model: dtype, rotation, activation checkpointing and chunks of layers.
         engine: what `torchtrain.attention.resolve_engine` returned.
         device: where to.
         cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
@@ -78,10 +80,9 @@ def load_for_training(
             check_rotation(loaded)
         check_head(loaded)
         check_separation(loaded)
-    if model.activation_checkpointing:
-        # Renamed within the versions we support; both take the arguments of torch's checkpoint first.
-        enable = getattr(loaded, "activation_checkpointing_enable", loaded.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        if model.layer_chunk is not None:
+            check_chunks(loaded)
+    save_memory(loaded, model)
     return loaded.train()
 
 

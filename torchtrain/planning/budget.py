@@ -17,7 +17,8 @@ summed in, and the largest weight, which a check gathers. Each host process hold
 one weight that is read and its tied one, and then its part, which DeepSpeed moves to the host and back. (Of a file of
 the run's dtype they are only mapped.)
 
-What `distributed.offload` keeps in host memory does not count for the GPU, nor does the copy of the state there that a
+What `distributed.offload` keeps in host memory does not count for the GPU, nor do the inputs of layers there
+(`model.activation_checkpointing: offload`: rows x tokens x width for each layer and rank), the copy of the state that a
 save beside the steps is written from (`save.asynchronous`), and the model that the first process gathers to export it.
 `torchtrain/tests/shapes_only` holds all of it against what DeepSpeed and the step make.
 """
@@ -37,6 +38,7 @@ from torchtrain.config import LEAST_STAGE, Config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET
 from torchtrain.modeling.check import check_config
+from torchtrain.modeling.offload import count_host_bytes
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import find_published, open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter, peak_of
@@ -132,6 +134,10 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         host, optimizer = optimizer + _FLOAT32 * part, 0  # gradients go to where they are used
     if offload == "all":
         host, weights = host + weights, 0
+
+    if config.model.activation_checkpointing == "offload":
+        shared = config.distributed.sequence_parallel
+        host += count_host_bytes(model, config.train.micro_batch * -(-config.pack.sequence_length // shared))
 
     # What a save beside the steps is written from; every process holds its share.
     staged = STATE_BYTES * count if config.save.asynchronous and any(config.save.schedule(config.train.steps)) else 0
