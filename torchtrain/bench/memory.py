@@ -22,7 +22,6 @@ from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.planning import budget
 
 OFFLOADS = ("none", "optimizer", "all")
-CHUNK = 8192  # tokens of `model.layer_chunk`, where it is on
 # What is switched on, each with all before it; ever more goes to the hosts, or is computed in smaller parts.
 WAYS = (*OFFLOADS, "chunks", "activations")
 FIRST = 8192  # tokens of a rank's part at the first length that is counted; the others are twice the one before
@@ -104,7 +103,9 @@ def _count(config: BenchConfig, name: str, way: dict[str, Any], shapes: budget.S
     """Return what is held at lengths that double, until it is more than any GPU has."""
     tokens, points = FIRST * shared_in(way), Points()
     most = max(config.memory.gib) * budget.GIB
-    while len(points) < LEAST or (points[-1][1] <= most and tokens <= LAST):
+    while len(points) < (LEAST if not points or points[0][1] <= most else 2) or (
+        points[-1][1] <= most and tokens <= LAST
+    ):
         held = budget.memory(config_of(config, name, tokens, way), shapes, processes)
         points.append((tokens, held.gpu, held.hosts))
         tokens *= 2
@@ -140,6 +141,8 @@ def _bisect(
 ) -> int | None:
     """Return the longest context below the first that was counted; None where not even 1,024 tokens fit."""
     least, most = 0, too_long // _ROUND
+    if budget.memory(config_of(config, name, _ROUND, way), shapes, processes).gpu > limit:
+        return None
     while most - least > 1:
         middle = (least + most) // 2
         held = budget.memory(config_of(config, name, middle * _ROUND, way), shapes, processes).gpu
@@ -153,7 +156,7 @@ def ways_of(config: BenchConfig, name: str, processes: int, shapes: budget.Shape
     spread = {"zero_stage": 3} | ({"sequence_parallel": shared} if shared > 1 else {})
     recomputed = {"activation_checkpointing": True}
     ways = {offload: {"model": recomputed, "distributed": spread | {"offload": offload}} for offload in OFFLOADS}
-    chunks = {"layer_chunk": CHUNK}
+    chunks = {"layer_chunk": budget.LAYER_CHUNK}
     everything = ways[OFFLOADS[-1]]
     return ways | {
         "chunks": everything | {"model": recomputed | chunks},

@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.table import Table as ScreenTable
 
-from torchtrain.bench.memory import CHUNK, WAYS
+from torchtrain.bench.memory import WAYS
 from torchtrain.bench.spread import show
+from torchtrain.planning.budget import LAYER_CHUNK
 
 _GIB = 2**30
 
@@ -164,7 +165,7 @@ def _memory(result: dict[str, Any]) -> list[BenchTable]:
         "layers computed again",
         "+ optimizer on the hosts",
         "+ weights on the hosts",
-        f"+ chunks of {CHUNK:,} tokens",
+        f"+ chunks of {LAYER_CHUNK:,} tokens",
         "+ inputs of layers on the hosts",
         "hosts then hold, GiB",
     )

@@ -5,7 +5,8 @@ An MLP of Llama-3-8B makes three tensors [T, 14336] of its input [T, 4096], a no
 takes its gradients and drops it (tiled computation, as arXiv 2506.13996 has it). A gradient of a weight is a sum over
 all tokens. It is taken over chunks in float32 and rounded to the weight's dtype once: in bfloat16 what a chunk brings
 is lost where it is below 1/256 of the sum, and 1.5M tokens are hundreds of chunks. A token's own numbers are those
-of the plain modules but for the order in which a matrix product of another size adds up.
+of the plain modules, but a library may add up a matrix product of fewer rows in another order: bit for bit they are the
+same where a chunk holds all tokens.
 
 Weights are taken from the module when they are used, never kept: under ZeRO 3 they are gathered for the module as a
 whole, once a pass (`used_by`), and are others by then.
@@ -298,8 +299,8 @@ def _chunks(cut: tuple[int, int | None], *whole: Tensor) -> Iterable[tuple[Tenso
 def _add_product(total_OI: Tensor, made_nO: Tensor, given_nI: Tensor) -> None:
     """Add made^T given, its sums over n taken in the dtype of `total`."""
     if made_nO.dtype == total_OI.dtype:
-        total_OI.addmm_(made_nO.t(), given_nI)
+        total_OI.add_(made_nO.t() @ given_nI)
     elif made_nO.device.type == "cpu":  # which has no product that leaves its sums in float32
-        total_OI.addmm_(made_nO.t().to(total_OI.dtype), given_nI.to(total_OI.dtype))
+        total_OI.add_(made_nO.t().to(total_OI.dtype) @ given_nI.to(total_OI.dtype))
     else:
         total_OI.add_(torch.mm(made_nO.t(), given_nI, out_dtype=total_OI.dtype))

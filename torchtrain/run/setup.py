@@ -41,6 +41,7 @@ from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
+from torchtrain.planning.memory import shape_of_model
 from torchtrain.run.recomputation import choose_recomputation
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def set_up(
     check_heads(config, own_config)
     own_positions: int = own_config.max_position_embeddings
     model_config = extend(own_config, config.rope, length)
+    if config.model.layer_chunk is not None:
+        shape_of_model(model_config, config.model)  # which refuses other layers
     if config.pack.base_variant == "intra_reset":
         check_resets(model_config, length)
     tokenizer = open_tokenizer(source, trusted)
