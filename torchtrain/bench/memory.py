@@ -24,8 +24,8 @@ from torchtrain.planning import budget
 OFFLOADS = ("none", "optimizer", "all")
 # What is switched on, each with all before it; ever more goes to the hosts, or is computed in smaller parts.
 WAYS = (*OFFLOADS, "chunks", "activations")
-FIRST = 8192  # tokens of a rank's part at the first length that is counted; the others are twice the one before
-LEAST, LAST = 3, 2**17  # how many lengths are counted at least; tokens of a row beyond which no more are
+FIRST = 8192  # tokens of a rank's part at the first length that is counted; each other is four times the one before
+LEAST, LAST = 3, 2**19  # how many lengths are counted at least; tokens of a part beyond which no more are
 _ROUND = 1024
 
 Points = list[tuple[int, int, int]]  # tokens of a row, bytes of a GPU, bytes of all hosts
@@ -100,15 +100,15 @@ def _search(
 
 
 def _count(config: BenchConfig, name: str, way: dict[str, Any], shapes: budget.Shapes, processes: int) -> Points:
-    """Return what is held at lengths that double, until it is more than any GPU has."""
+    """Return what is held at lengths of which each is four times the one before, until it is more than any GPU has."""
     tokens, points = FIRST * shared_in(way), Points()
     most = max(config.memory.gib) * budget.GIB
     while len(points) < (LEAST if not points or points[0][1] <= most else 2) or (
-        points[-1][1] <= most and tokens <= LAST
+        points[-1][1] <= most and tokens <= LAST * shared_in(way)
     ):
         held = budget.memory(config_of(config, name, tokens, way), shapes, processes)
         points.append((tokens, held.gpu, held.hosts))
-        tokens *= 2
+        tokens *= 4
     return points
 
 
