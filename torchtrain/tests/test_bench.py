@@ -264,7 +264,7 @@ def test_what_fits_nowhere_has_no_context(bench_tree, tmp_path, monkeypatch):
     (row,) = memory.measure(
         BenchConfig.model_validate(tree), BenchRecord(tmp_path / "m.jsonl", {}), CPU, lambda line: None
     )["rows"]
-    assert [row[offload] for offload in memory.OFFLOADS] == [None] * 3
+    assert [row[way] for way in memory.WAYS] == [None] * len(memory.WAYS)
 
 
 # --- an earlier result ------------------------------------------------------------------------------------------------
