@@ -27,7 +27,11 @@ ABOUT = {
     "over the product of large matrices measured in the same turns, *executed* what the device runs, with "
     "recomputation. torchtrain keeps float32 masters of bfloat16 weights; the others update bfloat16 weights.",
     "memory": "Counted by shapes, as `torchtrain plan` does, nothing run: the CUDA context, NCCL and fragments come on "
-    "top. Where nothing is offloaded that fits, `distributed.offload` is what to switch on.",
+    "top, and what a kernel needs for itself (FlashAttention-2's backward pass a float32 copy of the queries). What to "
+    "switch on stands above the columns, each with all before it: `model.activation_checkpointing: true` under "
+    "`distributed.zero_stage: 3` and `distributed.sequence_parallel`; `distributed.offload: optimizer`; "
+    "`distributed.offload: all`; `model.layer_chunk: 8192`; `model.activation_checkpointing: offload`. A row holds at "
+    "most 16,777,216 tokens, up to which float32 counts positions. LoRA is left out: torchtrain trains every weight.",
 }
 
 

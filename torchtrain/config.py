@@ -74,10 +74,15 @@ class ModelConfig(Section):
         default="auto",
         description="attention engine; auto says what it chose, never flash3 (Hopper) and flash4 (Hopper, Blackwell)",
     )
-    activation_checkpointing: Literal["auto"] | bool = Field(
+    activation_checkpointing: Literal["auto", "offload"] | bool = Field(
         default=False,
         description="recompute each layer in the backward pass; auto: only where the memory that is free when the run "
-        "begins does not do without, and it is said",
+        "begins does not do without, and it is said; offload: and keep its input in host memory until then",
+    )
+    layer_chunk: Count | None = Field(
+        default=None,
+        description="tokens for which norms and MLPs run at one time, and again in the backward pass (LLaMA, Mistral, "
+        "Qwen), so that nothing as wide as an MLP exists for more; null: all tokens, kept",
     )
     trust_remote_code: bool = Field(
         default=False, description="run code that comes with the model, for one that transformers does not know"
@@ -556,6 +561,19 @@ class Config(Section):
                 f"rope.theta 'paper': the paper has no base for pack.sequence_length {self.pack.sequence_length}; "
                 f"it has one for {', '.join(map(str, PAPER_ROPE_THETA))}: give a number"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_layers_are_whole(self) -> Self:
+        model, others = self.model, ""
+        if self.distributed.zero_stage == 3:
+            others = "distributed.zero_stage 3, which gathers weights within a layer; set it to 2"
+        elif model.layer_chunk is not None:
+            others = "model.layer_chunk, which cuts a layer up; set that to null"
+        elif model.activation_checkpointing == "offload":
+            others = "model.activation_checkpointing offload, which runs a layer itself; set that to true"
+        if model.fused == "compile" and others:
+            raise ValueError(f"model.fused compile: does not go with {others}, or model.fused to none")
         return self
 
 

@@ -113,11 +113,19 @@ class StepBench(Section):
     modelled: ModelledStep | None = None
 
 
+class ExplainedMemory(Section):
+    """A run of which is told what a GPU holds, with everything switched on."""
+
+    model: PathText = "meta-llama/Meta-Llama-3-8B"
+    processes: SmallCount = 1
+    tokens: Tokens = Field(default=1_500_160, description="of a row")
+
+
 class MemoryBench(Section):
     """`bench memory`: how long a context may be, by what `torchtrain plan` counts."""
 
     models: list[PathText] = Field(
-        default=["Qwen/Qwen1.5-1.8B", "meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-70B"],
+        default=["meta-llama/Llama-3.2-1B", "meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-70B"],
         min_length=1,
         max_length=16,
     )
@@ -126,6 +134,7 @@ class MemoryBench(Section):
     )
     processes: list[SmallCount] = Field(default=[1, 8, 64], min_length=1, max_length=16, description="one a GPU")
     longest: Tokens = Field(default=MOST_TOKENS, description="tokens at which the search stops")
+    explained: ExplainedMemory | None = None
 
 
 class BenchConfig(Section):

@@ -19,7 +19,19 @@ from torchtrain.bench.tables import markdown_of, tables_of
 What = Literal["attention", "step", "memory"]
 # What must be alike for measurements to stand in one folder; and what only chooses among them, so that more may follow.
 _ALIKE = ("data", "tokenizer", "device", "threads", "seed")
-_CHOICES = {"lengths", "dtypes", "rows", "variants", "engines", "rivals", "dense_tokens", "loops", "modelled", "models"}
+_CHOICES = {
+    "lengths",
+    "dtypes",
+    "rows",
+    "variants",
+    "engines",
+    "rivals",
+    "dense_tokens",
+    "loops",
+    "modelled",
+    "models",
+    "explained",
+}
 VERBS = {"attention": attention.measure, "step": step.measure, "memory": memory.measure}
 
 

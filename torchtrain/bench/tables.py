@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.table import Table as ScreenTable
 
-from torchtrain.bench.memory import OFFLOADS
+from torchtrain.bench.memory import WAYS
 from torchtrain.bench.spread import show
+from torchtrain.planning.budget import LAYER_CHUNK
 
 _GIB = 2**30
 
@@ -151,18 +152,35 @@ def _step(result: dict[str, Any]) -> list[BenchTable]:
 def _memory(result: dict[str, Any]) -> list[BenchTable]:
     rows = [
         (
-            f"{row['model']}, {row['processes']} x {row['gib']:g} GiB",
-            *(_context(row[offload], row["counted"]) for offload in OFFLOADS),
-            f"{row['hosts'] / _GIB:,.0f}",
-            f"`{row['way']}`",
+            f"{row['model'].rpartition('/')[2]}, {row['processes']} x {row['gib']:g} GiB",
+            f"{row['shared']}",
+            *(_context(row[way], row["counted"]) for way in WAYS),
+            "" if row["hosts"] is None else f"{row['hosts'] / _GIB:,.0f}",
         )
         for row in result["rows"]
     ]
-    head = ("model, GPUs", "nothing offloaded", "optimizer", "all", "hosts then hold, GiB", "the last, with")
-    title = (
-        "Longest context in tokens, every weight trained, by what is offloaded to the hosts (~: by a line that goes on)"
+    head = (
+        "model, GPUs",
+        "GPUs to a row",
+        "layers computed again",
+        "+ optimizer on the hosts",
+        "+ weights on the hosts",
+        f"+ chunks of {LAYER_CHUNK:,} tokens",
+        "+ inputs of layers on the hosts",
+        "hosts then hold, GiB",
     )
-    return [BenchTable(title, head, rows)]
+    title = "Longest context in tokens, every weight trained, by what is switched on (~: by a line that goes on)"
+    tables = [BenchTable(title, head, rows)]
+    if (told := result["explained"]) is not None:
+        asked = result["settings"]["memory"]["explained"]
+        name, count = asked["model"].rpartition("/")[2], asked["processes"]
+        parts = [(what, f"{size / _GIB:.1f}") for what, size in told["parts"].items()]
+        parts.append(("activations", f"{told['activations'] / _GIB:.1f}"))
+        parts += [(f"of them {one['dtype']} {one['shape']}", f"{one['bytes'] / _GIB:.1f}") for one in told["alive"]]
+        parts += [("all", f"{told['gpu'] / _GIB:.1f}"), ("the hosts", f"{told['hosts'] / _GIB:.1f}")]
+        title = f"{name} at {asked['tokens']:,} tokens on {count} x GPU, GiB when it holds most, with `{told['way']}`"
+        tables.append(BenchTable(title, ("", "GiB"), parts))
+    return tables
 
 
 def _context(tokens: int | None, counted: int) -> str:

@@ -26,6 +26,7 @@ FREE = (
     "train.skip_bad_steps",
     "train.loss_spike",
     "model.activation_checkpointing",
+    "model.layer_chunk",
     "model.trust_remote_code",
 )
 _ABSENT = "nothing"

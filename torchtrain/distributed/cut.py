@@ -95,8 +95,3 @@ class Cutter:
                 hooks.enter_context(module.register_forward_hook(release, always_call=True))
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             yield
-
-
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return a parameter's shape, that of all ranks' parts together where it is cut up."""
-    return getattr(parameter, "ds_shape", parameter.shape)

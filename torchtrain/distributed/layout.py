@@ -22,11 +22,6 @@ def check_layout(config: Config, processes: int) -> None:
         UserError: they cannot.
     """
     shared = config.distributed.sequence_parallel
-    if config.model.fused == "compile" and config.distributed.zero_stage == 3:
-        raise UserError(
-            "model.fused compile: does not go with distributed.zero_stage 3, which gathers weights within a layer; set "
-            "it to 2, or model.fused to none"
-        )
     if processes % shared:
         raise UserError(
             f"distributed.sequence_parallel {shared}: does not divide {_processes(processes)}; start as many with "

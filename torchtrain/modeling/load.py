@@ -20,8 +20,10 @@ from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import ModelConfig
 from torchtrain.modeling.check import check_head
+from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.compilation import compile_layers
 from torchtrain.modeling.finite import first_not_finite
+from torchtrain.modeling.recompute import hand_layers_over, save_memory
 from torchtrain.modeling.source import first_line, open_config, read_by_library
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def load_for_training(
     Args:
         source: what `resolve_source` returned.
         config: what `torchtrain.modeling.rope.extend` returned.
-        model: dtype, rotation, fusion and activation checkpointing.
+        model: dtype, rotation, fusion, activation checkpointing and chunks of layers.
         engine: what `torchtrain.attention.resolve_engine` returned.
         device: where to.
         cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
@@ -79,21 +81,22 @@ def load_for_training(
             check_rotation(loaded)
         check_head(loaded)
         check_separation(loaded)
+        if model.layer_chunk is not None:
+            check_chunks(loaded)
     set_up_layers(loaded, model)
     return loaded.train()
 
 
 def set_up_layers(loaded: "PreTrainedModel", model: ModelConfig) -> None:
-    """Let a model's layers recompute what they keep, and run compiled, as its settings say.
+    """Let a model's layers recompute what they keep, run in chunks, and run compiled, as its settings say.
 
     Raises:
-        UserError: it has no layers that can be compiled.
+        UserError: it has no layers that can be compiled, or none that `model.layer_chunk` knows.
     """
-    if model.activation_checkpointing or model.fused == "compile":
-        # Renamed within the versions we support; both take the arguments of torch's checkpoint first.
-        enable = getattr(loaded, "activation_checkpointing_enable", loaded.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+    save_memory(loaded, model)
     if model.fused == "compile":
+        if not model.activation_checkpointing:
+            hand_layers_over(loaded)
         compile_layers(loaded, recompute=bool(model.activation_checkpointing))
 
 

@@ -17,7 +17,8 @@ summed in, and the largest weight, which a check gathers. Each host process hold
 one weight that is read and its tied one, and then its part, which DeepSpeed moves to the host and back. (Of a file of
 the run's dtype they are only mapped.)
 
-What `distributed.offload` keeps in host memory does not count for the GPU, nor does the copy of the state there that a
+What `distributed.offload` keeps in host memory does not count for the GPU, nor do the inputs of layers there
+(`model.activation_checkpointing: offload`: rows x tokens x width for each layer and rank), the copy of the state that a
 save beside the steps is written from (`save.asynchronous`), and the model that the first process gathers to export it.
 `torchtrain/tests/shapes_only` holds all of it against what DeepSpeed and the step make.
 """
@@ -27,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import ValidationError
 
@@ -37,6 +38,7 @@ from torchtrain.config import LEAST_STAGE, Config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET
 from torchtrain.modeling.check import check_config
+from torchtrain.modeling.offload import count_host_bytes
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import find_published, open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter, peak_of
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _FLOAT32 = 4
+LAYER_CHUNK = 8192  # tokens that are proposed for `model.layer_chunk`: enough for a GPU's matrix products
 _ROOM = 0.9  # of a GPU's memory; the CUDA context, NCCL and fragments take the rest
 
 
@@ -132,6 +135,10 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         host, optimizer = optimizer + _FLOAT32 * part, 0  # gradients go to where they are used
     if offload == "all":
         host, weights = host + weights, 0
+
+    if config.model.activation_checkpointing == "offload":
+        shared = config.distributed.sequence_parallel
+        host += count_host_bytes(model, config.train.micro_batch * -(-config.pack.sequence_length // shared))
 
     # What a save beside the steps is written from; every process holds its share.
     staged = STATE_BYTES * count if config.save.asynchronous and any(config.save.schedule(config.train.steps)) else 0
@@ -268,8 +275,9 @@ def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
 def remedies(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory]:
     """Return the overrides, one after another, that bring a run into `limit` bytes a GPU, and its memory with them.
 
-    Cheapest first: what costs nothing, then recomputation, then communication, then transfers to the host. Together
-    they are a config that `load_config` takes. The list may not suffice; the memory tells.
+    Cheapest first: what costs nothing, then recomputation, then communication, then transfers to the host; where that
+    is too much, chunks of layers, and their inputs to the host. Together they are a config that `load_config` takes.
+    The list may not suffice; the memory tells.
     """
     taken: dict[str, int | str | bool] = {}
     held = memory(config, shapes, processes)
@@ -284,9 +292,9 @@ def remedies(config: Config, shapes: Shapes, processes: int, limit: int) -> tupl
         try:
             check_layout(changed, processes)
             check_heads(changed, shapes.config)
-        except UserError:
+            now = memory(changed, shapes, processes)
+        except UserError:  # not this layout; or not the layers of this model in chunks
             continue
-        now = memory(changed, shapes, processes)
         if now.gpu < held.gpu:
             config, held = changed, now
             taken |= {f"{section}.{name}": value for name, value in values.items()}
@@ -296,9 +304,10 @@ def remedies(config: Config, shapes: Shapes, processes: int, limit: int) -> tupl
 def fastest(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory] | None:
     """Return the overrides that make a run the fastest which `limit` bytes a GPU hold, and its memory with them.
 
-    Tried are, the dearest to have last: transfers to the host, recomputation, and each further stage of ZeRO. Rows at a
-    time, and how many ranks share one, stay: they follow from the length. No time is counted: the order is that of what
-    each costs at any length (docs/LOG.md).
+    Tried are, the dearest to have last: transfers to the host, recomputation, and each further stage of ZeRO; then all
+    of it again with chunks of layers, and with their inputs on the host. Rows at a time, and how many ranks share one,
+    stay: they follow from the length. No time is counted: the order is that of what each costs at any length
+    (docs/LOG.md).
 
     Args:
         config: the run's.
@@ -309,20 +318,55 @@ def fastest(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple
     Returns:
         None where nothing fits, the config as it is neither.
     """
-    now = (config.distributed.offload, bool(config.model.activation_checkpointing), config.distributed.zero_stage)
-    stages = range(4) if processes > 1 else range(1)
-    for offload, recomputed, stage in product(LEAST_STAGE, (False, True), stages):
-        changed = _revise(config, "distributed", {"zero_stage": stage, "offload": offload})
+    now = _Layout.of(config)
+    for layout in _layouts(1 if processes == 1 else 4, config.model.layer_chunk or LAYER_CHUNK, now):
+        changed = layout.of_run(config)
         if changed is None:  # this offload needs a higher stage
             continue
-        changed = _revise(changed, "model", {"activation_checkpointing": recomputed})
-        assert changed is not None
-        held = memory(changed, shapes, processes)
-        if held.gpu <= _ROOM * limit or ((offload, recomputed, stage) == now and held.gpu <= limit):
-            names = ("distributed.offload", "model.activation_checkpointing", "distributed.zero_stage")
-            pairs = zip(names, (offload, recomputed, stage), now, strict=True)
-            return [f"{name}={str(value).lower()}" for name, value, was in pairs if value != was], held
+        try:
+            held = memory(changed, shapes, processes)
+        except UserError:  # layers of this model do not go in chunks
+            continue
+        if held.gpu <= _ROOM * limit or (layout == now and held.gpu <= limit):
+            return layout.told(now), held
     return None
+
+
+class _Layout(NamedTuple):
+    """What of a run `fastest` chooses."""
+
+    offload: str
+    recomputed: bool | str
+    chunk: int | None
+    stage: int
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        model, distributed = config.model, config.distributed
+        # `auto` is planned as if it did
+        recomputed = "offload" if model.activation_checkpointing == "offload" else bool(model.activation_checkpointing)
+        return cls(distributed.offload, recomputed, model.layer_chunk, distributed.zero_stage)
+
+    def of_run(self, config: Config) -> Config | None:
+        """Return the config with this layout; None where stage and offload do not go together."""
+        changed = _revise(config, "distributed", {"zero_stage": self.stage, "offload": self.offload})
+        if changed is None:
+            return None
+        return _revise(changed, "model", {"activation_checkpointing": self.recomputed, "layer_chunk": self.chunk})
+
+    def told(self, now: "_Layout") -> list[str]:
+        """Return the overrides that make this layout of another."""
+        names = ("distributed.offload", "model.activation_checkpointing", "model.layer_chunk", "distributed.zero_stage")
+        values = (("null" if value is None else str(value).lower()) for value in self)
+        return [f"{name}={value}" for name, value, is_, was in zip(names, values, self, now, strict=True) if is_ != was]
+
+
+def _layouts(stages: int, chunk: int, now: _Layout) -> Iterator[_Layout]:
+    """Yield layouts, each dearer to have than those before it, and last the one that there is."""
+    for kept in (((False, None), (True, None)), ((True, chunk),), (("offload", chunk),)):
+        for offload, (recomputed, tokens), stage in product(LEAST_STAGE, kept, range(stages)):
+            yield _Layout(offload, recomputed, tokens, stage)
+    yield now
 
 
 def _revise(config: Config, section: str, values: dict[str, Any]) -> Config | None:
@@ -345,3 +389,5 @@ def _changes(config: Config, processes: int) -> Iterator[tuple[str, dict[str, An
     for offload, stage in LEAST_STAGE.items():
         if offload != "none":
             yield "distributed", {"zero_stage": stage, "offload": offload}
+    yield "model", {"layer_chunk": LAYER_CHUNK}
+    yield "model", {"activation_checkpointing": "offload"}

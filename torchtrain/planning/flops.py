@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
-from torchtrain.distributed.cut import whole_shape
 from torchtrain.modeling.head import head_of
+from torchtrain.modeling.whole import whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

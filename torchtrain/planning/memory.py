@@ -29,7 +29,9 @@ from torchtrain.attention.gather import gather_keys, gather_queries, scatter_que
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.config import Config, ModelConfig
 from torchtrain.marks import ANCHOR
+from torchtrain.modeling.chunks import used_by
 from torchtrain.modeling.head import head_of, hidden_states
+from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.source import read_by_library
 from torchtrain.planning.gathering import Use, count_gathered
 from torchtrain.training.labels import Labels
@@ -43,6 +45,14 @@ _STAND_IN = "anchorline_shapes_only"
 _DOCUMENT = 1024
 
 
+class Alive(NamedTuple):
+    """A block of memory that a pass holds."""
+
+    size: int  # bytes
+    shape: tuple[int, ...]  # of the tensor that it was made for
+    dtype: str
+
+
 class PeakBytes(TorchDispatchMode):
     """Counts the bytes of all storages made inside the block and still alive: now, and at most.
 
@@ -53,6 +63,9 @@ class PeakBytes(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._alive: dict[int, Alive] = {}
+        self._freed: list[Alive] = []  # since most was held
+        self._born = self._peak_born = 0
         self._known: Any = WeakIdKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
             self._known[tensor.untyped_storage()] = True
@@ -62,20 +75,31 @@ class PeakBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+                self._count(leaf)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
         if storage in self._known:
             return
-        size = storage.nbytes()
         self._known[storage] = True
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, size)
+        self._born += 1
+        made = Alive(storage.nbytes(), tuple(x.shape), str(x.dtype).removeprefix("torch."))
+        self._alive[self._born] = made
+        self.now += made.size
+        if self.now > self.peak:
+            self.peak, self._peak_born, self._freed = self.now, self._born, []
+        weakref.finalize(storage, self._free, self._born)
 
-    def _free(self, size: int) -> None:
-        self.now -= size
+    def _free(self, number: int) -> None:
+        freed = self._alive.pop(number)
+        self.now -= freed.size
+        if number <= self._peak_born:
+            self._freed.append(freed)
+
+    def at_peak(self) -> tuple[Alive, ...]:
+        """Return what lived when most was held."""
+        return *self._freed, *(made for number, made in self._alive.items() if number <= self._peak_born)
 
 
 def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTrainedModel":
@@ -103,15 +127,8 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
         from torchtrain.modeling.rotation import rotate_in_float32
 
         rotate_in_float32(model)
-    if settings.activation_checkpointing:
-        enable_checkpointing(model)
+    save_memory(model, settings, most=2)
     return model.train()
-
-
-def enable_checkpointing(model: "PreTrainedModel") -> None:
-    """Recompute each layer in the backward pass, as `load_for_training` sets it up."""
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
 
 
 class Moment(NamedTuple):
@@ -131,6 +148,7 @@ class Pass:
     weights: int
     uses: tuple[Use, ...] = ()
     sizes: tuple[int, ...] = ()  # weights of each parameter
+    alive: tuple[Alive, ...] = ()  # when most is held, weights and gradients left out
 
     def most(
         self, kept: float, adding: float, again: bool, bucket: int = 0, begun: int = 0, gathered: float = 0
@@ -170,8 +188,8 @@ class _Watch(PeakBytes):
         self._numbers = {id(p): number for number, p in enumerate(model.parameters())}
         self._modules = 0
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        super()._count(storage)
+    def _count(self, x: Tensor) -> None:
+        super()._count(x)
         self._note()
 
     def _note(self, adding: int = 0) -> None:
@@ -234,12 +252,12 @@ class Shapes:
 
     def __init__(self, config: "PretrainedConfig") -> None:
         self.config = config
-        self._models: dict[tuple[str, str, bool], PreTrainedModel] = {}
+        self._models: dict[tuple[Any, ...], PreTrainedModel] = {}
         self._passes: dict[tuple[Any, ...], Pass] = {}
 
     def model(self, settings: ModelConfig) -> "PreTrainedModel":
         """Return the model of `shape_of_model`."""
-        key = (settings.dtype, settings.rotation, bool(settings.activation_checkpointing))
+        key = _key_of(settings)
         if key not in self._models:
             self._models[key] = shape_of_model(self.config, settings)
         return self._models[key]
@@ -248,19 +266,19 @@ class Shapes:
         """Count the passes of a run's micro-batch on one rank, every token labelled."""
         model, train, pack = config.model, config.train, config.pack
         shared = config.distributed.sequence_parallel
-        key = (
-            model.dtype,
-            model.rotation,
-            bool(model.activation_checkpointing),
-            train.micro_batch,
-            pack.sequence_length,
-            shared,
-        )
-        key = (*key, pack.base_variant, train.loss_chunk)
+        key = (*_key_of(model), train.micro_batch, pack.sequence_length, shared, pack.base_variant, train.loss_chunk)
         if key not in self._passes:
             plan = _plan(pack.base_variant, train.micro_batch, -(-pack.sequence_length // shared) * shared)
             self._passes[key] = count_pass(self.model(model), plan, shared, train.loss_chunk)
         return self._passes[key]
+
+
+def _key_of(settings: ModelConfig) -> tuple[Any, ...]:
+    """Return what of a model's settings its shapes depend on. `auto` may recompute."""
+    recomputed = (
+        "offload" if settings.activation_checkpointing == "offload" else bool(settings.activation_checkpointing)
+    )
+    return settings.dtype, settings.rotation, recomputed, settings.layer_chunk
 
 
 def _plan(variant: str, rows: int, tokens: int) -> AttentionPlan:
@@ -292,7 +310,7 @@ def count_pass(model: "PreTrainedModel", plan: AttentionPlan, shared: int, chunk
     with _Watch(model) as watch:
         hooks: list[Any] = [p.register_post_accumulate_grad_hook(watch.take) for p in model.parameters()]
         for module in model.modules():
-            if own := list(module.parameters(recurse=False)):
+            if own := used_by(module):
                 enter, leave = watch.uses_of(own)
                 hooks.append(module.register_forward_pre_hook(partial(_on_input, enter)))
                 hooks.append(module.register_forward_hook(partial(_on_output, leave)))
@@ -306,7 +324,7 @@ def count_pass(model: "PreTrainedModel", plan: AttentionPlan, shared: int, chunk
             hook.remove()
     moments = tuple(Moment(held, *key) for key, held in watch.moments.items())
     sizes = tuple(p.numel() for p in model.parameters())
-    return Pass(moments, sum(sizes), tuple(watch.uses), sizes)
+    return Pass(moments, sum(sizes), tuple(watch.uses), sizes, watch.at_peak())
 
 
 def _on_input(enter: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

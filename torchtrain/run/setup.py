@@ -30,7 +30,7 @@ from torchtrain.data import (
     tokenizer_identity,
 )
 from torchtrain.data import identity as data_identity
-from torchtrain.distributed.cut import Cutter, whole_shape
+from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.threads import share_cores
@@ -42,6 +42,8 @@ from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
+from torchtrain.modeling.whole import whole_shape
+from torchtrain.planning.memory import shape_of_model
 from torchtrain.run.recomputation import choose_recomputation
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ def set_up(
     check_heads(config, own_config)
     own_positions: int = own_config.max_position_embeddings
     model_config = extend(own_config, config.rope, length)
+    if config.model.layer_chunk is not None:
+        shape_of_model(model_config, config.model)  # which refuses other layers
     if config.pack.base_variant == "intra_reset":
         check_resets(model_config, length)
     tokenizer = open_tokenizer(source, trusted)

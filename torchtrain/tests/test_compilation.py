@@ -18,7 +18,6 @@ from torchtrain.bench.config import BenchConfig
 from torchtrain.bench.rows import Corpus
 from torchtrain.cli import app
 from torchtrain.config import load_config
-from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling import compilation
 from torchtrain.modeling.compilation import check_compiler, compile_layers
 from torchtrain.tests.runs import content
@@ -92,9 +91,19 @@ def test_a_compiler_that_fails_is_told_in_one_line(compiler, tmp_path):
         check_compiler(torch.device("cpu"))
 
 
-def test_layers_whose_weights_are_gathered_are_refused(tree, write_config):
-    with pytest.raises(UserError, match=r"model\.fused compile: does not go with distributed\.zero_stage 3.* to 2, or"):
-        check_layout(load_config(write_config(tree), [COMPILE, "distributed.zero_stage=3"]), 2)
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("distributed.zero_stage=3", "distributed.zero_stage 3, which gathers .* to 2"),
+        ("model.layer_chunk=8", "model.layer_chunk, which cuts a layer up; set that to null"),
+        ("model.activation_checkpointing=offload", "model.activation_checkpointing offload, .* to true"),
+    ],
+)
+def test_layers_that_are_not_whole_are_refused(tree, write_config, other, said):
+    path = write_config(tree)
+    assert load_config(path, [other]).model.fused == "none"
+    with pytest.raises(UserError, match=f"model.fused compile: does not go with {said}, or model.fused to none"):
+        load_config(path, [COMPILE, other])
 
 
 def test_a_model_without_layers_is_refused():

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtrain.attention import make_plan
+from torchtrain.modeling.recompute import hand_layers_over
 from torchtrain.planning.flops import FlopCounter, peak_flops, peak_of
-from torchtrain.planning.memory import enable_checkpointing
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
 from torchtrain.training.labels import find_labels
 from torchtrain.training.loss import chunked_cross_entropy
@@ -29,7 +29,7 @@ def test_counts_what_torch_counts(family):
 def test_counts_what_torch_counts_when_layers_run_again(family):
     model = tiny_model(family).train()
     model.set_attn_implementation("eager")
-    enable_checkpointing(model)
+    hand_layers_over(model)
     B, T = 2, 24
     tokens = torch.randint(VOCABULARY, (B, T))
     counter = FlopCounterMode(display=False)

@@ -141,14 +141,17 @@ def test_weights_that_are_computed_with_again_are_there_until_their_gradients():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rotation", "micro_batches", "checkpointing"),
+    ("dtype", "rotation", "micro_batches", "checkpointing", "chunk"),
     [
-        *itertools.product(["bfloat16", "float32"], ["model"], [1, 2], [False, True]),
-        ("bfloat16", "float32", 1, False),
-        ("bfloat16", "float32", 1, True),
+        *itertools.product(["bfloat16", "float32"], ["model"], [1, 2], [False, True], ["null"]),
+        ("bfloat16", "float32", 1, False, "null"),
+        ("bfloat16", "float32", 1, True, "null"),
+        ("bfloat16", "model", 1, False, 100),
+        ("float32", "model", 2, "offload", 100),
+        ("bfloat16", "model", 2, "offload", "null"),
     ],
 )
-def test_plan_is_what_the_step_holds(config_of, monkeypatch, dtype, rotation, micro_batches, checkpointing):
+def test_plan_is_what_the_step_holds(config_of, monkeypatch, dtype, rotation, micro_batches, checkpointing, chunk):
     """A tiny model on one rank: the trainer's own step on the device of shapes, with the attention of flash."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64, "vocab_size": 1024}
     own = tiny_config(**sizes)
@@ -157,6 +160,7 @@ def test_plan_is_what_the_step_holds(config_of, monkeypatch, dtype, rotation, mi
         f"model.dtype={dtype}",
         f"model.rotation={rotation}",
         f"model.activation_checkpointing={str(checkpointing).lower()}",
+        f"model.layer_chunk={chunk}",
         f"train.sequences_per_step={micro_batches}",
         "pack.sequence_length=512",
         "train.loss_chunk=128",
@@ -358,6 +362,12 @@ def test_the_model_of_every_paper_config_needs_nobody(path, monkeypatch):
     config = load_config(path)
     shapes = Shapes(budget.model_config(config))
     weights = sum(p.numel() for p in shapes.model(config.model).parameters())
+    assert weights == published_models()[config.model.source]
+
+
+def test_the_shapes_of_llama_3_2_1b_have_its_weights(tree, write_config):
+    config = load_config(write_config(tree), ["model.source=meta-llama/Llama-3.2-1B", "rope.theta=keep"])
+    weights = sum(p.numel() for p in Shapes(budget.model_config(config)).model(config.model).parameters())
     assert weights == published_models()[config.model.source]
 
 

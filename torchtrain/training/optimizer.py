@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtrain.config import TrainConfig
-from torchtrain.distributed.cut import whole_shape
 from torchtrain.distributed.gradient_sums import GradientSums
+from torchtrain.modeling.whole import whole_shape
 
 
 class Optimizer:

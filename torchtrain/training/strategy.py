@@ -30,6 +30,7 @@ from torchtrain.distributed.zero import (
     import_deepspeed,
     leave_out,
 )
+from torchtrain.modeling.chunks import parameters_outside
 from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
@@ -196,6 +197,8 @@ class Zero(Strategy):
             # The head is called for one chunk of tokens after another, and would be gathered for each.
             for parameter in head_of(model).parameters():
                 deepspeed.zero.register_external_parameter(with_loss.loss, parameter)
+            for module, parameter in parameters_outside(model):
+                deepspeed.zero.register_external_parameter(module, parameter)
         self._divisor = gradient_divisor(config, world)
         self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
 

@@ -273,6 +273,13 @@ def _efficient_sdpa_backward(grad, q, k, v, bias, out, lse, seed, offset, dropou
     return *_on_host(_sdpa_backward, grad, q, k, v, causal, _scale(q, scale)), None
 
 
+def _mm_into(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    assert a.dtype == b.dtype, "as cuBLAS has it"
+    assert a.dtype in HALF, f"out_dtype is for products of half precision, not of {a.dtype}"
+    assert out_dtype == torch.float32, out_dtype
+    return _on_host(lambda a, b: (a.float() @ b.float(),), a, b)[0]
+
+
 def install() -> torch.library.Library:
     """Register all that torch has for CUDA; they stay for as long as the library that is returned."""
     library = torch.library.Library("aten", "IMPL")
@@ -284,6 +291,7 @@ def install() -> torch.library.Library:
         "_scaled_dot_product_flash_attention_backward": _flash_sdpa_backward,
         "_scaled_dot_product_efficient_attention": _efficient_sdpa,
         "_scaled_dot_product_efficient_attention_backward": _efficient_sdpa_backward,
+        "mm.dtype": _mm_into,
     }.items():
         library.impl(name, kernel, "CUDA")
     return library

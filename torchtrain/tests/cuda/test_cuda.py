@@ -115,3 +115,9 @@ def test_however_a_run_is_spread_it_has_the_bits_of_the_host(place, straight, pr
     assert_same_numbers(place.folder / name, on_host(place, f"{name}-host", *overrides, **how))
     names = [set(load_file(run / "model" / "model.safetensors")) for run in (place.folder / name, straight)]
     assert names[0] == names[1]  # tied embeddings are written once
+
+
+def test_inputs_of_layers_come_back_from_the_host_and_chunks_have_its_bits(place, straight):
+    chunks = ["train.steps=2", "save.last=1", "model.layer_chunk=50"]
+    assert place.train("chunks", *chunks, "model.activation_checkpointing=offload") == 0, place.log("chunks")
+    assert_same_numbers(place.folder / "chunks", on_host(place, "chunks-host", *chunks))

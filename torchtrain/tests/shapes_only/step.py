@@ -30,9 +30,10 @@ from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.modeling import load as loading
+from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.rotation import rotate_in_float32
 from torchtrain.planning.budget import memory, model_config
-from torchtrain.planning.memory import Shapes, enable_checkpointing
+from torchtrain.planning.memory import Shapes
 from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
 from torchtrain.tests.shapes_only.source import write_source
 from torchtrain.training.step import accumulate, make_micro_batches
@@ -82,8 +83,7 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
             )
         if config.model.rotation == "float32":
             rotate_in_float32(model)
-        if config.model.activation_checkpointing:
-            enable_checkpointing(model)
+        save_memory(model, config.model)
     strategy = make_strategy(model.train(), ENGINE, config, world)
     if isinstance(strategy, Zero):
         for x in tree_leaves(getattr(strategy.deepspeed.optimizer, "round_robin_bit16_meta", [])):

@@ -44,6 +44,7 @@ def waits(found: step.Measured) -> dict[tuple[str, str, str], int]:
         ["pack.variant=anchor", "train.sequences_per_step=3"],
         ["pack.variant=intra_reset", "train.micro_batch=2"],
         ["pack.variant=full+interleave", "model.activation_checkpointing=true"],
+        ["model.activation_checkpointing=offload", "model.layer_chunk=50"],
         ["model.dtype=float32", "rope.type=yarn", "rope.theta=keep", "train.clip_norm=null"],
     ],
     ids=lambda overrides: " ".join(overrides),
@@ -94,12 +95,17 @@ def test_rows_are_full_and_cut_among_the_ranks_that_share_them(tiny):
         assert part_of(rows[0], world)["input_ids"].shape == (1, 2048)
 
 
-def test_zero_3_gathers_the_head_once_a_micro_batch_however_many_chunks_the_loss_has(tiny, monkeypatch):
-    """But for the first of all, whose order of modules DeepSpeed does not know yet: there once each way."""
-    own = tiny_config(hidden_size=128, vocab_size=4096, tie_word_embeddings=False)
+@pytest.mark.parametrize("part", ["head", "mlp"])
+def test_zero_3_gathers_the_head_once_a_micro_batch_however_many_chunks_the_loss_has(tiny, monkeypatch, part):
+    """But for the first of all, whose order of modules DeepSpeed does not know yet: there once each way. And an MLP in
+    chunks once each way, by the pass and not by the chunk.
+    """
+    own = tiny_config(hidden_size=128, vocab_size=4096, intermediate_size=2048, tie_word_embeddings=False)
     monkeypatch.setattr(step, "model_config", lambda config: own)
     monkeypatch.setattr(zero, "GATHERED", own.hidden_size * own.vocab_size // 2)  # the head alone is over the limit
-    config = tiny("distributed.zero_stage=3", "train.sequences_per_step=16", "train.loss_chunk=16")
+    config = tiny(
+        "distributed.zero_stage=3", "train.sequences_per_step=16", "train.loss_chunk=16", "model.layer_chunk=16"
+    )
     gathered: Counter[int] = Counter()
     for handle, name in ((AllGatherHandle, "param"), (AllGatherCoalescedHandle, "params")):
 
@@ -112,16 +118,17 @@ def test_zero_3_gathers_the_head_once_a_micro_batch_however_many_chunks_the_loss
     with step.rank_of(config, 8) as world, ShapesOnly() as watch:
         strategy = step.make(config, world, watch)
         rows = make_micro_batches(step.batches(config, world), step.DOMAINS, world)
-        head = id(strategy.model.get_output_embeddings().weight)
+        mlp = strategy.model.model.layers[0].mlp
+        asked = id((strategy.model.get_output_embeddings() if part == "head" else mlp.up_proj).weight)
         counts = []
         for _ in range(2):
             gathered.clear()
             accumulate(strategy, rows, step.DOMAINS, config.train.loss_chunk)
-            counts.append(gathered[head])
+            counts.append(gathered[asked])
             strategy.step(config.train.learning_rate)
         strategy.deepspeed.destroy()
     assert len(rows) == 2
-    assert counts == [3, 2]
+    assert counts == ([3, 2] if part == "head" else [4, 4])
 
 
 # --- at full size -----------------------------------------------------------------------------------------------------
@@ -160,19 +167,25 @@ def test_llama3_70b_on_32_ranks_loads_and_steps_as_planned():
     assert planned.load == pytest.approx(found.load, rel=0.05)
 
 
-# Of 3 stages, 2 dtypes and 3 kinds of offload those that differ most.
-STAGES = [(1, "none", "bfloat16"), (2, "none", "float32"), (2, "optimizer", "bfloat16"), (3, "all", "bfloat16")]
+# Of 3 stages, 2 dtypes and 3 kinds of offload those that differ most; and the last with all that saves memory.
+STAGES = [
+    (1, "none", "bfloat16", "true", "null"),
+    (2, "none", "float32", "true", "null"),
+    (2, "optimizer", "bfloat16", "true", "null"),
+    (3, "all", "bfloat16", "offload", "1024"),
+]
 
 
-@pytest.mark.parametrize(("stage", "offload", "dtype"), STAGES)
-def test_plan_of_each_stage_is_what_deepspeed_holds(tiny, monkeypatch, stage, offload, dtype):
+@pytest.mark.parametrize(("stage", "offload", "dtype", "recomputed", "chunk"), STAGES)
+def test_plan_of_each_stage_is_what_deepspeed_holds(tiny, monkeypatch, stage, offload, dtype, recomputed, chunk):
     """A model with a head that is larger than a bucket, on eight ranks that have rows of their own."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 64_000, "head_dim": 128}
     own = tiny_config(**sizes, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False)
     monkeypatch.setattr(step, "model_config", lambda config: own)
     config = tiny(
         f"model.dtype={dtype}",
-        "model.activation_checkpointing=true",
+        f"model.activation_checkpointing={recomputed}",
+        f"model.layer_chunk={chunk}",
         "pack.sequence_length=4096",
         "train.loss_chunk=1024",
         "train.sequences_per_step=16",
