@@ -1,12 +1,14 @@
 """Batched greedy generation with a KV cache: what prompts share at their start is computed once.
 
 Prompts are taken in lexical order, so that each shares with the one before all that it shares with any before: what is
-computed is the tree of all prompts. Then they go on together, a token each a step. Attention is plain causal
-attention, whatever the model was trained with.
+computed is the tree of a batch's prompts. Then they go on together, a token each a step. A prompt that is too long for
+company is answered where the one before was, so that what they share stays, and keys exist once. Attention is plain
+causal attention, whatever the model was trained with.
 
 Legend: B prompts at a time · T tokens of the longest · H key heads · D head size.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PREFILL = 4096  # tokens of a prompt at a time: the mask of a part of it is a matrix of so many rows
+_PREFILL = 4096  # tokens of the rest of a prompt at a time: its mask is a matrix of so many rows
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,18 @@ class Generator:
         """
         found: dict[int, list[int]] = {}
         order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
+        most = max(map(len, prompts), default=0) + room
+        trunk: _Trunk | None = None  # of prompts that go alone: what they share stays from one to the next
         for batch in self._batches(order, prompts, room):
-            parts, computed = self._read([prompts[i] for i in batch])
-            for i, answer in zip(batch, self._go_on(parts, room), strict=True):
-                found[i] = answer
+            if len(batch) == 1 and self.shares_prefixes:
+                trunk = trunk or _Trunk(_roomy_cache(self._model, most), ())
+                answer, computed = self._answer_alone(prompts[batch[0]], room, trunk)
+                found[batch[0]] = answer
+            else:
+                trunk = None
+                parts, computed = self._read([prompts[i] for i in batch])
+                for i, answer in zip(batch, self._go_on(parts, room), strict=True):
+                    found[i] = answer
             tokens = sum(len(prompts[i]) for i in batch)
             on_batch(len(found), AnswerCost(tokens, computed, sum(len(found[i]) for i in batch)))
         return [found[i] for i in range(len(prompts))]
@@ -125,22 +135,35 @@ class Generator:
         before: Sequence[int] = ()
         cache, computed = DynamicCache(config=self._model.config), 0
         for prompt in prompts:
-            # The last token runs even where all are shared: its logits are needed.
-            shared = min(_shared(before, prompt), len(prompt) - 1) if self.shares_prefixes else 0
-            if len(before) > shared:
-                _cut(cache, shared)
-            logits_V: Tensor | None = None
-            for first in range(shared, len(prompt), _PREFILL):
-                part = prompt[first : first + _PREFILL]
-                logits_V = self._step(torch.tensor([part]), first, cache)[0]
-                computed += len(part)
-            assert logits_V is not None, "a prompt has a token"
-            before = prompt
-            if self._never_first:
-                logits_V[self._never_first] = -torch.inf
-            held = (None, _keys(cache)) if self.shares_prefixes else (cache, [])
-            read.append(_Read(len(prompt), int(logits_V.argmax()), *held))
+            token, new = self._read_on(before, prompt, cache)
+            before, computed = prompt, computed + new
+            read.append(_Read(len(prompt), token, *((None, _keys(cache)) if self.shares_prefixes else (cache, []))))
         return read, computed
+
+    def _read_on(self, before: Sequence[int], prompt: Sequence[int], cache: object) -> tuple[int, int]:
+        """Let a cache that holds `before` hold a prompt: the token that follows, and how many were computed."""
+        # The last token runs even where all are shared: its logits are needed.
+        shared = min(_shared(before, prompt), len(prompt) - 1) if self.shares_prefixes else 0
+        if len(before) > shared:
+            _cut(cache, shared)
+        logits_V: Tensor | None = None
+        most = _PREFILL if shared else len(prompt)  # from the first token on attention needs no mask
+        for first in range(shared, len(prompt), most):
+            logits_V = self._step(torch.tensor([prompt[first : first + most]]), first, cache)[0]
+        assert logits_V is not None, "a prompt has a token"
+        if self._never_first:
+            logits_V[self._never_first] = -torch.inf
+        return int(logits_V.argmax()), len(prompt) - shared
+
+    @torch.inference_mode()
+    def _answer_alone(self, prompt: Sequence[int], room: int, trunk: "_Trunk") -> tuple[list[int], int]:
+        """Answer a prompt in the place where the one before was answered: its keys exist once, and are never copied."""
+        token, computed = self._read_on(trunk.holds, prompt, trunk.cache)
+        answer = [] if token in self._stop else [token]
+        answer = self._go_on_alone(_Read(len(prompt), token, trunk.cache, []), answer, room)
+        trunk.holds = prompt
+        _cut(trunk.cache, len(prompt))
+        return answer, computed
 
     def _step(self, ids_BT: Tensor, first: int, cache: object) -> Tensor:
         return self._logits(ids_BT, first, cache, 1)[:, -1]
@@ -204,6 +227,14 @@ class _Read:
     keys: list[tuple[Tensor, Tensor]]
 
 
+@dataclass
+class _Trunk:
+    """A cache with room behind what it holds, and the tokens of that."""
+
+    cache: object
+    holds: Sequence[int]
+
+
 def _holds_all_keys(model: "PreTrainedModel") -> bool:
     """Whether every layer keeps every key, so that a cache can be cut and stacked: no windows, no states."""
     from transformers import DynamicCache
@@ -227,42 +258,64 @@ def _keys(cache: object) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@functools.cache
+def _roomy_layer() -> Any:
+    """Return a kind of cache layer, made once: transformers takes long to import."""
+    from transformers.cache_utils import DynamicLayer
+
+    class RoomyLayer(DynamicLayer):
+        """Keys and values [B, H, T, D] with room behind them: the layer it stands for copies all of them each token."""
+
+        def __init__(self, room: int) -> None:
+            super().__init__()
+            self._room = room
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            super().lazy_initialization(key_states, value_states)
+            self._whole = [x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in (key_states, value_states)]
+            self.keys, self.values = (whole[:, :, :0] for whole in self._whole)
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            assert self.keys is not None
+            held = self.keys.shape[2]
+            tokens = held + key_states.shape[2]
+            for whole, new in zip(self._whole, (key_states, value_states), strict=True):
+                whole[:, :, held:tokens] = new
+            keys, values = (whole[:, :, :tokens] for whole in self._whole)
+            self.keys, self.values = keys, values
+            return keys, values
+
+    return RoomyLayer
+
+
+def _roomy_cache(model: "PreTrainedModel", room: int) -> object:
+    """Return a cache of one prompt with its answer, of at most `room` tokens. `_cut` keeps the room."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    cache.layers = [_roomy_layer()(room) for _ in cache.layers]
+    return cache
+
+
 def _stack(read: list[_Read], room: int, model: "PreTrainedModel") -> tuple[object, Tensor]:
     """Lay caches side by side, shorter ones filled up on the left: the cache, and what of it is seen [B, T].
 
     Each layer of `read` goes as it is copied: of long prompts there is not room for two.
     """
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    class RoomyLayer(DynamicLayer):
-        """Keys and values [B, H, T, D] with room behind them: the layer it stands for copies all of them each token."""
-
-        def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], tokens: int) -> None:
-            super().__init__()
-            self.lazy_initialization(*parts[0])
-            _, H, _, D = parts[0][0].shape
-            self._whole = [kind.new_zeros(len(parts), H, tokens + room, D) for kind in parts[0]]
-            for b, part in enumerate(parts):
-                for whole, kind in zip(self._whole, part, strict=True):
-                    whole[b, :, tokens - kind.shape[2] : tokens] = kind[0]
-            self._show(tokens)
-
-        def _show(self, tokens: int) -> tuple[Tensor, Tensor]:
-            self._tokens = tokens
-            keys, values = (whole[:, :, :tokens] for whole in self._whole)
-            self.keys, self.values = keys, values
-            return keys, values
-
-        def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-            tokens = self._tokens + key_states.shape[2]
-            for whole, new in zip(self._whole, (key_states, value_states), strict=True):
-                whole[:, :, self._tokens : tokens] = new
-            return self._show(tokens)
 
     longest = max(part.tokens for part in read)
     cache = DynamicCache()
-    layers: list[Any] = [RoomyLayer([part.keys.pop(0) for part in read], longest) for _ in list(read[0].keys)]
+    layers: list[Any] = []
+    for _ in list(read[0].keys):
+        sides = [
+            torch.cat([torch.nn.functional.pad(kind, (0, 0, longest - kind.shape[2], 0)) for kind in kinds])
+            for kinds in zip(*(part.keys.pop(0) for part in read), strict=True)
+        ]
+        layers.append(_roomy_layer()(longest + room))
+        layers[-1].update(*sides)
     cache.layers = layers
     mask_BT = torch.ones(len(read), longest, dtype=torch.long, device=model.device)
     for b, part in enumerate(read):
