@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,15 @@ def _of_the_process() -> dict[str, Any]:
         "gradients": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "a process group": torch.distributed.is_initialized(),
+        **_of_the_compiler(),
     }
+
+
+def _of_the_compiler() -> dict[str, Any]:
+    """What torch.compile remembers of the C++ compiler, where it was asked: one that could do nothing stays so."""
+    if (vectors := sys.modules.get("torch._inductor.cpu_vec_isa")) is None:
+        return {"C++ for vectors": True}
+    return {"C++ for vectors": not vectors.valid_vec_isa_list.cache_info().currsize or bool(vectors.pick_vec_isa())}
 
 
 @pytest.fixture(scope="module", autouse=True)

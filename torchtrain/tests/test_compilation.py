@@ -1,14 +1,14 @@
 """`model.fused: compile` in whole runs, and where it cannot be; what is compiled: `parity_tests/test_compiled.py`."""
 
 import functools
-from contextlib import ExitStack
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo
-from torch._inductor import config as inductor
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError
@@ -19,7 +19,8 @@ from torchtrain.bench.rows import Corpus
 from torchtrain.cli import app
 from torchtrain.config import load_config
 from torchtrain.modeling import compilation
-from torchtrain.modeling.compilation import check_compiler, compile_layers
+from torchtrain.modeling.compilation import compile_layers
+from torchtrain.tests.forks import ROOT
 from torchtrain.tests.runs import content
 
 CPU = Clock(torch.device("cpu"), 1)
@@ -46,13 +47,6 @@ def graphs(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.fixture
-def compiler():
-    """Return a function that puts another in the C++ compiler's place, and what one compiled before out of reach."""
-    with ExitStack() as patches:
-        yield lambda name: patches.enter_context(inductor.patch({"cpp.cxx": (name,), "fx_graph_cache": False}))
-
-
 def test_a_run_and_one_that_goes_on_learn_what_they_would_without_where_graphs_compute_the_same(graphs, fresh):
     train, folder = fresh
     same = ("train.micro_batch=2", "save.every=1")
@@ -74,21 +68,39 @@ def test_a_run_and_one_that_goes_on_learn_what_they_would_without_where_graphs_c
     assert content(folder / "fused") == left
 
 
-def test_a_compiler_that_is_not_there_is_found_before_anything_is_prepared(compiler, fresh):
-    compiler("no-such-compiler")
-    train, folder = fresh
-    with pytest.raises(UserError, match=r"model\.fused compile: torch cannot compile for cpu here \(.*no-such-comp"):
-        train(str(folder / "run"), COMPILE, f"data.cache={folder / 'cache'}")
-    assert list(folder.iterdir()) == []
-
-
-def test_a_compiler_that_fails_is_told_in_one_line(compiler, tmp_path):
+def test_a_compiler_that_is_not_there_or_fails_is_told_in_one_line(tmp_path):
+    """In a process of its own: torch remembers for good what the compiler could not do."""
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo g++ 12 && exit\necho 'no headers' >&2\nexit 1\n")
     broken.chmod(0o755)
-    compiler(str(broken))
-    with pytest.raises(UserError, match=r"^model\.fused compile: .* or set model\.fused to none$"):
-        check_compiler(torch.device("cpu"))
+    code = (
+        "import sys, torch\n"
+        "from torch._inductor import config\n"
+        "from anchorline.errors import UserError\n"
+        "from torchtrain.modeling.compilation import check_compiler\n"
+        "for name in sys.argv[1:]:\n"
+        "    with config.patch({'cpp.cxx': (name,), 'fx_graph_cache': False}):\n"
+        "        try: check_compiler(torch.device('cpu'))\n"
+        "        except UserError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", code, "no-such-compiler", str(broken)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    missing, failing = done.stdout.splitlines()
+    for line in (missing, failing):
+        assert line.startswith("model.fused compile: torch cannot compile for cpu here (")
+        assert line.endswith("install a C++ compiler such as g++, or set model.fused to none")
+    assert "no-such-compiler" in missing
+
+
+def test_a_compiler_is_tried_before_anything_is_prepared(monkeypatch, fresh):
+    def refuse(device):
+        raise UserError("no compiler")
+
+    monkeypatch.setattr("torchtrain.run.setup.check_compiler", refuse)
+    train, folder = fresh
+    with pytest.raises(UserError, match="no compiler"):
+        train(str(folder / "run"), COMPILE, f"data.cache={folder / 'cache'}")
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
