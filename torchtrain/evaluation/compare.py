@@ -99,10 +99,13 @@ def compare(
 
 
 def _over_seeds(run: Measured, other: Measured, of: Callable[[Measured], float]) -> tuple[float, float] | None:
-    """Return the interval of a difference over seeds; None where none pair."""
+    """Return the interval of a difference over seeds; None where none pair, or where all differ alike: equal numbers
+    say nothing of the next seed.
+    """
     if len(run.seeds) < 2 or len(run.seeds) != len(other.seeds):
         return None
-    return seeds_interval(list(map(of, run.seeds)), list(map(of, other.seeds)))
+    low, high = seeds_interval(list(map(of, run.seeds)), list(map(of, other.seeds)))
+    return (low, high) if low < high else None
 
 
 def _side_by_side(

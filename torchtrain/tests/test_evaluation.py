@@ -396,7 +396,7 @@ def test_seeds_are_one_row_with_an_interval_over_them(tmp_path):
     assert rows["steady - a, over 3 seeds"][0].text == f"[{low:+.1f}, {high:+.1f}]"
     assert rows["steady - a, paired"][0].text.startswith("+26.0 [")
     perplexity = dict(by_title["Perplexity by position at 1,024 tokens"].rows)
-    assert perplexity["loss: steady - a, over 3 seeds"][0].text == "[+0.000, +0.000]"
+    assert "loss: steady - a, over 3 seeds" not in perplexity  # all differ alike, which says nothing of the next
     tasks = next(dict(table.rows)["fwe"] for table in compare([a, shaky])[0] if table.title == "Tasks at 1,024 tokens")
     assert [cell.bold for cell in tasks] == [False, False]
 
