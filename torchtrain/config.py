@@ -88,6 +88,11 @@ class ModelConfig(Section):
         default=False, description="run code that comes with the model, for one that transformers does not know"
     )
 
+    @property
+    def recomputation(self) -> bool | Literal["offload"]:
+        """What `activation_checkpointing` may come to: `auto` may recompute."""
+        return "offload" if self.activation_checkpointing == "offload" else bool(self.activation_checkpointing)
+
 
 class RopeConfig(Section):
     """How RoPE is set for the new context length (`pack.sequence_length`).

@@ -354,13 +354,16 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
             for i in range(len(first.buckets)):
                 mean, low, high = paired_interval([one[i]], [other[i]], scores=False)
                 cells.append(ScoreCell(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
+            blank = [ScoreCell("")] * bool(strided[run.name])  # of windows there is one loss of all documents
+            cells += blank
             rows.append((f"loss: {run.name} - {runs[0].name}, paired", cells))
             over = [
                 _over_seeds(run, runs[0], lambda seed, i=i, n=length: _bucket_mean(seed, n, i))
-                for i in range(len(cells))
+                for i in range(len(first.buckets))
             ]
             if all(over):
                 told = [ScoreCell(f"[{of[0]:+.3f}, {of[1]:+.3f}]") for of in over if of is not None]
+                told += blank
                 rows.append((f"loss: {run.name} - {runs[0].name}, over {len(run.seeds)} seeds", told))
         count = len(first.buckets[0].losses)
         note = f"Of {first.text}, {count} documents; tokens of a position alike, with all that stands before them."

@@ -11,7 +11,7 @@ import torch
 from anchorline.errors import UserError, quoted, quoted_reason
 from torchtrain.evaluation import longbench
 from torchtrain.evaluation.generation import AnswerCost, Generator
-from torchtrain.evaluation.suite import Suite, benchmark_of
+from torchtrain.evaluation.suite import CHOICES, Suite, benchmark_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -125,12 +125,11 @@ class VllmEngine:
         self.arguments = {"backend": "vllm", **suite.vllm}
         # vLLM asks for room to generate a token where likelihoods are wanted, and refuses more than the model holds.
         positions = getattr(config, "max_position_embeddings", None) or length + 1
-        chooses = any(benchmark_of(task) in ("mmlu", "hellaswag") for task in suite.tasks)
-        self._length = min(length + 1, positions) if chooses else length
+        chooses = any(benchmark_of(task) in CHOICES for task in suite.tasks)
         self._arguments: dict[str, Any] = {
             "pretrained": folder,
             "dtype": dtype,
-            "max_model_len": self._length,
+            "max_model_len": min(length + 1, positions) if chooses else length,
             "seed": suite.seed,
             "enable_prefix_caching": True,
             **suite.vllm,
@@ -174,10 +173,10 @@ class VllmEngine:
         """See `Engine`."""
         requests = [(None, list(context), list(after)) for context, after in pairs]
         longest = max((len(context) + len(after) for _, context, after in requests), default=0)
-        if longest >= self._length:  # lm-eval would cut it on the left
+        if longest >= (most := self._arguments["max_model_len"]):  # lm-eval would cut it on the left
             raise UserError(
-                f"backend vllm: a prompt and its answer have {longest:,} tokens, and vLLM reads {self._length - 1:,} "
-                "of this model where likelihoods are asked; set backend: torch"
+                f"backend vllm: a prompt and its answer have {longest:,} tokens, and vLLM reads {most - 1:,} of this "
+                "model where likelihoods are asked; set backend: torch"
             )
         found = self._library_model._loglikelihood_tokens(requests, disable_tqdm=True)
         read = sum(len(context) + len(after) for context, after in pairs)

@@ -51,7 +51,7 @@ from torchtrain.evaluation.results import (
 from torchtrain.evaluation.ruler import prompt_of
 from torchtrain.evaluation.samples import SampleSet, open_samples
 from torchtrain.evaluation.scoring import score
-from torchtrain.evaluation.suite import TASKS, PerplexityConfig, Suite, benchmark_of
+from torchtrain.evaluation.suite import CHOICES, TASKS, PerplexityConfig, Suite, benchmark_of
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
@@ -65,7 +65,6 @@ _SECONDS_BETWEEN_LINES = 5.0
 _PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval", "vllm")
 # LongBench's scores; fuzzywuzzy gives other ratios where Levenshtein is installed.
 _SCORING = ("jieba", "fuzzywuzzy", "rouge", "Levenshtein")
-_CHOICES = ("mmlu", "hellaswag")
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ def measure(
         engine.open()  # which takes no part in what a sample takes
         started = time.perf_counter()
         tell = AnswerProgress(what, say, pulse)
-        if benchmark_of(task) in _CHOICES:
+        if benchmark_of(task) in CHOICES:
             answers, work = run_choices(samples, task, tokenizer, anchor_tokens, engine.log_likelihoods, tell)
         else:
             answers, work = run_task(samples, task, tokenizer, anchor_tokens, partial(engine.answers, task), tell)
@@ -455,7 +454,7 @@ def _jobs(
 ) -> Iterator[tuple[int, str, SampleSet | NotRun]]:
     for length in lengths:
         for task in suite.tasks:
-            if benchmark_of(task) in _CHOICES and length != max(lengths):
+            if benchmark_of(task) in CHOICES and length != max(lengths):
                 continue  # a length is only what a prompt must not exceed
             try:
                 yield length, task, open_samples(task, length, suite.samples, tokenizer, materials)

@@ -160,7 +160,7 @@ class Generator:
         """Answer a prompt in the place where the one before was answered: its keys exist once, and are never copied."""
         token, computed = self._read_on(trunk.holds, prompt, trunk.cache)
         answer = [] if token in self._stop else [token]
-        answer = self._go_on_alone(_Read(len(prompt), token, trunk.cache, []), answer, room)
+        answer = self._go_on_alone(trunk.cache, len(prompt), answer, room)
         trunk.holds = prompt
         _cut(trunk.cache, len(prompt))
         return answer, computed
@@ -183,7 +183,7 @@ class Generator:
         answers = [[] if part.next in self._stop else [part.next] for part in read]
         open_B = [bool(answer) for answer in answers]
         if not self.shares_prefixes:
-            return [self._go_on_alone(read[0], answers[0], room)]
+            return [self._go_on_alone(read[0].cache, read[0].tokens, answers[0], room)]
         cache, mask_BT = _stack(read, room, self._model)
         device = self._model.device
         next_B = torch.tensor([part.next for part in read], device=device)
@@ -206,9 +206,9 @@ class Generator:
                     answers[b].append(token)
         return answers
 
-    def _go_on_alone(self, read: "_Read", answer: list[int], room: int) -> list[int]:
+    def _go_on_alone(self, cache: object, tokens: int, answer: list[int], room: int) -> list[int]:
         while answer and len(answer) < room:
-            token = int(self._step(torch.tensor([answer[-1:]]), read.tokens + len(answer) - 1, read.cache)[0].argmax())
+            token = int(self._step(torch.tensor([answer[-1:]]), tokens + len(answer) - 1, cache)[0].argmax())
             if token in self._stop:
                 break
             answer.append(token)

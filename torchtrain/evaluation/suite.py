@@ -168,6 +168,7 @@ class Suite(Section):
 
 
 HELLASWAG = "hellaswag"
+CHOICES = ("mmlu", HELLASWAG)  # benchmarks that ask for likelihoods
 
 
 def benchmark_of(task: str) -> str:

@@ -343,9 +343,7 @@ class _Layout(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> Self:
         model, distributed = config.model, config.distributed
-        # `auto` is planned as if it did
-        recomputed = "offload" if model.activation_checkpointing == "offload" else bool(model.activation_checkpointing)
-        return cls(distributed.offload, recomputed, model.layer_chunk, distributed.zero_stage)
+        return cls(distributed.offload, model.recomputation, model.layer_chunk, distributed.zero_stage)
 
     def of_run(self, config: Config) -> Config | None:
         """Return the config with this layout; None where stage and offload do not go together."""

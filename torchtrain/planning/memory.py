@@ -274,11 +274,8 @@ class Shapes:
 
 
 def _key_of(settings: ModelConfig) -> tuple[Any, ...]:
-    """Return what of a model's settings its shapes depend on. `auto` may recompute."""
-    recomputed = (
-        "offload" if settings.activation_checkpointing == "offload" else bool(settings.activation_checkpointing)
-    )
-    return settings.dtype, settings.rotation, recomputed, settings.layer_chunk
+    """Return what of a model's settings its shapes depend on."""
+    return settings.dtype, settings.rotation, settings.recomputation, settings.layer_chunk
 
 
 def _plan(variant: str, rows: int, tokens: int) -> AttentionPlan:
