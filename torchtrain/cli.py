@@ -465,6 +465,10 @@ def experiment(
         Path | None,
         typer.Option(help="a Markdown file, such as docs/training-experiment.md, whose numbers are made anew"),
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="measurements.json of the same experiment elsewhere: what stands there is not run again"),
+    ] = None,
     only_report: Annotated[bool, typer.Option("--only-report", help="train and measure nothing")] = False,
 ) -> None:
     """Train many runs that differ in arithmetic, mask and seed alone, measure each, and tell what made a difference.
@@ -479,7 +483,8 @@ def experiment(
         asked = load_experiment(file, overrides or [])
 
         from torchtrain.experiment.report import around, write_report  # isort: skip
-        from torchtrain.experiment.running import run_experiment
+        from torchtrain.experiment.records import read_records, take_over
+        from torchtrain.experiment.running import Folder, check_folder, run_experiment
 
         folder = resolve("--out", out)
         if document is not None:
@@ -488,6 +493,10 @@ def experiment(
             launcher = shlex.split(launch)
         except ValueError as error:
             raise UserError(f"--launch {quoted(launch)}: {error}; close what is quoted") from None
+        if measured is not None:
+            records = read_records(asked, resolve("--measured", measured))
+            check_folder(asked, Folder(folder))
+            take_over(asked, Folder(folder), records)
         if not only_report:
             run_experiment(
                 asked,

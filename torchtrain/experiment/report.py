@@ -4,7 +4,6 @@ A report is made of whatever has been measured; it says how far that is.
 """
 
 import io
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from torchtrain.experiment.effects import (
     rounding_cost,
 )
 from torchtrain.experiment.measuring import Measurement, read_measurement
+from torchtrain.experiment.records import NAME, write_records
 from torchtrain.experiment.running import Folder, check_folder
 from torchtrain.experiment.spec import PairedRun, TrainingExperiment
 
@@ -54,7 +54,6 @@ def write_report(experiment: TrainingExperiment, path: Path, document: Path | No
     if not measured:
         raise UserError(f"--out {quoted(path)}: nothing is measured yet; run the experiment without --only-report")
     drawn = _draw(experiment, measured).encode()
-    kept = {f"{cell.name}-step-{step}": json.loads(of.model_dump_json()) for (cell, step), of in measured.items()}
     if document is not None:
         head, tail = around(document)
         figure = Path("figures") / f"{document.stem}.svg"
@@ -63,7 +62,7 @@ def write_report(experiment: TrainingExperiment, path: Path, document: Path | No
         text = "\n".join(_lines(experiment, measured, str(figure)))
         save(document, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}".encode())
     replace_file(path / FIGURE, drawn)
-    replace_file(path / "measurements.json", json.dumps(kept).encode())
+    write_records(experiment, measured, path / NAME)
     text = "\n".join([f"# {experiment.title}", "", *_lines(experiment, measured, FIGURE), ""])
     replace_file(path / "report.md", text.encode())
     return path / "report.md"

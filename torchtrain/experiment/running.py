@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from anchorline import settings
 from anchorline.errors import UserError, one_line, quoted
@@ -24,7 +25,7 @@ from torchtrain.checkpoint.folder import step_of
 from torchtrain.config import dump_config
 from torchtrain.errors import TERMINATED, TasksUnfinished
 from torchtrain.experiment.corpus import read_corpus, write_corpus
-from torchtrain.experiment.measuring import make_rows
+from torchtrain.experiment.measuring import make_rows, read_measurement, read_rows
 from torchtrain.experiment.spec import PairedRun, TrainingExperiment
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 from torchtrain.run.folder import RunFolder
@@ -32,7 +33,7 @@ from torchtrain.run.lock import claim
 from torchtrain.run.termination import Termination
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-_EXTENDABLE = ("seeds", "arithmetics", "variants", "title")  # what may change under runs that exist
+_EXTENDABLE = ("seeds", "arithmetics", "variants", "title", "cache")  # what may change under runs that exist
 _LINES = 2  # of a failed process' last words
 _MEASURE = (sys.executable, "-m", "torchtrain.experiment.measuring")
 
@@ -151,8 +152,8 @@ def run_experiment(
         say: takes a line about each run that comes to a stage.
 
     Raises:
-        UserError: the folder is of another experiment, another process is at work in it, or too few documents are long
-            enough to measure.
+        UserError: the folder is of another experiment or has measured other documents, another process is at work in
+            it, or too few documents are long enough to measure.
         TasksUnfinished: some runs failed; the others were taken as far as they go.
         Terminated: by SIGTERM or SIGHUP; all are stopped, saved.
     """
@@ -161,6 +162,7 @@ def run_experiment(
     folder.path.mkdir(parents=True, exist_ok=True)
     with claim(folder.lock):
         _prepare(experiment, folder)
+        _check_measured(experiment, folder)
         cores = len(os.sched_getaffinity(0))
         threads = None if launch else max(1, cores // workers)
         processes, failed = _Processes(), dict[PairedRun, str]()
@@ -199,13 +201,10 @@ def check_folder(experiment: TrainingExperiment, folder: Folder) -> None:
         UserError: it holds another experiment, or other files.
     """
     if folder.experiment.is_file():
-        wanted = experiment.model_dump(mode="json")
         found = settings.load(TrainingExperiment, folder.experiment, example="").model_dump(mode="json")
-        for tree in (wanted, found):
-            tree["measure"].pop("margin")  # a report's alone
-        if other := [name for name in wanted if name not in _EXTENDABLE and wanted[name] != found[name]]:
+        if other := other_setting(experiment, found):
             raise UserError(
-                f"--out {quoted(folder.path)}: holds an experiment with another {other[0]}; choose another folder, or "
+                f"--out {quoted(folder.path)}: holds an experiment with another {other}; choose another folder, or "
                 "take the experiment.yaml that lies there"
             )
     elif folder.path.is_dir():
@@ -214,6 +213,18 @@ def check_folder(experiment: TrainingExperiment, folder: Folder) -> None:
             raise UserError(
                 f"--out {quoted(folder.path)}: holds something else ({quoted(strange[0])}); choose a new folder"
             )
+
+
+def other_setting(experiment: TrainingExperiment, found: Mapping[str, Any]) -> str | None:
+    """Return the first setting in which a dumped experiment is another, None where its measurements are of this one."""
+    wanted = experiment.model_dump(mode="json")
+    for name, value in wanted.items():
+        there = found.get(name)
+        if name == "measure" and isinstance(there, dict):  # the margin is a report's alone
+            value, there = ({**tree, "margin": None} for tree in (value, there))
+        if name not in _EXTENDABLE and value != there:
+            return name
+    return None
 
 
 def _prepare(experiment: TrainingExperiment, folder: Folder) -> None:
@@ -240,6 +251,16 @@ def _prepare(experiment: TrainingExperiment, folder: Folder) -> None:
         folder.log(cell).parent.mkdir(exist_ok=True)
         replace_file(folder.config(cell), dump_config(config).encode())
     replace_file(folder.experiment, settings.dump(experiment.model_dump(mode="json")).encode())
+
+
+def _check_measured(experiment: TrainingExperiment, folder: Folder) -> None:
+    """Refuse measurements of documents that are not these, such as those of another machine with other demo texts."""
+    documents = read_rows(folder.rows).digest
+    for step in experiment.stages:
+        for cell in experiment.cells():
+            file = folder.measurement(cell, step)
+            if file.is_file() and read_measurement(file).documents != documents:
+                raise UserError(f"{quoted(file)}: is of other documents than corpus gives here; choose another --out")
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from torchtrain.errors import TasksUnfinished, Terminated
 from torchtrain.experiment import running
 from torchtrain.experiment.corpus import cut, read_corpus, write_corpus
 from torchtrain.experiment.effects import contrasts, copy_loss, estimate, loss_from
-from torchtrain.experiment.measuring import Measurement, make_rows, measure_model
+from torchtrain.experiment.measuring import Measurement, make_rows, measure_model, read_rows
+from torchtrain.experiment.records import read_records, take_over
 from torchtrain.experiment.report import BEGIN, END, write_report
 from torchtrain.experiment.running import Folder, run_experiment
 from torchtrain.experiment.spec import (
@@ -385,8 +386,11 @@ with open({calls!r}, "a") as calls:
 @pytest.fixture
 def fake(made, tmp_path, monkeypatch):
     """Return a function that runs four runs by a launcher of no weights, and what it said and which runs it resumed."""
-    calls, result = tmp_path / "calls", tmp_path / "measured.json"
-    result.write_text(measurement(0).model_dump_json())
+    calls, result, beside = tmp_path / "calls", tmp_path / "measured.json", Folder(tmp_path / "beside")
+    beside.path.mkdir()
+    running._prepare(load_experiment(made), beside)
+    same = {"documents": read_rows(beside.rows).digest}
+    result.write_text(measurement(0).model_copy(update=same).model_dump_json())
     copy = "import shutil, sys; from pathlib import Path; Path(sys.argv[-1]).parent.mkdir(exist_ok=True); "
     monkeypatch.setattr(
         running, "_MEASURE", (sys.executable, "-c", copy + f"shutil.copy({str(result)!r}, sys.argv[-1])")
@@ -415,6 +419,48 @@ def test_every_run_comes_to_a_stage_before_any_goes_on(fake):
     assert sorted(fake.calls) == sorted({*fake.calls})  # each run is resumed once
     fake("none", workers=3)
     assert [line for line in fake.said if "measured after" in line] == []
+
+
+def test_what_was_measured_elsewhere_is_not_run_again(fake, made, tmp_path):
+    """By the published file: what stands there is taken over, but of the same experiment and documents alone."""
+    with pytest.raises(TasksUnfinished):
+        fake("float32", workers=2)  # those of bfloat16 come to an end
+    experiment = load_experiment(made, ["arithmetics=[bfloat16,float32]", "variants=[intra,anchor]"])
+    write_report(experiment, tmp_path / "out")
+    there = tmp_path / "out" / "measurements.json"
+    records = read_records(experiment, there)
+    assert len(records.measured) == 4
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").rename(elsewhere / "out")
+    there, done = elsewhere / "out" / "measurements.json", len(fake.calls)
+    take_over(experiment, Folder(tmp_path / "out"), records)
+    fake("none", workers=2)
+    assert fake.said[0] == "step 1: 2 of 4 runs are measured"
+    assert sorted(fake.calls[done:]) == ["float32-anchor-0", "float32-intra-0"]
+    assert write_report(experiment, tmp_path / "out").is_file()
+    assert len(read_records(experiment, tmp_path / "out" / "measurements.json").measured) == 8
+    with pytest.raises(UserError, match=r"--measured .*: is of an experiment with another stages; measure anew"):
+        read_records(load_experiment(made, ["stages=[2,8]"]), there)
+    asked = ["experiment", str(made), "--out", str(tmp_path / "report"), "--measured", str(there), "--only-report"]
+    result = CliRunner().invoke(app, [*asked, "arithmetics=[bfloat16,float32]", "variants=[intra,anchor]"])
+    assert result.exit_code == 0, result.output
+    ours, theirs = (folder / "report.md" for folder in (tmp_path / "report", there.parent))
+    assert ours.read_text() == theirs.read_text()
+    there.write_text(there.read_text().replace('"losses"', '"loses"'))
+    with pytest.raises(UserError, match=r"--measured .*: is damaged, or no measurements\.json"):
+        read_records(experiment, there)
+
+
+def test_measurements_of_other_documents_are_refused_before_any_training(fake, made, tmp_path):
+    with pytest.raises(TasksUnfinished):
+        fake("", workers=2)  # every run fails
+    folder = Folder(tmp_path / "out")
+    file = folder.measurement(PairedRun("bfloat16", "intra", 0), 1)
+    file.parent.mkdir()
+    file.write_text(measurement(0).model_copy(update={"documents": "other"}).model_dump_json())
+    with pytest.raises(UserError, match="is of other documents than corpus gives here"):
+        fake("none", workers=2)
+    assert fake.calls == []
 
 
 def test_a_run_that_fails_is_told_with_its_last_words_and_the_others_go_on(fake):
