@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -84,11 +85,18 @@ def forget_left_out(optimizer: Any) -> None:
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed without the operation that it would compile (a minute and a half) for sums on a CPU."""
+    """Import DeepSpeed without what it would compile: an operation for sums on a CPU (a minute and a half), and Muon.
+
+    ZeRO imports its Muon whichever optimizer is used; that calls torch.compile, which loads Inductor (1.6 s a process).
+    """
     # torch 2.13 renamed two collectives; DeepSpeed 0.19 calls them by their old names, once per layer.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
     import deepspeed.ops
+    import deepspeed.runtime.compiler
+
+    with patch.object(deepspeed.runtime.compiler, "compile", lambda: lambda function: function):
+        import deepspeed.runtime.zero.muon.original_muon
 
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # pyright: ignore[reportAttributeAccessIssue]
     return deepspeed

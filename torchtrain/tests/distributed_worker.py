@@ -181,6 +181,8 @@ def main() -> None:
             np.savez(Path(sys.argv[2]) / f"{case['name']}.npz", **arrays)  # type: ignore[arg-type]
 
     run_cases(run_and_write)
+    # DeepSpeed's ZeRO would load it for an optimizer that nobody asked for, 1.6 s a process (`import_deepspeed`).
+    assert "torch._inductor.compile_fx" not in sys.modules
 
 
 def write_json(run: Callable[[dict[str, Any], int, int], Any]) -> None:

@@ -280,7 +280,6 @@ def _serve() -> None:
     # All that a run imports on its way, so that no child does.
     for name in (
         "deepspeed.runtime.sequence_parallel.ulysses_sp",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.runtime.zero.stage3",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
@@ -288,6 +287,7 @@ def _serve() -> None:
         "transformers.models.llama.modeling_llama",
     ):
         importlib.import_module(name)
+    importlib.import_module("torchtrain.distributed.zero").import_deepspeed()
     importlib.import_module("torch").set_num_threads(1)
     gc.freeze()  # what is imported is not garbage, and DeepSpeed collects often
     for line in sys.stdin:
