@@ -15,7 +15,7 @@ from anchorline.errors import UserError, one_line
 from torchtrain.attention import resolve_engine
 from torchtrain.bench.clock import Clock
 from torchtrain.bench.config import BenchConfig, ModelledStep, StepBench
-from torchtrain.bench.loops import LOOPS, Ours, Row, TrainingLoop, inputs_of, losses_of_logits
+from torchtrain.bench.loops import LOOPS, Row, TrainingLoop, inputs_of, losses_of_logits
 from torchtrain.bench.record import BenchRecord
 from torchtrain.bench.rows import Corpus
 from torchtrain.bench.spread import spread_of
@@ -194,8 +194,7 @@ def _time(
         labelled = int((row["shift_labels"] >= 0).sum())
         pairs = corpus.live_pairs(tokens, LOOPS[name][1])
         flops = counter.flops(tokens, labelled, pairs)
-        again, chunked = bool(bench.model.activation_checkpointing), isinstance(loops[name], Ours)
-        executed = counter.executed(tokens, labelled, pairs, recomputed=again, chunked=chunked)
+        executed = counter.executed(tokens, labelled, pairs, recomputed=bool(bench.model.activation_checkpointing))
         spread = spread_of(own)
         of = {}
         if YARDSTICK in seconds:

@@ -15,8 +15,6 @@ The machine does more (`FlopCounter.executed`):
                                                    its matrices but the last, whose result no gradient needs
     2 x L x H x D x live pairs                     where attention is one fused kernel, whose backward pass computes the
                                                    scores again
-    2 x V x M x tokens with a label                where logits are made a chunk at a time, and again for the
-                                                   backward pass
 
 Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs; at 64K tokens of 2K documents that is 60 times too
 many.
@@ -96,7 +94,6 @@ class FlopCounter:
         *,
         recomputed: bool,
         fused: bool = True,
-        chunked: bool = True,
     ) -> int:
         """Return the FLOPs of matrix products that the device runs for the same.
 
@@ -106,12 +103,10 @@ class FlopCounter:
             live_pairs: as `flops`; of a kernel that computes whole blocks more than live pairs is run.
             recomputed: under activation checkpointing.
             fused: attention is a kernel that keeps no scores.
-            chunked: the loss keeps no logits (`torchtrain.training.loss`).
         """
         again = 2 * self.recomputed_weights * tokens + 4 * self.attention_width * live_pairs if recomputed else 0
         scores = 2 * self.attention_width * live_pairs if fused else 0
-        logits = 2 * self.head_weights * labelled if chunked else 0
-        return self.flops(tokens, labelled, live_pairs) + again + scores + logits
+        return self.flops(tokens, labelled, live_pairs) + again + scores
 
 
 def _layers(model: "PreTrainedModel") -> list[nn.Module]:

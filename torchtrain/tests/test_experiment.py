@@ -361,7 +361,7 @@ FAKE = """
 import json, shutil, signal, sys, time
 from pathlib import Path
 import yaml
-from anchorline.files import entry_of
+from anchorline.files import entry_of, replace_file
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.outputs import Outputs
 verb, what = sys.argv[3:]
@@ -371,7 +371,7 @@ if "{fails}" in run.path.name:
 export = run.exports / "step-00000001"
 if verb == "train":
     export.mkdir(parents=True)
-    run.record.write_text("{{}}")
+    replace_file(run.record, b"{{}}")  # whole or not at all, as a run's
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as torchrun ends
     time.sleep(100)
 run.model.mkdir()

@@ -3,8 +3,7 @@
 A bfloat16 weight has 8 significant bits: an update smaller than 1/256 of it is lost. So a half-precision model gets
 float32 master weights. Gradients of micro-batches, too, are summed in float32: after each one a hook moves a
 parameter's gradient into its master's. A float32 model is its own master. Within one micro-batch autograd sums in the
-model's dtype: the head's gradient is a sum over the chunks of `train.loss_chunk`, in bfloat16 (docs/LOG.md has what
-that costs).
+model's dtype, but for the head's gradient over the chunks of `train.loss_chunk` (`torchtrain.training.loss`).
 """
 
 import math

@@ -118,12 +118,11 @@ def accumulate(
     """
     world = strategy.world
     losses = Losses(domains)
-    labels = count_labels(batches, world)
+    labels = max(count_labels(batches, world), 1)  # a step in which no token has a label gets a gradient of zeros
     for number, batch in enumerate(batches, start=1):
         batch = batch.to(world.device)
-        total, each_Bt = strategy.losses(batch.part, batch.plan, chunk)
-        # max: a step in which no token has a label gets a gradient of zeros.
-        strategy.backward(total / max(labels, 1), last=number == len(batches))
+        total, each_Bt = strategy.losses(batch.part, batch.plan, chunk, 1 / labels)
+        strategy.backward(total / labels, last=number == len(batches))
         losses.add(each_Bt, batch.labels)
         if on_losses is not None:
             on_losses(each_Bt, batch.part)

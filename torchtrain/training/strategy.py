@@ -52,8 +52,16 @@ class Strategy(ABC):
         self.model, self.world = model, world
 
     @abstractmethod
-    def losses(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """Run the model on this rank's part of a micro-batch.
+
+        Args:
+            part: of the rows.
+            plan: of whole rows.
+            chunk: tokens whose logits exist at one time.
+            scale: what the sum is multiplied by before `backward`.
 
         Returns:
             As `chunked_cross_entropy`: the sum of the losses, and each token's [B, t].
@@ -133,10 +141,12 @@ class Replicated(Strategy):
         assert self._optimizer is not None, "made without settings of an optimizer"
         return self._optimizer
 
-    def losses(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """See `Strategy`."""
         hidden_BtM = hidden_states(self.model, part, plan)
-        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["labels"], chunk)
+        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["labels"], chunk, scale=scale)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """See `Strategy`."""
@@ -184,7 +194,7 @@ class Zero(Strategy):
         parameters = [p for p in model.parameters() if p.requires_grad]
         mpu = split_attention(model, attention, config.train.micro_batch, world)
         self.cut = config.distributed.zero_stage == 3
-        with_loss = _WithLoss(model, self.cut)
+        with_loss = _WithLoss(model)
         with redirect_stdout(StringIO()):  # its optimizer for bfloat16 prints the memory at every turn, asked or not
             self.deepspeed, *_ = deepspeed.initialize(
                 model=with_loss,
@@ -194,7 +204,7 @@ class Zero(Strategy):
                 dist_init_required=False,
             )
         if self.cut:
-            # The head is called for one chunk of tokens after another, and would be gathered for each.
+            # The head is called without its hooks, by which it would be gathered for one chunk after another.
             for parameter in head_of(model).parameters():
                 deepspeed.zero.register_external_parameter(with_loss.loss, parameter)
             for module, parameter in parameters_outside(model):
@@ -202,9 +212,11 @@ class Zero(Strategy):
         self._divisor = gradient_divisor(config, world)
         self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
 
-    def losses(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """See `Strategy`."""
-        return self.deepspeed(part, plan, chunk)
+        return self.deepspeed(part, plan, chunk, scale * self._divisor)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """See `Strategy`."""
@@ -243,27 +255,21 @@ class Zero(Strategy):
 
 
 class _WithLoss(nn.Module):
-    """Hidden states and loss in one forward, which is where DeepSpeed begins and ends a micro-batch.
+    """Hidden states and loss in one forward, which is where DeepSpeed begins and ends a micro-batch."""
 
-    Args:
-        model: the model.
-        evenly: call the head as often on every rank, however many labels each has.
-    """
-
-    def __init__(self, model: "PreTrainedModel", evenly: bool) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         super().__init__()
-        self.model, self.evenly, self.loss = model, evenly, _Loss()
+        self.model, self.loss = model, _Loss()
 
-    def forward(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
         hidden_BtM = hidden_states(self.model, part, plan)
-        calls = -(-part["shift_labels"].numel() // chunk) if self.evenly else 0
-        return self.loss(head_of(self.model), hidden_BtM, part["labels"], chunk, calls)
+        return self.loss(head_of(self.model), hidden_BtM, part["labels"], chunk, scale)
 
 
 class _Loss(nn.Module):
-    """All chunks of a micro-batch: as a module, so that ZeRO 3 gathers the head once for it."""
+    """All chunks of a micro-batch: as a module, so that ZeRO 3 gathers the head once for it, on every rank."""
 
     def forward(
-        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, calls: int
+        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        return chunked_cross_entropy(head, hidden_BtM, labels, chunk, calls=calls)
+        return chunked_cross_entropy(head, hidden_BtM, labels, chunk, scale=scale)

@@ -196,7 +196,7 @@ BUGS: dict[str, Bug] = {
     "item_in_the_loss": Bug(
         "`.item()` on the losses of each chunk",
         ": item",
-        lambda: _then(loss, "_cross_entropy", lambda x: x.sum().item()),
+        lambda: _then(loss, "_losses", lambda x: x.sum().item()),
     ),
     "item_in_a_hook": Bug(
         "gradients looked at one by one",
