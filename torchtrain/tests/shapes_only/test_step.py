@@ -144,16 +144,14 @@ def test_plan_of_llama2_7b_on_one_rank_is_what_its_step_holds(length, micro_batc
 
 
 def test_plan_of_llama2_7b_on_eight_ranks_is_what_its_step_holds():
-    """ZeRO 3, Ulysses over eight ranks, the optimizer in host memory, by DeepSpeed's own engine.
+    """ZeRO 3, Ulysses over eight ranks, the optimizer in host memory, by DeepSpeed's own engine; a few layers: what
+    does not grow with them is what errs.
 
-    `benchmarks/shapes.sh` does this for every config of the paper.
+    `benchmarks/shapes.sh` does this for every config of the paper, at full depth.
     """
     overrides = ["train.sequences_per_step=1", "distributed.offload=optimizer"]
-    held, planned = step.at_full_depth(load_config(PAPER["llama2-7b-64k-anchor"], overrides), 8)
-    assert planned == pytest.approx(held, rel=0.05)
-    # What does not grow with the layers is what errs: a few of them are the harder case.
-    longer = load_config(PAPER["llama2-7b-128k-anchor"], overrides)
-    assert step.plan(longer, 8, step.FEW[0]) == pytest.approx(step.measure(longer, 8, step.FEW[0]).peak, rel=0.05)
+    config = load_config(PAPER["llama2-7b-128k-anchor"], overrides)
+    assert step.plan(config, 8, step.FEW[0]) == pytest.approx(step.measure(config, 8, step.FEW[0]).peak, rel=0.05)
 
 
 def test_llama3_70b_on_32_ranks_loads_and_steps_as_planned():
