@@ -35,6 +35,7 @@ Loop = Literal[
     "torchtrain, full",
     "transformers, full",
     "transformers, dense mask",
+    "FSDP, full",
     "TRL, full",
 ]
 
@@ -98,10 +99,11 @@ class StepBench(Section):
             "torchtrain, full",
             "transformers, full",
             "transformers, dense mask",
+            "FSDP, full",
             "TRL, full",
         ],
         min_length=1,
-        max_length=6,
+        max_length=7,
         description="what is compared; `compiled` is as under model.fused: compile, which those of ours that are not "
         "named so take from `model`",
     )

@@ -10,8 +10,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from anchorline.errors import UserError
 from torchtrain.attention import visible_BTT
@@ -52,6 +55,9 @@ class TrainingLoop(ABC):
     @abstractmethod
     def losses(self, row: Row) -> Tensor | None:
         """Return the loss of each labelled token, nothing learned; None where the loop gives a mean alone."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Give back what the process holds for it."""
 
 
 class Ours(TrainingLoop):
@@ -122,6 +128,36 @@ class PlainMasked(Plain):
     """The same with a mask of T x T, which is how documents are kept apart without an engine for it."""
 
     masked = True
+
+
+class Sharded(Plain):
+    """The same under FSDP2 as torchtitan sets it up, for one rank: float32 weights that AdamW updates, each layer's
+    rounded to the model's dtype as it is gathered, gradients reduced in float32.
+    """
+
+    def __init__(self, model: "PreTrainedModel", bench: StepBench, world: World) -> None:
+        super().__init__(model, bench, world)
+        kind = world.device.type
+        self._group_is_ours = not dist.is_initialized()
+        if self._group_is_ours:
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        how: dict[str, Any] = {
+            "mesh": init_device_mesh(kind, (1,)),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=model.dtype, reduce_dtype=torch.float32, output_dtype=model.dtype
+            ),
+        }
+        self.model.float()
+        decoder: Any = self.model.base_model
+        for layer in decoder.layers:
+            fully_shard(layer, **how)
+        fully_shard(self.model, **how)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=bench.learning_rate)
+
+    def close(self) -> None:
+        """See `TrainingLoop`."""
+        if self._group_is_ours:
+            dist.destroy_process_group()
 
 
 class Sft(TrainingLoop):
@@ -196,6 +232,7 @@ LOOPS: dict[str, tuple[type[TrainingLoop], str]] = {
     "torchtrain, full": (Ours, "full"),
     "transformers, full": (Plain, "full"),
     "transformers, dense mask": (PlainMasked, "anchor"),
+    "FSDP, full": (Sharded, "full"),
     "TRL, full": (Sft, "full"),
 }
 

@@ -5,7 +5,8 @@ loops take turns, and with them a product of large matrices, whose speed is the 
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,12 +62,13 @@ def measure(config: BenchConfig, record: BenchRecord, clock: Clock, say: Callabl
     model = _load(config, bench, corpus, clock)
     counter, dtype = FlopCounter.of(model), model.dtype
     loops, missing = _open(bench, model, World(device=clock.device))
-    say(f"checking the losses of {len(loops)} loops on {bench.lengths[0]:,} tokens")
-    losses = record.once({"check": "losses"}, lambda: _check(bench, loops, model, corpus, clock))
     rows = []
-    for tokens in bench.lengths:
-        say(f"timing {tokens:,} tokens, {config.repeats} turns")
-        rows += _time(config, bench, loops, counter, corpus, tokens, dtype, clock, record)
+    with closing_all(loops.values()):
+        say(f"checking the losses of {len(loops)} loops on {bench.lengths[0]:,} tokens")
+        losses = record.once({"check": "losses"}, lambda: _check(bench, loops, model, corpus, clock))
+        for tokens in bench.lengths:
+            say(f"timing {tokens:,} tokens, {config.repeats} turns")
+            rows += _time(config, bench, loops, counter, corpus, tokens, dtype, clock, record)
     return {
         "model": bench.model.source,
         "layers": model.config.num_hidden_layers,
@@ -107,6 +109,15 @@ def _open(bench: StepBench, model: "PreTrainedModel", world: World) -> tuple[dic
         except UserError as error:
             missing[name] = one_line(error)
     return loops, missing
+
+
+@contextmanager
+def closing_all(loops: Iterable[TrainingLoop]) -> Iterator[None]:
+    """Close every loop when the block ends."""
+    with ExitStack() as stack:
+        for loop in loops:
+            stack.callback(loop.close)
+        yield
 
 
 def _row(corpus: Corpus, tokens: int, name: str) -> Row:

@@ -196,6 +196,7 @@ def test_steps_start_from_the_same_losses(call, tmp_path):
         "torchtrain, full",
         "transformers, full",
         "transformers, dense mask",
+        "FSDP, full",
         "TRL, full",
     }
     for row in rows.values():
@@ -218,7 +219,8 @@ def test_all_loops_learn_the_same_of_a_step(bench_tree):
     loops, missing = step._open(bench, model, step.World())
     assert not missing
     full = [name for name in loops if name.endswith("full")]
-    learned = {name: [loops[name].step(step._row(corpus, 64, name)) for _ in range(3)] for name in full}
+    with step.closing_all(loops.values()):
+        learned = {name: [loops[name].step(step._row(corpus, 64, name)) for _ in range(3)] for name in full}
     for name in full:
         assert learned[name] == pytest.approx(learned["transformers, full"], rel=1e-4), name
     assert learned["torchtrain, full"][2] < learned["torchtrain, full"][0]
