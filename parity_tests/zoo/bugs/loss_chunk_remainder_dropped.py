@@ -7,9 +7,9 @@ from torchtrain.training.loss import chunked_cross_entropy
 
 
 def _make(original):
-    def whole_chunks(head, hidden, labels, chunk):
+    def whole_chunks(head, hidden, labels, chunk, **how):
         kept = len(labels) // chunk * chunk
-        return original(head, hidden, Labels(labels.index_n[:kept], labels.labels_n[:kept]), chunk)
+        return original(head, hidden, Labels(labels.index_n[:kept], labels.labels_n[:kept]), chunk, **how)
 
     return whole_chunks
 

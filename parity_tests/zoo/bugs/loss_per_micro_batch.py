@@ -13,8 +13,8 @@ from torchtrain.training.strategy import Replicated
 _losses = Replicated.losses
 
 
-def _mean_losses(self, part, plan, chunk):
-    total, each_Bt = _losses(self, part, plan, chunk)
+def _mean_losses(self, part, plan, chunk, scale=1.0):
+    total, each_Bt = _losses(self, part, plan, chunk, scale)
     return total / (part["shift_labels"] != IGNORED).sum().clamp(min=1), each_Bt
 
 

@@ -6,8 +6,8 @@ from torchtrain.training.loss import chunked_cross_entropy
 
 
 def _make(original):
-    def dilute(head, hidden, labels, chunk):
-        total, each = original(head, hidden, labels, chunk)
+    def dilute(head, hidden, labels, chunk, **how):
+        total, each = original(head, hidden, labels, chunk, **how)
         share = len(labels) / each.numel()
         return total * share, each * share
 
