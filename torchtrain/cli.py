@@ -449,6 +449,31 @@ def compare(
             print(f"tables in {folder}")
 
 
+@app.command(name="lm-eval-log")
+def lm_eval_log(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="what was evaluated, or a folder of results")],
+    out: Annotated[Path, typer.Option("--out", help="folder of the log, as lm_eval --output_path")],
+    cache: Annotated[Path, typer.Option(help="the suite's cache, where the prompts are")] = Path("cache"),
+    last: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="how many of the checkpoints, the last; default: all evaluated")
+    ] = None,
+) -> None:
+    """Write results as lm_eval --output_path --log_samples does: results_DATE.json and samples_TASK_DATE.jsonl.
+
+    It reads what torchtrain evaluate left and measures nothing. Prompts and targets come from the suite's cache.
+
+    Example: torchtrain lm-eval-log runs/demo --out runs/lm-eval
+    """
+    with _one_speaks():
+        from torchtrain.evaluation.lm_eval_log import write_log
+        from torchtrain.evaluation.measured import read_measured
+
+        folder, place = resolve("--out", out), resolve("--cache", cache)
+        measured = read_measured(run, last)
+        written = write_log(measured, folder, place, lambda line: print(line, file=sys.stderr, flush=True))
+        print("\n".join(map(str, written)))
+
+
 @app.command()
 def experiment(
     file: Annotated[

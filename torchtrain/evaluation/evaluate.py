@@ -393,7 +393,9 @@ def run_choices(
         of = [next(each) for _ in sample["choices"]]
         points, plain = choices.score_choices(task, sample, of)
         likeliest = max(range(len(of)), key=lambda i: of[i])
-        answers.append(Answer(index=sample["index"], prediction=str(likeliest), score=points, acc=plain))
+        answers.append(
+            Answer(index=sample["index"], prediction=str(likeliest), score=points, acc=plain, log_likelihoods=of)
+        )
     return answers, progress.cost
 
 

@@ -15,7 +15,8 @@ from anchorline.files import expand, read_file
 from torchtrain.config import Source
 from torchtrain.data.corpus import Document, read
 from torchtrain.data.hub import dataset_items
-from torchtrain.evaluation.suite import NEEDS_HAYSTACK, Haystack, Published, Suite, benchmark_of
+from torchtrain.evaluation.question_sets import read_question_set
+from torchtrain.evaluation.suite import NEEDS_HAYSTACK, Haystack, Published, QuestionSet, Suite, benchmark_of
 
 _MOST_BYTES = 1 << 30  # of a text file, or of questions
 _QUESTIONS = {"qa_1": ("squad", "SQuAD's dev-v2.0.json"), "qa_2": ("hotpotqa", "HotpotQA's distractor file")}
@@ -51,27 +52,36 @@ class Materials:
         """SHA-256 of the haystack's words."""
         return hashlib.sha256(" ".join(self.haystack).encode()).hexdigest()
 
-    def questions(self, task: str) -> tuple[Path, str]:
-        """Return the file of a task's questions and the SHA-256 of its content.
+    def questions(self, task: str) -> tuple[Any, str, str]:
+        """Return a task's questions as the published JSON has them, what they are called, and a SHA-256 of them.
 
         Raises:
             MissingMaterialError: the suite names none.
-            UserError: it cannot be read or is not JSON.
+            UserError: they cannot be read, or are not JSON or as the hub has them.
         """
         setting, what = _QUESTIONS[task]
         given = getattr(self.suite, setting)
         if given is None:
             raise MissingMaterialError(f"{setting} is not set ({what})")
+        if isinstance(given, QuestionSet):
+            if task not in self._sets:
+                self._sets[task] = read_question_set(setting, given)
+            published = self._sets[task]
+            content = json.dumps(published, ensure_ascii=False).encode(errors="surrogatepass")
+            return published, f"dataset {given.dataset}", hashlib.sha256(content).hexdigest()
         path = expand(given)
         try:
             content = read_file(path, _MOST_BYTES)
         except OSError as error:
             raise UserError(f"{setting} {quoted(path)}: {str(error.strerror).lower()}; give {what}") from None
         try:
-            json.loads(content)
+            return json.loads(content), path.name, hashlib.sha256(content).hexdigest()
         except (ValueError, RecursionError):
             raise UserError(f"{setting} {quoted(path)}: is not JSON; give {what}") from None
-        return path, hashlib.sha256(content).hexdigest()
+
+    @cached_property
+    def _sets(self) -> dict[str, Any]:
+        return {}
 
     @cached_property
     def _tables(self) -> dict[str, "Questions"]:
@@ -99,8 +109,8 @@ class Materials:
             assert self.suite.haystack is not None
             return {"haystack": self.suite.haystack.name, "haystack_sha256": digest}
         if task in _QUESTIONS:
-            path, digest = self.questions(task)
-            return {"questions": path.name, "questions_sha256": digest}
+            _, name, digest = self.questions(task)
+            return {"questions": name, "questions_sha256": digest}
         if benchmark_of(task) != "ruler":
             return {"questions_sha256": self.published(task).digest}
         return {}
@@ -229,8 +239,3 @@ def _texts(haystack: Haystack) -> Iterator[str]:
     for record in read(source):
         if isinstance(record, Document):
             yield record.text
-
-
-def read_questions(path: Path) -> Any:
-    """Return the JSON of a file of questions: of SQuAD an object, of HotpotQA a list."""
-    return json.loads(read_file(path, _MOST_BYTES))

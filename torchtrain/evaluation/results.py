@@ -31,13 +31,14 @@ class Answer(_Strict):
     """What the model said to one sample, and what it is worth.
 
     Where it chose: `prediction` is its choice's number, `acc` whether that of the largest likelihood is right, which is
-    the score but for HellaSwag.
+    the score but for HellaSwag, `log_likelihoods` log p of each choice in nats (None: from before it was recorded).
     """
 
     index: int
     prediction: str
     score: Unit
     acc: Unit | None = None
+    log_likelihoods: list[float] | None = None
 
 
 class Settings(_Strict):

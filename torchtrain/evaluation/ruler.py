@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anchorline.errors import UserError, quoted_reason
-from torchtrain.evaluation.materials import Materials, read_questions
+from torchtrain.evaluation.materials import Materials
 from torchtrain.evaluation.suite import LEAST_LENGTH, NEEDS_HAYSTACK, TASKS
 
 if TYPE_CHECKING:
@@ -272,14 +272,14 @@ def _questions(
     tokenizer: "PreTrainedTokenizerFast",
     materials: Materials,
 ) -> list[Sample]:
-    path, _ = materials.questions(task)
+    published, name, _ = materials.questions(task)
     # The readers are cached by their address, of which ours are none: what is under `cache` is called.
     reader = (lm.qa.read_squad if task == "qa_1" else lm.qa.read_hotpotqa).__wrapped__
-    with _replaced(lm.qa, download_json=lambda _: read_questions(path)):
+    with _replaced(lm.qa, download_json=lambda _: published):
         try:
             questions, documents = reader("")
         except (TypeError, KeyError, ValueError, AttributeError):
-            raise UserError(f"{task}: {path} is not in the layout of the published file; fetch that") from None
+            raise UserError(f"{task}: {name} is not in the layout of the published file; fetch that") from None
     return lm.qa.generate_samples(
         tokenizer=PromptLengths(tokenizer, lambda text: f"{text} {lm.qa.CONFIG['answer_prefix']}"),
         docs=documents,

@@ -61,8 +61,7 @@ def open_samples(
         "materials": materials.identity(task),
         "versions": versions(("lm_eval", "wonderwords", "nltk", "numpy") if benchmark == "ruler" else ("lm_eval",)),
     }
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    folder = expand(suite.cache) / benchmark / f"{task}-{length}-{name}"
+    folder = _place(identity, suite.cache)
     if not folder.is_dir():
         if benchmark == "ruler":
             made = make_samples(task, length, count, suite.seed, tokenizer, materials)
@@ -71,6 +70,29 @@ def open_samples(
             made = make(task, length, count, tokenizer, materials)
         _write(folder, made, identity)
     return _read(folder, identity)
+
+
+def find_samples(identity: dict[str, Any], sha256: str, cache: str | Path) -> SampleSet | None:
+    """Return the samples that a result is of, None where the cache has them no more, or others.
+
+    Args:
+        identity, sha256: as the result records them.
+        cache: the suite's.
+
+    Raises:
+        UserError: a file is not as it was written.
+    """
+    folder = _place(identity, cache) if {"task", "length"} <= identity.keys() else None
+    if folder is None or not folder.is_dir():
+        return None
+    found = _read(folder, identity)
+    return found if found.sha256 == sha256 else None
+
+
+def _place(identity: dict[str, Any], cache: str | Path) -> Path:
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    task, length = identity["task"], identity["length"]
+    return expand(str(cache)) / benchmark_of(task) / f"{task}-{length}-{name}"
 
 
 def _settings(task: str, suite: Suite) -> dict[str, Any]:

@@ -96,6 +96,15 @@ class Published(Section):
         return self
 
 
+class QuestionSet(Section):
+    """Questions with documents as the hub has them, where a suite does not name the published file."""
+
+    dataset: Name = Field(description="as in data.sources: folder or hub id of a data set")
+    subset: Name | None = Field(default=None, description="as in data.sources; of hotpotqa on the hub: distractor")
+    split: Name = "validation"
+    revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
+
+
 class PerplexityConfig(Section):
     """Perplexity on long documents, by position."""
 
@@ -114,8 +123,12 @@ class Suite(Section):
     seed: int = Field(default=42, ge=0, lt=2**32, description="RULER's is 42; each task is seeded with it alone")
     cache: PathText = Field(default="cache", description="folder of generated samples and converted models")
     haystack: Haystack | None = None
-    squad: PathText | None = Field(default=None, description="SQuAD 2.0's dev-v2.0.json")
-    hotpotqa: PathText | None = Field(default=None, description="HotpotQA's hotpot_dev_distractor_v1.json")
+    squad: PathText | QuestionSet | None = Field(
+        default=None, description="SQuAD 2.0's dev-v2.0.json, or {dataset: rajpurkar/squad_v2}"
+    )
+    hotpotqa: PathText | QuestionSet | None = Field(
+        default=None, description="HotpotQA's hotpot_dev_distractor_v1.json, or {dataset: hotpotqa/hotpot_qa}"
+    )
     longbench: Published | None = Field(
         default=None, description="a folder with NAME.jsonl of each task (or data/NAME.jsonl), as in data.zip"
     )

@@ -1,0 +1,46 @@
+"""Scores, and how sure a mean and a difference are."""
+
+import numpy as np
+import pytest
+
+from torchtrain.evaluation.intervals import mcnemar, mean_interval, paired_interval, sign_flip
+from torchtrain.evaluation.scoring import score
+
+
+def test_scores_are_rulers():
+    assert score(" 12 and\n34\x00", ["12", "34", "5", "6"], "all") == 0.5
+    assert score("The ANSWER", ["answer", "other"], "any") == 1.0
+    assert score("", ["a"], "any") == score("", ["a"], "all") == 0.0
+    assert mean_interval([1.0] * 8) == pytest.approx((1.0, 0.6756, 1.0), abs=1e-4)
+    assert mean_interval([0.0] * 8) == pytest.approx((0.0, 0.0, 0.3244), abs=1e-4)
+
+
+def test_intervals_are_paired_by_sample():
+    draw = np.random.default_rng(1)
+    hard = draw.random(300)
+    a, b = [(hard > 0.5).astype(float)], [(hard > 0.45).astype(float)]  # b finds what a finds, and a little more
+    mean, low, high = paired_interval(b, a)
+    assert 0 < low < mean < high
+    shuffled = [draw.permutation(b[0])]
+    assert paired_interval(shuffled, a)[1] < 0  # unpaired, as much tells nothing
+
+
+def test_signs_are_tried_or_drawn():
+    zeros = np.zeros(500)
+    for n in (3, 6, 9):
+        few, p = zeros.copy(), mcnemar(np.ones(n), np.zeros(n))[2]
+        few[:n] = 1
+        assert sign_flip([few], [zeros]) == pytest.approx(p)
+    many = zeros.copy()
+    many[:30], many[30:50] = 1, -1
+    assert sign_flip([many], [zeros]) == pytest.approx(
+        mcnemar(np.repeat([1, 0], [30, 20]), np.repeat([0, 1], [30, 20]))[2], abs=0.02
+    )
+    assert sign_flip([zeros], [zeros]) == 1
+
+
+def test_equal_scores_do_not_prove_two_runs_equal():
+    mean, low, high = paired_interval([np.zeros(20)] * 3, [np.zeros(20)] * 3)
+    assert (mean, low, high) == pytest.approx((0.0, -0.0596, 0.0596), abs=1e-4)  # 1 - .025 ** (1 / 60)
+    assert paired_interval([np.ones(5)], [np.zeros(5)])[2] == 1
+    assert paired_interval([np.ones(5)], [np.zeros(5)], scores=False) == (1, 1, 1)

@@ -1,0 +1,205 @@
+"""The tables and figures of what was measured."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from torchtrain.evaluation import tables
+from torchtrain.evaluation.compare import compare, tables_of_run
+from torchtrain.evaluation.figures import figures_of
+from torchtrain.evaluation.intervals import mcnemar
+from torchtrain.evaluation.results import (
+    NotRun,
+    save_result,
+)
+from torchtrain.evaluation.suite import TASKS
+from torchtrain.evaluation.tables import latex, markdown
+from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, task_result
+
+
+def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
+    wins, ties = [1.0] * 20 + [0.0] * 10, [1.0] * 10 + [0.0] * 20
+    save_results(
+        tmp_path / "a", task_result(scores=ties), task_result("cwe", [1.0] * 15 + [0.0] * 15), perplexity_result(0.5)
+    )
+    save_results(
+        tmp_path / "b", task_result(scores=wins), task_result("cwe", [0.0] * 14 + [1.0] * 16), perplexity_result()
+    )
+    found, facts, runs = compare([tmp_path / "a", tmp_path / "b"])
+    assert facts.keys() == {"a", "b"}
+    by_title = {table.title: table for table in found}
+    tasks = dict(by_title["Tasks at 1,024 tokens"].rows)
+    assert [cell.bold for cell in tasks["fwe"]] == [False, True]
+    assert [cell.bold for cell in tasks["cwe"]] == [False, False]
+    assert "Average of the 13 tasks" not in by_title  # eleven did not run
+    rows = dict(by_title["Average of those that ran (2 of 13)"].rows)
+    assert rows["b - a, paired"][0].text.startswith("+18.3 [")
+    perplexity = by_title["Perplexity by position at 1,024 tokens"]
+    assert perplexity.head == ["", "1 to 255", "256 to 1,023"]
+    assert dict(perplexity.rows)["loss: b - a, paired"][0].text == "-0.500 [-0.500, -0.500]"
+    assert [note for note in by_title["Tasks at 1,024 tokens"].notes if "n = 30 samples" in note]
+    tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b", figures_of(runs))
+    assert [path.name for path in (tmp_path / "out").glob("*.svg")] == ["score-by-length.svg"]
+    html, tex = ((tmp_path / "out" / f"results.{kind}").read_text() for kind in ("html", "tex"))
+    assert "<strong>66.7 [" in html
+    assert r"\textbf{66.7 [" in tex
+    assert "**66.7 [" in (tmp_path / "out" / "results.md").read_text()
+
+
+@pytest.mark.parametrize(("alike", "n"), [(20, 500), (0, 4), (0, 1)])
+def test_bold_is_none_where_few_samples_differ(tmp_path, alike, n):
+    """At most four samples right in one run alone: the bootstrap's interval leaves out zero, and p is an eighth."""
+    differ = min(4, n)
+    for name, right in (("a", alike), ("b", alike + differ)):
+        save_results(tmp_path / name, task_result(scores=[1.0] * right + [0.0] * (n - right)))
+    found, _, _ = compare([tmp_path / "a", tmp_path / "b"])
+    assert not [cell for table in found for _, cells in table.rows for cell in cells if cell.bold]
+
+
+def test_seeds_that_do_not_pair_show_nothing_in_bold(tmp_path):
+    seeds = save_seeds(tmp_path, "a", [[1.0] * n + [0.0] * (200 - n) for n in (50, 52, 54)])
+    for step in range(3):
+        save_results(tmp_path / "b", task_result(scores=[0.0] * 200, checkpoint=f"step-{step}"))
+        save_results(tmp_path / "b", perplexity_result().model_copy(update={"checkpoint": f"step-{step}"}))
+    for step in range(3):
+        place = tmp_path / f"a-{step}" / "model" / "perplexity-1024.json"
+        save_result(place, perplexity_result())
+    found, _, _ = compare([seeds, tmp_path / "b"])
+    assert not [cell for table in found for _, cells in table.rows for cell in cells if cell.bold]
+
+
+def test_losses_in_windows_stand_in_the_table(tmp_path):
+    for name, strided in (("a", 1.0), ("b", 2.0)):
+        save_results(tmp_path / name, task_result(), perplexity_result().model_copy(update={"strided": strided}))
+    found, _, _ = compare([tmp_path / "a", tmp_path / "b"])
+    table = next(table for table in found if "Perplexity" in table.title)
+    assert table.head[-1] == "in windows of 512"
+    assert [cells[-1].text for _, cells in table.rows] == ["2.72", "7.39", ""]
+    assert {len(cells) for _, cells in table.rows} == {3}
+
+
+def test_seeds_are_one_row_with_an_interval_over_them(tmp_path):
+    """Bold needs both intervals: of 200 samples the first is surely above, of three seeds it is not."""
+    base = [0.0] * 200
+    a = save_seeds(tmp_path, "a", [base, base, base])
+    steady = save_seeds(tmp_path, "steady", [[1.0] * n + [0.0] * (200 - n) for n in (50, 52, 54)])
+    shaky = save_seeds(tmp_path, "shaky", [[1.0] * n + [0.0] * (200 - n) for n in (5, 20, 131)])
+    found, _, runs = compare([a, steady])
+    by_title = {table.title: table for table in found}
+    assert [(run.name, run.checkpoints) for run in runs] == [("a", 3), ("steady", 3)]
+    tasks = dict(by_title["Tasks at 1,024 tokens"].rows)["fwe"]
+    assert [cell.bold for cell in tasks] == [False, True]
+    rows = dict(by_title["Average of those that ran (1 of 13)"].rows)
+    low, high = scipy.stats.ttest_1samp([25, 26, 27], 0).confidence_interval()
+    assert rows["steady - a, over 3 seeds"][0].text == f"[{low:+.1f}, {high:+.1f}]"
+    assert rows["steady - a, paired"][0].text.startswith("+26.0 [")
+    perplexity = dict(by_title["Perplexity by position at 1,024 tokens"].rows)
+    assert "loss: steady - a, over 3 seeds" not in perplexity  # all differ alike, which says nothing of the next
+    tasks = next(dict(table.rows)["fwe"] for table in compare([a, shaky])[0] if table.title == "Tasks at 1,024 tokens")
+    assert [cell.bold for cell in tasks] == [False, False]
+
+
+def test_mcnemar_is_exact_and_stands_where_samples_are_right_or_wrong(tmp_path):
+    a, b = np.array([1.0] * 9 + [0.0] * 1 + [1.0] * 5), np.array([0.0] * 9 + [1.0] * 1 + [1.0] * 5)
+    assert mcnemar(a, b) == (9, 1, pytest.approx(22 / 1024))  # 2 (1 + 10) / 2^10
+    assert mcnemar(a, a) == (0, 0, 1.0)
+    mixed = [0.5, *a[1:]]
+    for name, scores, other in (("a", a, mixed), ("b", b, mixed)):
+        save_results(tmp_path / name, task_result(scores=scores), task_result("cwe", other))
+    found, _, _ = compare([tmp_path / "a", tmp_path / "b"])
+    (table,) = [table for table in found if table.title.startswith("Right in one run alone")]
+    assert [(name, cells[0].text) for name, cells in table.rows] == [("fwe", "b 1, a 9, p 0.021")]
+
+
+def test_groups_and_short_benchmarks_are_laid_out_as_the_papers(tmp_path):
+    def short(value: float, **more):
+        names = [
+            ("longbench_lcc", [value, 1.0]),
+            ("longbench_repobench-p", [value, 0.0]),
+            ("longbench_trec", [value, 1.0]),
+        ]
+        return [
+            *(task_result(name, scores) for name, scores in names),
+            task_result("mmlu_anatomy", [value]),
+            task_result("mmlu_virology", [1.0, 1.0, 1.0]),
+            task_result("hellaswag", [1.0, value]),
+        ]
+
+    save_results(
+        tmp_path / "a", *short(0.0), NotRun(task="longbench_samsum", length=1024, checkpoint="model", not_run="no file")
+    )
+    save_results(tmp_path / "b", *short(1.0))
+    found, _, runs = compare([tmp_path / "a", tmp_path / "b"])
+    by_title = {table.title: table for table in found}
+    groups = by_title["LongBench at 1,024 tokens"]
+    assert groups.head == ["", "Code Completion", "ICL"]
+    rows = {name: [cell.text for cell in cells] for name, cells in groups.rows}
+    assert rows["a"][0].startswith("25.0 [")
+    assert rows["b - a, paired"][0].startswith("+50.0 [")
+    assert rows["a"][1] == "none: 1 did not run"  # samsum: never an average of trec alone
+    short_table = by_title["Short benchmarks"]
+    assert short_table.head == ["", "LongBench ICL (1K)", "HellaSwag", "MMLU (2 of 57 subjects)"]
+    rows = {name: [cell.text for cell in cells] for name, cells in short_table.rows}
+    assert rows["a"][2].startswith("75.0 [")  # three of four questions, not the mean of 0 and 100
+    assert any("Not run: longbench_samsum: no file." in note for note in groups.notes)
+    assert {name for name, _ in by_title["Right in one run alone, at 1,024 tokens"].rows} == {"hellaswag", "mmlu"}
+    assert figures_of(runs) == []
+
+
+def test_figures_show_runs_by_length_and_by_step(tmp_path):
+    for name, shift in (("a", 0.0), ("b", 0.5)):
+        for step, right in ((10, 3), (20, 6), (30, 5)):
+            scores = [1.0] * right + [0.0] * (10 - right)
+            for length in (1024, 2048):
+                result = task_result(scores=scores, length=length, checkpoint=f"step-{step}")
+                save_results(tmp_path / name, result.model_copy(update={"step": step}))
+            save_results(
+                tmp_path / name,
+                perplexity_result(shift).model_copy(update={"step": step, "checkpoint": f"step-{step}"}),
+            )
+    found, facts, runs = compare([tmp_path / "a", tmp_path / "b"])
+    figures = figures_of(runs)
+    assert [figure.name for figure in figures] == ["score-by-length", "score-by-step", "perplexity-by-step"]
+    assert all(
+        f">{name}<" in figure.svg for figure in figures for name in ("a", "b", "1K")[: 2 + ("length" in figure.name)]
+    )
+    tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b", figures)
+    html = (tmp_path / "out" / "results.html").read_text()
+    assert html.count("<svg") == 3
+    for last, mean in ((None, "46.7 "), (2, "55.0 "), (1, "50.0 [")):  # 3, 6 and 5 of 10
+        found, _, kept = compare([tmp_path / "a", tmp_path / "b"], last)
+        (table,) = [table for table in found if table.title.startswith("Average of those")]
+        assert dict(table.rows)["a"][0].text.startswith(mean)
+        assert figures_of(kept)[1] == figures[1]  # by step: all of them
+
+
+def test_averages_are_of_thirteen_and_of_eleven_or_none():
+    every = [task_result(task, [1.0, 1.0]) for task in TASKS if task != "vt"]
+    lost = [of for of in every if of.task not in ("niah_multikey_3", "cwe")]
+    zeros = [task_result(task, [0.0, 0.0]) for task in ("niah_multikey_3", "cwe")]
+    (table,) = tables_of_run([*lost, *zeros])
+    rows = {name: cells[0].text for name, cells in table.rows}
+    assert rows["mean of the 13"].startswith("84.6 [")  # 11 of 13
+    assert rows["mean of the paper's 11"].startswith("100.0 [")
+    missing = NotRun(task="qa_1", length=1024, checkpoint="model", not_run="squad is not set")
+    (table,) = tables_of_run([*(of for of in every if of.task != "qa_1"), missing])
+    rows = {name: cells[0].text for name, cells in table.rows}
+    assert rows["mean of the 13"] == rows["mean of the paper's 11"] == "none: 1 did not run"
+    assert rows["qa_1"] == "not run"
+    assert "Not run: qa_1: squad is not set." in table.notes
+
+
+def test_checkpoints_of_a_run_are_averaged_and_their_spread_is_told():
+    every = [task for task in TASKS if task != "vt"]
+    results = [task_result(task, [value] * 4, checkpoint=f"m{value}") for task in every for value in (0.25, 0.75)]
+    (table,) = tables_of_run(results)
+    rows = {name: cells[0].text for name, cells in table.rows}
+    assert rows["fwe"].startswith("50.0 [")
+    assert rows["mean of the 13"].startswith("50.0 ±35.4 [")  # .25 and .75: a standard deviation of .5 / sqrt 2
+
+
+def test_tables_escape_what_they_hold():
+    table = tables.ScoreTable("A_b & 5%", ["", "x|y"], [("run_1", [tables.ScoreCell("1|2", True)])], ["50% of #1"])
+    assert r"\caption{A\_b \& 5\%. 50\% of \#1}" in latex(table)
+    assert r"run\_1 & \textbf{1|2}" in latex(table)
+    assert r"| run_1 | **1\|2** |" in markdown(table)
