@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from anchorline.errors import UserError, quoted, quoted_reason
 from torchtrain.evaluation import longbench
 from torchtrain.evaluation.generation import AnswerCost, Generator
 from torchtrain.evaluation.suite import CHOICES, Suite, benchmark_of
+from torchtrain.modeling.placement import tell_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -84,8 +83,7 @@ class TorchEngine:
     @property
     def device(self) -> str:
         """See `Engine`."""
-        device = self.model.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return tell_devices(self.model)
 
     def answers(self, task: str, prompts: Sequence[Sequence[int]], room: int, on_batch: OnBatch) -> list[list[int]]:
         """See `Engine`."""

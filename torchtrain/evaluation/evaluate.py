@@ -4,8 +4,7 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ from torchtrain.evaluation.perplexity import (
     long_documents,
     strided_loss,
 )
+from torchtrain.evaluation.progress import AnswerProgress
 from torchtrain.evaluation.results import (
     Answer,
     Bucket,
@@ -53,6 +53,7 @@ from torchtrain.evaluation.samples import SampleSet, open_samples
 from torchtrain.evaluation.scoring import score
 from torchtrain.evaluation.suite import CHOICES, TASKS, PerplexityConfig, Suite, benchmark_of
 from torchtrain.modeling.load import load_for_evaluation
+from torchtrain.modeling.placement import DeviceMap, check_accelerate, tell_devices
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
 # Ids to ids, or pairs of ids to log p: what a `Generator` does; a test puts a reader of prompts in its place.
 Answers = Callable[[Sequence[Sequence[int]], int, OnBatch], list[list[int]]]
 Likelihoods = Callable[[Sequence[Pair], OnBatch], list[float]]
-_SECONDS_BETWEEN_LINES = 5.0
 _PACKAGES = ("anchorline", "torch", "transformers", "tokenizers", "lm_eval", "vllm")
 # LongBench's scores; fuzzywuzzy gives other ratios where Levenshtein is installed.
 _SCORING = ("jieba", "fuzzywuzzy", "rouge", "Levenshtein")
@@ -126,7 +126,7 @@ def evaluate(
         engine: Engine = (
             VllmEngine(str(folder), suite, dtype, max(lengths), open_config(str(folder)), tokenizer)
             if suite.backend == "vllm"
-            else TorchEngine(partial(_load, folder, dtype, device, say), suite, tokenizer)
+            else TorchEngine(partial(_load, folder, dtype, device, suite.device_map, say), suite, tokenizer)
         )
         models.append(EvaluatedModel(checkpoint, tokenizer, engine, weights_digest(folder), dtype))
         _check_finished(models[-1], suite, lengths, out, materials, _anchor(tokenizer) if anchor else [])
@@ -164,8 +164,10 @@ def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
     """Check what needs no model.
 
     Raises:
-        UserError: a stride that does not fit, or perplexity of an engine that does not give it.
+        UserError: a stride that does not fit, perplexity of an engine that does not give it, or no accelerate.
     """
+    if suite.device_map is not None:
+        check_accelerate()
     if suite.perplexity is None:
         return
     stride = suite.perplexity.stride
@@ -284,7 +286,7 @@ def measure_perplexity(
     config: PerplexityConfig,
     documents: Sequence[Sequence[int]],
     settings: Settings,
-    progress: "AnswerProgress | None" = None,
+    progress: AnswerProgress | None = None,
 ) -> PerplexityResult:
     """Measure losses by position on documents of one length, and in windows of half of it where a stride is set.
 
@@ -326,7 +328,7 @@ def run_task(
     tokenizer: "PreTrainedTokenizerFast",
     anchor: Sequence[int],
     answer: Answers,
-    progress: "AnswerProgress | None" = None,
+    progress: AnswerProgress | None = None,
 ) -> tuple[list[Answer], AnswerCost]:
     """Ask a model all samples of a task, and score what it says.
 
@@ -369,7 +371,7 @@ def run_choices(
     tokenizer: "PreTrainedTokenizerFast",
     anchor: Sequence[int],
     likelihoods: Likelihoods,
-    progress: "AnswerProgress | None" = None,
+    progress: AnswerProgress | None = None,
 ) -> tuple[list[Answer], AnswerCost]:
     """Ask a model which of a sample's choices is the likeliest.
 
@@ -397,37 +399,6 @@ def run_choices(
             Answer(index=sample["index"], prediction=str(likeliest), score=points, acc=plain, log_likelihoods=of)
         )
     return answers, progress.cost
-
-
-class AnswerProgress:
-    """Counts what batches cost, and tells every few seconds what is left.
-
-    Args:
-        what: opens each line.
-        say: takes lines.
-        pulse: called after each batch.
-    """
-
-    def __init__(
-        self,
-        what: str = "",
-        say: Callable[[str], None] = lambda line: None,
-        pulse: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._what, self._say, self._pulse = what, say, pulse
-        self._began = self._told = time.monotonic()
-        self.total = 0
-        self.cost = AnswerCost(0, 0, 0)
-
-    def note(self, done: int, work: AnswerCost) -> None:
-        """Add a batch, after which `done` are done."""
-        self.cost = AnswerCost(*(a + b for a, b in zip(astuple(self.cost), astuple(work), strict=True)))
-        now = time.monotonic()
-        if done < self.total and now - self._told >= _SECONDS_BETWEEN_LINES:
-            self._told = now
-            left = timedelta(seconds=round((now - self._began) / done * (self.total - done)))
-            self._say(f"{self._what} {done}/{self.total} · {left} left")
-        self._pulse()
 
 
 def _with_anchor(ids: list[int], anchor: Sequence[int]) -> list[int]:
@@ -464,10 +435,15 @@ def _jobs(
                 yield length, task, NotRun(task=task, length=length, checkpoint=name, not_run=str(error))
 
 
-def _load(folder: Path, dtype: str, device: torch.device | None, say: Callable[[str], None]) -> "PreTrainedModel":
+def _load(
+    folder: Path, dtype: str, device: torch.device | None, device_map: DeviceMap | None, say: Callable[[str], None]
+) -> "PreTrainedModel":
     say(f"loading {folder}")
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load_for_evaluation(str(folder), dtype=getattr(torch, dtype), device=device)
+    loaded = load_for_evaluation(str(folder), dtype=getattr(torch, dtype), device=device, device_map=device_map)
+    if device_map is not None:
+        say(f"layers lie on {tell_devices(loaded)}")
+    return loaded
 
 
 def _settings(evaluated: EvaluatedModel, task: str, samples: SampleSet, anchor: list[int]) -> Settings:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchtrain.modeling.placement import input_device
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -170,7 +172,7 @@ class Generator:
 
     def _logits(self, ids_BT: Tensor, first: int, cache: object, keep: int) -> Tensor:
         """Run tokens from position `first` on; return the logits of the last `keep` of them."""
-        ids_BT = ids_BT.to(self._model.device)
+        ids_BT = ids_BT.to(input_device(self._model))
         positions_1T = torch.arange(first, first + ids_BT.shape[1], device=ids_BT.device)[None]
         out = self._model(
             input_ids=ids_BT, position_ids=positions_1T, past_key_values=cache, use_cache=True, logits_to_keep=keep
@@ -185,7 +187,7 @@ class Generator:
         if not self.shares_prefixes:
             return [self._go_on_alone(read[0].cache, read[0].tokens, answers[0], room)]
         cache, mask_BT = _stack(read, room, self._model)
-        device = self._model.device
+        device = input_device(self._model)
         next_B = torch.tensor([part.next for part in read], device=device)
         positions_B = torch.tensor([part.tokens for part in read], device=device)
         for _ in range(room - 1):
@@ -317,7 +319,7 @@ def _stack(read: list[_Read], room: int, model: "PreTrainedModel") -> tuple[obje
         layers.append(_roomy_layer()(longest + room))
         layers[-1].update(*sides)
     cache.layers = layers
-    mask_BT = torch.ones(len(read), longest, dtype=torch.long, device=model.device)
+    mask_BT = torch.ones(len(read), longest, dtype=torch.long, device=input_device(model))
     for b, part in enumerate(read):
         mask_BT[b, : longest - part.tokens] = 0
     return cache, mask_BT

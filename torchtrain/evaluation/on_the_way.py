@@ -58,6 +58,8 @@ class TrainingEvaluation:
             )
         if self._suite.backend != "torch":
             raise UserError("evaluation.suite: on the way the model itself answers; set backend: torch in it")
+        if self._suite.device_map is not None:
+            raise UserError("evaluation.suite: on the way the model lies where it is trained; remove device_map there")
         if self._suite.dtype not in (None, config.model.dtype):
             raise UserError(f"evaluation.suite: its dtype is not model.dtype ({config.model.dtype}); remove it there")
         with self._name_the_section():

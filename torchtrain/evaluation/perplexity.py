@@ -14,6 +14,7 @@ from anchorline.errors import UserError
 from torchtrain.data.corpus import Document, read
 from torchtrain.evaluation.suite import PerplexityConfig
 from torchtrain.modeling.head import head_of
+from torchtrain.modeling.placement import input_device, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -60,16 +61,19 @@ def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
     """Return the loss of each token of a document but the first, in nats: [T - 1] float32, on the CPU."""
     from transformers import DynamicCache
 
-    cache, losses = DynamicCache(config=model.config), []
-    ids_1T = torch.tensor([ids], device=model.device)
+    cache, losses, device = DynamicCache(config=model.config), [], input_device(model)
+    ids_1T, head = torch.tensor([ids], device=device), head_of(model)
     for first in range(0, len(ids) - 1, _TOKENS):
         part_1t = ids_1T[:, first : min(first + _TOKENS, len(ids) - 1)]
         end = first + part_1t.shape[1]
-        positions_1t = torch.arange(first, end, device=model.device)[None]
+        positions_1t = torch.arange(first, end, device=device)[None]
         hidden_1tM = model.base_model(
             input_ids=part_1t, position_ids=positions_1t, past_key_values=cache, use_cache=True
         ).last_hidden_state
-        losses.append(token_losses(hidden_1tM[0], head_of(model), ids_1T[0, first + 1 : end + 1]).cpu())
+        with weights_of(head):  # which may lie on another device than the last layer, and the first
+            place = next(head.parameters()).device
+            targets_t = ids_1T[0, first + 1 : end + 1].to(place)
+            losses.append(token_losses(hidden_1tM[0].to(place), head, targets_t).cpu())
     return torch.cat(losses)
 
 
@@ -113,9 +117,10 @@ def check_logits(model: "PreTrainedModel") -> None:
     Raises:
         UserError: it does.
     """
-    ids_BT = torch.arange(8, device=model.device)[None] % model.config.vocab_size
+    ids_BT = torch.arange(8, device=input_device(model))[None] % model.config.vocab_size
     hidden = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    if not torch.equal(model(input_ids=ids_BT, use_cache=False).logits, head_of(model)(hidden)):
+    logits = model(input_ids=ids_BT, use_cache=False).logits
+    if not torch.equal(logits, head_of(model)(hidden).to(logits.device)):
         raise UserError(
             f"perplexity: {model.config.model_type} scales or caps its logits, which is not supported; leave "
             "perplexity out of the suite"

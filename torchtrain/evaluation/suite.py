@@ -148,6 +148,11 @@ class Suite(Section):
         default=16_384, description="tokens of prompts and answers whose keys and values are held at a time"
     )
     backend: Literal["torch", "vllm"] = Field(default="torch", description="what answers: this process, or vLLM")
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | Name] | None = Field(
+        default=None,
+        description="backend torch: lay the layers on several GPUs, by accelerate, as lm-eval's parallelize does "
+        "(auto); or say which module lies where: {model.embed_tokens: 0, ...}; default: one device holds all",
+    )
     vllm: dict[Name, bool | int | float | str] = Field(
         default={}, description="further arguments of lm-eval's class for vLLM, such as tensor_parallel_size"
     )
@@ -173,6 +178,8 @@ class Suite(Section):
             raise ValueError(f"task {name[:100]!r} is not known; {hint}")
         if self.vllm and self.backend != "vllm":
             raise ValueError("vllm belongs to backend vllm; remove it, or set backend: vllm")
+        if self.device_map is not None and self.backend != "torch":
+            raise ValueError("device_map belongs to backend torch; remove it (vllm: {tensor_parallel_size: 8} spreads)")
         if len(set(self.tasks)) != len(self.tasks):
             raise ValueError("tasks: one stands twice; remove it")
         if {"vt", "vt_2024_10"} <= set(self.tasks):

@@ -23,6 +23,7 @@ from torchtrain.modeling.check import check_head
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.compilation import compile_layers
 from torchtrain.modeling.finite import first_not_finite
+from torchtrain.modeling.placement import DeviceMap, all_weights, check_accelerate
 from torchtrain.modeling.recompute import hand_layers_over, save_memory
 from torchtrain.modeling.source import first_line, open_config, read_by_library
 
@@ -106,6 +107,7 @@ def load_for_evaluation(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     *,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
     """Load a model in evaluation mode, such as a run's export, with transformers' own attention and a KV cache.
@@ -118,11 +120,12 @@ def load_for_evaluation(
         attention: transformers' implementation.
         dtype: of weights and activations; default: the one that was saved.
         device: where to; default: the CPU.
+        device_map: put layers on several devices instead, as transformers and accelerate understand it.
         trust_remote_code: whether code of the model may run.
 
     Raises:
-        UserError: another attention; no causal language model; or weights missing, cut off, of another shape or not
-            finite.
+        UserError: another attention; a device map without accelerate; no causal language model; or weights missing, cut
+            off, of another shape or not finite.
     """
     if attention not in ("sdpa", "eager"):  # a name that training registered would run, without a cache
         raise UserError(
@@ -130,7 +133,10 @@ def load_for_evaluation(
         )
     config = open_config(folder, trust_remote_code)
     config.use_cache = True  # what a training left in config.json may say otherwise
-    loaded = _load(folder, config, dtype, attention, device or torch.device("cpu"), trust_remote_code)
+    if device_map is not None:
+        check_accelerate()
+    place = device or torch.device("cpu")
+    loaded = _load(folder, config, dtype, attention, place, trust_remote_code, device_map=device_map)
     if loaded.generation_config is not None:
         loaded.generation_config.use_cache = True
     return loaded.eval()
@@ -144,6 +150,7 @@ def _load(
     device: torch.device,
     trust_remote_code: bool,
     cutter: "Cutter | None" = None,
+    device_map: DeviceMap | None = None,
 ) -> "PreTrainedModel":
     """Load all weights that the config names, each finite.
 
@@ -165,6 +172,7 @@ def _load(
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             use_safetensors=True,  # a pickle may run code
+            device_map=device_map,
         )
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
@@ -175,7 +183,7 @@ def _load(
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.source {quoted(source)}: {len(missing)} weights are missing, the first is {missing[0]}")
     if cutter is None:
-        held = loaded.named_parameters()
+        held = loaded.named_parameters() if device_map is None else all_weights(loaded)
     else:
         for parameter in loaded.parameters():
             if not cutter.is_cut(parameter):
@@ -187,7 +195,7 @@ def _load(
             f"{str(loaded.dtype).removeprefix('torch.')}; copy or download it again, or choose another model or "
             "model.dtype"
         )
-    return loaded.to(device)  # pyright: ignore[reportArgumentType]
+    return loaded if device_map is not None else loaded.to(device)  # pyright: ignore[reportArgumentType]
 
 
 @contextmanager

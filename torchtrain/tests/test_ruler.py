@@ -7,7 +7,6 @@ import re
 import string
 from pathlib import Path
 
-import datasets
 import pytest
 import yaml
 from scipy import stats
@@ -26,6 +25,7 @@ from torchtrain.evaluation.results import read_result
 from torchtrain.evaluation.ruler import NEEDLES, _seeded, library, make_samples, prompt_of
 from torchtrain.evaluation.samples import SampleSet, open_samples
 from torchtrain.evaluation.suite import TASKS, Suite
+from torchtrain.tests.ruler_fixtures import few_nouns  # noqa: F401
 from torchtrain.tests.tiny import tiny_model
 
 LENGTH, SEED = 1536, 42
@@ -40,16 +40,8 @@ def _prose(words: int) -> str:
     return " ".join(sentences)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_nouns():
-    """Fewer nouns: lm-eval sorts every pair of an adjective and a noun when it is imported, for 8 seconds."""
-    from wonderwords import random_word
-
-    del random_word._DEFAULT_CATEGORIES[random_word.Defaults.NOUNS][700:]
-
-
 @pytest.fixture(scope="module")
-def tokenizer(few_nouns):
+def tokenizer():
     """A small byte-level BPE that knows the templates' and the haystack's words; BOS before each text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -432,101 +424,3 @@ def test_bad_input_is_one_line(call, model, tmp_path):
     for content in ("{", '{"task": "fwe"}', "[]"):
         place.write_text(content)
         assert str(place.name) in _line(call(model, "tasks=[fwe]", "--out", tmp_path / "o"))
-
-
-def _both_layouts(folder):
-    """A few questions as the published files and as the hub's rows: unanswerable ones, contexts that stand twice."""
-    contexts = [f"{city} is a town. Its river is called {city[::-1].lower()}." for city in CITIES]
-    articles = [
-        {"title": title, "paragraphs": [
-            {"context": context, "qas": [
-                {"id": f"{title}{i}{k}", "question": f"Which river {k} of {title}, {context[:5]}?", "is_impossible": k > 1,
-                 "answers": [{"text": f"answer {k}{n}", "answer_start": 0} for n in range(2 - k)]}
-                for k in range(3)
-            ]}
-            for i, context in enumerate(of_article)
-        ]}
-        for title, of_article in (
-            ("Z", [contexts[3], contexts[1], contexts[3]]), ("A", [contexts[2], contexts[0]]), ("Z2", [contexts[1]]),
-        )
-    ]  # fmt: skip
-    squad = [
-        {"id": asked["id"], "title": article["title"], "context": paragraph["context"], "question": asked["question"],
-         "answers": {name: [of[name] for of in asked["answers"]] for name in ("text", "answer_start")}}
-        for article in articles for paragraph in article["paragraphs"] for asked in paragraph["qas"]
-    ]  # fmt: skip
-    documents = [[city, [f"{city} is a town.", f" Its river is {city[::-1]}."]] for city in CITIES]
-    hotpot = [
-        {"_id": str(i), "question": f"Which river is in {city}?", "answer": city[::-1],
-         "context": [documents[(i + k) % len(documents)] for k in (2, 0, 1)]}
-        for i, city in enumerate(CITIES)
-    ]  # fmt: skip
-    of_hub = [
-        {"id": of["_id"], "question": of["question"], "answer": of["answer"],
-         "context": {"title": [t for t, _ in of["context"]], "sentences": [p for _, p in of["context"]]}}
-        for of in hotpot
-    ]  # fmt: skip
-    (folder / "squad.json").write_text(json.dumps({"version": "v2.0", "data": articles}))
-    (folder / "hotpot.json").write_text(json.dumps(hotpot))
-    return squad, of_hub
-
-
-@pytest.mark.parametrize("layout", ["saved", "parquet"])
-def test_questions_of_the_hub_make_the_samples_of_the_published_files(tmp_path, settings, tokenizer, layout):
-    squad, hotpot = _both_layouts(tmp_path)
-    places = {}
-    for name, rows in (("squad", squad), ("hotpotqa", hotpot)):
-        table, place = datasets.Dataset.from_list(rows), tmp_path / f"{name}-set"
-        if layout == "saved":
-            datasets.DatasetDict({"validation": table}).save_to_disk(place)
-        else:
-            place.mkdir()
-            table.to_parquet(place / "validation-00000-of-00001.parquet")
-        places[name] = {"dataset": str(place)}
-    files = {"squad": str(tmp_path / "squad.json"), "hotpotqa": str(tmp_path / "hotpot.json")}
-    published, hub = (
-        Materials(Suite.model_validate(settings | given | {"cache": str(tmp_path / "cache")}))
-        for given in (files, places)
-    )
-    for task in ("qa_1", "qa_2"):
-        for length in (512, LENGTH):  # some of the documents, and all of them
-            one, other = (open_samples(task, length, 6, tokenizer, of) for of in (published, hub))
-            assert one.sha256 == other.sha256
-            assert len({sample["input"] for sample in one.samples}) == len(one.samples) > 3
-        assert hub.identity(task)["questions"].startswith("dataset ")
-
-
-@pytest.mark.parametrize(
-    ("setting", "change", "said"),
-    [
-        ("squad", {"answers": ["a"]}, "has no answers.text as rajpurkar/squad_v2"),
-        ("squad", {"title": None}, "has no title as rajpurkar/squad_v2"),
-        ("squad", {"question": 3}, "has no question as"),
-        (
-            "hotpotqa",
-            {"context": {"title": ["a"], "sentences": ["b"]}},
-            "has no context.sentences as hotpotqa/hotpot_qa",
-        ),
-        (
-            "hotpotqa",
-            {"context": {"title": ["a", "b"], "sentences": [["b"]]}},
-            "has no context.sentences for each title",
-        ),
-        ("hotpotqa", {"answer": None}, "has no answer as"),
-    ],
-)
-def test_rows_that_are_not_the_hubs_are_one_line(tmp_path, setting, change, said):
-    squad, hotpot = _both_layouts(tmp_path)
-    row = (squad if setting == "squad" else hotpot)[0] | change
-    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "set" / "validation.parquet")
-    materials = Materials(Suite.model_validate({"tasks": ["fwe"], setting: {"dataset": str(tmp_path / "set")}}))
-    with pytest.raises(UserError, match=rf"^{setting} .*set': record 1: {said}") as raised:
-        materials.questions("qa_1" if setting == "squad" else "qa_2")
-    assert "\n" not in str(raised.value)
-
-
-def test_a_set_without_the_split_is_told_by_its_own_setting(tmp_path):
-    datasets.Dataset.from_list([{"a": 1}]).to_parquet(tmp_path / "set" / "train.parquet")
-    materials = Materials(Suite.model_validate({"tasks": ["fwe"], "squad": {"dataset": str(tmp_path / "set")}}))
-    with pytest.raises(UserError, match="^squad: dataset .*validation"):
-        materials.questions("qa_1")

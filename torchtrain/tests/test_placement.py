@@ -1,0 +1,87 @@
+"""A model whose layers lie on several devices answers as it does on one, bit for bit.
+
+Without a GPU accelerate can put layers off to disk, and its hooks run; two devices are the stand-ins of `tests/cuda`.
+"""
+
+import random
+
+import pytest
+import torch
+
+from anchorline.errors import UserError
+from torchtrain.evaluation.evaluate import check_suite
+from torchtrain.evaluation.generation import Generator
+from torchtrain.evaluation.perplexity import check_logits, document_losses
+from torchtrain.evaluation.suite import Suite
+from torchtrain.modeling.load import load_for_evaluation
+from torchtrain.modeling.placement import input_device, tell_devices
+from torchtrain.tests.tiny import tiny_model
+
+MAPS = {
+    "a layer on disk": {
+        "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
+        "model.rotary_emb": "cpu", "lm_head": "cpu",
+    },
+    "the first and the last on disk": {
+        "model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "cpu", "model.norm": "disk",
+        "model.rotary_emb": "cpu", "lm_head": "disk",
+    },
+}  # fmt: skip
+
+
+def _prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    base = [draw.randrange(256) for _ in range(40)]
+    return [base[:n] + [draw.randrange(256) for _ in range(8)] for n in (0, 20, 20, 40)]
+
+
+def measure(model) -> tuple[list[list[int]], ...]:
+    """Answers in batches and one by one, likelihoods, losses."""
+    prompts = _prompts()
+    pairs = [(prompt, [1 + i, 2]) for i, prompt in enumerate(prompts)]
+    check_logits(model)
+    return (
+        Generator(model, 100_000, [257]).answers(prompts, 8),
+        Generator(model, 1, [257]).answers(prompts, 8),
+        Generator(model, 1, []).log_likelihoods(pairs),
+        document_losses(model, prompts[-1]).tolist(),
+    )
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])  # whose embeddings are tied
+def folder(request, tmp_path_factory):
+    place = tmp_path_factory.mktemp(request.param)
+    tiny_model(request.param, max_position_embeddings=256).save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_spread_model_answers_as_one_on_one_device(folder, name):
+    whole = load_for_evaluation(str(folder))
+    spread = load_for_evaluation(str(folder), device_map=MAPS[name])
+    assert any(parameter.device.type == "meta" for parameter in spread.parameters())
+    assert input_device(spread).type == "cpu"
+    assert set(tell_devices(spread).split(", ")) == {"cpu", "disk"}
+    assert measure(spread) == measure(whole)
+
+
+def test_weights_that_are_put_off_are_checked_too(tmp_path):
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds a number that is not finite"):
+        load_for_evaluation(str(tmp_path), device_map=MAPS["a layer on disk"])
+
+
+def test_a_map_that_does_not_fit_is_one_line(folder, monkeypatch):
+    with pytest.raises(UserError, match="the model cannot be built") as raised:
+        load_for_evaluation(str(folder), device_map={"": "gpu"})
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match="device_map belongs to backend torch"):
+        Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "device_map": "auto"})
+    with pytest.raises(ValueError, match="device_map"):
+        Suite.model_validate({"tasks": ["fwe"], "device_map": "auot"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="device_map needs the package accelerate: pip install accelerate"):
+        check_suite(Suite.model_validate({"tasks": ["fwe"], "device_map": "auto"}), [1024])
