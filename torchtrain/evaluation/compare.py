@@ -12,6 +12,7 @@ import numpy as np
 
 from anchorline.errors import UserError
 from torchtrain.evaluation.intervals import (
+    documents_interval,
     interval_of,
     mcnemar,
     mean_interval,
@@ -35,6 +36,8 @@ from torchtrain.evaluation.published import ICL, Column, Publication, PublishedS
 from torchtrain.evaluation.results import Found, PerplexityResult, TaskResult
 from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, benchmark_of
 from torchtrain.evaluation.tables import ScoreCell, ScoreTable
+
+_MOST_LOSS = math.log(1e6)  # nats: a bound above it, of two documents that differ, is told as none
 
 
 def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTable]:
@@ -343,8 +346,8 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
         rows = []
         for run in runs:
             each = np.mean([[of.losses for of in result.buckets] for result in run.perplexity[length]], axis=0)
-            windows = [float(np.mean(strided[run.name]))] if strided[run.name] else []
-            rows.append((run.name, [ScoreCell(f"{math.exp(loss):.2f}") for loss in [*each.mean(-1), *windows]]))
+            windows = [f"{math.exp(np.mean(strided[run.name])):.2f}"] if strided[run.name] else []
+            rows.append((run.name, [ScoreCell(told) for told in [*map(_tell_level, each), *windows]]))
         for run in runs[1:]:
             one, other = (
                 np.mean([[of.losses for of in result.buckets] for result in of_run.perplexity[length]], axis=0)
@@ -366,9 +369,28 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
                 told += blank
                 rows.append((f"loss: {run.name} - {runs[0].name}, over {len(run.seeds)} seeds", told))
         count = len(first.buckets[0].losses)
-        note = f"Of {first.text}, {count} documents; tokens of a position alike, with all that stands before them."
-        tables.append(ScoreTable(f"Perplexity by position at {length:,} tokens", head, rows, [note]))
+        notes = [f"Of {first.text}, {count} documents; tokens of a position alike, with all that stands before them."]
+        if count > 1:
+            said = "in brackets 95 per cent intervals over documents (Student's, of the mean loss)"
+            notes.append(f"n = {count} documents; {said}.")
+        else:
+            notes.append("n = 1 document, which has no interval.")
+        tables.append(ScoreTable(f"Perplexity by position at {length:,} tokens", head, rows, notes))
     return tables
+
+
+def _tell_level(losses: np.ndarray) -> str:
+    """Return the perplexity of documents' losses, with its interval where there are several."""
+    found = documents_interval(losses)
+    if found is None:
+        return f"{math.exp(losses.mean()):.2f}"
+    mean, low, high = map(_raised, found)
+    return f"{mean} [{low}, {high}]"
+
+
+def _raised(loss: float) -> str:
+    """Return e to a loss; of a bound that means nothing no number of many digits."""
+    return f"{math.exp(loss):.2f}" if loss < _MOST_LOSS else "inf"
 
 
 def _bucket_mean(run: Measured, length: int, bucket: int) -> float:

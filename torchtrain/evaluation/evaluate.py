@@ -53,7 +53,7 @@ from torchtrain.evaluation.samples import SampleSet, open_samples
 from torchtrain.evaluation.scoring import score
 from torchtrain.evaluation.suite import CHOICES, TASKS, PerplexityConfig, Suite, benchmark_of
 from torchtrain.modeling.load import load_for_evaluation
-from torchtrain.modeling.placement import DeviceMap, check_accelerate, tell_devices
+from torchtrain.modeling.placement import DeviceMap, check_can_spread, tell_devices
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
         UserError: a stride that does not fit, perplexity of an engine that does not give it, or no accelerate.
     """
     if suite.device_map is not None:
-        check_accelerate()
+        check_can_spread(suite.device_map)
     if suite.perplexity is None:
         return
     stride = suite.perplexity.stride

@@ -84,6 +84,21 @@ def sign_flip(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
     return (as_far + own) / (len(signs) + own)
 
 
+def documents_interval(losses: Sequence[float] | np.ndarray) -> tuple[float, float, float] | None:
+    """Return the mean of documents' losses and its 95 per cent interval, Student's; None of one document.
+
+    Few documents, of losses without bounds: a bootstrap of eight takes too narrow an interval. A perplexity's is that
+    of its loss, raised by e.
+
+    Args:
+        losses: [documents], nats.
+    """
+    if len(losses) < 2:
+        return None
+    low, high = seeds_interval(list(losses), [0.0] * len(losses))
+    return float(np.mean(losses)), low, high
+
+
 def seeds_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     """Return Student's 95 per cent interval of the mean of a - b, paired in order.
 

@@ -23,7 +23,7 @@ from torchtrain.modeling.check import check_head
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.compilation import compile_layers
 from torchtrain.modeling.finite import first_not_finite
-from torchtrain.modeling.placement import DeviceMap, all_weights, check_accelerate
+from torchtrain.modeling.placement import DeviceMap, all_weights, check_can_spread, check_spread
 from torchtrain.modeling.recompute import hand_layers_over, save_memory
 from torchtrain.modeling.source import first_line, open_config, read_by_library
 
@@ -124,8 +124,8 @@ def load_for_evaluation(
         trust_remote_code: whether code of the model may run.
 
     Raises:
-        UserError: another attention; a device map without accelerate; no causal language model; or weights missing, cut
-            off, of another shape or not finite.
+        UserError: another attention; a device map without accelerate or room; no causal language model; or weights
+            missing, cut off, of another shape or not finite.
     """
     if attention not in ("sdpa", "eager"):  # a name that training registered would run, without a cache
         raise UserError(
@@ -134,9 +134,11 @@ def load_for_evaluation(
     config = open_config(folder, trust_remote_code)
     config.use_cache = True  # what a training left in config.json may say otherwise
     if device_map is not None:
-        check_accelerate()
+        check_can_spread(device_map)
     place = device or torch.device("cpu")
     loaded = _load(folder, config, dtype, attention, place, trust_remote_code, device_map=device_map)
+    if device_map is not None:
+        check_spread(loaded, device_map)
     if loaded.generation_config is not None:
         loaded.generation_config.use_cache = True
     return loaded.eval()

@@ -19,14 +19,29 @@ if TYPE_CHECKING:
 DeviceMap = str | dict[str, int | str]
 
 
-def check_accelerate() -> None:
-    """Check that what places layers is installed.
+def check_can_spread(device_map: DeviceMap) -> None:
+    """Check that what places layers is installed, and that there is a GPU where it is to choose.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not, or there is none.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("device_map needs the package accelerate: pip install accelerate, or remove device_map")
+    if isinstance(device_map, str) and not torch.accelerator.is_available():
+        raise UserError(f"device_map {device_map}: there is no GPU here; remove it, and the CPU holds all")
+
+
+def check_spread(model: "PreTrainedModel", device_map: DeviceMap) -> None:
+    """Check that a map by name left nothing off the GPUs: accelerate puts there what it finds no room for, unasked.
+
+    Raises:
+        UserError: it did.
+    """
+    if isinstance(device_map, str) and any(of.device.type in ("cpu", "meta") for of in model.parameters()):
+        raise UserError(
+            f"device_map {device_map}: the model does not fit on the GPUs, or accelerate does not see their memory; "
+            "free them or take more, or say in device_map which module lies on cpu or disk"
+        )
 
 
 def input_device(model: "PreTrainedModel") -> torch.device:

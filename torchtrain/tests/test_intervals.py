@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 
-from torchtrain.evaluation.intervals import mcnemar, mean_interval, paired_interval, sign_flip
+from torchtrain.evaluation.intervals import documents_interval, mcnemar, mean_interval, paired_interval, sign_flip
 from torchtrain.evaluation.scoring import score
 
 
@@ -44,3 +45,10 @@ def test_equal_scores_do_not_prove_two_runs_equal():
     assert (mean, low, high) == pytest.approx((0.0, -0.0596, 0.0596), abs=1e-4)  # 1 - .025 ** (1 / 60)
     assert paired_interval([np.ones(5)], [np.zeros(5)])[2] == 1
     assert paired_interval([np.ones(5)], [np.zeros(5)], scores=False) == (1, 1, 1)
+
+
+def test_a_loss_has_students_interval_over_documents():
+    losses = [2.0, 2.3, 1.9, 2.6, 2.05]
+    expected = scipy.stats.t.interval(0.95, 4, np.mean(losses), scipy.stats.sem(losses))
+    assert documents_interval(losses) == pytest.approx((np.mean(losses), *expected))
+    assert documents_interval([2.0]) is None

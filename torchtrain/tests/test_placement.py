@@ -85,3 +85,9 @@ def test_a_map_that_does_not_fit_is_one_line(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="device_map needs the package accelerate: pip install accelerate"):
         check_suite(Suite.model_validate({"tasks": ["fwe"], "device_map": "auto"}), [1024])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+def test_a_map_by_name_needs_a_gpu():
+    with pytest.raises(UserError, match="device_map auto: there is no GPU here; remove it"):
+        check_suite(Suite.model_validate({"tasks": ["fwe"], "device_map": "auto"}), [1024])

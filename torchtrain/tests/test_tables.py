@@ -8,10 +8,7 @@ from torchtrain.evaluation import tables
 from torchtrain.evaluation.compare import compare, tables_of_run
 from torchtrain.evaluation.figures import figures_of
 from torchtrain.evaluation.intervals import mcnemar
-from torchtrain.evaluation.results import (
-    NotRun,
-    save_result,
-)
+from torchtrain.evaluation.results import Bucket, NotRun, save_result
 from torchtrain.evaluation.suite import TASKS
 from torchtrain.evaluation.tables import latex, markdown
 from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, task_result
@@ -203,3 +200,22 @@ def test_tables_escape_what_they_hold():
     assert r"\caption{A\_b \& 5\%. 50\% of \#1}" in latex(table)
     assert r"run\_1 & \textbf{1|2}" in latex(table)
     assert r"| run_1 | **1\|2** |" in markdown(table)
+
+
+def test_levels_of_perplexity_have_an_interval_over_documents():
+    """Of the documents' means over checkpoints: two checkpoints are no more documents."""
+    losses = [2.0, 2.2, 1.9]
+    level = Bucket(first=1, end=1024, losses=losses)
+    one = perplexity_result().model_copy(update={"buckets": [level]})
+    other = one.model_copy(update={"checkpoint": "step-1"})
+    low, high = np.exp(scipy.stats.t.interval(0.95, 2, np.mean(losses), scipy.stats.sem(losses)))
+    for results in ([one], [one, other]):
+        (table,) = tables_of_run(results)
+        assert table.rows[0][1][0].text == f"{np.exp(np.mean(losses)):.2f} [{low:.2f}, {high:.2f}]"
+        assert "n = 3 documents; in brackets 95 per cent intervals over documents" in table.notes[1]
+    alone = one.model_copy(update={"buckets": [Bucket(first=1, end=1024, losses=[2.0])]})
+    (table,) = tables_of_run([alone])
+    assert (table.rows[0][1][0].text, table.notes[1]) == ("7.39", "n = 1 document, which has no interval.")
+    far = one.model_copy(update={"buckets": [Bucket(first=1, end=1024, losses=[1.0, 9.0])]})
+    (table,) = tables_of_run([far])
+    assert table.rows[0][1][0].text == "148.41 [0.00, inf]"

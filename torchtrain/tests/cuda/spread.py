@@ -1,6 +1,7 @@
 """A model whose layers lie on two of the stand-in's GPUs, beside the same on one.
 
-main FILE       writes, as JSON, of each map whether all answers and losses are the same bits, and the devices
+main FILE       writes, as JSON, of each map whether all answers and losses are the same bits, and the devices; and
+                    what is said where accelerate finds no room
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from anchorline.errors import UserError
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.tests.test_placement import measure
 from torchtrain.tests.tiny import tiny_model
@@ -35,8 +37,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny_model("qwen3", max_position_embeddings=256).save_pretrained(folder)
         whole = measure(load_for_evaluation(folder, device=torch.device("cuda:0")))
+        try:  # accelerate cannot ask the stand-in for its memory, and then takes the host's
+            refused = str(load_for_evaluation(folder, device_map="auto").device)
+        except UserError as error:
+            refused = str(error)
+        torch.cuda.mem_get_info = lambda *_: (2**33, 2**33)
         for name, places in MAPS.items():
             model = load_for_evaluation(folder, device_map=places)
             devices[name] = sorted({str(parameter.device) for parameter in model.parameters()})
             same[name] = measure(model) == whole
-    Path(sys.argv[1]).write_text(json.dumps({"same": same, "devices": devices}), encoding="utf-8")
+    Path(sys.argv[1]).write_text(json.dumps({"same": same, "devices": devices, "refused": refused}), encoding="utf-8")

@@ -61,6 +61,8 @@ def test_a_model_over_two_gpus_answers_as_one_on_one_gpu(forks, tmp_path):
     found = run_main(forks, spread, tmp_path)
     assert found["same"] == {name: True for name in spread.MAPS}
     assert all(len(of) > 1 for of in found["devices"].values())
+    assert "cpu" not in {of for devices in found["devices"].values() for of in devices}
+    assert found["refused"].startswith("device_map auto: the model does not fit on the GPUs")
 
 
 @pytest.fixture(scope="module")
