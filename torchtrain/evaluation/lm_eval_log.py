@@ -111,7 +111,7 @@ def _write_one(lm: Any, found: Sequence[TaskResult], out: Path, cache: str | Pat
     tracker, first = lm.tracker(output_path=str(out)), found[0]
     arguments = {"pretrained": first.source, "dtype": first.settings.dtype, **first.settings.engine}
     general = tracker.general_config_tracker
-    general.log_experiment_args(first.settings.engine.get("backend", "hf"), arguments, None, None, False)
+    general.log_experiment_args(first.settings.engine.get("backend", "hf"), arguments, None, None, None)
     general.start_time = time.perf_counter() - sum(of.seconds for of in found)
     log = logging.getLogger("lm_eval.loggers.evaluation_tracker")
     faults: list[str] = []  # its writer tells a failure to its log alone, the reason after it
