@@ -17,11 +17,11 @@ CITIES = ["Arlen", "Bornholt", "Cassel", "Dunmore", "Elvas", "Fermo", "Gotha", "
 
 def _both_layouts(folder):
     """A few questions as the published files and as the hub's rows: unanswerable ones, contexts that stand twice."""
-    contexts = [f"{city} is a town. Its river is called {city[::-1].lower()}." for city in CITIES]
+    contexts = [f"{CITIES[n % 8]} {n} is a town. Its river is called {CITIES[n % 8][::-1]}." for n in range(40)]
     articles = [
         {"title": title, "paragraphs": [
             {"context": context, "qas": [
-                {"id": f"{title}{i}{k}", "question": f"Which river {k} of {title}, {context[:5]}?",
+                {"id": f"{title}{i}{k}", "question": f"Which river {k} of {title}, {context[:9]}?",
                  "is_impossible": k > 1,
                  "answers": [{"text": f"answer {k}{n}", "answer_start": 0} for n in range(2 - k)]}
                 for k in range(3)
@@ -29,7 +29,8 @@ def _both_layouts(folder):
             for i, context in enumerate(of_article)
         ]}
         for title, of_article in (
-            ("Z", [contexts[3], contexts[1], contexts[3]]), ("A", [contexts[2], contexts[0]]), ("Z2", [contexts[1]]),
+            ("Z", [contexts[3], contexts[1], contexts[3], *contexts[5:9]]), ("A", [contexts[2], contexts[0]]),
+            ("Z2", [contexts[1], *contexts[9:]]),
         )
     ]  # fmt: skip
     squad = [
@@ -72,7 +73,7 @@ def test_questions_of_the_hub_make_the_samples_of_the_published_files(tmp_path, 
     )
     tokenizer = tiny_tokenizer()
     for task in ("qa_1", "qa_2"):
-        for length in (1024, 2048):  # some of the documents, and all of them
+        for length in (1024, 2048, 6000):  # of the article's own documents, of others, all
             one, other = (open_samples(task, length, 6, tokenizer, of) for of in (published, hub))
             assert one.sha256 == other.sha256
             assert len({sample["input"] for sample in one.samples}) == len(one.samples) > 3
