@@ -52,6 +52,25 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**32, description="seeds the packing, the shuffling and torch")
 
 
+class LoraSettings(Section):
+    """LoRA by PEFT (arXiv 2106.09685): weights stay as they are, and low-rank adapters beside them are trained."""
+
+    rank: Annotated[int, Field(ge=1, le=2**16)] = Field(default=16, description="PEFT's r")
+    alpha: Real = Field(default=32.0, description="PEFT's lora_alpha: adapters are scaled by alpha / rank")
+    dropout: Beta = Field(default=0.0, description="PEFT's lora_dropout, of what adapters take")
+    target_modules: Literal["all-linear"] | Annotated[list[Name], Field(min_length=1, max_length=10_000)] = Field(
+        default="all-linear",
+        description="as PEFT's: linear layers that get adapters, by the end of their names; all-linear: all but the "
+        "head",
+    )
+    also_train: list[Name] = Field(
+        default=[],
+        max_length=10_000,
+        description="PEFT's modules_to_save: modules that are trained whole, by the end of their names, such as "
+        "embed_tokens and norm (LongLoRA)",
+    )
+
+
 class ModelConfig(Section):
     """Which model, in which precision, through which attention engine."""
 
@@ -84,9 +103,21 @@ class ModelConfig(Section):
         description="tokens for which norms and MLPs run at one time, and again in the backward pass (LLaMA, Mistral, "
         "Qwen), so that nothing as wide as an MLP exists for more; null: all tokens, kept",
     )
+    lora: LoraSettings | None = Field(
+        default=None, description="train adapters, and leave all other weights as they are; null: train every weight"
+    )
     trust_remote_code: bool = Field(
         default=False, description="run code that comes with the model, for one that transformers does not know"
     )
+
+    @model_validator(mode="after")
+    def _chunks_draw_nothing(self) -> Self:
+        if self.lora is not None and self.lora.dropout and self.layer_chunk is not None:
+            raise ValueError(
+                f"lora.dropout {self.lora.dropout:g} does not go with layer_chunk, which computes a chunk twice; set "
+                "one of them to 0 or null"
+            )
+        return self
 
     @property
     def recomputation(self) -> bool | Literal["offload"]:
@@ -577,6 +608,8 @@ class Config(Section):
             others = "model.layer_chunk, which cuts a layer up; set that to null"
         elif model.activation_checkpointing == "offload":
             others = "model.activation_checkpointing offload, which runs a layer itself; set that to true"
+        elif model.lora is not None:
+            others = "model.lora, whose adapters are modules of their own within a layer; set that to null"
         if model.fused == "compile" and others:
             raise ValueError(f"model.fused compile: does not go with {others}, or model.fused to none")
         return self

@@ -62,6 +62,10 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     for part, advice in (
         ("tokenizer", "the tokenizer of model.source is another one; put back the one of the run"),
         ("model", "the config.json of model.source is another one; put back the one of the run"),
+        (
+            "frozen",
+            "the weights of model.source, which model.lora leaves as they are, are others; put back those of the run",
+        ),
         ("data", "data.sources hold something else; put back the data of the run"),
         ("tokens", "data.sources were tokenised to something else; put back the data of the run"),
         ("order", "an earlier version packed these rows in another order; train anew"),

@@ -47,6 +47,12 @@ class Cutter:
         parameter.partition()  # pyright: ignore[reportAttributeAccessIssue]
         parameter.data = parameter.data.to(self.world.device)  # it is empty, and says where it will be whole
 
+    def cut_rest(self, model: nn.Module) -> None:
+        """Cut up each parameter of a model that is whole."""
+        for parameter in model.parameters():
+            if not self.is_cut(parameter):
+                self.cut(parameter)
+
     def is_cut(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is cut up."""
         return hasattr(parameter, "ds_shape")

@@ -11,7 +11,10 @@ same where a chunk holds all tokens.
 Weights are taken from the module when they are used, never kept: under ZeRO 3 they are gathered for the module as a
 whole, once a pass (`used_by`), and are others by then.
 
-Legend: n tokens of a chunk · N all tokens · M model width · I width within the MLP · D width of a norm.
+A weight that is frozen (`model.lora`) gets no gradient, and none is computed.
+
+Legend: n tokens of a chunk · N all tokens · M model width · I width within the MLP · O, R width of what a linear layer
+makes, and of what its adapter makes within · D width of a norm.
 """
 
 from abc import ABC, abstractmethod
@@ -25,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anchorline.errors import UserError
+from torchtrain.modeling.adapters import is_linear, layer_and_factors
 from torchtrain.modeling.whole import whole_shape
 
 if TYPE_CHECKING:
@@ -69,6 +73,12 @@ def used_by(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=hasattr(module, _MARK)))
 
 
+def multiplied_again(module: nn.Module) -> int | None:
+    """Return the weights that a module in chunks multiplies with once more in its backward pass; None: it is not."""
+    form: _Form | None = getattr(module, _MARK, None)
+    return None if form is None else form.computed_again
+
+
 def parameters_outside(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield each parameter that a module uses and a child of it owns, with the module."""
     for module in model.modules():
@@ -92,29 +102,69 @@ class _Form(ABC):
     def weights(self) -> list[nn.Parameter]:
         """All its parameters."""
 
+    @property
+    @abstractmethod
+    def computed_again(self) -> int:
+        """Weights of the matrices that the backward pass multiplies with once more."""
+
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
         """Compute a chunk."""
 
     @abstractmethod
-    def backward(self, x: Tensor, gradient: Tensor, sums: list[Tensor]) -> Tensor:
-        """Return the gradient of a chunk's input, and add those of `weights` to `sums`, which are in float32."""
+    def backward(self, x: Tensor, gradient: Tensor, sums: list[Tensor | None]) -> Tensor:
+        """Return the gradient of a chunk's input, and add those of `weights` to `sums`, which are in float32, or None
+        of one that is frozen.
+        """
 
     @abstractmethod
     def is_right(self, x: Tensor) -> bool:
         """Whether the module gives the same bits for a few tokens as this, each weight whole where its owner runs."""
 
 
+class _Linear:
+    """A linear layer, with an adapter or without, and its gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.layer, self.adapter = layer_and_factors(module)
+
+    def forward(self, x_nI: Tensor) -> Tensor:
+        made_nO = F.linear(x_nI, self.layer.weight, self.layer.bias)
+        if self.adapter is None:
+            return made_nO
+        a, b, scale = self.adapter
+        return made_nO + F.linear(F.linear(x_nI, a.weight), b.weight) * scale
+
+    def backward(self, x_nI: Tensor, gradient_nO: Tensor, sums: Iterator[Tensor | None]) -> Tensor:
+        """As `_Form.backward`; takes as many of the sums as the layer has parameters."""
+        _add_product(next(sums), gradient_nO, x_nI)
+        if self.layer.bias is not None and (total_O := next(sums)) is not None:
+            total_O.add_(gradient_nO.sum(0, dtype=total_O.dtype))
+        of_x_nI = gradient_nO @ self.layer.weight
+        if self.adapter is None:
+            return of_x_nI
+        a, b, scale = self.adapter
+        of_b_nO = gradient_nO * scale
+        of_a_nR = of_b_nO @ b.weight
+        _add_product(next(sums), of_a_nR, x_nI)
+        _add_product(next(sums), of_b_nO, F.linear(x_nI, a.weight))
+        return of_x_nI + of_a_nR @ a.weight
+
+
 class _GatedMLP(_Form):
-    """down(act(gate(x)) * up(x)), with or without biases."""
+    """down(act(gate(x)) * up(x)), with or without biases and adapters."""
 
     @staticmethod
     def fits(module: Any) -> bool:
         """Whether a module looks like one."""
         parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
-        linear = all(isinstance(part, nn.Linear) for part in parts) and callable(getattr(module, "act_fn", None))
-        own = sum(1 for part in parts if isinstance(part, nn.Linear) for _ in part.parameters())
+        linear = all(map(is_linear, parts)) and callable(getattr(module, "act_fn", None))
+        own = sum(1 for part in parts if isinstance(part, nn.Module) for _ in part.parameters())
         return linear and own == sum(1 for _ in module.parameters())
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return self.module.down_proj, self.module.gate_proj, self.module.up_proj  # in the order of their gradients
 
     @property
     def width(self) -> int:
@@ -122,34 +172,29 @@ class _GatedMLP(_Form):
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        module = self.module
-        return [p for part in (module.gate_proj, module.up_proj, module.down_proj) for p in part.parameters()]
+        return [p for module in self._modules for p in module.parameters()]
+
+    @property
+    def computed_again(self) -> int:
+        down, *halves = self._modules
+        _, adapter = layer_and_factors(down)
+        modules = halves if adapter is None else [*halves, adapter[0]]  # all but what makes the result
+        shapes = [whole_shape(p) for module in modules for p in module.parameters()]
+        return sum(shape.numel() for shape in shapes if len(shape) >= 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_nI, up_nI = self._halves(x)
-        down = self.module.down_proj
-        return F.linear(self.module.act_fn(gate_nI) * up_nI, down.weight, down.bias)
+        down, gate, up = map(_Linear, self._modules)
+        return down.forward(self.module.act_fn(gate.forward(x)) * up.forward(x))
 
-    def _halves(self, x_nM: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = self.module.gate_proj, self.module.up_proj
-        return F.linear(x_nM, gate.weight, gate.bias), F.linear(x_nM, up.weight, up.bias)
-
-    def backward(self, x: Tensor, gradient: Tensor, sums: list[Tensor]) -> Tensor:
-        module, places = self.module, iter(sums)
+    def backward(self, x: Tensor, gradient: Tensor, sums: list[Tensor | None]) -> Tensor:
+        (down, gate, up), places = map(_Linear, self._modules), iter(sums)
         with torch.enable_grad():
-            gate_nI, up_nI = (half.detach().requires_grad_() for half in self._halves(x))
-            inner_nI = module.act_fn(gate_nI) * up_nI
-        of_gate, of_up = torch.autograd.grad(inner_nI, (gate_nI, up_nI), gradient @ module.down_proj.weight)
-        del gate_nI, up_nI
-        for part, given, made in (
-            (module.gate_proj, x, of_gate),
-            (module.up_proj, x, of_up),
-            (module.down_proj, inner_nI.detach(), gradient),
-        ):
-            _add_product(next(places), made, given)
-            if part.bias is not None:
-                next(places).add_(made.sum(0, dtype=sums[0].dtype))
-        return of_gate @ module.gate_proj.weight + of_up @ module.up_proj.weight
+            gate_nI, up_nI = (half.forward(x).detach().requires_grad_() for half in (gate, up))
+            inner_nI = self.module.act_fn(gate_nI) * up_nI
+        of_inner_nI = down.backward(inner_nI.detach(), gradient, places)
+        of_gate, of_up = torch.autograd.grad(inner_nI, (gate_nI, up_nI), of_inner_nI)
+        del gate_nI, up_nI, inner_nI, of_inner_nI
+        return gate.backward(x, of_gate, places) + up.backward(x, of_up, places)
 
     def is_right(self, x: Tensor) -> bool:
         module = self.module
@@ -173,6 +218,10 @@ class _RMSNorm(_Form):
     def weights(self) -> list[nn.Parameter]:
         return [self.module.weight]
 
+    @property
+    def computed_again(self) -> int:
+        return 0
+
     def forward(self, x: Tensor) -> Tensor:
         return self.module.weight * self._normalize(x)
 
@@ -181,13 +230,14 @@ class _RMSNorm(_Form):
         size_n1 = wide_nD.pow(2).mean(-1, keepdim=True)
         return (wide_nD * torch.rsqrt(size_n1 + self.module.variance_epsilon)).to(x_nD.dtype)
 
-    def backward(self, x: Tensor, gradient: Tensor, sums: list[Tensor]) -> Tensor:
+    def backward(self, x: Tensor, gradient: Tensor, sums: list[Tensor | None]) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             normal_nD = self._normalize(x)
         (of_x,) = torch.autograd.grad(normal_nD, x, gradient * self.module.weight)
-        wide = sums[0].dtype
-        sums[0].add_((gradient.to(wide) * normal_nD.detach().to(wide)).flatten(0, -2).sum(0))
+        if (total_D := sums[0]) is not None:
+            wide = total_D.dtype
+            total_D.add_((gradient.to(wide) * normal_nD.detach().to(wide)).flatten(0, -2).sum(0))
         return of_x
 
     def is_right(self, x: Tensor) -> bool:
@@ -242,6 +292,8 @@ def _refusal(model: nn.Module, why: str) -> UserError:
 def _run(form: _Form, tokens: int, most: int | None, x: Tensor) -> Tensor:
     """Compute what a module computes of [B, T, ..]."""
     rows = x.flatten(0, 1)
+    if torch.is_grad_enabled() and not rows.requires_grad and any(p.requires_grad for p in form.weights):
+        rows = rows.detach().requires_grad_()  # of a frozen embedding: `_Keep` keeps what needs a gradient alone
     box: list[Any] = []
     kept = _Keep.apply(rows, box)
     made: Any = _Chunked.apply(kept, form, (tokens, most), box, *form.weights)
@@ -284,11 +336,15 @@ class _Chunked(torch.autograd.Function):
         form: _Form = ctx.form
         (x,) = ctx.box.pop().saved_tensors
         weights = form.weights
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in weights]
+        sums = [
+            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) if needed else None
+            for p, needed in zip(weights, ctx.needs_input_grad[4:], strict=True)
+        ]
         of_x = torch.empty_like(x)
         for here, own, given in _chunks(ctx.cut, of_x, x, gradients[0]):
             here.copy_(form.backward(own, given, sums))
-        return (of_x, None, None, None, *(total.to(p.dtype) for total, p in zip(sums, weights, strict=True)))
+        made = (None if total is None else total.to(p.dtype) for total, p in zip(sums, weights, strict=True))
+        return (of_x, None, None, None, *made)
 
 
 def _chunks(cut: tuple[int, int | None], *whole: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -296,8 +352,10 @@ def _chunks(cut: tuple[int, int | None], *whole: Tensor) -> Iterable[tuple[Tenso
     return islice(zip(*(x.split(tokens) for x in whole), strict=True), most)
 
 
-def _add_product(total_OI: Tensor, made_nO: Tensor, given_nI: Tensor) -> None:
-    """Add made^T given, its sums over n taken in the dtype of `total`."""
+def _add_product(total_OI: Tensor | None, made_nO: Tensor, given_nI: Tensor) -> None:
+    """Add made^T given, its sums over n taken in the dtype of `total`; None: it is not needed."""
+    if total_OI is None:
+        return
     if made_nO.dtype == total_OI.dtype:
         total_OI.add_(made_nO.t() @ given_nI)
     elif made_nO.device.type == "cpu":  # which has no product that leaves its sums in float32

@@ -7,6 +7,7 @@ another dtype one weight at a time is converted.
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from torch import nn
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 from torchtrain.config import ModelConfig
+from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.check import check_head
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.compilation import compile_layers
@@ -42,16 +44,18 @@ def load_for_training(
     engine: str,
     device: torch.device,
     cutter: "Cutter | None" = None,
+    seed: int = 0,
 ) -> "PreTrainedModel":
     """Load a model in training mode with this config and attention engine, and check what training relies on.
 
     Args:
         source: what `resolve_source` returned.
         config: what `torchtrain.modeling.rope.extend` returned.
-        model: dtype, rotation, fusion, activation checkpointing and chunks of layers.
+        model: dtype, rotation, fusion, activation checkpointing, chunks of layers and adapters.
         engine: what `torchtrain.attention.resolve_engine` returned.
         device: where to.
         cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
+        seed: draws adapters.
 
     Raises:
         UserError: weights missing, cut off, of another shape or not finite, attention that cannot be replaced, or a
@@ -77,6 +81,10 @@ def load_for_training(
         _check_same_files(source, cutter)
     if model.rotation == "float32":
         rotate_in_float32(loaded)
+    if model.lora is not None:
+        add_adapters(loaded, model.lora, seed)
+        if cutter is not None:
+            cutter.cut_rest(loaded)
     with nullcontext() if cutter is None else cutter.whole_where_used(loaded):
         if model.rotation == "float32":
             check_rotation(loaded)
@@ -187,9 +195,7 @@ def _load(
     if cutter is None:
         held = loaded.named_parameters() if device_map is None else all_weights(loaded)
     else:
-        for parameter in loaded.parameters():
-            if not cutter.is_cut(parameter):
-                cutter.cut(parameter)
+        cutter.cut_rest(loaded)
         held = ((name, cutter.own_part(parameter)) for name, parameter in loaded.named_parameters())
     if (name := first_not_finite(held)) is not None:
         raise UserError(
@@ -264,6 +270,45 @@ def _sample(source: str) -> str:
     return digest.hexdigest()
 
 
+def weight_files(source: str) -> list[Path]:
+    """Return the files of weights of a folder, those of its index where it has one.
+
+    Raises:
+        UserError: the index is damaged, or names what is not there.
+    """
+    folder = Path(source)
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    named = read_json(index, f"model.source {quoted(source)}").get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise UserError(f"model.source {quoted(source)}: {quoted(index)} has no weight_map of tensors to files")
+    names = sorted(set(named.values()))
+    if stray := next((name for name in names if Path(name).name != name or not (folder / name).is_file()), None):
+        raise UserError(f"model.source {quoted(source)}: {quoted(index)} names {quoted(stray)}, which is not there")
+    return [folder / name for name in names]
+
+
+def digest_weights(source: str) -> str:
+    """Return the SHA-256 of a folder's weights: names, dtypes, shapes and bytes, however they are cut into files.
+
+    Raises:
+        UserError: a file is damaged, cut off, or not there.
+    """
+    from safetensors import safe_open
+
+    _check_weights(source)
+    found: dict[str, str] = {}
+    for path in weight_files(source):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                x = file.get_tensor(name)
+                digest = hashlib.sha256(f"{x.dtype} {list(x.shape)} ".encode())
+                digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
+                found[name] = digest.hexdigest()
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
 def _check_weights(source: str) -> None:
     """Open every file of weights, and hold the index against them.
 
@@ -272,18 +317,7 @@ def _check_weights(source: str) -> None:
     """
     from safetensors import safe_open
 
-    folder = Path(source)
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    if index.exists():
-        named = read_json(index, f"model.source {quoted(source)}").get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise UserError(f"model.source {quoted(source)}: {quoted(index)} has no weight_map of tensors to files")
-        names = sorted(set(named.values()))
-        if stray := next((name for name in names if Path(name).name != name or not (folder / name).is_file()), None):
-            raise UserError(f"model.source {quoted(source)}: {quoted(index)} names {quoted(stray)}, which is not there")
-        files = [folder / name for name in names]
-    for path in files:
+    for path in weight_files(source):
         try:
             with safe_open(path, framework="pt"):
                 pass

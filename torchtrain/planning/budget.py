@@ -2,7 +2,8 @@
 
 Reads the config and the model's config.json; no weights, no data.
 
-Memory is per GPU, for P weights on N processes, b bytes each:
+Memory is per GPU, for P weights on N processes, b bytes each, all of which are trained; of frozen ones
+(`model.lora`) there are the weights alone:
 
     weights     P b, spread over N by ZeRO 3, which then gathers them for the modules that run
                 (`torchtrain.planning.gathering`)
@@ -24,13 +25,14 @@ save beside the steps is written from (`save.asynchronous`), and the model that 
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import ValidationError
+from torch import nn
 
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
@@ -88,9 +90,27 @@ class Work:
     """What the run computes."""
 
     weights: int
+    trained: int  # of them
     tokens: int  # of all steps
     flops: int  # of all steps, by live pairs
     exact: bool  # whether the live pairs are known: full attention, or a given length of documents
+
+
+class WeightCount(NamedTuple):
+    """How many weights there are."""
+
+    count: int
+    largest: int  # of one parameter
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter]) -> Self:
+        """Count parameters."""
+        sizes = [p.numel() for p in parameters]
+        return cls(sum(sizes), max(sizes))
+
+    def part(self, processes: int) -> int:
+        """Return what each of so many processes holds of them."""
+        return -(-self.count // processes)
 
 
 def model_config(config: Config) -> "PretrainedConfig":
@@ -121,13 +141,12 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         processes: how many, each with a GPU of its own.
     """
     model = shapes.model(config.model)
-    sizes = [p.numel() for p in model.parameters()]
-    count, largest = sum(sizes), max(sizes)
+    held, trained = WeightCount.of(model.parameters()), WeightCount.of(p for p in model.parameters() if p.requires_grad)
+    count, largest, part = trained.count, trained.largest, trained.part(processes)
     bytes_each = model.dtype.itemsize
     stage, offload = config.distributed.zero_stage, config.distributed.offload
-    part = -(-count // processes)
 
-    weights = bytes_each * (part if stage == 3 else count)
+    weights = bytes_each * (held.part(processes) if stage == 3 else held.count)
     masters = 0 if stage == 0 and bytes_each == _FLOAT32 else 1
     optimizer = (masters + 2) * _FLOAT32 * (part if stage else count)
     host = 0
@@ -143,7 +162,7 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     # What a save beside the steps is written from; every process holds its share.
     staged = STATE_BYTES * count if config.save.asynchronous and any(config.save.schedule(config.train.steps)) else 0
 
-    exported = bytes_each * count  # by the first process, which gathers it, perhaps while a save is written
+    exported = bytes_each * held.count  # by the first process, which gathers it, perhaps while a save is written
 
     rows_at_a_time = config.train.micro_batch * (processes // config.distributed.sequence_parallel)
     again = config.train.sequences_per_step > rows_at_a_time
@@ -181,28 +200,29 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         optimizer=optimizer,
         activations=activations,
         host=host * processes + staged + exported,
-        load=_load(bytes_each, count, largest, part, config),
-        host_load=_host_load(bytes_each, count, largest, part, config) * processes,
+        load=_load(bytes_each, held, trained, processes, config),
+        host_load=_host_load(bytes_each, held, processes, config) * processes,
     )
 
 
-def _load(bytes_each: int, count: int, largest: int, part: int, config: Config) -> int:
+def _load(bytes_each: int, held: WeightCount, trained: WeightCount, processes: int, config: Config) -> int:
     """Bytes on each GPU until the first step; sizes as in `memory`."""
     stage, offload = config.distributed.zero_stage, config.distributed.offload
     if stage == 0:
-        return (bytes_each + (_FLOAT32 if bytes_each < _FLOAT32 else 0)) * count
+        return bytes_each * held.count + (_FLOAT32 if bytes_each < _FLOAT32 else 0) * trained.count
     if stage < 3:  # DeepSpeed copies weights into one tensor by way of the host where there is no room for both
-        return bytes_each * count + (_FLOAT32 * part if offload == "none" else 0)
-    parts = (0 if offload == "all" else bytes_each) + (2 * _FLOAT32 if offload == "none" else 0)
-    return parts * part + _FLOAT32 * BUCKET + bytes_each * largest
+        return bytes_each * held.count + (_FLOAT32 * trained.part(processes) if offload == "none" else 0)
+    parts = (0 if offload == "all" else bytes_each) * held.part(processes)
+    parts += (2 * _FLOAT32 if offload == "none" else 0) * trained.part(processes)
+    return parts + _FLOAT32 * BUCKET + bytes_each * held.largest
 
 
-def _host_load(bytes_each: int, count: int, largest: int, part: int, config: Config) -> int:
+def _host_load(bytes_each: int, held: WeightCount, processes: int, config: Config) -> int:
     """Bytes on the host of a process until the first step; sizes as in `memory`."""
     if config.distributed.zero_stage < 3:
-        return bytes_each * count
-    kept = bytes_each * part if config.distributed.offload == "all" else 0
-    return kept + bytes_each * max(2 * largest, part)
+        return bytes_each * held.count
+    kept = bytes_each * held.part(processes) if config.distributed.offload == "all" else 0
+    return kept + bytes_each * max(2 * held.largest, held.part(processes))
 
 
 def work(config: Config, shapes: Shapes, document_tokens: int | None) -> Work:
@@ -224,6 +244,7 @@ def work(config: Config, shapes: Shapes, document_tokens: int | None) -> Work:
     flops = FlopCounter.of(model).flops(length, length, pairs)
     return Work(
         weights=model.num_parameters(),
+        trained=model.num_parameters(only_trainable=True),
         tokens=rows * length,
         flops=rows * flops,
         exact=full or document_tokens is not None,

@@ -9,10 +9,15 @@ alone. A live pair is a (query, key) pair that the mask leaves: 2 D FLOPs for th
 and layer, three times over with the backward pass. Padding, norms and softmax are not counted: this is the model's
 work, not the machine's. Dense models only: of a mixture of experts it counts every expert.
 
+A frozen weight (`model.lora`) takes 4 where a trained one takes 6: it has no gradient of its own. What reads a frozen
+embedding, the first layer's q, k and v, needs no gradient of what it takes either; it is counted as if it did.
+
 The machine does more (`FlopCounter.executed`):
 
     2 x R x tokens + 4 x L x H x D x live pairs    where activation checkpointing computes each layer again; R counts
                                                    its matrices but the last, whose result no gradient needs
+    2 x C x tokens                                 where layers are not, and `model.layer_chunk` computes what its
+                                                   backward pass needs of an MLP again; C counts gate and up
     2 x L x H x D x live pairs                     where attention is one fused kernel, whose backward pass computes the
                                                    scores again
 
@@ -23,12 +28,14 @@ Legend: M model width · V vocabulary · L layers · H query heads · D head_dim
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from torchtrain.modeling.chunks import multiplied_again
 from torchtrain.modeling.head import head_of
 from torchtrain.modeling.whole import whole_shape
 
@@ -64,6 +71,9 @@ class FlopCounter:
     head_weights: int  # V x M
     attention_width: int  # L x H x D
     recomputed_weights: int = 0  # R
+    chunked_weights: int = 0  # C
+    frozen_weights: int = 0  # of P
+    frozen_head: int = 0  # of V x M
 
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
@@ -72,19 +82,22 @@ class FlopCounter:
         head = head_of(model).get_parameter("weight")
         outside = {id(head)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shapes = [whole_shape(p) for p in model.parameters() if id(p) not in outside]
+        matrices = [p for p in model.parameters() if id(p) not in outside and len(whole_shape(p)) >= 2]
         return cls(
-            matrix_weights=sum(shape.numel() for shape in shapes if len(shape) >= 2),
-            head_weights=whole_shape(head).numel(),
+            matrix_weights=_count(matrices),
+            head_weights=_count([head]),
             attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
             recomputed_weights=sum(map(_recomputed, _layers(model))),
+            chunked_weights=sum(multiplied_again(module) or 0 for module in model.modules()),
+            frozen_weights=_count(p for p in matrices if not p.requires_grad),
+            frozen_head=_count(p for p in [head] if not p.requires_grad),
         )
 
     def flops(self, tokens: int, labelled: int, live_pairs: int) -> int:
         """Return the FLOPs of a forward and backward pass over `tokens`, `labelled` of which have a label."""
-        return (
-            6 * self.matrix_weights * tokens + 6 * self.head_weights * labelled + 12 * self.attention_width * live_pairs
-        )
+        matrices = (6 * self.matrix_weights - 2 * self.frozen_weights) * tokens
+        head = (6 * self.head_weights - 2 * self.frozen_head) * labelled
+        return matrices + head + 12 * self.attention_width * live_pairs
 
     def executed(
         self,
@@ -104,7 +117,8 @@ class FlopCounter:
             recomputed: under activation checkpointing.
             fused: attention is a kernel that keeps no scores.
         """
-        again = 2 * self.recomputed_weights * tokens + 4 * self.attention_width * live_pairs if recomputed else 0
+        again = 2 * (self.recomputed_weights if recomputed else self.chunked_weights) * tokens
+        again += 4 * self.attention_width * live_pairs if recomputed else 0
         scores = 2 * self.attention_width * live_pairs if fused else 0
         return self.flops(tokens, labelled, live_pairs) + again + scores
 
@@ -121,8 +135,16 @@ def _recomputed(layer: nn.Module) -> int:
 
     Under DeepSpeed's ZeRO 3 the last runs again, too: its `linear` keeps its tensors after it multiplies.
     """
-    sizes = [shape.numel() for p in layer.parameters() if len(shape := whole_shape(p)) >= 2]
-    return sum(sizes[:-1])
+    chunked = [module for module in layer.modules() if multiplied_again(module)]  # its MLP, which comes last
+    inside = {id(p) for module in chunked for p in module.parameters()}
+    matrices = [p for p in layer.parameters() if len(whole_shape(p)) >= 2 and id(p) not in inside]
+    if chunked:
+        return _count(matrices) + sum(multiplied_again(module) or 0 for module in chunked)
+    return _count(matrices[:-1])
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(whole_shape(p).numel() for p in parameters)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

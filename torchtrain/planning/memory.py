@@ -29,6 +29,7 @@ from torchtrain.attention.gather import gather_keys, gather_queries, scatter_que
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.config import Config, ModelConfig
 from torchtrain.marks import ANCHOR
+from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.chunks import used_by
 from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.modeling.recompute import save_memory
@@ -127,6 +128,9 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
         from torchtrain.modeling.rotation import rotate_in_float32
 
         rotate_in_float32(model)
+    if settings.lora is not None:
+        with torch.device("meta"):
+            add_adapters(model, settings.lora, seed=0)
     save_memory(model, settings, most=2)
     return model.train()
 
@@ -145,7 +149,7 @@ class Pass:
     """A forward and a backward pass, moment by moment."""
 
     moments: tuple[Moment, ...]
-    weights: int
+    weights: int  # that are trained
     uses: tuple[Use, ...] = ()
     sizes: tuple[int, ...] = ()  # weights of each parameter
     alive: tuple[Alive, ...] = ()  # when most is held, weights and gradients left out
@@ -275,7 +279,8 @@ class Shapes:
 
 def _key_of(settings: ModelConfig) -> tuple[Any, ...]:
     """Return what of a model's settings its shapes depend on."""
-    return settings.dtype, settings.rotation, settings.recomputation, settings.layer_chunk
+    lora = None if settings.lora is None else settings.lora.model_dump_json()
+    return settings.dtype, settings.rotation, settings.recomputation, settings.layer_chunk, lora
 
 
 def _plan(variant: str, rows: int, tokens: int) -> AttentionPlan:
@@ -305,7 +310,8 @@ def count_pass(model: "PreTrainedModel", plan: AttentionPlan, shared: int, chunk
             "document_ids": plan.document_ids_BT,
         }
     with _Watch(model) as watch:
-        hooks: list[Any] = [p.register_post_accumulate_grad_hook(watch.take) for p in model.parameters()]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        hooks: list[Any] = [p.register_post_accumulate_grad_hook(watch.take) for p in trained]
         for module in model.modules():
             if own := used_by(module):
                 enter, leave = watch.uses_of(own)
@@ -321,7 +327,7 @@ def count_pass(model: "PreTrainedModel", plan: AttentionPlan, shared: int, chunk
             hook.remove()
     moments = tuple(Moment(held, *key) for key, held in watch.moments.items())
     sizes = tuple(p.numel() for p in model.parameters())
-    return Pass(moments, sum(sizes), tuple(watch.uses), sizes, watch.at_peak())
+    return Pass(moments, sum(p.numel() for p in trained), tuple(watch.uses), sizes, watch.at_peak())
 
 
 def _on_input(enter: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

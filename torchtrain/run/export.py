@@ -20,6 +20,7 @@ def export(
     target: Path,
     weights: dict[str, Tensor] | None = None,
     end: Callable[[Path, Path], None] = commit,
+    write_adapter: Callable[[Path], None] | None = None,
 ) -> None:
     """Write model and tokenizer into `partial`, then `end(partial, target)`: by default flush and rename, so it is
     there whole or not at all.
@@ -34,8 +35,11 @@ def export(
         target: not there yet.
         weights: the state dict, where the model does not hold it whole.
         end: gives the folder its name.
+        write_adapter: writes an adapter into the folder, as well.
     """
     partial.mkdir(exist_ok=True)
     save_folder(model, tokenizer, partial, weights)
+    if write_adapter is not None:
+        write_adapter(partial)
     follow_umask(partial)
     end(partial, target)

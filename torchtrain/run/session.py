@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import FileEntry
@@ -19,9 +20,11 @@ from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress,
 from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import State, state_of
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import Config, SaveConfig
+from torchtrain.config import Config, LoraSettings, SaveConfig
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed, Terminated
+from torchtrain.modeling.adapters import FOLDER as ADAPTER
+from torchtrain.modeling.adapters import save_adapter, split_off
 from torchtrain.modeling.finite import first_not_finite
 from torchtrain.modeling.save import reader_notes
 from torchtrain.run.export import export
@@ -244,14 +247,17 @@ class Session:
         weights = self.strategy.weights()
         with world.together():
             if self._leads:
-                folder = self._folder
+                folder, write_adapter = self._folder, None
+                if weights is not None and self._config.model.lora is not None:
+                    weights, write_adapter = self._take_adapter_off(weights, self._config.model.lora)
                 if weights is not None and (name := first_not_finite(weights.items())) is not None:
                     raise UserError(
                         f"{name} is not finite after step {self.step}, so the model was not written to {target}"
                     )
                 try:
                     partial = folder.begin_export(target)
-                    export(self.setup.model, self.setup.tokenizer, partial, target, weights, folder.end_export)
+                    model, tokenizer = self.setup.model, self.setup.tokenizer
+                    export(model, tokenizer, partial, target, weights, folder.end_export, write_adapter)
                 except (OSError, SafetensorError) as error:
                     with suppress(OSError, UserError):
                         folder.drop_export()
@@ -264,6 +270,14 @@ class Session:
                 for note in reader_notes(self.setup.model.config):
                     self._say(f"readers   {note}")
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
+
+    def _take_adapter_off(
+        self, weights: dict[str, Tensor], lora: LoraSettings
+    ) -> tuple[dict[str, Tensor], Callable[[Path], None]]:
+        """Return the weights with the adapter merged into them, and what writes it into an exported folder."""
+        model = self.setup.model
+        weights, adapter = split_off(model, weights)
+        return weights, lambda folder: save_adapter(model, lora, self.setup.base, adapter, folder / ADAPTER)
 
     def export_if_kept(self) -> None:
         """Export this step's model if it is one of the last that `save.last` keeps; the trained one comes later."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from torchtrain.distributed.threads import share_cores
 from torchtrain.distributed.world import ALONE, World, here
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.compilation import check_compiler
-from torchtrain.modeling.load import load_for_training
+from torchtrain.modeling.load import digest_weights, load_for_training
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
@@ -55,6 +55,7 @@ class Setup:
     """A model and rows that fit each other, ready to train."""
 
     engine: str
+    base: str  # where the model came from: a folder, or a hub id
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerFast"
     own_positions: int  # what the model held before it was extended
@@ -98,8 +99,8 @@ def set_up(
     check_heads(config, own_config)
     own_positions: int = own_config.max_position_embeddings
     model_config = extend(own_config, config.rope, length)
-    if config.model.layer_chunk is not None:
-        shape_of_model(model_config, config.model)  # which refuses other layers
+    if config.model.layer_chunk is not None or config.model.lora is not None:
+        shape_of_model(model_config, config.model)  # which refuses other layers, and modules that are not there
     if config.pack.base_variant == "intra_reset":
         check_resets(model_config, length)
     tokenizer = open_tokenizer(source, trusted)
@@ -107,6 +108,10 @@ def set_up(
     anchor_ids(tokenizer, config.pack)
 
     identity = _identity_of(config, model_config, tokenizer)
+    if config.model.lora is not None:  # a checkpoint has not what is frozen
+        with world.together():
+            frozen = digest_weights(source) if world.rank == 0 else ""
+        identity["frozen"] = {"sha256": world.from_first(frozen)}
     check(identity)
     if config.model.fused == "compile":
         check_compiler(device)
@@ -128,9 +133,12 @@ def set_up(
     say(f"loading {config.model.source}")
     # ZeRO 3 has no room for the whole model anywhere, so it is cut up while it is read.
     cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
-    model = load_for_training(source, model_config, settings, engine, device, cutter)
-    count = sum(whole_shape(parameter).numel() for parameter in model.parameters())
+    model = load_for_training(source, model_config, settings, engine, device, cutter, config.run.seed)
+    count = _count(model.parameters())
     say(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
+    if config.model.lora is not None:
+        trained = _count(p for p in model.parameters() if p.requires_grad)
+        say(f"lora      {trained:,} parameters are trained, {count - trained:,} stay as they are")
     if threads := share_cores(config.distributed, device):
         say(f"threads   {threads}")
     if world.size > 1:
@@ -180,7 +188,9 @@ def set_up(
             "copies_moved": split.moved,
         },
     }
-    return Setup(engine, model, tokenizer, own_positions, store, rows, held_out, identity, record)
+    here_already = config.model.source == "smollm2" or Path(config.model.source).is_dir()
+    base = str(Path(source).resolve()) if here_already else config.model.source
+    return Setup(engine, base, model, tokenizer, own_positions, store, rows, held_out, identity, record)
 
 
 def pack_rows(
@@ -303,6 +313,10 @@ def _copies(store: TokenStore, split: Split) -> str:
     return shown + (
         f"; {split.moved:,} changed sides, so that none trains whose copy is held out" if split.moved else ""
     )
+
+
+def _count(parameters: Iterable["torch.nn.Parameter"]) -> int:
+    return sum(whole_shape(parameter).numel() for parameter in parameters)
 
 
 def _origin(source: str) -> dict[str, Any]:

@@ -1,0 +1,201 @@
+"""LoRA: low-rank adapters beside frozen weights, by PEFT (`model.lora`).
+
+PEFT puts a module in the place of each linear layer that is to have an adapter, whose weights it keeps, frozen: what it
+computes is W x + (alpha / rank) B A x, and B begins as zeros, so that a model begins with the bits that it had. The
+model stays a model of transformers: nothing is wrapped around it. What `also_train` names is trained in its place, with
+no copy; PEFT would keep the frozen weights beside it.
+
+An adapter is in the model's dtype, as every weight; its float32 masters are the optimizer's.
+
+Legend: O, I width of what a layer makes and takes · R rank.
+"""
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from anchorline.errors import UserError, quoted
+from anchorline.files import write_file
+from torchtrain.config import LoraSettings
+from torchtrain.modeling.head import head_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FOLDER = "adapter"  # in an exported model's
+_NAME = "default"  # PEFT's of a model's first adapter
+_BASE, _A, _B = ".base_layer.", f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
+_PREFIX = "base_model.model."  # of names in PEFT's files
+
+
+def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> None:
+    """Freeze a model's weights, put adapters beside its linear layers, and let train what `also_train` names.
+
+    Args:
+        model: its weights may be cut up; those of adapters are whole.
+        lora: which, of what rank.
+        seed: draws A, alike on every device and rank.
+
+    Raises:
+        UserError: PEFT is not installed; or the settings name what the model has not, or the same twice.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise UserError("model.lora: needs the package peft: pip install 'anchorline[lora]'") from None
+    linear = _linear_layers(model)
+    targets = sorted(_ends(linear)) if lora.target_modules == "all-linear" else lora.target_modules
+    for target in targets:
+        if not any(_is_end(target, name) for name in linear):
+            raise UserError(
+                f"model.lora.target_modules {quoted(target)}: is the end of no linear layer's name in "
+                f"{model.config.model_type}; it has {', '.join(sorted(_ends(linear)))} (embedding, head and norms: "
+                "model.lora.also_train)"
+            )
+    owners = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    also = _named_by(lora.also_train, owners, model)
+    if twice := [name for name in also if name in linear and any(_is_end(target, name) for target in targets)]:
+        raise UserError(
+            f"model.lora.also_train: {twice[0]} has an adapter, by model.lora.target_modules, too; remove it from one"
+        )
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(targets),  # pyright: ignore
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model, _NAME)
+    for name in also:
+        model.get_submodule(name).requires_grad_(True)
+
+
+def split_off(model: "PreTrainedModel", weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Take a state dict of a model with adapters apart.
+
+    Args:
+        model: that was given adapters.
+        weights: its state dict, whole; emptied, so that nothing lies there twice.
+
+    Returns:
+        The weights of a model without adapters, W + (alpha / rank) B A, computed in float32 (or a wider dtype) and
+        rounded to W's dtype once; and what PEFT's file holds: A, B and what else was trained, as they are.
+    """
+    scales = {name: module.scaling[_NAME] for name, module in model.named_modules() if _has_adapter(module)}
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    whole = {name for name, x in model.state_dict(keep_vars=True).items() if id(x) in trained}
+    merged, adapter = dict[str, Tensor](), dict[str, Tensor]()
+    for layer in scales:
+        for end in (_A, _B):
+            adapter[f"{_PREFIX}{layer}{end.replace(f'.{_NAME}', '')}"] = weights.pop(layer + end)
+    for name in list(weights):
+        x = weights.pop(name)
+        layer, base, rest = name.rpartition(_BASE)
+        if base and rest == "weight":
+            a_RI, b_OR = (adapter[f"{_PREFIX}{layer}.lora_{which}.weight"] for which in "AB")
+            wide = torch.promote_types(x.dtype, torch.float32)
+            x = torch.addmm(x.to(wide), b_OR.to(wide), a_RI.to(wide), alpha=scales[layer]).to(x.dtype)
+        elif name in whole:
+            adapter[_PREFIX + name] = x
+        merged[f"{layer}.{rest}" if base else name] = x
+    return merged, adapter
+
+
+def save_adapter(
+    model: "PreTrainedModel", lora: LoraSettings, base: str, adapter: dict[str, Tensor], folder: Path
+) -> None:
+    """Write an adapter as `peft.PeftModel.from_pretrained` reads it.
+
+    Args:
+        model: that has it.
+        lora: as it was added.
+        base: what `base_model_name_or_path` says: a hub id or a folder.
+        adapter: of `split_off`.
+        folder: made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    layers = [name for name, module in model.named_modules() if _has_adapter(module)]
+    whole = {name.removeprefix(_PREFIX).rpartition(".")[0] for name in adapter if ".lora_" not in name}
+    # A tied weight has two names, and PEFT reads both only if both are named.
+    tied = sorted(name for name in whole if not any(name.endswith(end) for end in lora.also_train))
+    targets = sorted(_ends(layers)) if lora.target_modules == "all-linear" else lora.target_modules
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=lora.dropout,
+        target_modules=list(targets),
+        modules_to_save=[*lora.also_train, *tied] or None,
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    folder.mkdir()
+    text = json.dumps(settings.to_dict(), default=sorted, indent=2, sort_keys=True)  # sets, whose order is no order
+    write_file(folder / "adapter_config.json", text.encode() + b"\n")
+    once = {name: x.contiguous().clone() for name, x in adapter.items()}  # tied weights: safetensors knows no two names
+    save_file(once, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def layer_and_factors(module: nn.Module) -> tuple[nn.Linear, tuple[nn.Linear, nn.Linear, float] | None]:
+    """Return a linear layer without its adapter, and the adapter's A, B and scale; None: it has none."""
+    if not _has_adapter(module):
+        assert isinstance(module, nn.Linear)
+        return module, None
+    found: Any = module
+    return found.base_layer, (found.lora_A[_NAME], found.lora_B[_NAME], found.scaling[_NAME])
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer, with an adapter (that draws nothing) or without."""
+    if _has_adapter(module):
+        return isinstance(module.base_layer, nn.Linear) and isinstance(module.lora_dropout[_NAME], nn.Identity)
+    return isinstance(module, nn.Linear)
+
+
+def _has_adapter(module: Any) -> bool:
+    return _NAME in getattr(module, "lora_A", ())
+
+
+def _linear_layers(model: "PreTrainedModel") -> list[str]:
+    """Return the names of all linear layers but the head."""
+    head = head_of(model)
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+
+
+def _named_by(ends: Iterable[str], owners: list[str], model: "PreTrainedModel") -> list[str]:
+    """Return the modules that `also_train` names.
+
+    Raises:
+        UserError: an end is that of none.
+    """
+
+    def found() -> Iterator[str]:
+        for end in ends:
+            if not (named := [name for name in owners if name.endswith(end)]):
+                raise UserError(
+                    f"model.lora.also_train {quoted(end)}: is the end of no name of a module with weights in "
+                    f"{model.config.model_type}; it has {', '.join(sorted(_ends(owners)))}"
+                )
+            yield from named
+
+    return list(dict.fromkeys(found()))
+
+
+def _is_end(end: str, name: str) -> bool:
+    """Whether PEFT takes a name for a target."""
+    return name == end or name.endswith(f".{end}")
+
+
+def _ends(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
