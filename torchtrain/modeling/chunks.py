@@ -176,9 +176,9 @@ class _GatedMLP(_Form):
 
     @property
     def computed_again(self) -> int:
-        down, *halves = self._modules
-        _, adapter = layer_and_factors(down)
-        modules = halves if adapter is None else [*halves, adapter[0]]  # all but what makes the result
+        _, *halves = self._modules  # the other makes the result, which no gradient needs
+        adapters = [adapter for _, adapter in map(layer_and_factors, self._modules) if adapter is not None]
+        modules = [*halves, *(a for a, _, _ in adapters)]  # A x is made for the gradient of B
         shapes = [whole_shape(p) for module in modules for p in module.parameters()]
         return sum(shape.numel() for shape in shapes if len(shape) >= 2)
 

@@ -171,6 +171,8 @@ class Pass:
         # ZeRO 3 keeps a gradient that is larger than a bucket until the next one comes.
         latest = {moment.summed: moment.adding for moment in self.moments if moment.adding > bucket} if gathered else {}
 
+        bucket = min(bucket, self.weights)
+
         def split(moment: Moment) -> tuple[int, int, int]:
             more = adding * max(moment.adding, bucket) if moment.adding else 0
             more += begun if moment.summed else 0

@@ -1,11 +1,16 @@
 """The FLOP formula against torch's own counter, and the table of peaks."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from torchtrain.attention import make_plan
-from torchtrain.modeling.recompute import hand_layers_over
+from torchtrain.config import LoraSettings, ModelConfig
+from torchtrain.modeling.adapters import add_adapters, layer_and_factors
+from torchtrain.modeling.recompute import hand_layers_over, save_memory
 from torchtrain.planning.flops import FlopCounter, peak_flops, peak_of
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
 from torchtrain.training.labels import find_labels
@@ -38,6 +43,60 @@ def test_counts_what_torch_counts_when_layers_run_again(family):
     rope = sum(n for name, n in _by_operation(counter, "rotary_emb").items())
     predicted = FlopCounter.of(model).executed(B * T, B * T, B * T * T, recomputed=True, fused=False)
     assert counter.get_total_flops() - rope == predicted
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products by torch's own formulas; `FlopCounterMode` cannot look into a backward pass
+    that takes gradients within.
+    """
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.count += formula(*args, **(kwargs or {}), out_val=made)
+        return made
+
+
+LORA = {
+    "some": ["q_proj", "k_proj", "v_proj", "down_proj"],
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "all": "all-linear",
+}
+
+
+@pytest.mark.parametrize("targets", [None, *LORA])
+@pytest.mark.parametrize("chunk", [None, 20])
+@pytest.mark.parametrize("again", [False, True])
+def test_counts_what_torch_counts_of_chunks_and_of_frozen_weights(targets, chunk, again):
+    """All but what the first layer needs no gradient of: the input of q, k and v, where the embedding is frozen.
+    transformers asks for that gradient all the same where layers are recomputed.
+    """
+    model = tiny_model("llama", tie_word_embeddings=False).train()
+    model.set_attn_implementation("eager")
+    lora = None if targets is None else LoraSettings(rank=4, target_modules=LORA[targets])  # type: ignore[arg-type]
+    if lora is not None:
+        add_adapters(model, lora, seed=0)
+    save_memory(model, ModelConfig(source="x", layer_chunk=chunk, activation_checkpointing=again))
+    B, T = 2, 24
+    with Products() as counted:
+        model(torch.randint(VOCABULARY, (B, T)), use_cache=False).logits.sum().backward()
+    sizes = FlopCounter.of(model)
+    predicted = sizes.executed(B * T, B * T, B * T * T, recomputed=again, fused=False, chunked=False)
+    unneeded = 0
+    if lora is not None and not again:
+        attention = model.model.layers[0].self_attn
+        for module in (attention.q_proj, attention.k_proj, attention.v_proj):
+            layer, adapter = layer_and_factors(module)
+            unneeded += 2 * B * T * (layer.weight.numel() + (0 if adapter is None else adapter[0].weight.numel()))
+    assert counted.count == predicted - unneeded
+
+
+def test_a_step_of_adapters_takes_two_thirds_of_the_work():
+    full, model = FlopCounter.of(tiny_model("llama")), tiny_model("llama")
+    add_adapters(model, LoraSettings(rank=1, target_modules=["q_proj"]), seed=0)
+    assert full.flops(100, 100, 0) * 2 / 3 < FlopCounter.of(model).flops(100, 100, 0) < full.flops(100, 100, 0) * 0.68
 
 
 def test_a_loss_in_chunks_makes_its_logits_once():

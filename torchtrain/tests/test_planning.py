@@ -142,17 +142,22 @@ def test_weights_that_are_computed_with_again_are_there_until_their_gradients():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rotation", "micro_batches", "checkpointing", "chunk"),
+    ("dtype", "rotation", "micro_batches", "checkpointing", "chunk", "lora"),
     [
-        *itertools.product(["bfloat16", "float32"], ["model"], [1, 2], [False, True], ["null"]),
-        ("bfloat16", "float32", 1, False, "null"),
-        ("bfloat16", "float32", 1, True, "null"),
-        ("bfloat16", "model", 1, False, 100),
-        ("float32", "model", 2, "offload", 100),
-        ("bfloat16", "model", 2, "offload", "null"),
+        *itertools.product(["bfloat16", "float32"], ["model"], [1, 2], [False, True], ["null"], ["null"]),
+        ("bfloat16", "float32", 1, False, "null", "null"),
+        ("bfloat16", "float32", 1, True, "null", "null"),
+        ("bfloat16", "model", 1, False, 100, "null"),
+        ("float32", "model", 2, "offload", 100, "null"),
+        ("bfloat16", "model", 2, "offload", "null", "null"),
+        ("bfloat16", "model", 1, False, "null", "{rank: 8}"),
+        ("float32", "model", 2, True, "null", "{target_modules: [q_proj, v_proj], also_train: [norm]}"),
+        ("bfloat16", "model", 2, "offload", 100, "{rank: 8, also_train: [embed_tokens]}"),
     ],
 )
-def test_plan_is_what_the_step_holds(config_of, monkeypatch, dtype, rotation, micro_batches, checkpointing, chunk):
+def test_plan_is_what_the_step_holds(
+    config_of, monkeypatch, dtype, rotation, micro_batches, checkpointing, chunk, lora
+):
     """A tiny model on one rank: the trainer's own step on the device of shapes, with the attention of flash."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64, "vocab_size": 1024}
     own = tiny_config(**sizes)
@@ -162,6 +167,7 @@ def test_plan_is_what_the_step_holds(config_of, monkeypatch, dtype, rotation, mi
         f"model.rotation={rotation}",
         f"model.activation_checkpointing={str(checkpointing).lower()}",
         f"model.layer_chunk={chunk}",
+        f"model.lora={lora}",
         f"train.sequences_per_step={micro_batches}",
         "pack.sequence_length=512",
         "train.loss_chunk=128",

@@ -25,7 +25,7 @@ def write_source(config: PretrainedConfig, settings: ModelConfig, folder: Path) 
     folder.mkdir()
     config.save_pretrained(folder)
     files: dict[str, dict[str, Tensor]] = {}
-    for name, x in shape_of_model(config, settings).named_parameters():
+    for name, x in shape_of_model(config, settings.model_copy(update={"lora": None})).named_parameters():
         layer = "-".join(part for part in name.split(".") if part.isdecimal()) or name
         files.setdefault(f"model-{layer}.safetensors", {})[name] = x
     for file, weights in files.items():

@@ -30,6 +30,7 @@ from torchtrain.distributed.cut import Cutter
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.modeling import load as loading
+from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.rotation import rotate_in_float32
 from torchtrain.planning.budget import memory, model_config
@@ -83,6 +84,9 @@ def make(config: Config, world: World, watch: ShapesOnly, layers: int | None = N
             )
         if config.model.rotation == "float32":
             rotate_in_float32(model)
+        if config.model.lora is not None:
+            with torch.device(DEVICE):
+                add_adapters(model, config.model.lora, config.run.seed)
         save_memory(model, config.model)
     strategy = make_strategy(model.train(), ENGINE, config, world)
     if isinstance(strategy, Zero):

@@ -172,10 +172,18 @@ STAGES = [
     (2, "optimizer", "bfloat16", "true", "null"),
     (3, "all", "bfloat16", "offload", "1024"),
 ]
+STAGES = [
+    *((*stage, "null") for stage in STAGES),
+    (1, "none", "bfloat16", "true", "null", "{rank: 64}"),
+    (2, "none", "float32", "true", "null", "{rank: 16}"),
+    (2, "optimizer", "bfloat16", "false", "null", "{also_train: [embed_tokens]}"),
+    (3, "none", "bfloat16", "true", "null", "{also_train: [norm]}"),
+    (3, "all", "bfloat16", "offload", "1024", "{rank: 64}"),
+]
 
 
-@pytest.mark.parametrize(("stage", "offload", "dtype", "recomputed", "chunk"), STAGES)
-def test_plan_of_each_stage_is_what_deepspeed_holds(tiny, monkeypatch, stage, offload, dtype, recomputed, chunk):
+@pytest.mark.parametrize(("stage", "offload", "dtype", "recomputed", "chunk", "lora"), STAGES)
+def test_plan_of_each_stage_is_what_deepspeed_holds(tiny, monkeypatch, stage, offload, dtype, recomputed, chunk, lora):
     """A model with a head that is larger than a bucket, on eight ranks that have rows of their own."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 64_000, "head_dim": 128}
     own = tiny_config(**sizes, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False)
@@ -184,6 +192,7 @@ def test_plan_of_each_stage_is_what_deepspeed_holds(tiny, monkeypatch, stage, of
         f"model.dtype={dtype}",
         f"model.activation_checkpointing={recomputed}",
         f"model.layer_chunk={chunk}",
+        f"model.lora={lora}",
         "pack.sequence_length=4096",
         "train.loss_chunk=1024",
         "train.sequences_per_step=16",
