@@ -70,6 +70,7 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
         target_modules=list(targets),  # pyright: ignore
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that it calls transformers by an older name
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, _NAME)
     for name in also:
@@ -136,6 +137,7 @@ def save_adapter(
         lora_dropout=lora.dropout,
         target_modules=list(targets),
         modules_to_save=[*lora.also_train, *tied] or None,
+        ensure_weight_tying=bool(tied),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=True,

@@ -1,7 +1,9 @@
 """`model.lora`: adapters are trained and nothing else, and what comes of it is what PEFT and transformers read."""
 
+import copy
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +11,369 @@ import pytest
 import torch
 from peft import PeftModel
 from rich.console import Console
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import torchtrain
 from anchorline.errors import UserError
-from torchtrain.checkpoint.fragments import KINDS
-from torchtrain.config import LoraSettings, load_config
-from torchtrain.modeling.adapters import add_adapters
+from torchtrain.attention import make_plan
+from torchtrain.attention.separation import check_separation
+from torchtrain.bench.truth import error_ratio
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_config
+from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors, split_off
+from torchtrain.modeling.chunks import check_chunks
+from torchtrain.modeling.head import hidden_states
+from torchtrain.modeling.recompute import save_memory
 from torchtrain.run import recipe
 from torchtrain.tests.runs import assert_same
-from torchtrain.tests.tiny import tiny_model
+from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
 from torchtrain.training.events import read_metrics
+from torchtrain.training.optimizer import Optimizer
 
 QUIET = Console(quiet=True)
-LORA = {"rank": 4, "alpha": 8, "target_modules": "all-linear", "also_train": ["norm", "embed_tokens"]}
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0, "target_modules": "all-linear", "also_train": ["norm"]}
+B, T = 2, 24
 
 
 @pytest.fixture(scope="module")
-def ways(place, tmp_path_factory):
-    """Return a function from a name and overrides to a run's folder; each is trained once."""
+def train(place, tmp_path_factory):
+    """Return a function from a name and overrides to a run's folder; what has a name is trained once."""
     folder, made = tmp_path_factory.mktemp("lora"), dict[str, Path]()
 
-    def train(name: str, *overrides: str) -> Path:
+    def run(name: str, *overrides: str) -> Path:
         if name not in made:
-            given = [f"model.lora={json.dumps(LORA)}", "train.steps=6", *overrides, f"run.folder={folder / name}"]
-            recipe.train(load_config(place.config, given), console=QUIET)
+            given = [f"model.lora={json.dumps(LORA)}", *overrides, f"run.folder={folder / name}"]
             made[name] = folder / name
+            recipe.train(load_config(place.config, given), console=QUIET)
         return made[name]
 
-    return train
+    return run
 
 
-def test_runs(ways):
-    run = ways("straight")
-    events = [e for e in read_metrics(run / "metrics.jsonl") if e["event"] == "evaluation"]
-    assert events[-1]["loss"] < events[0]["loss"]
-    print(sorted(p.name for p in run.rglob("*")), events[0]["loss"], events[-1]["loss"])
+def losses_of(run: Path) -> list[float]:
+    return [e["loss"] for e in read_metrics(run / "metrics.jsonl") if e["event"] == "evaluation"]
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_falls_and_begins_where_it_does_without_adapters(train):
+    before, after = losses_of(train("straight"))
+    assert after < before - 0.1
+    assert before == losses_of(train("full", "model.lora=null", "train.steps=1", "save.every=0", "save.last=1"))[0]
+
+
+def test_frozen_weights_are_bitwise_those_of_the_source(train, place):
+    """Of a layer with an adapter too, which is what the merged weight is less the adapter: here by the checkpoint."""
+    lora = json.dumps(LORA | {"target_modules": ["q_proj"]})
+    source = load_file(place.folder / "source" / "model.safetensors")
+    exported = load_file(train("few", f"model.lora={lora}", "train.steps=2") / "model" / "model.safetensors")
+    moved = {name for name, x in exported.items() if not torch.equal(x, source[name].to(x.dtype))}
+    assert moved == {name for name in source if "norm" in name or "q_proj" in name}
+
+
+def test_a_checkpoint_holds_what_is_trained_and_nothing_else(train):
+    checkpoints = Checkpoints(train("straight") / "checkpoints")
+    manifest = checkpoints.open()
+    assert manifest is not None
+    assert all(".lora_" in name or "norm" in name for name in manifest.parameters)
+    weights = sum(torch.Size(shape).numel() for shape in manifest.parameters.values())
+    bytes_of = sum(e.bytes for name, e in manifest.files.items() if name.startswith("state"))
+    assert 12 * weights < bytes_of < 12 * weights + 40_000, "float32 masters and two moments, and a header"
+
+
+def copied(run: Path, to: Path) -> Path:
+    """A run as it was after step 4."""
+    shutil.copytree(run, to)
+    for name in ("model", "exports/step-00000004", "checkpoints/step-00000006"):
+        assert (to / name).exists()
+    return to
+
+
+def test_a_resumed_run_ends_with_the_same_bits(train, tmp_path):
+    run = copied(train("straight"), tmp_path / "run")
+    recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), step=4, console=QUIET)
+    assert_same(run, train("straight"))
+
+
+def test_another_base_is_refused_before_anything_is_loaded(train, tmp_path, place):
+    source, run = place.folder / "source", copied(train("straight"), tmp_path / "run")
+    file = source / "model.safetensors"
+    kept = file.read_bytes()
+    weights = load_file(file)
+    next(iter(weights.values())).view(-1)[0] += 1
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+        with pytest.raises(
+            UserError, match=r"weights of model\.source, which model\.lora leaves as they are, are others"
+        ):
+            recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), step=4, console=QUIET)
+        names = list(load_file(file))
+        file.unlink()  # the same weights, cut into files otherwise
+        file.write_bytes(kept)
+        good = load_file(file)
+        file.unlink()
+        halves = {"model-a.safetensors": names[::2], "model-b.safetensors": names[1::2]}
+        for half, own in halves.items():
+            save_file({name: good[name] for name in own}, source / half, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": {name: half for half, own in halves.items() for name in own}}
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), step=4, console=QUIET)
+    finally:
+        for path in source.glob("model*"):
+            path.unlink()
+        file.write_bytes(kept)
+    assert_same(run, train("straight"))
+
+
+def test_what_is_trained_and_what_is_not_is_told(place, tmp_path, capsys):
+    given = [
+        f"model.lora={json.dumps(LORA)}",
+        "train.steps=1",
+        "save.every=0",
+        "save.last=1",
+        f"run.folder={tmp_path / 'run'}",
+    ]
+    recipe.train(load_config(place.config, given), console=Console(stderr=True, width=200))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lora ")]
+    model = tiny_model()
+    whole = sum(p.numel() for p in model.parameters())
+    add_adapters(model, LoraSettings(**LORA), 0)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    assert line.split(maxsplit=1)[1] == f"{trained:,} parameters are trained, {whole - norms:,} stay as they are"
+
+
+# --- its export -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> Tensor:
+    ids = torch.arange(2 * T).view(2, T) % VOCABULARY
+    return model.eval()(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    ("also", "dtype"),
+    [(["norm"], "bfloat16"), (["norm", "embed_tokens"], "bfloat16"), ([], "float32")],
+    ids=["norms", "tied embedding", "adapters"],
+)
+def test_peft_and_transformers_read_the_export_and_compute_one_thing(train, also, dtype):
+    """The adapter beside its base, which PEFT computes, and the merged model, which the error rule holds to it: truth
+    is the adapter in float64. Merging rounds each weight once, an adapter its own product, the sum and A x.
+    """
+    changes = [f"model.lora={json.dumps(LORA | {'also_train': also})}", f"model.dtype={dtype}"]
+    model = train(f"{also}, {dtype}", *changes, "train.steps=3", "save.every=0", "save.last=1") / "model"
+    settings = json.loads((model / FOLDER / "adapter_config.json").read_text())
+    base, wanted = settings["base_model_name_or_path"], getattr(torch, dtype)
+
+    assert settings["modules_to_save"] == (([*also, "lm_head"] if "embed_tokens" in also else also) or None)
+
+    def with_adapter(dtype: torch.dtype) -> PeftModel:
+        of_run = AutoConfig.from_pretrained(model)  # its length and RoPE, which the base has not
+        loaded = AutoModelForCausalLM.from_pretrained(base, config=of_run, dtype=dtype)
+        return PeftModel.from_pretrained(loaded, model / FOLDER, autocast_adapter_dtype=False)
+
+    adapted = with_adapter(wanted)
+    merged = AutoModelForCausalLM.from_pretrained(model)
+    assert merged.dtype == wanted
+    truth = logits_of(with_adapter(wanted).double())
+    plain = logits_of(AutoModelForCausalLM.from_pretrained(base, config=merged.config, dtype=wanted))
+    assert error_ratio(plain, truth, logits_of(adapted), wanted) > 10, "the adapter does something"
+    assert error_ratio(logits_of(merged), truth, logits_of(adapted), wanted) <= 1
+
+
+def test_a_merged_weight_is_rounded_once(train):
+    """Half a unit in the last place of bfloat16, and what float32 rounds before: R products and sums."""
+    model = train("straight") / "model"
+    merged, adapter = load_file(model / "model.safetensors"), load_file(model / FOLDER / "adapter_model.safetensors")
+    base = json.loads((model / FOLDER / "adapter_config.json").read_text())["base_model_name_or_path"]
+    source = load_file(Path(base) / "model.safetensors")
+    layers = [name.removesuffix(".lora_A.weight") for name in adapter if name.endswith(".lora_A.weight")]
+    assert len(layers) == 2 * 7
+    for layer in layers:
+        name = layer.removeprefix("base_model.model.") + ".weight"
+        a, b = (adapter[f"{layer}.lora_{which}.weight"].double() for which in "AB")
+        own = source[name].bfloat16().double()
+        exact, sizes = own + 2 * b @ a, own.abs() + 2 * b.abs() @ a.abs()
+        assert b.any()
+        bound = 2**-8 * exact.abs() + (LORA["rank"] + 2) * 2**-24 * sizes
+        assert ((merged[name].double() - exact).abs() <= bound).all(), name
+
+
+def test_exports_on_the_way_have_their_adapters_and_go_with_the_run(train, tmp_path, place):
+    run = Path(shutil.copytree(train("straight"), tmp_path / "run"))
+    outputs = json.loads((run / "outputs.json").read_text())["models"]
+    for name in ("model", "exports/step-00000002", "exports/step-00000004"):
+        assert {f"{FOLDER}/adapter_config.json", f"{FOLDER}/adapter_model.safetensors"} <= outputs[name].keys()
+    given = ["train.steps=1", "save.every=0", "save.last=1", f"run.folder={run}"]
+    recipe.train(load_config(place.config, given), replace=True, console=QUIET)
+    assert {path.suffix for path in (run / "model").iterdir()} == {".json", ".safetensors"}, "every weight was trained"
+
+
+# --- its numbers ------------------------------------------------------------------------------------------------------
+
+
+def adapted(dtype: torch.dtype = torch.float32, family: str = "llama", **lora: Any) -> Any:
+    """A model with adapters that are not zero: the same in every dtype but for their rounding to bfloat16."""
+    model = tiny_model(family).train()
+    add_adapters(model, LoraSettings(**(LORA | {"also_train": []} | lora)), seed=1)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.05)
+            p.copy_(p.bfloat16())
+    return model.to(dtype)
+
+
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def backward(model: Any) -> None:
+    ids = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
+    model(ids, use_cache=False).logits.square().mean().backward()
+
+
+def by_twin(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Gradients of A and B by those of a full training of W + s B A: s B^T dW and s dW A^T."""
+    twin = tiny_model(model.config.model_type).train().to(dtype)
+    merged, _ = split_off(copy.deepcopy(model).double(), copy.deepcopy(model).double().state_dict())
+    twin.load_state_dict({name: x.to(dtype) for name, x in merged.items()})
+    if dtype == torch.float64:
+        exact_norms(twin)
+    backward(twin)
+    found = {}
+    for name, module in adapters_of(model).items():
+        _, factors = layer_and_factors(module)
+        assert factors is not None
+        a, b, scale = factors
+        of_w = twin.get_submodule(name).weight.grad.double()
+        found[f"{name}.lora_A.default.weight"] = scale * b.weight.double().T @ of_w
+        found[f"{name}.lora_B.default.weight"] = scale * of_w @ a.weight.double().T
+    return found
+
+
+def exact_norms(model: nn.Module) -> None:
+    """Take norms in float64, which transformers takes in float32."""
+    for norm in (m for m in model.modules() if hasattr(m, "variance_epsilon")):
+        norm.forward = lambda x, norm=norm: (
+            norm.weight * x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_a_full_training_of_the_product(family, dtype):
+    """And no worse in chunks of tokens, with layers that are computed again."""
+    truth, reference = (by_twin(adapted(dtype, family), d) for d in (torch.float64, dtype))
+    for changes in ({}, {"layer_chunk": 7, "activation_checkpointing": "offload"}):
+        model = adapted(dtype, family)
+        check_chunks(model)
+        save_memory(model, ModelConfig(source="x", **changes))
+        backward(model)
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert found.keys() == truth.keys()
+        for name, gradient in found.items():
+            assert error_ratio(gradient, truth[name], reference[name], dtype) <= 1, (name, changes)
+
+
+def test_nothing_frozen_has_a_gradient_a_master_or_a_moment_and_it_does_not_move():
+    model = adapted(torch.bfloat16, also_train=["norm"])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Optimizer(model, TrainConfig(learning_rate=0.1))
+    assert len(optimizer.masters) == len(trained)
+    backward(model)
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(), "moved into masters"
+    norm = torch.stack([m.grad.norm() for m in optimizer.masters if m.grad is not None]).norm()
+    assert optimizer.step(0.1) == pytest.approx(norm.item(), rel=len(trained) * 2**-24)
+    assert len(optimizer.adamw.state) == len(trained)
+    assert {name for name, p in model.named_parameters() if not torch.equal(p, before[name])} == trained
+
+
+def test_documents_are_separate_and_see_the_anchor():
+    """By gradients, exactly zero."""
+    torchtrain.register()
+    model = adapted()
+    model.set_attn_implementation("anchor_sdpa")
+    check_separation(model)
+    ids_1T = torch.tensor([[0, *[1] * 9, *[2] * 10]])
+    row = {"input_ids": 1 + torch.arange(20)[None], "position_ids": torch.arange(20)[None], "document_ids": ids_1T}
+    embedded: list[Tensor] = []
+
+    def keep(_: Any, __: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    with model.get_input_embeddings().register_forward_hook(keep):
+        hidden_states(model, row, make_plan(ids_1T))[0, 10:].square().sum().backward()
+    gradient = embedded[0].grad
+    assert gradient is not None
+    assert not gradient[0, 1:10].any()
+    assert gradient[0, 0].any()
+    assert all(gradient[0, 10:].any(-1))
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_adapters_are_drawn_by_the_seed_alone(seed):
+    models = []
+    for other in (7, 8):
+        torch.manual_seed(other)
+        state = torch.get_rng_state()
+        models.append(tiny_model())
+        torch.manual_seed(other)
+        add_adapters(models[-1], LoraSettings(**LORA), seed)
+        assert torch.equal(torch.get_rng_state(), state)
+    drawn = [[m.lora_A["default"].weight for m in adapters_of(model).values()] for model in models]
+    assert all(torch.equal(a, b) for a, b in zip(*drawn, strict=True))
+    again = tiny_model()
+    add_adapters(again, LoraSettings(**LORA), seed + 10)
+    assert not any(
+        torch.equal(m.lora_A["default"].weight, a) for m, a in zip(adapters_of(again).values(), drawn[0], strict=True)
+    )
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+MODULES = r"it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj "
+
+
+@pytest.mark.parametrize(
+    ("lora", "others", "message"),
+    [
+        ({"target_modules": ["q_prj"]}, [], f"model.lora.target_modules 'q_prj': is the end of no .* llama; {MODULES}"),
+        ({"target_modules": ["lm_head"]}, [], rf"'lm_head': .*{MODULES}\(embedding, head and norms: model.lora.also"),
+        ({"also_train": ["embed"]}, [], "model.lora.also_train 'embed': .* it has down_proj, embed_tokens, gate_proj"),
+        ({"also_train": ["up_proj"]}, [], "layers.0.mlp.up_proj has an adapter, by model.lora.target_modules, too"),
+        ({"rank": 0}, [], "model.lora.rank: 0"),
+        ({"target_modules": []}, [], "model.lora.target_modules"),
+        ({"r": 8}, [], "model.lora.r: unknown key"),
+        ({"dropout": 1}, [], "model.lora.dropout: 1"),
+        ({"dropout": 0.1}, ["model.layer_chunk=32"], "lora.dropout 0.1 does not go with layer_chunk"),
+        ({}, ["model.fused=compile"], "model.fused compile: does not go with model.lora"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_nothing_is_made(place, tmp_path, lora, others, message):
+    given = [f"model.lora={json.dumps(lora)}", *others, f"run.folder={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=message) as said:
+        recipe.train(load_config(place.config, given), console=QUIET)
+    assert "\n" not in str(said.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_dropout_draws_the_same_again_when_a_run_goes_on(place, tmp_path):
+    lora = json.dumps(LORA | {"dropout": 0.3})
+    given = [f"model.lora={lora}", "save.last=1", "save.every=2", "train.steps=4"]
+    start = partial(load_config, place.config)
+    recipe.train(start([*given, f"run.folder={tmp_path / 'straight'}"]), console=QUIET)
+    run = shutil.copytree(tmp_path / "straight", tmp_path / "run")
+    again = ["model.activation_checkpointing=true", f"run.folder={run}"]
+    recipe.resume(start([*given, *again]), step=2, console=QUIET)
+    assert losses_of(run) == losses_of(tmp_path / "straight")
+    name = "model/model.safetensors"
+    assert (run / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()

@@ -176,7 +176,7 @@ STAGES = [
     *((*stage, "null") for stage in STAGES),
     (1, "none", "bfloat16", "true", "null", "{rank: 64}"),
     (2, "none", "float32", "true", "null", "{rank: 16}"),
-    (2, "optimizer", "bfloat16", "false", "null", "{also_train: [embed_tokens]}"),
+    (2, "optimizer", "bfloat16", "true", "null", "{also_train: [embed_tokens]}"),
     (3, "none", "bfloat16", "true", "null", "{also_train: [norm]}"),
     (3, "all", "bfloat16", "offload", "1024", "{rank: 64}"),
 ]
