@@ -31,7 +31,8 @@ ABOUT = {
     "switch on stands above the columns, each with all before it: `model.activation_checkpointing: true` under "
     "`distributed.zero_stage: 3` and `distributed.sequence_parallel`; `distributed.offload: optimizer`; "
     "`distributed.offload: all`; `model.layer_chunk: 8192`; `model.activation_checkpointing: offload`. A row holds at "
-    "most 16,777,216 tokens, up to which float32 counts positions. LoRA is left out: torchtrain trains every weight.",
+    "most 16,777,216 tokens, up to which float32 counts positions. Under LoRA (`model.lora`) frozen weights have no "
+    "masters, moments or gradients.",
 }
 
 

@@ -27,11 +27,15 @@ def compare_with(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         UserError: they have nothing in common, or the earlier one is damaged.
     """
     names, ratio = _KEYS[after["what"]]
+
+    def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+        return (*(row[name] for name in names), *([row["trained"]] if "trained" in row else []))
+
     try:
-        earlier = {tuple(row[name] for name in names): row for row in before["rows"]}
+        earlier = {key_of(row): row for row in before["rows"]}
         found, shared = list[str](), 0
         for row in after["rows"]:
-            key = tuple(row[name] for name in names)
+            key = key_of(row)
             if key in earlier:
                 old, new = earlier[key].get(ratio), row.get(ratio)
                 shared += old is not None

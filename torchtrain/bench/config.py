@@ -11,6 +11,7 @@ from torchtrain.config import (
     MOST_TOKENS,
     Count,
     DataConfig,
+    LoraSettings,
     ModelConfig,
     PathText,
     PositiveShare,
@@ -114,6 +115,12 @@ class StepBench(Section):
     )
     modelled: ModelledStep | None = None
 
+    @model_validator(mode="after")
+    def _every_weight_is_trained(self) -> Self:
+        if self.model.lora is not None:
+            raise ValueError("model.lora: the loops that are compared train every weight; set it to null")
+        return self
+
 
 class ExplainedMemory(Section):
     """A run of which is told what a GPU holds, with everything switched on."""
@@ -136,6 +143,9 @@ class MemoryBench(Section):
     )
     processes: list[SmallCount] = Field(default=[1, 8, 64], min_length=1, max_length=16, description="one a GPU")
     longest: Tokens = Field(default=MOST_TOKENS, description="tokens at which the search stops")
+    lora: LoraSettings | None = Field(
+        default=None, description="as model.lora of a run: all is counted a second time, with adapters trained alone"
+    )
     explained: ExplainedMemory | None = None
 
 

@@ -17,7 +17,7 @@ from anchorline.errors import UserError
 from torchtrain.bench.clock import Clock
 from torchtrain.bench.config import BenchConfig, ExplainedMemory
 from torchtrain.bench.record import BenchRecord
-from torchtrain.config import MOST_TOKENS, Config
+from torchtrain.config import MOST_TOKENS, Config, LoraSettings
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.planning import budget
 
@@ -25,6 +25,7 @@ OFFLOADS = ("none", "optimizer", "all")
 # What is switched on, each with all before it; ever more goes to the hosts, or is computed in smaller parts.
 WAYS = (*OFFLOADS, "chunks", "activations")
 FIRST = 8192  # tokens of a rank's part at the first length that is counted; each other is four times the one before
+LORA = "adapters"  # what is trained, where a row says that; else every weight is
 LEAST, LAST = 3, 2**19  # how many lengths are counted at least; tokens of a part beyond which no more are
 _ROUND = 1024
 
@@ -46,8 +47,9 @@ def measure(config: BenchConfig, record: BenchRecord, clock: Clock, say: Callabl
     rows = list[dict[str, Any]]()
     for name in config.memory.models:
         shapes = budget.Shapes(budget.model_config(config_of(config, name, MOST_TOKENS, {})))
-        for processes in config.memory.processes:
-            rows += _search(config, name, processes, shapes, record, say)
+        for lora in (None, config.memory.lora) if config.memory.lora is not None else (None,):
+            for processes in config.memory.processes:
+                rows += _search(config, name, processes, lora, shapes, record, say)
     asked = config.memory.explained
     if asked is None:
         return {"rows": rows, "explained": None}
@@ -58,7 +60,7 @@ def measure(config: BenchConfig, record: BenchRecord, clock: Clock, say: Callabl
 def _explain(config: BenchConfig, asked: ExplainedMemory) -> dict[str, Any]:
     """Tell what a GPU holds with everything switched on, at the moment at which it holds most."""
     shapes = budget.Shapes(budget.model_config(config_of(config, asked.model, asked.tokens, {})))
-    way = ways_of(config, asked.model, asked.processes, shapes)[WAYS[-1]]
+    way = ways_of(config, asked.model, asked.processes, None, shapes)[WAYS[-1]]
     run = config_of(config, asked.model, asked.tokens, way)
     held = budget.memory(run, shapes, asked.processes)
     alive = Counter[tuple[str, str]]()
@@ -78,12 +80,14 @@ def _search(
     config: BenchConfig,
     name: str,
     processes: int,
+    lora: LoraSettings | None,
     shapes: budget.Shapes,
     record: BenchRecord,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    rows = [{"model": name, "processes": processes, "gib": gib} for gib in config.memory.gib]
-    for which, way in ways_of(config, name, processes, shapes).items():
+    trained = {} if lora is None else {"trained": LORA}
+    rows = [{"model": name, "processes": processes, "gib": gib, **trained} for gib in config.memory.gib]
+    for which, way in ways_of(config, name, processes, lora, shapes).items():
         say(f"counting {name} on {processes}: {tell(way)}")
         key = {"model": name, "processes": processes, "way": way}
         counted: Points = record.once(key, partial(_count, config, name, way, shapes, processes))
@@ -150,17 +154,20 @@ def _bisect(
     return least * _ROUND or None
 
 
-def ways_of(config: BenchConfig, name: str, processes: int, shapes: budget.Shapes) -> dict[str, dict[str, Any]]:
+def ways_of(
+    config: BenchConfig, name: str, processes: int, lora: LoraSettings | None, shapes: budget.Shapes
+) -> dict[str, dict[str, Any]]:
     """Return what of a config each of `WAYS` sets; as many ranks share a row as the heads allow."""
     shared = max(s for s in range(1, processes + 1) if processes % s == 0 and _fits(config, name, s, processes, shapes))
     spread = {"zero_stage": 3} | ({"sequence_parallel": shared} if shared > 1 else {})
-    recomputed = {"activation_checkpointing": True}
+    adapters = {} if lora is None else {"lora": lora.model_dump()}
+    recomputed = adapters | {"activation_checkpointing": True}
     ways = {offload: {"model": recomputed, "distributed": spread | {"offload": offload}} for offload in OFFLOADS}
     chunks = {"layer_chunk": budget.LAYER_CHUNK}
     everything = ways[OFFLOADS[-1]]
     return ways | {
         "chunks": everything | {"model": recomputed | chunks},
-        "activations": everything | {"model": {"activation_checkpointing": "offload"} | chunks},
+        "activations": everything | {"model": recomputed | chunks | {"activation_checkpointing": "offload"}},
     }
 
 

@@ -150,6 +150,21 @@ def _step(result: dict[str, Any]) -> list[BenchTable]:
 
 
 def _memory(result: dict[str, Any]) -> list[BenchTable]:
+    trained = dict.fromkeys(row.get("trained") for row in result["rows"])
+    tables = [_contexts(result, what) for what in trained]
+    if (told := result["explained"]) is not None:
+        asked = result["settings"]["memory"]["explained"]
+        name, count = asked["model"].rpartition("/")[2], asked["processes"]
+        parts = [(what, f"{size / _GIB:.1f}") for what, size in told["parts"].items()]
+        parts.append(("activations", f"{told['activations'] / _GIB:.1f}"))
+        parts += [(f"of them {one['dtype']} {one['shape']}", f"{one['bytes'] / _GIB:.1f}") for one in told["alive"]]
+        parts += [("all", f"{told['gpu'] / _GIB:.1f}"), ("the hosts", f"{told['hosts'] / _GIB:.1f}")]
+        title = f"{name} at {asked['tokens']:,} tokens on {count} x GPU, GiB when it holds most, with `{told['way']}`"
+        tables.append(BenchTable(title, ("", "GiB"), parts))
+    return tables
+
+
+def _contexts(result: dict[str, Any], trained: str | None) -> BenchTable:
     rows = [
         (
             f"{row['model'].rpartition('/')[2]}, {row['processes']} x {row['gib']:g} GiB",
@@ -158,6 +173,7 @@ def _memory(result: dict[str, Any]) -> list[BenchTable]:
             "" if row["hosts"] is None else f"{row['hosts'] / _GIB:,.0f}",
         )
         for row in result["rows"]
+        if row.get("trained") == trained
     ]
     head = (
         "model, GPUs",
@@ -169,18 +185,14 @@ def _memory(result: dict[str, Any]) -> list[BenchTable]:
         "+ inputs of layers on the hosts",
         "hosts then hold, GiB",
     )
-    title = "Longest context in tokens, every weight trained, by what is switched on (~: by a line that goes on)"
-    tables = [BenchTable(title, head, rows)]
-    if (told := result["explained"]) is not None:
-        asked = result["settings"]["memory"]["explained"]
-        name, count = asked["model"].rpartition("/")[2], asked["processes"]
-        parts = [(what, f"{size / _GIB:.1f}") for what, size in told["parts"].items()]
-        parts.append(("activations", f"{told['activations'] / _GIB:.1f}"))
-        parts += [(f"of them {one['dtype']} {one['shape']}", f"{one['bytes'] / _GIB:.1f}") for one in told["alive"]]
-        parts += [("all", f"{told['gpu'] / _GIB:.1f}"), ("the hosts", f"{told['hosts'] / _GIB:.1f}")]
-        title = f"{name} at {asked['tokens']:,} tokens on {count} x GPU, GiB when it holds most, with `{told['way']}`"
-        tables.append(BenchTable(title, ("", "GiB"), parts))
-    return tables
+    what = "every weight"
+    if trained is not None:
+        lora = result["settings"]["memory"]["lora"]
+        targets = lora["target_modules"]
+        of = targets if isinstance(targets, str) else ", ".join(targets)
+        what = ", ".join([f"{trained} (LoRA) of rank {lora['rank']} beside {of}", *lora["also_train"]])
+    title = f"Longest context in tokens, {what} trained, by what is switched on (~: by a line that goes on)"
+    return BenchTable(title, head, rows)
 
 
 def _context(tokens: int | None, counted: int) -> str:

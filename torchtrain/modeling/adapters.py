@@ -73,6 +73,9 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
         warnings.simplefilter("ignore", FutureWarning)  # that it calls transformers by an older name
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, _NAME)
+    for module in model.modules():
+        if _has_adapter(module):  # PEFT leaves what has shapes alone in float32
+            module.to(model.dtype)
     for name in also:
         model.get_submodule(name).requires_grad_(True)
 

@@ -26,9 +26,10 @@ from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.head import hidden_states
 from torchtrain.modeling.recompute import save_memory
+from torchtrain.planning.memory import shape_of_model
 from torchtrain.run import recipe
 from torchtrain.tests.runs import assert_same
-from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
+from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_config, tiny_model
 from torchtrain.training.events import read_metrics
 from torchtrain.training.optimizer import Optimizer
 
@@ -293,6 +294,12 @@ def test_nothing_frozen_has_a_gradient_a_master_or_a_moment_and_it_does_not_move
     assert optimizer.step(0.1) == pytest.approx(norm.item(), rel=len(trained) * 2**-24)
     assert len(optimizer.adamw.state) == len(trained)
     assert {name for name, p in model.named_parameters() if not torch.equal(p, before[name])} == trained
+
+
+def test_adapters_have_the_models_dtype_of_shapes_alone_too():
+    settings = ModelConfig(source="x", dtype="bfloat16", lora=LoraSettings(**LORA))
+    for model in (adapted(torch.bfloat16), shape_of_model(tiny_config(), settings)):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_documents_are_separate_and_see_the_anchor():

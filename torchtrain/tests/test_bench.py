@@ -19,6 +19,7 @@ from torchtrain.bench.figures import draw
 from torchtrain.bench.record import BenchRecord
 from torchtrain.bench.rows import Corpus
 from torchtrain.bench.spread import noise_of, spread_of
+from torchtrain.bench.tables import tables_of
 from torchtrain.cli import app
 from torchtrain.config import ModelConfig
 from torchtrain.modeling.source import open_config
@@ -250,7 +251,7 @@ def test_the_longest_context_is_what_the_plan_counts(bench_tree, tmp_path, monke
     record = BenchRecord(tmp_path / "m.jsonl", {})
     (row,) = memory.measure(config, record, CPU, lambda line: None)["rows"]
     shapes = Shapes(tiny_config(**wide))
-    for offload, way in memory.ways_of(config, source, 2, shapes).items():
+    for offload, way in memory.ways_of(config, source, 2, None, shapes).items():
         assert way["distributed"]["sequence_parallel"] == 2
         below, above = (
             budget.memory(memory.config_of(config, source, tokens, way), shapes, 2).gpu
@@ -259,6 +260,26 @@ def test_the_longest_context_is_what_the_plan_counts(bench_tree, tmp_path, monke
         assert below <= 2.0 * 2**30 < above, (row, offload)
     monkeypatch.setattr(budget, "memory", lambda *_: pytest.fail("counted again"))
     assert memory.measure(config, record, CPU, lambda line: None)["rows"] == [row]
+
+
+def test_adapters_have_rows_of_their_own_and_hold_longer_contexts(bench_tree, tmp_path, monkeypatch):
+    source, lora = bench_tree["tokenizer"]["source"], {"also_train": ["norm"]}
+    asked = {"models": [source], "gib": [2.0], "processes": [1], "longest": 2**22, "lora": lora}
+    own = tiny_config(hidden_size=512, intermediate_size=2048, vocab_size=50_000, head_dim=128)
+    monkeypatch.setattr(memory, "FIRST", 1024)
+    monkeypatch.setattr(memory, "LAST", 2048)
+    monkeypatch.setattr(budget, "model_config", lambda config: own)
+    config = BenchConfig.model_validate(bench_tree | {"memory": asked})
+    full, adapters = memory.measure(config, BenchRecord(tmp_path / "m.jsonl", {}), CPU, lambda line: None)["rows"]
+    assert (full.get("trained"), adapters["trained"]) == (None, "adapters")
+    assert adapters["none"] > full["none"] > 0
+    result = {"what": "memory", "rows": [full, adapters], "settings": config.model_dump(), "explained": None}
+    titles = [str(table.title) for table in tables_of(result)]
+    assert "every weight trained" in titles[0]
+    assert "adapters (LoRA) of rank 16 beside all-linear, norm trained" in titles[1]
+    later = result | {"rows": [full, adapters | {"all": 3}]}
+    (line,) = compare_with(result, later)
+    assert line.startswith(f"{source}, 1, 2.0, adapters: ")
 
 
 def test_what_fits_nowhere_has_no_context(bench_tree, tmp_path, monkeypatch):

@@ -342,6 +342,35 @@ def test_the_fastest_is_the_first_that_fits_of_what_costs_ever_more(tmp_path, sh
     assert budget.fastest(dearest, LARGE, 8, 1) is None
 
 
+def test_chunks_and_inputs_on_the_host_are_proposed_where_nothing_else_fits(tmp_path):
+    """A long row on one GPU, of a model whose weights are less than a bucket: what ZeRO spreads gives no room."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny_settings(tmp_path, tmp_path, path)))
+    given_ = [
+        "model.dtype=bfloat16",
+        "train.sequences_per_step=1",
+        "pack.sequence_length=65536",
+        "train.loss_chunk=8192",
+    ]
+    config = load_config(path, given_)
+    chunk, offload = f"model.layer_chunk={budget.LAYER_CHUNK}", "model.activation_checkpointing=offload"
+    shapes = Shapes(tiny_config(hidden_size=64, intermediate_size=2048, num_hidden_layers=24))
+
+    def held(*overrides: str) -> int:
+        return budget.memory(load_config(path, [*given_, CHECKPOINTING, *overrides]), shapes, 1).gpu
+
+    everything, without = held(chunk, offload), min(held(), held(chunk), held(offload))
+    assert everything < 0.8 * without
+    limit = int(0.95 * without)
+    changes, memory = budget.remedies(config, shapes, 1, limit)
+    assert {chunk, offload} <= set(changes)
+    assert memory.gpu == budget.memory(load_config(path, [*given_, *changes]), shapes, 1).gpu <= limit
+    found = budget.fastest(config, shapes, 1, limit)
+    assert found is not None
+    assert {chunk, offload} <= set(found[0])
+    assert found[1].gpu <= budget._ROOM * limit
+
+
 def test_what_fits_is_told_the_fastest_that_does(call, tree, write_config):
     slow = ("-n", 2, "distributed.zero_stage=3", "distributed.offload=all", CHECKPOINTING)
     told = call(write_config(tree), *slow).stdout
