@@ -290,11 +290,13 @@ def plan(
             print(f"model     the shapes of {published} come with torchtrain; the hub was not asked")
         if config.model.fused != "none":
             print(f"fused     activations are counted as without model.fused {config.model.fused}, which keeps fewer")
-        print(f"weights   {work.weights:,}")
+        trained = "" if config.model.lora is None else f", {work.trained:,} of them trained"
+        print(f"weights   {work.weights:,}{trained}")
         print(f"tokens    {work.tokens:,} in {config.train.steps:,} steps")
         print(f"FLOPs     {bound}{work.flops:.3g}{hint}")
         print(f"time      {time_line(seconds, bound)}")
-        saves = count_saves(config.save, config.train, work.weights, shapes.model(config.model).dtype.itemsize)
+        bytes_each = shapes.model(config.model).dtype.itemsize
+        saves = count_saves(config.save, config.train, work.weights, work.trained, bytes_each)
         gib = f"{saves.checkpoint / budget.GIB:,.1f} GiB each, {describe_schedule(config.save, config.train)}"
         print(f"saves     {saves.checkpoints:,} checkpoints of {gib}")
         print(f"models    {saves.models:,} of {saves.model / budget.GIB:,.1f} GiB each")

@@ -1,7 +1,7 @@
 """What a run writes to the disk: checkpoints to go on from and models, by `save`.
 
-A checkpoint holds `STATE_BYTES` a weight: float32 masters and AdamW's two moments. As many are in host memory, of all
-processes together, while one is written beside the steps.
+A checkpoint holds `STATE_BYTES` a weight that is trained: float32 masters and AdamW's two moments. As many are in host
+memory, of all processes together, while one is written beside the steps.
 """
 
 from dataclasses import dataclass
@@ -40,12 +40,12 @@ class Saves:
         return min(self.checkpoints, self.keep + 1) * self.checkpoint + self.models * self.model
 
 
-def count_saves(save: SaveConfig, train: TrainConfig, weights: int, bytes_each: int) -> Saves:
-    """Count what a run of a model with `weights` parameters of `bytes_each` writes."""
+def count_saves(save: SaveConfig, train: TrainConfig, weights: int, trained: int, bytes_each: int) -> Saves:
+    """Count what a run of a model with `weights` parameters of `bytes_each` writes, `trained` of which it trains."""
     checkpoints = sum(map(len, save.schedule(train.steps)))
     return Saves(
         checkpoints=checkpoints,
-        checkpoint=STATE_BYTES * weights,
+        checkpoint=STATE_BYTES * trained,
         models=min(save.last, max(checkpoints, 1)),
         model=bytes_each * weights,
         keep=save.keep,

@@ -342,6 +342,20 @@ def test_the_fastest_is_the_first_that_fits_of_what_costs_ever_more(tmp_path, sh
     assert budget.fastest(dearest, LARGE, 8, 1) is None
 
 
+def test_adapters_alone_are_what_is_trained(call):
+    """Of Llama-2-7B in the paper's setting: rank r takes r x (inputs + outputs) of each of 7 x 32 linear layers."""
+    paper = CONFIGS / "paper" / "llama2-7b-128k-anchor.yaml"
+    told = call(paper, "-n", 8, "--document-tokens", 1060, "model.lora={rank: 16}").stdout
+    trained = 16 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert f"weights   {6_738_415_616 + trained:,}, {trained:,} of them trained" in told
+    assert f"saves     24 checkpoints of {12 * trained / 2**30:.1f} GiB each" in told
+    flops = [
+        float(text.partition("FLOPs     ")[2].split()[0])
+        for text in (told, call(paper, "-n", 8, "--document-tokens", 1060).stdout)
+    ]
+    assert 0.66 < flops[0] / flops[1] < 0.70
+
+
 def test_chunks_and_inputs_on_the_host_are_proposed_where_nothing_else_fits(tmp_path):
     """A long row on one GPU, of a model whose weights are less than a bucket: what ZeRO spreads gives no room."""
     path = tmp_path / "config.yaml"
