@@ -23,6 +23,7 @@ from parity_tests.models import packed_batch, tiny_model
 from parity_tests.oracle import adamw_of, oracle_of, preset_name
 from parity_tests.tolerance import Verdict, judge
 from torchtrain.config import TrainConfig
+from torchtrain.modeling.adapters import layer_and_factors, split_off
 from torchtrain.tests import distributed_worker as worker
 from torchtrain.tests.forks import forks
 
@@ -42,6 +43,7 @@ LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0],
     "original_max_position_embeddings": 64,
 }
+LORA = {"rank": 4, "alpha": 6, "also_train": ["norm"]}
 # Name -> family and what of its config is changed.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -94,6 +96,15 @@ def _cases() -> dict[int, list[dict[str, Any]]]:
         cases[4].append(_train_case(dtype, 2, 1, offload="optimizer"))
         cases[4].append(_train_case(dtype, 3, 2, offload="all"))
     cases[2].append(_train_case("float32", 3, 2, model="tied"))
+    for processes, dtype, stage, shared, offload in (
+        (2, "float32", 1, 2, "none"),
+        (2, "bfloat16", 2, 1, "optimizer"),
+        (2, "bfloat16", 3, 2, "none"),
+        (4, "bfloat16", 0, 4, "none"),
+        (4, "float32", 3, 2, "all"),
+    ):
+        case = _train_case(dtype, stage, shared, offload=offload)
+        cases[processes].append(case | {"lora": LORA, "name": f"lora-{case['name']}"})
     for processes, found in cases.items():
         for case in _logit_cases():
             # The models have 2 key/value heads: 4 ranks are more than that.
@@ -102,7 +113,8 @@ def _cases() -> dict[int, list[dict[str, Any]]]:
 
 
 CASES = _cases()
-TRAINED = [(processes, case["name"]) for processes, found in CASES.items() for case in found if "train" in case]
+TRAINED = [(n, case["name"]) for n, found in CASES.items() for case in found if "train" in case and "lora" not in case]
+ADAPTED = [(processes, case["name"]) for processes, found in CASES.items() for case in found if "lora" in case]
 LOGITS = [(processes, case["name"]) for processes, found in CASES.items() for case in found if "logits" in case]
 
 
@@ -215,12 +227,16 @@ def oracle(model: str, dtype: str) -> tuple[dict[str, np.ndarray], dict[str, np.
         loss, gradients, _ = mean_and_gradients(oracle_of(candidate), arrays, preset(rounding))
         gradients = {name: jnp.asarray(x, carrier) for name, x in gradients.items()}
         weights = {n: jnp.asarray(p.detach().float().numpy(), carrier) for n, p in candidate.named_parameters()}
-        optimizer = adamw_of(TrainConfig.model_validate(SETTINGS), weights)
-        _, state, norm = step(optimizer, weights, optimizer.init(weights), gradients)
-        found.append({"loss": np.asarray([loss]), "norm": np.asarray([norm])})
-        found[-1] |= {f"gradient.{name}": np.asarray(x) for name, x in gradients.items()}
-        found[-1] |= {f"moment.{name}": np.asarray(x) for name, x in first_moment(state).items()}
+        found.append(_step_of(loss, gradients, weights))
     return found[0], found[1]
+
+
+def _step_of(loss: Any, gradients: dict[str, Any], weights: dict[str, Any]) -> dict[str, np.ndarray]:
+    optimizer = adamw_of(TrainConfig.model_validate(SETTINGS), weights)
+    _, state, norm = step(optimizer, weights, optimizer.init(weights), gradients)
+    found = {"loss": np.asarray([loss]), "norm": np.asarray([norm])}
+    found |= {f"gradient.{name}": np.asarray(x) for name, x in gradients.items()}
+    return found | {f"moment.{name}": np.asarray(x) for name, x in first_moment(state).items()}
 
 
 def first_moment(state: Any) -> dict[str, Any]:
@@ -276,6 +292,56 @@ def test_counts_domains_and_weights_are_whole(spread, alone, processes, name):
         after = arrays[f"weight.{parameter}"]
         assert after.shape == tuple(before.shape)
         assert (after != before.detach().float().numpy()).any(), parameter
+
+
+@cache
+def oracle_of_adapters(dtype: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """As `oracle`, of adapters: the gradients of A and B follow from the oracle's of W + s B A, s B^T dW and s dW A^T;
+    for the reference that sum is rounded to the dtype.
+    """
+    model = tiny_model("llama", getattr(torch, dtype), num_hidden_layers=2)
+    worker.add_drawn_adapters(model, LORA)
+    factors = {name: layer_and_factors(m)[1] for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wide = {name: x.double() for name, x in model.state_dict().items()}
+    merged, _ = split_off(model, wide)
+    arrays, found = {name: x.numpy() for name, x in batch_of("anchor", 31).items()}, []
+    for rounding, carrier in (("exact", jnp.float64), (preset_name("sdpa", getattr(torch, dtype)), jnp.float32)):
+        of = torch.float64 if rounding == "exact" else getattr(torch, dtype)
+        twin = tiny_model("llama", of, num_hidden_layers=2)
+        twin.load_state_dict({name: x.to(of) for name, x in merged.items()})
+        loss, of_sums, _ = mean_and_gradients(oracle_of(twin), arrays, preset(rounding))
+        gradients = {name: jnp.asarray(x, carrier) for name, x in of_sums.items() if name in trained}
+        for name, (a, b, scale) in factors.items():
+            of_w, a_RI, b_OR = (
+                np.asarray(x, np.float64)
+                for x in (of_sums[f"{name}.weight"], *(f.weight.detach().double() for f in (a, b)))
+            )
+            gradients[f"{name}.lora_A.default.weight"] = jnp.asarray(scale * b_OR.T @ of_w, carrier)
+            gradients[f"{name}.lora_B.default.weight"] = jnp.asarray(scale * of_w @ a_RI.T, carrier)
+        weights = {name: jnp.asarray(p.detach().float().numpy(), carrier) for name, p in trained.items()}
+        found.append(_step_of(loss, gradients, weights))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("processes", "name"), ADAPTED)
+def test_adapters_are_trained_the_same_however_a_step_is_spread(spread, processes, name):
+    """And nothing else is."""
+    case, arrays = case_of(processes, name), spread(processes, name)
+    truth, reference = oracle_of_adapters(case["dtype"])
+    total, tokens = arrays["loss"]
+    judged = {"loss": np.asarray([total / tokens]), "norm": np.asarray([float(arrays["norm"])])}
+    judged |= {what: x for what, x in arrays.items() if what.startswith(("gradient.", "moment."))}
+    assert judged.keys() == truth.keys()
+    found = {what: judge(x, truth[what], reference[what], case["dtype"]) for what, x in judged.items()}
+    assert not {what: str(verdict) for what, verdict in found.items() if not verdict.passed}
+    assert float(arrays["norm"]) > SETTINGS["clip_norm"], "the test is about a gradient that is clipped"
+    base = tiny_model("llama", getattr(torch, case["dtype"]), num_hidden_layers=2).state_dict()
+    frozen = {name for name in base if "norm" not in name}
+    after = {
+        name.removeprefix("weight.").replace(".base_layer.", "."): x for name, x in arrays.items() if "weight." in name
+    }
+    assert [name for name in frozen if (after[name] != base[name].float().numpy()).any()] == []
 
 
 @cache

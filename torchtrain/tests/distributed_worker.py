@@ -29,10 +29,11 @@ from transformers import AutoModelForCausalLM
 import torchtrain
 from torchtrain.attention import make_plan
 from torchtrain.attention.hf import implementation_name
-from torchtrain.config import Config
+from torchtrain.config import Config, LoraSettings
 from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
+from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Replicated, Strategy, Zero, make_strategy
@@ -46,7 +47,7 @@ def config_of(case: dict[str, Any]) -> Config:
     return Config.model_validate(
         {
             "run": {"folder": "unused"},
-            "model": {"source": case["model"], "dtype": case["dtype"]},
+            "model": {"source": case["model"], "dtype": case["dtype"], "lora": case.get("lora")},
             "data": {"sources": [{"demo": "code"}]},
             "pack": {"sequence_length": 128},
             "train": case.get("settings", {}),
@@ -61,9 +62,21 @@ def load(case: dict[str, Any]) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         case["model"], dtype=getattr(torch, case["dtype"]), attn_implementation=implementation_name(ENGINE)
     )
+    if case.get("lora"):
+        add_drawn_adapters(model, case["lora"])
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def add_drawn_adapters(model: Any, lora: dict[str, Any]) -> None:
+    """Add adapters whose B is not zero, so that A has a gradient."""
+    add_adapters(model, LoraSettings.model_validate(lora), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def micro_batches(case: dict[str, Any], config: Config, world: World) -> list[dict[str, Tensor]]:
@@ -131,7 +144,8 @@ def gradient_and_moment(strategy: Strategy) -> Any:
         return safe_get_full_optimizer_state(parameter, "exp_avg")
 
     get = {"gradient": safe_get_full_grad, "moment": moment}
-    return lambda what: {id(p): get[what](p).float().numpy().copy() for p in strategy.model.parameters()}
+    trained = [p for p in strategy.model.parameters() if p.requires_grad]
+    return lambda what: {id(p): get[what](p).float().numpy().copy() for p in trained}
 
 
 def forget(strategy: Strategy) -> None:
