@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from anchorline.errors import UserError, quoted
+from anchorline.errors import UserError, one_line, quoted
 from anchorline.files import write_file
 from torchtrain.config import LoraSettings
 from torchtrain.modeling.head import head_of
@@ -42,14 +42,17 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
         seed: draws A, alike on every device and rank.
 
     Raises:
-        UserError: PEFT is not installed; or the settings name what the model has not, or the same twice.
+        UserError: PEFT is not installed, or refuses; or the settings name what the model has not, or the same twice.
     """
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        from peft import inject_adapter_in_model
     except ImportError:
         raise UserError("model.lora: needs the package peft: pip install 'anchorline[lora]'") from None
     linear = _linear_layers(model)
-    targets = sorted(_ends(linear)) if lora.target_modules == "all-linear" else lora.target_modules
+    if not linear:
+        raise UserError(f"model.lora: {model.config.model_type} has no linear layers for adapters; set it to null")
+    settings = _settings_of(lora, linear)
+    targets: list[str] = sorted(settings.target_modules)
     for target in targets:
         if not any(_is_end(target, name) for name in linear):
             raise UserError(
@@ -63,16 +66,13 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
         raise UserError(
             f"model.lora.also_train: {twice[0]} has an adapter, by model.lora.target_modules, too; remove it from one"
         )
-    settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=list(targets),  # pyright: ignore
-    )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # that it calls transformers by an older name
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model, _NAME)
+        try:
+            inject_adapter_in_model(settings, model, _NAME)
+        except ValueError as error:
+            raise UserError(f"model.lora: PEFT adapts no {model.config.model_type} so: {one_line(error)}") from None
     for module in model.modules():
         if _has_adapter(module):  # PEFT leaves what has shapes alone in float32
             module.to(model.dtype)
@@ -91,11 +91,11 @@ def split_off(model: "PreTrainedModel", weights: dict[str, Tensor]) -> tuple[dic
         The weights of a model without adapters, W + (alpha / rank) B A, computed in float32 (or a wider dtype) and
         rounded to W's dtype once; and what PEFT's file holds: A, B and what else was trained, as they are.
     """
-    scales = {name: module.scaling[_NAME] for name, module in model.named_modules() if _has_adapter(module)}
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _has_adapter(module)}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     whole = {name for name, x in model.state_dict(keep_vars=True).items() if id(x) in trained}
     merged, adapter = dict[str, Tensor](), dict[str, Tensor]()
-    for layer in scales:
+    for layer in layers:
         for end in (_A, _B):
             adapter[f"{_PREFIX}{layer}{end.replace(f'.{_NAME}', '')}"] = weights.pop(layer + end)
     for name in list(weights):
@@ -104,7 +104,7 @@ def split_off(model: "PreTrainedModel", weights: dict[str, Tensor]) -> tuple[dic
         if base and rest == "weight":
             a_RI, b_OR = (adapter[f"{_PREFIX}{layer}.lora_{which}.weight"] for which in "AB")
             wide = torch.promote_types(x.dtype, torch.float32)
-            x = torch.addmm(x.to(wide), b_OR.to(wide), a_RI.to(wide), alpha=scales[layer]).to(x.dtype)
+            x = torch.addmm(x.to(wide), b_OR.to(wide), a_RI.to(wide), alpha=layers[layer].scaling[_NAME]).to(x.dtype)
         elif name in whole:
             adapter[_PREFIX + name] = x
         merged[f"{layer}.{rest}" if base else name] = x
@@ -126,19 +126,15 @@ def save_adapter(
     Raises:
         OSError: it cannot be written.
     """
-    from peft import LoraConfig
     from safetensors.torch import save_file
 
     layers = [name for name, module in model.named_modules() if _has_adapter(module)]
     whole = {name.removeprefix(_PREFIX).rpartition(".")[0] for name in adapter if ".lora_" not in name}
     # A tied weight has two names, and PEFT reads both only if both are named.
     tied = sorted(name for name in whole if not any(name.endswith(end) for end in lora.also_train))
-    targets = sorted(_ends(layers)) if lora.target_modules == "all-linear" else lora.target_modules
-    settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
-        lora_dropout=lora.dropout,
-        target_modules=list(targets),
+    settings = _settings_of(
+        lora,
+        layers,
         modules_to_save=[*lora.also_train, *tied] or None,
         ensure_weight_tying=bool(tied),
         base_model_name_or_path=base,
@@ -150,6 +146,16 @@ def save_adapter(
     write_file(folder / "adapter_config.json", text.encode() + b"\n")
     once = {name: x.contiguous().clone() for name, x in adapter.items()}  # tied weights: safetensors knows no two names
     save_file(once, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _settings_of(lora: LoraSettings, layers: Iterable[str], **more: Any) -> Any:
+    """Return PEFT's settings, for a model whose linear layers but the head are these."""
+    from peft import LoraConfig
+
+    targets = sorted(_ends(layers)) if lora.target_modules == "all-linear" else lora.target_modules
+    alpha: Any = lora.alpha  # any number, though PEFT says an integer
+    rank, dropout = lora.rank, lora.dropout
+    return LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets), **more)
 
 
 def layer_and_factors(module: nn.Module) -> tuple[nn.Linear, tuple[nn.Linear, nn.Linear, float] | None]:

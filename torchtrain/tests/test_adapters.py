@@ -13,7 +13,7 @@ from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 import torchtrain
 from anchorline.errors import UserError
@@ -371,6 +371,14 @@ def test_what_cannot_be_is_one_line_and_nothing_is_made(place, tmp_path, lora, o
         recipe.train(load_config(place.config, given), console=QUIET)
     assert "\n" not in str(said.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_linear_layers_is_refused_in_one_line():
+    """GPT-2's are of another kind."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(UserError, match=r"^model\.lora: gpt2 has no linear layers for adapters; set it to null$"):
+        add_adapters(model, LoraSettings(), 0)
 
 
 def test_dropout_draws_the_same_again_when_a_run_goes_on(place, tmp_path):
