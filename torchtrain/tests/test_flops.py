@@ -83,7 +83,7 @@ def test_counts_what_torch_counts_of_chunks_and_of_frozen_weights(targets, chunk
     with Products() as counted:
         model(torch.randint(VOCABULARY, (B, T)), use_cache=False).logits.sum().backward()
     sizes = FlopCounter.of(model)
-    predicted = sizes.executed(B * T, B * T, B * T * T, recomputed=again, fused=False, chunked=False)
+    predicted = sizes.executed(B * T, B * T, B * T * T, recomputed=again, fused=False)
     unneeded = 0
     if lora is not None and not again:
         attention = model.model.layers[0].self_attn
