@@ -349,11 +349,6 @@ def test_adapters_alone_are_what_is_trained(call):
     trained = 16 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert f"weights   {6_738_415_616 + trained:,}, {trained:,} of them trained" in told
     assert f"saves     24 checkpoints of {12 * trained / 2**30:.1f} GiB each" in told
-    flops = [
-        float(text.partition("FLOPs     ")[2].split()[0])
-        for text in (told, call(paper, "-n", 8, "--document-tokens", 1060).stdout)
-    ]
-    assert 0.66 < flops[0] / flops[1] < 0.70
 
 
 def test_chunks_and_inputs_on_the_host_are_proposed_where_nothing_else_fits(tmp_path):
