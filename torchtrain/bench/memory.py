@@ -105,14 +105,18 @@ def _search(
 
 def _count(config: BenchConfig, name: str, way: dict[str, Any], shapes: budget.Shapes, processes: int) -> Points:
     """Return what is held at lengths of which each is four times the one before, until it is more than any GPU has."""
-    tokens, points = FIRST * shared_in(way), Points()
-    most = max(config.memory.gib) * budget.GIB
+    shared, most = shared_in(way), max(config.memory.gib) * budget.GIB
+    # Whole thousands for each rank; many ranks come to where the search stops before their parts are long.
+    longest = max(config.memory.longest // (_ROUND * shared) * _ROUND, FIRST) * shared
+    tokens, points = FIRST * shared, Points()
     while len(points) < (LEAST if not points or points[0][1] <= most else 2) or (
-        points[-1][1] <= most and tokens <= LAST * shared_in(way)
+        points[-1][1] <= most and tokens <= LAST * shared
     ):
         held = budget.memory(config_of(config, name, tokens, way), shapes, processes)
         points.append((tokens, held.gpu, held.hosts))
-        tokens *= 4
+        if tokens == longest:
+            break
+        tokens = min(tokens * 4, longest)
     return points
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,6 +281,24 @@ def test_adapters_have_rows_of_their_own_and_hold_longer_contexts(bench_tree, tm
     later = result | {"rows": [full, adapters | {"all": 3}]}
     (line,) = compare_with(result, later)
     assert line.startswith(f"{source}, 1, 2.0, adapters: ")
+
+
+def test_many_ranks_are_counted_up_to_where_the_search_stops_and_no_further(bench_tree, monkeypatch):
+    """As for a 70B on 64 GPUs: four times 8 million tokens is more than a row may hold."""
+    config = BenchConfig.model_validate(bench_tree | {"memory": {"longest": 2**24, "gib": [141]}})
+    counted = list[int]()
+
+    def held(run, shapes, processes):
+        counted.append(run.pack.sequence_length)
+        return SimpleNamespace(gpu=run.pack.sequence_length, hosts=0)
+
+    monkeypatch.setattr(memory.budget, "memory", held)
+    way = {"distributed": {"zero_stage": 3, "sequence_parallel": 64}}
+    points = memory._count(config, "meta-llama/Meta-Llama-3-70B", way, None, 64)  # type: ignore[arg-type]
+    assert counted == [tokens for tokens, _, _ in points]
+    assert counted[-1] == 2**24
+    assert sorted(set(counted)) == counted
+    assert memory._follow(points, 141 * memory.budget.GIB, 2**24) == 2**24
 
 
 def test_what_fits_nowhere_has_no_context(bench_tree, tmp_path, monkeypatch):
