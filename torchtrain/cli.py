@@ -510,8 +510,8 @@ def experiment(
         asked = load_experiment(file, overrides or [])
 
         from torchtrain.experiment.report import around, write_report  # isort: skip
-        from torchtrain.experiment.records import read_records, take_over
-        from torchtrain.experiment.running import Folder, check_folder, run_experiment
+        from torchtrain.experiment.records import read_records
+        from torchtrain.experiment.running import receive, run_experiment
 
         folder = resolve("--out", out)
         if document is not None:
@@ -520,10 +520,9 @@ def experiment(
             launcher = shlex.split(launch)
         except ValueError as error:
             raise UserError(f"--launch {quoted(launch)}: {error}; close what is quoted") from None
-        if measured is not None:
-            records = read_records(asked, resolve("--measured", measured))
-            check_folder(asked, Folder(folder))
-            take_over(asked, Folder(folder), records)
+        records = None if measured is None else read_records(asked, resolve("--measured", measured))
+        if only_report and records is not None:
+            receive(asked, folder, records)
         if not only_report:
             run_experiment(
                 asked,
@@ -532,6 +531,7 @@ def experiment(
                 launcher,
                 stages,
                 lambda line: print(line, file=sys.stderr, flush=True),
+                records,
             )
         print(f"report: {write_report(asked, folder, document)}")
 

@@ -49,6 +49,17 @@ class Measurement(BaseModel):
     passages: list[float]  # [documents], of the first time
     rounded: list[list[float]] | None  # losses again, of weights rounded to bfloat16
 
+    def fault(self, measure: MeasureConfig) -> str | None:
+        """Return in what it is not what `measure` asks for; None: it is."""
+        if (self.bands, self.distances) != (measure.edges, measure.distances):
+            return "other bands or distances"
+        shapes = [(self.losses, len(self.bands)), (self.copies, len(self.distances))]
+        shapes += [] if self.rounded is None else [(self.rounded, len(self.bands))]
+        rows = [table for table, _ in shapes] + [self.passages, self.domains]
+        if any(len(table) != measure.documents for table in rows):
+            return f"not {measure.documents} documents"
+        return None if all(len(row) == width for table, width in shapes for row in table) else "rows of other lengths"
+
 
 class MeasuredRows(BaseModel):
     """Token ids that every model of an experiment is given."""
@@ -121,7 +132,7 @@ def measure_model(
 
     from torchtrain.evaluation.perplexity import document_losses
 
-    bands = list(zip([1, *measure.bands], [*measure.bands, measure.tokens], strict=True))
+    bands = measure.edges
 
     def by_band() -> list[list[float]]:
         found = [document_losses(model, ids).double() for ids in rows.documents]  # [T - 1], from the second token on

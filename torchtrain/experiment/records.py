@@ -5,21 +5,23 @@ is trained from the start.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from anchorline import settings
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json, replace_file
+from torchtrain.experiment.folder import Folder
 from torchtrain.experiment.measuring import Measurement
-from torchtrain.experiment.running import Folder, other_setting
-from torchtrain.experiment.spec import PairedRun, TrainingExperiment
+from torchtrain.experiment.spec import ARITHMETICS, PairedRun, TrainingExperiment, Variant, other_setting
 
 NAME = "measurements.json"
 _MOST_BYTES = 1 << 28
+_NAME = re.compile(rf"({'|'.join(ARITHMETICS)})-({'|'.join(get_args(Variant))})-\d+-step-\d+")
 
 
 class Records(BaseModel):
@@ -29,6 +31,12 @@ class Records(BaseModel):
 
     experiment: dict[str, Any]  # what is run, every default written out
     measured: dict[str, Measurement]  # by run and step: float32-anchor-0-step-32
+    _path: Path = PrivateAttr()
+
+    @property
+    def said(self) -> str:
+        """The option that named its file, for messages."""
+        return f"--measured {quoted(self._path)}"
 
 
 def write_records(
@@ -54,20 +62,32 @@ def read_records(experiment: TrainingExperiment, path: Path) -> Records:
         raise UserError(
             f"--measured {quoted(path)}: is damaged, or no {NAME} of an experiment ({quoted_reason(error)})"
         ) from None
+    records._path = path
     if other := other_setting(experiment, records.experiment):
-        raise UserError(f"--measured {quoted(path)}: is of an experiment with another {other}; measure anew without it")
+        raise UserError(f"{records.said}: is of an experiment with another {other}; measure anew without it")
+    for name, of in records.measured.items():
+        if _NAME.fullmatch(name) is None:
+            raise UserError(f"{records.said}: {quoted(name)} is the name of no run and step; remove it there")
+        if fault := of.fault(experiment.measure):
+            raise UserError(f"{records.said}: {name} has {fault}; remove it there")
     return records
 
 
-def take_over(experiment: TrainingExperiment, folder: Folder, records: Records) -> None:
+def take_over(experiment: TrainingExperiment, folder: Folder, records: Records, documents: str | None = None) -> None:
     """Put into an experiment's folder what was measured elsewhere and is not measured in it.
 
     Args:
         experiment: of the folder and of the records.
-        folder: new, or of the same experiment (`check_folder`).
+        folder: new and clear, or of the same experiment (`check_folder`), and this process's alone.
         records: `read_records`.
+        documents: digest of those that the folder's models are measured on; None: they are not made.
+
+    Raises:
+        UserError: the records are of other documents, or of several.
     """
-    folder.path.mkdir(parents=True, exist_ok=True)
+    known = {of.documents for of in records.measured.values()}
+    if len(known | {documents} - {None}) > 1:
+        raise UserError(f"{records.said}: is of other documents than corpus gives here; measure anew without it")
     if not folder.experiment.is_file():
         replace_file(folder.experiment, settings.dump(experiment.model_dump(mode="json")).encode())
     for step in experiment.stages:

@@ -11,12 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from anchorline import settings
 from anchorline.errors import UserError, one_line, quoted
@@ -25,65 +24,18 @@ from torchtrain.checkpoint.folder import step_of
 from torchtrain.config import dump_config
 from torchtrain.errors import TERMINATED, TasksUnfinished
 from torchtrain.experiment.corpus import read_corpus, write_corpus
+from torchtrain.experiment.folder import Folder
 from torchtrain.experiment.measuring import make_rows, read_measurement, read_rows
-from torchtrain.experiment.spec import PairedRun, TrainingExperiment
+from torchtrain.experiment.records import Records, take_over
+from torchtrain.experiment.spec import PairedRun, TrainingExperiment, other_setting
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import claim
 from torchtrain.run.termination import Termination
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-_EXTENDABLE = ("seeds", "arithmetics", "variants", "title", "cache")  # what may change under runs that exist
 _LINES = 2  # of a failed process' last words
 _MEASURE = (sys.executable, "-m", "torchtrain.experiment.measuring")
-
-
-@dataclass(frozen=True)
-class Folder:
-    """Where an experiment lies."""
-
-    path: Path
-
-    @property
-    def experiment(self) -> Path:
-        """What is run, every default written out."""
-        return self.path / "experiment.yaml"
-
-    @property
-    def train(self) -> Path:
-        """The pieces that are trained on."""
-        return self.path / "corpus" / "train.jsonl"
-
-    @property
-    def measured(self) -> Path:
-        """The documents that are measured on."""
-        return self.path / "corpus" / "measured.jsonl"
-
-    @property
-    def rows(self) -> Path:
-        """What every model is given to measure it."""
-        return self.path / "corpus" / "rows.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the one process that is at work."""
-        return self.path / "lock"
-
-    def run(self, cell: PairedRun) -> Path:
-        """The folder of a run."""
-        return self.path / "runs" / cell.name
-
-    def log(self, cell: PairedRun) -> Path:
-        """What a run's processes say."""
-        return self.path / "logs" / f"{cell.name}.log"
-
-    def config(self, cell: PairedRun) -> Path:
-        """The config of a run."""
-        return self.path / "configs" / f"{cell.name}.yaml"
-
-    def measurement(self, cell: PairedRun, step: int) -> Path:
-        """What was measured of a run after a step."""
-        return self.path / "measured" / f"{cell.name}-step-{step}.json"
 
 
 @dataclass
@@ -140,6 +92,7 @@ def run_experiment(
     launch: Sequence[str] = (),
     stages: int | None = None,
     say: Callable[[str], None] = print,
+    records: Records | None = None,
 ) -> None:
     """Train and measure what is not yet.
 
@@ -150,10 +103,11 @@ def run_experiment(
         launch: what starts a training's processes, such as torchrun with its options; default: this Python.
         stages: stop after so many; default: all.
         say: takes a line about each run that comes to a stage.
+        records: what was measured elsewhere and is taken over.
 
     Raises:
-        UserError: the folder is of another experiment or has measured other documents, another process is at work in
-            it, or too few documents are long enough to measure.
+        UserError: the folder is of another experiment, it or the records have measured other documents, another process
+            is at work in it, or too few documents are long enough to measure.
         TasksUnfinished: some runs failed; the others were taken as far as they go.
         Terminated: by SIGTERM or SIGHUP; all are stopped, saved.
     """
@@ -162,6 +116,8 @@ def run_experiment(
     folder.path.mkdir(parents=True, exist_ok=True)
     with claim(folder.lock):
         _prepare(experiment, folder)
+        if records is not None:
+            take_over(experiment, folder, records, read_rows(folder.rows).digest)
         _check_measured(experiment, folder)
         cores = len(os.sched_getaffinity(0))
         threads = None if launch else max(1, cores // workers)
@@ -194,6 +150,25 @@ def run_experiment(
         )
 
 
+def receive(experiment: TrainingExperiment, path: Path, records: Records) -> None:
+    """Take over what was measured elsewhere, and train and measure nothing.
+
+    Args:
+        experiment: as `run_experiment`.
+        path: as `run_experiment`.
+        records: of it.
+
+    Raises:
+        UserError: as `run_experiment`.
+    """
+    folder = Folder(path)
+    check_folder(experiment, folder)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with claim(folder.lock):
+        folder.clear()
+        take_over(experiment, folder, records, read_rows(folder.rows).digest if folder.rows.is_file() else None)
+
+
 def check_folder(experiment: TrainingExperiment, folder: Folder) -> None:
     """Refuse a folder that is of something else.
 
@@ -215,27 +190,13 @@ def check_folder(experiment: TrainingExperiment, folder: Folder) -> None:
             )
 
 
-def other_setting(experiment: TrainingExperiment, found: Mapping[str, Any]) -> str | None:
-    """Return the first setting in which a dumped experiment is another, None where its measurements are of this one."""
-    wanted = experiment.model_dump(mode="json")
-    for name, value in wanted.items():
-        there = found.get(name)
-        if name == "measure" and isinstance(there, dict):  # the margin is a report's alone
-            value, there = ({**tree, "margin": None} for tree in (value, there))
-        if name not in _EXTENDABLE and value != there:
-            return name
-    return None
-
-
 def _prepare(experiment: TrainingExperiment, folder: Folder) -> None:
     """Make the documents, what models are measured on, and every run's config; last, note what the folder is of.
 
     Raises:
         UserError: the model or the documents do not fit.
     """
-    if not folder.experiment.is_file():  # it comes last: what stands there was left on the way to it
-        for file in (folder.train, folder.measured, folder.rows):
-            file.unlink(missing_ok=True)
+    folder.clear()
     write_corpus(experiment.corpus, folder.train, folder.measured)
     configs = {cell: experiment.config(cell, folder.path, folder.train) for cell in experiment.cells()}
     if not folder.rows.is_file():

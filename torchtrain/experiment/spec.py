@@ -1,6 +1,6 @@
 """An experiment: one run's settings, and what its many runs differ in. YAML in, a strict schema out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -23,6 +23,9 @@ ARITHMETICS: dict[str, dict[str, str]] = {
     "rotation_float32": {"dtype": "bfloat16", "rotation": "float32"},
     "float32": {"dtype": "float32", "rotation": "model"},
 }
+
+
+_EXTENDABLE = ("seeds", "arithmetics", "variants", "title", "cache")  # what may change under runs that exist
 
 
 class CorpusConfig(Section):
@@ -69,6 +72,11 @@ class MeasureConfig(Section):
     margin: Annotated[float, Field(gt=0, le=100)] = Field(
         default=0.01, description="nats a token; a smaller effect is taken for none"
     )
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Positions of each band, the last excluded."""
+        return list(zip([1, *self.bands], [*self.bands, self.tokens], strict=True))
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -178,6 +186,18 @@ class TrainingExperiment(Section):
                 f"{config.pack.sequence_length}, which the runs train for; lower it"
             )
         return config
+
+
+def other_setting(experiment: TrainingExperiment, found: Mapping[str, Any]) -> str | None:
+    """Return the first setting in which a dumped experiment is another, None where its measurements are of this one."""
+    wanted = experiment.model_dump(mode="json")
+    for name, value in wanted.items():
+        there = found.get(name)
+        if name == "measure" and isinstance(there, dict):  # the margin is a report's alone
+            value, there = ({**tree, "margin": None} for tree in (value, there))
+        if name not in _EXTENDABLE and value != there:
+            return name
+    return None
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperiment:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ from torchtrain.experiment import running
 from torchtrain.experiment.corpus import cut, read_corpus, write_corpus
 from torchtrain.experiment.effects import contrasts, copy_loss, estimate, loss_from
 from torchtrain.experiment.measuring import Measurement, make_rows, measure_model, read_rows
-from torchtrain.experiment.records import read_records, take_over
+from torchtrain.experiment.records import read_records, write_records
 from torchtrain.experiment.report import BEGIN, END, write_report
 from torchtrain.experiment.running import Folder, run_experiment
 from torchtrain.experiment.spec import (
@@ -238,20 +239,20 @@ def test_losses_are_those_of_the_logits(rows_of):
 DRAWN = np.random.default_rng(0)
 
 
-def measurement(shift: float) -> Measurement:
+def measurement(shift: float, documents: int = 5) -> Measurement:
     """Of documents whose losses are random about `shift`."""
-    losses = (shift + DRAWN.normal(size=(5, 3))).tolist()
-    copies = (shift + DRAWN.normal(size=(5, 2))).tolist()
+    losses = (shift + DRAWN.normal(size=(documents, 3))).tolist()
+    copies = (shift + DRAWN.normal(size=(documents, 2))).tolist()
     return Measurement(
         date="2026-01-01",
         environment="a machine",
         bands=[(1, 8), (8, 16), (16, 40)],
         distances=[8, 24],
-        domains=["a"] * 5,
+        domains=["a"] * documents,
         documents="",
         losses=losses,
         copies=copies,
-        passages=[0.0] * 5,
+        passages=[0.0] * documents,
         rounded=None,
     )
 
@@ -390,7 +391,7 @@ def fake(made, tmp_path, monkeypatch):
     beside.path.mkdir()
     running._prepare(load_experiment(made), beside)
     same = {"documents": read_rows(beside.rows).digest}
-    result.write_text(measurement(0).model_copy(update=same).model_dump_json())
+    result.write_text(measurement(0, documents=2).model_copy(update=same).model_dump_json())
     copy = "import shutil, sys; from pathlib import Path; Path(sys.argv[-1]).parent.mkdir(exist_ok=True); "
     monkeypatch.setattr(
         running, "_MEASURE", (sys.executable, "-c", copy + f"shutil.copy({str(result)!r}, sys.argv[-1])")
@@ -433,8 +434,7 @@ def test_what_was_measured_elsewhere_is_not_run_again(fake, made, tmp_path):
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (tmp_path / "out").rename(elsewhere / "out")
     there, done = elsewhere / "out" / "measurements.json", len(fake.calls)
-    take_over(experiment, Folder(tmp_path / "out"), records)
-    fake("none", workers=2)
+    fake("none", workers=2, records=records)
     assert fake.said[0] == "step 1: 2 of 4 runs are measured"
     assert sorted(fake.calls[done:]) == ["float32-anchor-0", "float32-intra-0"]
     assert write_report(experiment, tmp_path / "out").is_file()
@@ -446,9 +446,18 @@ def test_what_was_measured_elsewhere_is_not_run_again(fake, made, tmp_path):
     assert result.exit_code == 0, result.output
     ours, theirs = (folder / "report.md" for folder in (tmp_path / "report", there.parent))
     assert ours.read_text() == theirs.read_text()
-    there.write_text(there.read_text().replace('"losses"', '"loses"'))
-    with pytest.raises(UserError, match=r"--measured .*: is damaged, or no measurements\.json"):
-        read_records(experiment, there)
+    right = there.read_text()
+    for old, new, says in (
+        ('"losses"', '"loses"', "is damaged, or no measurements"),
+        ('"bfloat16-', '"bfloat15-', "'bfloat15-.*' is the name of no run and step"),
+        ('"distances":[8,24]', '"distances":[8,25]', "has other bands or distances"),
+        ('"passages":[0.0,0.0]', '"passages":[0.0]', "has not 2 documents"),
+        ('"copies":[[', '"copies":[[0.5,', "has rows of other lengths"),
+    ):
+        assert old in right
+        there.write_text(right.replace(old, new))
+        with pytest.raises(UserError, match=rf"--measured .*{says}"):
+            read_records(experiment, there)
 
 
 def test_measurements_of_other_documents_are_refused_before_any_training(fake, made, tmp_path):
@@ -461,6 +470,28 @@ def test_measurements_of_other_documents_are_refused_before_any_training(fake, m
     with pytest.raises(UserError, match="is of other documents than corpus gives here"):
         fake("none", workers=2)
     assert fake.calls == []
+
+
+def test_records_of_other_documents_leave_no_trace(fake, made, tmp_path):
+    """Nor do those that come while another experiment's documents lie there, half made."""
+    experiment = load_experiment(made, ["arithmetics=[bfloat16,float32]", "variants=[intra,anchor]"])
+    one = {(PairedRun("bfloat16", "intra", 0), 1): measurement(0, documents=2)}
+    write_records(experiment, one, there := tmp_path / "measurements.json")
+    records = read_records(experiment, there)
+    with pytest.raises(UserError, match=r"--measured .*: is of other documents than corpus gives here"):
+        fake("none", workers=2, records=records)
+    folder = Folder(tmp_path / "out")
+    assert not folder.measurement(PairedRun("bfloat16", "intra", 0), 1).exists()
+    made_here = folder.train.read_bytes()
+    for name in ("configs", "logs"):
+        shutil.rmtree(folder.path / name)
+    folder.experiment.unlink()
+    folder.train.write_text("of another experiment")
+    running.receive(experiment, folder.path, records)
+    assert not folder.train.exists()
+    folder.measurement(PairedRun("bfloat16", "intra", 0), 1).unlink()
+    fake("none", workers=2)
+    assert folder.train.read_bytes() == made_here
 
 
 def test_a_run_that_fails_is_told_with_its_last_words_and_the_others_go_on(fake):
