@@ -25,7 +25,8 @@ ABOUT = {
     "kept` has it. On a CPU FlexAttention has a forward pass alone, and is compared with the forward pass alone.",
     "step": "Whole steps: forward, backward, clipping, AdamW. Losses are compared first. *MFU* is the model's own work "
     "over the product of large matrices measured in the same turns, *executed* what the device runs, with "
-    "recomputation. torchtrain keeps float32 masters of bfloat16 weights; the others update bfloat16 weights.",
+    "recomputation. torchtrain and FSDP update float32 weights, of which the model's bfloat16 ones are made; the "
+    "others update those.",
     "memory": "Counted by shapes, as `torchtrain plan` does, nothing run: the CUDA context, NCCL and fragments come on "
     "top, and what a kernel needs for itself (FlashAttention-2's backward pass a float32 copy of the queries). What to "
     "switch on stands above the columns, each with all before it: `model.activation_checkpointing: true` under "

@@ -4,14 +4,16 @@ import math
 from typing import Any
 
 from anchorline.errors import UserError
+from torchtrain.bench.memory import WAYS
 from torchtrain.bench.spread import noise_of, show
 
-# What tells rows of a result apart, and which of its ratios is compared.
+# What tells rows of a result apart (where they have it), and which of its numbers are compared.
 _KEYS = {
-    "attention": (("dtype", "tokens", "row", "name"), "of_full"),
-    "step": (("tokens", "loop"), "of_yardstick"),
-    "memory": (("model", "processes", "gib"), "all"),
+    "attention": (("dtype", "tokens", "row", "name"), ("of_full",)),
+    "step": (("tokens", "loop"), ("of_yardstick",)),
+    "memory": (("model", "processes", "gib", "trained", "lora"), WAYS),
 }
+_OPTIONAL = ("trained", "lora")
 
 
 def compare_with(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -26,21 +28,22 @@ def compare_with(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     Raises:
         UserError: they have nothing in common, or the earlier one is damaged.
     """
-    names, ratio = _KEYS[after["what"]]
+    names, ratios = _KEYS[after["what"]]
 
-    def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-        return (*(row[name] for name in names), *([row["trained"]] if "trained" in row else []))
+    def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(str(row[name]) for name in names if name in row or name not in _OPTIONAL)
 
     try:
         earlier = {key_of(row): row for row in before["rows"]}
         found, shared = list[str](), 0
         for row in after["rows"]:
             key = key_of(row)
-            if key in earlier:
+            for ratio in ratios if key in earlier else ():
                 old, new = earlier[key].get(ratio), row.get(ratio)
                 shared += old is not None
                 if moved := _moved(old, new, row):
-                    found.append(f"{', '.join(map(str, key))}: {moved}")
+                    which = (*key, ratio) if len(ratios) > 1 else key
+                    found.append(f"{', '.join(which)}: {moved}")
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError("--check: the earlier result is damaged or of another version; make it anew") from None
     if not shared:

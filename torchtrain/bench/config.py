@@ -148,6 +148,12 @@ class MemoryBench(Section):
     )
     explained: ExplainedMemory | None = None
 
+    @model_validator(mode="after")
+    def _chunks_draw_nothing(self) -> Self:
+        if self.lora is not None and self.lora.dropout:
+            raise ValueError(f"lora.dropout {self.lora.dropout:g}: does not go with chunks of layers; set it to 0")
+        return self
+
 
 class BenchConfig(Section):
     """The whole of `torchtrain bench`; each of its verbs reads its own section."""

@@ -131,28 +131,27 @@ class PlainMasked(Plain):
 
 
 class Sharded(Plain):
-    """The same under FSDP2 as torchtitan sets it up, for one rank: float32 weights that AdamW updates, each layer's
-    rounded to the model's dtype as it is gathered, gradients reduced in float32.
+    """The same under FSDP2 by layers, for one rank: float32 weights that a fused AdamW updates, each layer's rounded to
+    the model's dtype as it is gathered, gradients reduced in float32.
     """
 
     def __init__(self, model: "PreTrainedModel", bench: StepBench, world: World) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         super().__init__(model, bench, world)
+        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise UserError(f"{model.config.model_type} marks no layers that FSDP could take one by one")
         kind = world.device.type
         self._group_is_ours = not dist.is_initialized()
         if self._group_is_ours:
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-        how: dict[str, Any] = {
-            "mesh": init_device_mesh(kind, (1,)),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=model.dtype, reduce_dtype=torch.float32, output_dtype=model.dtype
-            ),
-        }
         self.model.float()
-        decoder: Any = self.model.base_model
-        for layer in decoder.layers:
-            fully_shard(layer, **how)
-        fully_shard(self.model, **how)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=bench.learning_rate)
+        policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(kind, (1,))
+        for part in (*layers, self.model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=bench.learning_rate, fused=True)
 
     def close(self) -> None:
         """See `TrainingLoop`."""

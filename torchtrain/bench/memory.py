@@ -7,6 +7,8 @@ counted the last line goes on, which a result tells. The CUDA context, NCCL and 
 (docs/running.md).
 """
 
+import json
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -85,7 +87,7 @@ def _search(
     record: BenchRecord,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    trained = {} if lora is None else {"trained": LORA}
+    trained = {} if lora is None else {"trained": LORA, "lora": lora.model_dump()}
     rows = [{"model": name, "processes": processes, "gib": gib, **trained} for gib in config.memory.gib]
     for which, way in ways_of(config, name, processes, lora, shapes).items():
         say(f"counting {name} on {processes}: {tell(way)}")
@@ -208,6 +210,10 @@ def config_of(config: BenchConfig, name: str, length: int, way: dict[str, Any]) 
 
 def tell(way: dict[str, Any]) -> str:
     """Return the overrides of a config that choose a way."""
-    return " ".join(
-        f"{section}.{name}={str(value).lower()}" for section, values in way.items() for name, value in values.items()
+
+    def written(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return shlex.join(
+        f"{section}.{name}={written(value)}" for section, values in way.items() for name, value in values.items()
     )

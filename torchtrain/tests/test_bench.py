@@ -228,6 +228,29 @@ def test_all_loops_learn_the_same_of_a_step(bench_tree):
     assert learned["torchtrain, full"][2] < learned["torchtrain, full"][0]
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_fsdp_learns_in_bfloat16_what_float32_masters_do(bench_tree, recomputed):
+    """What a CPU's and a GPU's bench run; its losses are not rounded to bfloat16."""
+    config = BenchConfig.model_validate(bench_tree)
+    assert config.step is not None
+    changes = {"dtype": "bfloat16", "activation_checkpointing": recomputed}
+    bench = config.step.model_copy(
+        update={
+            "learning_rate": 1e-3,
+            "model": config.step.model.model_copy(update=changes),
+            "loops": ["torchtrain, full", "FSDP, full"],
+        }
+    )
+    corpus = Corpus(config)
+    loops, missing = step._open(bench, step._load(config, bench, corpus, CPU), step.World())
+    assert not missing
+    with step.closing_all(loops.values()):
+        learned = {name: [loop.step(step._row(corpus, 64, name)) for _ in range(3)] for name, loop in loops.items()}
+    assert learned["FSDP, full"] == pytest.approx(learned["torchtrain, full"], rel=3e-3)
+    assert learned["FSDP, full"][2] < learned["FSDP, full"][0]
+    assert not any(loss == torch.tensor(loss).bfloat16().item() for loss in learned["FSDP, full"])
+
+
 def test_losses_that_are_not_the_models_are_refused(call, monkeypatch):
     right = step.LOOPS["torchtrain, full"][0].losses
     monkeypatch.setattr(step.LOOPS["torchtrain, full"][0], "losses", lambda self, row: right(self, row) * 1.001)
@@ -278,9 +301,12 @@ def test_adapters_have_rows_of_their_own_and_hold_longer_contexts(bench_tree, tm
     titles = [str(table.title) for table in tables_of(result)]
     assert "every weight trained" in titles[0]
     assert "adapters (LoRA) of rank 16 beside all-linear, norm trained" in titles[1]
-    later = result | {"rows": [full, adapters | {"all": 3}]}
-    (line,) = compare_with(result, later)
-    assert line.startswith(f"{source}, 1, 2.0, adapters: ")
+    for way in memory.WAYS:  # those that carry the longest rows, too
+        (line,) = compare_with(result, result | {"rows": [full, adapters | {way: 3}]})
+        assert line.startswith(f"{source}, 1, 2.0, adapters, ")
+        assert f", {way}: " in line
+    other = adapters | {"lora": adapters["lora"] | {"rank": 64}, "all": 3}
+    assert compare_with(result, result | {"rows": [full, other]}) == [], "another rank is another row"
 
 
 def test_many_ranks_are_counted_up_to_where_the_search_stops_and_no_further(bench_tree, monkeypatch):
