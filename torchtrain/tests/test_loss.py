@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchtrain.marks import IGNORED
+from torchtrain.training import loss
 from torchtrain.training.labels import find_labels
 from torchtrain.training.loss import chunked_cross_entropy
 
@@ -78,6 +79,22 @@ def test_only_labelled_rows_reach_the_head_and_only_a_chunk_at_a_time():
     with torch.no_grad():
         assert torch.equal(chunked_cross_entropy(head, hidden, find_labels(labels), chunk=5)[0], total)
     assert recorder.rows == [5, 5, 3]  # not once more in the backward pass
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_head_has_the_gradients_of_any_head(bias, monkeypatch):
+    """Its weights' gradient is made a part at a time, whatever the parts."""
+    monkeypatch.setattr(loss, "_ROWS", 4)
+    _, hidden, labels = case(2, 9, [False] * 18)
+    head = nn.Linear(M, V, bias=bias, dtype=torch.float64)
+    found = []
+    for one in (head, Recorder(head)):
+        total, _ = chunked_cross_entropy(one, hidden, find_labels(labels), chunk=5, scale=1 / 18)
+        found.append(torch.autograd.grad(total / 18, [hidden, *head.parameters()]))
+    expected = torch.autograd.grad(naive(head, hidden, labels).mean(), [hidden, *head.parameters()])
+    for linear, other, wanted in zip(*found, expected, strict=True):
+        assert (linear - wanted).abs().max() <= EPS * (V + M + 18) * 100
+        assert (other - wanted).abs().max() <= EPS * (V + M + 18) * 100
 
 
 def test_only_what_trains_has_a_gradient():

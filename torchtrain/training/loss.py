@@ -3,6 +3,7 @@
 Legend: n tokens that have a label · M model width · V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtrain.training.labels import Labels
+
+_ROWS = 8192  # of the head's gradient that are made at a time
 
 
 def chunked_cross_entropy(
@@ -27,8 +30,8 @@ def chunked_cross_entropy(
         hidden: hidden states [.., M].
         labels: which tokens of the flattened [..] have one; on hidden's device. Nothing here waits for it.
         chunk: tokens whose logits exist at one time.
-        scale: what the sum is multiplied by before backward is called. The gradient of another multiple is right, too,
-            and that of hidden is rounded once more.
+        scale: what the sum is multiplied by before backward is called. Gradients of another multiple are right, too,
+            and rounded once more.
 
     Returns:
         The sum, a scalar to call backward on, in float32 (or in hidden's dtype if that is wider); and each token's loss
@@ -40,15 +43,14 @@ def chunked_cross_entropy(
         total, losses_n = _SummedLoss.apply(head, hidden_nM, labels.labels_n, chunk, scale, *weights)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         parts = zip(hidden_nM.split(chunk), labels.labels_n.split(chunk), strict=True)
-        losses_n = torch.cat([_losses(head, part_nM, labels_n) for part_nM, labels_n in parts])
+        losses_n = torch.cat([_losses(head.forward(part_nM), labels_n) for part_nM, labels_n in parts])
         total = losses_n.sum()
     each = losses_n.new_zeros(hidden.shape[:-1])
     each.view(-1).index_copy_(0, labels.index_n, losses_n.detach())
     return total, each
 
 
-def _losses(head: nn.Module, hidden_nM: Tensor, labels_n: Tensor) -> Tensor:
-    logits_nV = head.forward(hidden_nM)
+def _losses(logits_nV: Tensor, labels_n: Tensor) -> Tensor:
     return F.cross_entropy(logits_nV.to(_at_least_float32(logits_nV)), labels_n, reduction="none")
 
 
@@ -69,33 +71,72 @@ class _SummedLoss(torch.autograd.Function):
         scale: float,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        gradients = _gradients_of_linear if type(head) is nn.Linear else _gradients
         d_hidden_nM = torch.empty_like(hidden_nM) if ctx.needs_input_grad[1] else None
-        d_weights = [torch.zeros_like(weight, dtype=_at_least_float32(weight)) for weight in weights]
+        sums = [torch.zeros_like(weight, dtype=_at_least_float32(weight)) for weight in weights]
         losses = []
         for first in range(0, max(len(hidden_nM), 1), chunk):
             part = slice(first, first + chunk)
-            part_nM = hidden_nM[part].detach().requires_grad_(d_hidden_nM is not None)
-            with torch.enable_grad():
-                losses_n = _losses(head, part_nM, labels_n[part])
-            losses.append(losses_n.detach())
-            asked = [part_nM, *weights] if d_hidden_nM is not None else weights
-            found = list(torch.autograd.grad(losses_n, asked, torch.full_like(losses_n, scale)))
-            del losses_n
-            if d_hidden_nM is not None:
-                d_hidden_nM[part] = found.pop(0)
-            for d_weight, found_here in zip(d_weights, found, strict=True):
-                d_weight += found_here
+            of_hidden = None if d_hidden_nM is None else d_hidden_nM[part]
+            losses.append(gradients(head, hidden_nM[part], labels_n[part], scale, of_hidden, weights, sums))
         losses_n = torch.cat(losses)
-        ctx.save_for_backward(d_hidden_nM, *d_weights)
-        ctx.scale, ctx.dtypes = scale, [weight.dtype for weight in weights]
+        # Rounded one after the other: all of them twice would be what a step holds most of.
+        rounded = [sums.pop(0).to(weight.dtype) for weight in weights]
+        ctx.save_for_backward(d_hidden_nM, *rounded)
+        ctx.scale = scale
         ctx.mark_non_differentiable(losses_n)
         return losses_n.sum(), losses_n
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden_nM, *d_weights = ctx.saved_tensors
-        more = d_total / ctx.scale
-        made = (torch.empty_like(d, dtype=dtype) for d, dtype in zip(d_weights, ctx.dtypes, strict=True))
-        weights = (torch.mul(d, more, out=out) for d, out in zip(d_weights, made, strict=True))
-        return None, None if d_hidden_nM is None else d_hidden_nM * more, None, None, None, *weights
+        d_hidden_nM, *d_weights = (None if d is None else d * (d_total / ctx.scale) for d in ctx.saved_tensors)
+        return None, d_hidden_nM, None, None, None, *d_weights
+
+
+def _gradients(
+    head: nn.Module,
+    hidden_nM: Tensor,
+    labels_n: Tensor,
+    scale: float,
+    d_hidden_nM: Tensor | None,
+    weights: Sequence[Tensor],
+    sums: Sequence[Tensor],
+) -> Tensor:
+    """Return a chunk's losses; write the gradient of its hidden states, and add those of the head's weights to sums."""
+    hidden_nM = hidden_nM.detach().requires_grad_(d_hidden_nM is not None)
+    with torch.enable_grad():
+        losses_n = _losses(head.forward(hidden_nM), labels_n)
+    asked = [*weights] if d_hidden_nM is None else [*weights, hidden_nM]
+    found = torch.autograd.grad(losses_n, asked, torch.full_like(losses_n, scale))
+    if d_hidden_nM is not None:
+        d_hidden_nM.copy_(found[-1])
+    for total, added in zip(sums, found, strict=False):
+        total += added
+    return losses_n.detach()
+
+
+def _gradients_of_linear(
+    head: nn.Module,
+    hidden_nM: Tensor,
+    labels_n: Tensor,
+    scale: float,
+    d_hidden_nM: Tensor | None,
+    weights: Sequence[Tensor],
+    sums: Sequence[Tensor],
+) -> Tensor:
+    """As `_gradients`, with a part of the weights' gradient at a time: all of it would come beside its sum."""
+    logits_nV = head.forward(hidden_nM).requires_grad_()
+    with torch.enable_grad():
+        losses_n = _losses(logits_nV, labels_n)
+    (d_logits_nV,) = torch.autograd.grad(losses_n, logits_nV, torch.full_like(losses_n, scale))
+    if d_hidden_nM is not None:
+        torch.mm(d_logits_nV, head.get_parameter("weight"), out=d_hidden_nM)
+    for weight, total in zip(weights, sums, strict=True):
+        if weight.dim() == 1:  # the bias
+            total += d_logits_nV.sum(0, dtype=total.dtype)
+            continue
+        for first in range(0, len(total), _ROWS):
+            rows = slice(first, first + _ROWS)
+            total[rows] += d_logits_nV[:, rows].T @ hidden_nM
+    return losses_n.detach()
