@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -177,6 +178,8 @@ class VllmEngine:
                 "model where likelihoods are asked; set backend: torch"
             )
         found = self._library_model._loglikelihood_tokens(requests, disable_tqdm=True)
+        if not all(math.isfinite(log_p) for log_p, _ in found):
+            raise UserError("backend vllm: likelihoods are not finite; the checkpoint has diverged")
         read = sum(len(context) + len(after) for context, after in pairs)
         on_batch(len(found), AnswerCost(read, read, 0))
         return [float(log_p) for log_p, _ in found]

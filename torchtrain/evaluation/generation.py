@@ -9,6 +9,7 @@ Legend: B prompts at a time · T tokens of the longest · H key heads · D head 
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from anchorline.errors import UserError, quoted
 from torchtrain.modeling.placement import input_device
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ class Generator:
             prompts: token ids, special ones included.
             room: tokens of an answer.
             on_batch: called with how many prompts are done, and the work of the last batch.
+
+        Raises:
+            UserError: logits are not finite.
         """
         found: dict[int, list[int]] = {}
         order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
@@ -87,6 +92,9 @@ class Generator:
         Args:
             pairs: token ids of contexts (one at least) and of what follows (one at least).
             on_batch: called with how many pairs are done, and the work of the last.
+
+        Raises:
+            UserError: logits are not finite.
         """
         from transformers import DynamicCache
 
@@ -114,6 +122,7 @@ class Generator:
             targets_t = torch.tensor(continuation, device=logits_tV.device)
             log_p_tV = logits_tV[-len(continuation) :].float().log_softmax(-1)
             found[i] = float(log_p_tV.gather(-1, targets_t[:, None]).double().sum())
+            check_finite(math.isfinite(found[i]), self._model)
             on_batch(len(found), AnswerCost(len(context) + len(continuation), computed, 0))
         return [found[i] for i in range(len(pairs))]
 
@@ -153,6 +162,7 @@ class Generator:
         for first in range(shared, len(prompt), most):
             logits_V = self._step(torch.tensor([prompt[first : first + most]]), first, cache)[0]
         assert logits_V is not None, "a prompt has a token"
+        check_finite(_is_finite(logits_V), self._model)
         if self._never_first:
             logits_V[self._never_first] = -torch.inf
         return int(logits_V.argmax()), len(prompt) - shared
@@ -190,6 +200,7 @@ class Generator:
         device = input_device(self._model)
         next_B = torch.tensor([part.next for part in read], device=device)
         positions_B = torch.tensor([part.tokens for part in read], device=device)
+        finite = torch.ones((), dtype=torch.bool, device=device)  # read once, behind the last token
         for _ in range(room - 1):
             if not any(open_B):
                 break
@@ -202,19 +213,41 @@ class Generator:
                 use_cache=True,
             )
             next_B, positions_B = out.logits[:, -1].argmax(-1), positions_B + 1
+            finite = finite & _is_finite(out.logits[:, -1]).to(device)
             for b, token in enumerate(next_B.tolist()):
                 open_B[b] = open_B[b] and token not in self._stop
                 if open_B[b]:
                     answers[b].append(token)
+        check_finite(finite, self._model)
         return answers
 
     def _go_on_alone(self, cache: object, tokens: int, answer: list[int], room: int) -> list[int]:
+        finite: Tensor | bool = True
         while answer and len(answer) < room:
-            token = int(self._step(torch.tensor([answer[-1:]]), tokens + len(answer) - 1, cache)[0].argmax())
+            logits_V = self._step(torch.tensor([answer[-1:]]), tokens + len(answer) - 1, cache)[0]
+            finite = _is_finite(logits_V) & finite
+            token = int(logits_V.argmax())
             if token in self._stop:
                 break
             answer.append(token)
+        check_finite(finite, self._model)
         return answer
+
+
+def check_finite(finite: Tensor | bool, model: "PreTrainedModel") -> None:
+    """Refuse a model whose logits are not finite: all that it says is one token, and worth nothing.
+
+    Raises:
+        UserError: they are not.
+    """
+    if not finite:
+        name = quoted(model.name_or_path) if model.name_or_path else "the model"
+        raise UserError(f"{name}: its logits are not finite; the checkpoint has diverged, evaluate an earlier one")
+
+
+def _is_finite(logits: Tensor) -> Tensor:
+    """Whether the largest logit is a number, which it is not beside NaN. A word may be masked by -inf."""
+    return logits.amax(-1).isfinite().all()
 
 
 @dataclass(frozen=True)

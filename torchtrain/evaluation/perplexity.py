@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anchorline.errors import UserError
 from torchtrain.data.corpus import Document, read
+from torchtrain.evaluation.generation import check_finite
 from torchtrain.evaluation.suite import PerplexityConfig
 from torchtrain.modeling.head import head_of
 from torchtrain.modeling.placement import input_device, weights_of
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _TOKENS, _VOCABULARY = 2048, 16_384  # of logits that exist at a time
 _FIRST_BUCKET = 256
+_ADDED = 16  # tokens that are of no byte: special ones, a space in front
 
 
 def long_documents(config: PerplexityConfig, tokenizer: "PreTrainedTokenizerFast", length: int) -> list[list[int]]:
@@ -31,7 +33,7 @@ def long_documents(config: PerplexityConfig, tokenizer: "PreTrainedTokenizerFast
     """
     found: list[list[int]] = []
     for record in read(config.source):
-        if isinstance(record, Document) and len(record.text) >= length:  # a token is a character at least, mostly
+        if isinstance(record, Document) and len(record.text.encode()) + _ADDED >= length:  # a token is a byte at least
             ids = tokenizer(record.text, verbose=False).input_ids
             if len(ids) >= length:
                 found.append(list(ids[:length]))
@@ -58,7 +60,11 @@ def buckets(length: int) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
-    """Return the loss of each token of a document but the first, in nats: [T - 1] float32, on the CPU."""
+    """Return the loss of each token of a document but the first, in nats: [T - 1] float32, on the CPU.
+
+    Raises:
+        UserError: one is not finite.
+    """
     from transformers import DynamicCache
 
     cache, losses, device = DynamicCache(config=model.config), [], input_device(model)
@@ -74,7 +80,9 @@ def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
             place = next(head.parameters()).device
             targets_t = ids_1T[0, first + 1 : end + 1].to(place)
             losses.append(token_losses(hidden_1tM[0].to(place), head, targets_t).cpu())
-    return torch.cat(losses)
+    losses_T = torch.cat(losses)
+    check_finite(losses_T.isfinite().all(), model)
+    return losses_T
 
 
 @torch.inference_mode()
@@ -112,14 +120,15 @@ def token_losses(hidden_tM: Tensor, head: torch.nn.Module, targets_t: Tensor, vo
 
 @torch.inference_mode()
 def check_logits(model: "PreTrainedModel") -> None:
-    """Refuse a model whose logits are more than its head's: it scales or caps them.
+    """Refuse a model whose logits are not finite, or more than its head's: it scales or caps them.
 
     Raises:
-        UserError: it does.
+        UserError: they are.
     """
     ids_BT = torch.arange(8, device=input_device(model))[None] % model.config.vocab_size
     hidden = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     logits = model(input_ids=ids_BT, use_cache=False).logits
+    check_finite(logits.isfinite().all(), model)
     if not torch.equal(logits, head_of(model)(hidden).to(logits.device)):
         raise UserError(
             f"perplexity: {model.config.model_type} scales or caps its logits, which is not supported; leave "

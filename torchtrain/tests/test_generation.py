@@ -1,9 +1,11 @@
 """Answers and losses: each beside its slow twin."""
 
+import json
 import random
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers.cache_utils import DynamicLayer
 
 from anchorline.errors import UserError
@@ -14,6 +16,7 @@ from torchtrain.evaluation.perplexity import (
     buckets,
     check_logits,
     document_losses,
+    long_documents,
     strided_loss,
     token_losses,
 )
@@ -21,7 +24,7 @@ from torchtrain.evaluation.results import (
     Training,
 )
 from torchtrain.evaluation.suite import PerplexityConfig
-from torchtrain.tests.tiny import tiny_model
+from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 ROOM, END = 12, 257
 
@@ -160,3 +163,50 @@ def test_a_model_that_caps_its_logits_has_no_perplexity_here(model):
             check_logits(model)
     finally:
         model.forward = forward
+
+
+@pytest.mark.parametrize("worst", [torch.nan, torch.inf])
+def test_a_model_that_diverged_is_told_whatever_it_is_asked(worst):
+    diverged = tiny_model("qwen3", max_position_embeddings=256).eval()
+    with torch.no_grad():
+        diverged.lm_head.weight[7] = worst  # inf times a negative is -inf, beside NaN by 0 and inf
+    prompts = [[1, 2, 3], [4, 5], [6] * 30, [9, 8], [7, 7, 7]]
+    asked = (
+        lambda: Generator(diverged, 100_000, []).answers(prompts, 4),
+        lambda: Generator(diverged, 1, []).answers(prompts, 4),
+        lambda: Generator(diverged, 1, []).log_likelihoods([(prompt, [1]) for prompt in prompts]),
+        lambda: document_losses(diverged, list(range(60))),
+        lambda: check_logits(diverged),
+    )
+    for ask in asked:
+        with pytest.raises(UserError, match="its logits are not finite; the checkpoint has diverged") as raised:
+            ask()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100_000])
+def test_a_model_that_diverges_within_its_answer_is_told(batch_tokens):
+    diverged = tiny_model("qwen3", max_position_embeddings=256).eval()
+    prompts = [[1, 2, 3], [4, 5]]
+    firsts = {answer[0] for answer in Generator(diverged, 1, []).answers(prompts, 1)}
+    assert not firsts & {1, 2, 3, 4, 5}
+    with torch.no_grad():
+        diverged.model.embed_tokens.weight[sorted(firsts)] = torch.nan  # read from the second token on
+    with pytest.raises(UserError, match="its logits are not finite"):
+        Generator(diverged, batch_tokens, []).answers(prompts, 3)
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("錨" * 100, 300), ("a" * 98, 100)], ids=["bytes", "special"])
+def test_documents_are_long_enough_by_tokens_and_not_by_characters(tmp_path, text, tokens):
+    """A character of Chinese is three bytes, and as many tokens of a byte-level tokenizer; special ones count too."""
+    tokenizer = tiny_tokenizer()
+    if tokens == 100:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
+        )
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    config = PerplexityConfig.model_validate({"source": {"files": str(tmp_path / "a.jsonl")}, "documents": 1})
+    (document,) = long_documents(config, tokenizer, tokens)
+    assert len(document) == tokens
+    with pytest.raises(UserError, match=f"0 documents hold {tokens + 1} tokens"):
+        long_documents(config, tokenizer, tokens + 1)
