@@ -31,6 +31,7 @@ from torchtrain.evaluation.perplexity import (
     strided_loss,
 )
 from torchtrain.evaluation.progress import AnswerProgress
+from torchtrain.evaluation.prompt_tokens import check_tokenizer
 from torchtrain.evaluation.results import (
     Answer,
     Bucket,
@@ -411,8 +412,7 @@ def _open(
     folder = resolve_source(checkpoint.source, suite.cache, say)
     config = open_config(folder)
     tokenizer = open_tokenizer(folder)
-    if not tokenizer("The grass is green.", add_special_tokens=False).input_ids:  # what transformers makes of no file
-        raise UserError(f"{quoted(checkpoint.source)}: holds no tokenizer; put the model's own beside its weights")
+    check_tokenizer(tokenizer, checkpoint.source)
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and max(lengths) > most:
         raise UserError(

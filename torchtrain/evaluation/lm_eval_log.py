@@ -109,7 +109,7 @@ def _write_one(lm: Any, found: Sequence[TaskResult], out: Path, cache: str | Pat
         by_task.setdefault(result.task, []).append(result)
     samples = {task: _samples(lm, results, cache, say) for task, results in by_task.items()}
     tracker, first = lm.tracker(output_path=str(out)), found[0]
-    arguments = {"pretrained": first.source, "dtype": first.settings.dtype, **first.settings.engine}
+    arguments = {**first.settings.engine, "pretrained": first.source, "dtype": first.settings.dtype}
     general = tracker.general_config_tracker
     general.log_experiment_args(first.settings.engine.get("backend", "hf"), arguments, None, None, None)
     general.start_time = time.perf_counter() - sum(of.seconds for of in found)

@@ -28,6 +28,7 @@ from torchtrain.evaluation.engines import TorchEngine
 from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_samples, check_suite, measure
 from torchtrain.evaluation.materials import Materials
 from torchtrain.evaluation.perplexity import check_logits
+from torchtrain.evaluation.prompt_tokens import check_tokenizer
 from torchtrain.evaluation.results import Training
 from torchtrain.evaluation.suite import Suite, load_suite
 
@@ -88,6 +89,7 @@ class TrainingEvaluation:
             UserError: what cannot be measured, and not for want of a material.
         """
         with _keep_generators(), self._name_the_section():
+            check_tokenizer(tokenizer, model.name_or_path)
             check_samples(self._suite, self._lengths, tokenizer, self._materials)
             if self._suite.perplexity is not None:
                 check_logits(share_weights(model))

@@ -17,6 +17,7 @@ from torchtrain.data.hub import dataset_items
 from torchtrain.evaluation.suite import QuestionSet
 
 _HUB = {"squad": "rajpurkar/squad_v2", "hotpotqa": "hotpotqa/hotpot_qa"}
+_EMPTY = "answer that is not empty"
 
 
 def read_question_set(setting: str, given: QuestionSet) -> Any:
@@ -42,7 +43,10 @@ def read_question_set(setting: str, given: QuestionSet) -> Any:
         raise UserError(f"{where}: its split {given.split} has no questions; give {_HUB[setting]}")
     for number, row in enumerate(rows, start=1):
         if wrong := next(_wrong_fields(setting, row), None):
-            raise UserError(f"{where}: record {number}: has no {wrong} as {_HUB[setting]} has; give that")
+            said = f"has no {wrong} as {_HUB[setting]} has; give that"
+            if wrong == _EMPTY:
+                said = f"has an empty answer; give the rows of {_HUB[setting]}"
+            raise UserError(f"{where}: record {number}: {said}")
     return _squad(rows) if setting == "squad" else _hotpotqa(rows)
 
 
@@ -51,11 +55,15 @@ def _wrong_fields(setting: str, row: Any) -> Iterator[str]:
     held: Mapping[str, Any] = row if isinstance(row, dict) else {}
     texts = ("title", "context", "question") if setting == "squad" else ("question", "answer")
     yield from (name for name in texts if not isinstance(held.get(name), str))
+    if setting == "hotpotqa" and isinstance(held.get("answer"), str) and not held["answer"].strip():
+        yield _EMPTY
     of = held.get("answers" if setting == "squad" else "context")
     parts: Mapping[str, Any] = of if isinstance(of, dict) else {}
     if setting == "squad":
         if not _are_texts(parts.get("text")):
             yield "answers.text"
+        elif not all(text.strip() for text in parts["text"]):
+            yield _EMPTY
         return
     titles, sentences = parts.get("title"), parts.get("sentences")
     if not _are_texts(titles):

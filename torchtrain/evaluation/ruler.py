@@ -145,6 +145,7 @@ def make_samples(
             raise UserError(f"{task} at {length:,} tokens: {quoted_reason(error)}") from None
     lengths, room = PromptLengths(tokenizer), TASKS[task][0]
     for sample in made:
+        assert all(answer.strip() for answer in sample["outputs"] or [""]), "an empty one stands in whatever is said"
         sample["length"] = lengths.count(prompt_of(sample)) + room
         if sample["length"] > length:
             raise UserError(f"{task} at {length:,} tokens: leaves no room; give a greater length")
@@ -280,6 +281,12 @@ def _questions(
             questions, documents = reader("")
         except (TypeError, KeyError, ValueError, AttributeError):
             raise UserError(f"{task}: {name} is not in the layout of the published file; fetch that") from None
+    if not questions:
+        raise UserError(f"{task}: {name} holds no question with an answer; give the published file's")
+    for number, question in enumerate(questions, start=1):
+        answers = question["outputs"]
+        if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
+            raise UserError(f"{task}: {name}: answered question {number}: has an empty answer; fetch the file again")
     return lm.qa.generate_samples(
         tokenizer=PromptLengths(tokenizer, lambda text: f"{text} {lm.qa.CONFIG['answer_prefix']}"),
         docs=documents,

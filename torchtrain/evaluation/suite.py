@@ -46,6 +46,13 @@ LONGBENCH: dict[str, tuple[str, ...]] = {
 }
 CHINESE = ("lsht", "dureader", "multifieldqa_zh", "vcsum", "passage_retrieval_zh")
 LEAST_LENGTH = 512  # tokens: below, the questions alone take most of the room
+# Of lm-eval's class for vLLM, what the suite and the model decide; and what lm-eval's log takes for a model's name.
+_NOT_VLLMS = frozenset(
+    {
+        *("pretrained", "tokenizer", "revision", "tokenizer_revision", "lora_local_path", "dtype", "seed"),
+        *("max_model_len", "max_length", "backend", "model", "peft", "delta", "path", "engine"),
+    }
+)
 NEEDS_HAYSTACK = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 
 
@@ -178,6 +185,11 @@ class Suite(Section):
             raise ValueError(f"task {name[:100]!r} is not known; {hint}")
         if self.vllm and self.backend != "vllm":
             raise ValueError("vllm belongs to backend vllm; remove it, or set backend: vllm")
+        if taken := sorted(_NOT_VLLMS & set(self.vllm)):
+            raise ValueError(
+                f"vllm: {', '.join(taken)} cannot be set there: the model is the one that is evaluated, its room "
+                "follows --lengths, and dtype and seed are the suite's own; remove it"
+            )
         if self.device_map is not None and self.backend != "torch":
             raise ValueError("device_map belongs to backend torch; remove it (vllm: {tensor_parallel_size: 8} spreads)")
         if len(set(self.tasks)) != len(self.tasks):

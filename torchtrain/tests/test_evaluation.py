@@ -1,11 +1,15 @@
 """A suite, the models that it is asked of, and the benchmarks' section of it."""
 
 import pytest
+from tokenizers import processors
 
 from anchorline.errors import UserError
 from benchmarks.evaluation import with_section
+from torchtrain.evaluation.evaluate import Checkpoint, evaluate
+from torchtrain.evaluation.prompt_tokens import check_tokenizer
 from torchtrain.evaluation.suite import Suite
 from torchtrain.run.trained import last_models
+from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 
 def test_the_section_of_the_benchmarks_is_written_alone():
@@ -33,6 +37,17 @@ def test_a_suite_is_strict():
     with pytest.raises(ValueError, match="exactly one of folder, demo, files, dataset"):
         Suite.model_validate({"tasks": ["fwe"], "haystack": {"folder": "a", "demo": "speeches"}})
 
+    for name, value in (
+        ("pretrained", "other"),
+        ("dtype", "float16"),
+        ("max_model_len", 10),
+        ("model", "m"),
+        ("backend", "b"),
+    ):
+        with pytest.raises(ValueError, match=f"vllm: {name} cannot be set there"):
+            Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {name: value}})
+    assert Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {"tensor_parallel_size": 2}}).vllm
+
 
 def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
     (tmp_path / "run.json").write_text('{"format": 2}')
@@ -44,3 +59,17 @@ def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
     steps = [(name, step) for name, step, _ in last_models(tmp_path, 2)]
     assert steps == [("step-00000020", 20), ("model", 30)]  # the last export has the trained model's weights
     assert len(last_models(tmp_path, 5)) == 3
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused_before_anything_is_loaded(tmp_path):
+    tokenizer = tiny_tokenizer()
+    check_tokenizer(tokenizer, "m")
+    for single, appends in (("<s> $A", False), ("<s> $A </s>", True), ("$A <pad>", True)):
+        known = [("<s>", 256), ("</s>", 257), ("<pad>", 258)]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=known)
+        tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / single[-5:])
+        tokenizer.save_pretrained(tmp_path / single[-5:])
+        said = f"appends {single[3:].split()[-1]} to prompts; set add_eos_token to false" if appends else "the least is"
+        checkpoint = Checkpoint("model", None, str(tmp_path / single[-5:]))
+        with pytest.raises(UserError, match=said):
+            evaluate([checkpoint], Suite(tasks=["fwe"]), [64], tmp_path / "out", say=lambda line: None)

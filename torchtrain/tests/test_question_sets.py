@@ -7,12 +7,18 @@ import pytest
 
 from anchorline.errors import UserError
 from torchtrain.evaluation.materials import Materials
+from torchtrain.evaluation.ruler import make_samples
 from torchtrain.evaluation.samples import open_samples
 from torchtrain.evaluation.suite import Suite
 from torchtrain.tests.ruler_fixtures import few_nouns  # noqa: F401
 from torchtrain.tests.tiny import tiny_tokenizer
 
 CITIES = ["Arlen", "Bornholt", "Cassel", "Dunmore", "Elvas", "Fermo", "Gotha", "Huesca"]
+
+
+def _file(asked: list[dict]) -> dict:
+    """A SQuAD file of one paragraph."""
+    return {"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q"} | of for of in asked]}]}]}
 
 
 def _both_layouts(folder):
@@ -97,6 +103,8 @@ def test_questions_of_the_hub_make_the_samples_of_the_published_files(tmp_path, 
             "has no context.sentences for each title",
         ),
         ("hotpotqa", {"answer": None}, "has no answer as"),
+        ("hotpotqa", {"answer": " "}, "has an empty answer; give the rows of hotpotqa/hotpot_qa"),
+        ("squad", {"answers": {"text": ["a", ""], "answer_start": [0, 0]}}, "has an empty answer; give the rows of"),
     ],
 )
 def test_rows_that_are_not_the_hubs_are_one_line(tmp_path, setting, change, said):
@@ -114,3 +122,27 @@ def test_a_set_without_the_split_is_told_by_its_own_setting(tmp_path):
     materials = Materials(Suite.model_validate({"tasks": ["fwe"], "squad": {"dataset": str(tmp_path / "set")}}))
     with pytest.raises(UserError, match=r"^squad: dataset .*validation"):
         materials.questions("qa_1")
+
+
+@pytest.mark.parametrize(
+    ("setting", "content", "said"),
+    [
+        (
+            "squad",
+            _file([{"answers": [{"text": "a"}, {"text": ""}], "is_impossible": False}]),
+            "1: has an empty answer",
+        ),
+        ("squad", _file([{"answers": [], "is_impossible": False}]), "1: has an empty answer"),
+        ("squad", _file([{"answers": [], "is_impossible": True}]), "holds no question with an answer"),
+        ("squad", {"data": []}, "holds no question with an answer"),
+        ("hotpotqa", [{"question": "q", "answer": "\t", "context": [["t", ["a"]]]}], "1: has an empty answer"),
+    ],
+)
+def test_a_published_file_without_answers_is_one_line(tmp_path, setting, content, said):
+    """An empty answer stands in whatever a model says."""
+    (tmp_path / "f.json").write_text(json.dumps(content))
+    materials = Materials(Suite.model_validate({"tasks": ["fwe"], setting: str(tmp_path / "f.json")}))
+    task = "qa_1" if setting == "squad" else "qa_2"
+    with pytest.raises(UserError, match=rf"^{task}: f\.json.*{said}") as raised:
+        make_samples(task, 1024, 3, 42, tiny_tokenizer(), materials)
+    assert "\n" not in str(raised.value)
