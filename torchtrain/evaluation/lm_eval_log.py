@@ -1,13 +1,14 @@
 """Results on disk as `lm_eval --output_path DIR --log_samples` leaves them, by lm-eval's own writer.
 
-    DIR/MODEL/results_DATE.json         what a task scores, by lm-eval's names
-    DIR/MODEL/samples_TASK_DATE.jsonl   each answer with its prompt, target and score
+    DIR/MODEL__CHECKPOINT/results_DATE.json         what a task scores, by lm-eval's names
+    DIR/MODEL__CHECKPOINT/samples_TASK_DATE.jsonl   each answer with its prompt, target and score
 
 A task of RULER at several lengths is one task with a metric named by length, as in lm-eval. A sample has a score at its
 own length alone, null at others, where lm-eval writes -1 into its mean.
 """
 
 import datetime
+import hashlib
 import importlib
 import json
 import logging
@@ -28,6 +29,7 @@ from torchtrain.evaluation.samples import find_samples
 from torchtrain.evaluation.suite import CHOICES, HELLASWAG, TASKS, benchmark_of, group_of
 
 _NO_FILTER = "none"  # what lm-eval calls the filter that changes nothing
+_MOST_NAME = 200  # bytes of a folder's name; file systems hold 255
 
 
 @dataclass(frozen=True)
@@ -66,21 +68,53 @@ def write_log(
     check_out(out)
     lm = _library()
     checkpoints = dict.fromkeys(of.checkpoint for results in run.found.values() for of in results)
-    written: list[Path] = []
+    expected = 0
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix=".log-") as beside:
             for name in checkpoints:
                 found = [of for results in run.found.values() for of in results if of.checkpoint == name]
                 _write_one(lm, found, Path(beside), cache, say)
-            for path in sorted(Path(beside).glob("*/*")):
-                place = out / path.relative_to(beside)
-                place.parent.mkdir(exist_ok=True)
-                os.replace(path, place)
-                written.append(place)
+                expected += 1 + len({of.task for of in found})
+            made = sorted(path for path in Path(beside).rglob("*") if path.is_file())
+            assert len(made) == expected, "lm-eval's writer leaves a file of results, and one of samples a task"
+            return _move_all(made, Path(beside), out)
     except OSError as error:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
+
+
+def _move_all(made: Sequence[Path], beside: Path, out: Path) -> list[Path]:
+    """Move files to their places, or none: results last, by which readers find a log."""
+    written: list[Path] = []
+    folders: list[Path] = []
+    try:
+        for path in sorted(made, key=lambda path: (path.name.startswith("results_"), path)):
+            place = out / path.relative_to(beside)
+            if not place.parent.exists():
+                place.parent.mkdir()
+                folders.append(place.parent)
+            os.replace(path, place)
+            written.append(place)
+    except BaseException:
+        for place in written:
+            place.unlink(missing_ok=True)
+        for folder in folders:
+            folder.rmdir()
+        raise
     return written
+
+
+def _folder_name(lm: Any, result: TaskResult) -> str:
+    """Return the folder of a checkpoint's log: its model's name, as lm-eval writes it, and its own."""
+    source = result.source
+    if {".", ".."} & set(source.split("/")):
+        source = os.path.abspath(source)
+    name = f"{lm.sanitize(source)}__{lm.sanitize(result.checkpoint)}"
+    if len(name.encode(errors="surrogateescape")) <= _MOST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
+    start = name.encode(errors="surrogateescape")[: _MOST_NAME - 18].decode(errors="ignore")
+    return f"{start}__{digest}"
 
 
 def _library() -> Any:
@@ -93,6 +127,7 @@ def _library() -> Any:
         return SimpleNamespace(
             tracker=tracker.EvaluationTracker,
             hash_string=utils.hash_string,
+            sanitize=utils.sanitize_model_name,
             plain=utils.handle_non_serializable,
             mean_stderr=metrics.mean_stderr,
             pooled_stderr=metrics.pooled_sample_stderr,
@@ -112,6 +147,7 @@ def _write_one(lm: Any, found: Sequence[TaskResult], out: Path, cache: str | Pat
     arguments = {**first.settings.engine, "pretrained": first.source, "dtype": first.settings.dtype}
     general = tracker.general_config_tracker
     general.log_experiment_args(first.settings.engine.get("backend", "hf"), arguments, None, None, None)
+    general.model_name_sanitized = _folder_name(lm, first)
     general.start_time = time.perf_counter() - sum(of.seconds for of in found)
     log = logging.getLogger("lm_eval.loggers.evaluation_tracker")
     faults: list[str] = []  # its writer tells a failure to its log alone, the reason after it
@@ -157,6 +193,7 @@ def _columns(results: Sequence[TaskResult]) -> list[_Column]:
 def _aggregated(lm: Any, by_task: dict[str, list[TaskResult]], arguments: dict[str, Any]) -> dict[str, Any]:
     every = [of for results in by_task.values() for of in results]
     tables: dict[str, dict[str, Any]] = {}
+    sizes: dict[tuple[str, str], int] = {}
     for task, results in by_task.items():
         of_length = {result.length: result.answers for result in results}
         count = sum(map(len, of_length.values()))
@@ -166,6 +203,7 @@ def _aggregated(lm: Any, by_task: dict[str, list[TaskResult]], arguments: dict[s
             if values:  # `acc` of HellaSwag is younger than the first results
                 error = lm.mean_stderr(values) if len(values) > 1 else "N/A"
                 row |= {column.key: sum(values) / len(values)}
+                sizes[task, column.key] = len(values)
                 row |= {f"{column.metric}_stderr,{column.filter}": error}
         tables[task] = row
     version = {task: _version(results[0]) for task, results in by_task.items()}
@@ -185,18 +223,26 @@ def _aggregated(lm: Any, by_task: dict[str, list[TaskResult]], arguments: dict[s
             "limit": max(len(of.answers) for of in every),
             "model_sha": every[0].settings.weights,
             "anchor": every[0].settings.anchor,
+            "checkpoint": every[0].checkpoint,
+            "step": every[0].step,
         },
         "date": min(datetime.datetime.fromisoformat(of.created).timestamp() for of in every),
         "lm_eval_version": every[0].versions.get("lm_eval", "unknown"),
         "transformers_version": every[0].versions.get("transformers", "unknown"),
         "max_length": max(of.length for of in every),
     }
-    _add_groups(lm, found)
+    _add_groups(lm, found, sizes)
     return found
 
 
-def _add_groups(lm: Any, found: dict[str, Any]) -> None:
-    """Add the averages that lm-eval has of whole groups: RULER's 13 of one weight each, MMLU's of all questions."""
+def _add_groups(lm: Any, found: dict[str, Any], samples: dict[tuple[str, str], int]) -> None:
+    """Add the averages that lm-eval has of whole groups: RULER's 13 of one weight each, MMLU's of all questions.
+
+    Args:
+        lm: lm-eval's own.
+        found: the log's content.
+        samples: how many each number of a task is the mean of.
+    """
     tables, wholes = found["results"], {}
     thirteen = [next((of for of in (task, f"{task}_2024_10") if of in tables), task) for task in THIRTEEN]
     subjects = list(group_of("mmlu")) if any(task.startswith("mmlu_") for task in tables) else []
@@ -208,7 +254,7 @@ def _add_groups(lm: Any, found: dict[str, Any]) -> None:
             metric, comma, chosen = key.partition(",")
             if not comma or metric.endswith("_stderr") or not all(key in tables[task] for task in tasks):
                 continue
-            sizes = [tables[task]["sample_len"] if group == "mmlu" else 1 for task in tasks]
+            sizes = [samples[task, key] if group == "mmlu" else 1 for task in tasks]
             errors = [tables[task][f"{metric}_stderr,{chosen}"] for task in tasks]
             row[key] = sum(tables[task][key] * size for task, size in zip(tasks, sizes, strict=True)) / sum(sizes)
             known = "N/A" not in errors

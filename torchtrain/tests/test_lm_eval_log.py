@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +11,12 @@ import pandas
 import pytest
 
 from anchorline.errors import UserError
+from torchtrain.evaluation import lm_eval_log
 from torchtrain.evaluation.lm_eval_log import write_log
 from torchtrain.evaluation.measured import Measured, read_measured
 from torchtrain.evaluation.results import Answer
 from torchtrain.evaluation.samples import _place, _write
-from torchtrain.evaluation.suite import TASKS
+from torchtrain.evaluation.suite import TASKS, group_of
 from torchtrain.tests.measured_results import perplexity_result, save_results, settings_of, task_result
 
 utils = importlib.import_module("lm_eval.utils")
@@ -157,3 +159,62 @@ def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"lm-eval's writer: .*Could not save sample results.*disk full"):
         write_log(run, tmp_path / "log", tmp_path)
     assert not list((tmp_path / "log").rglob("*"))
+
+
+@pytest.mark.parametrize("source", ["..", ".", "../..", "a/../..", "x" * 300, "錨" * 150, "/"])
+def test_a_log_lies_below_out_whatever_the_model_is_called(tmp_path, source):
+    out = tmp_path / "deep" / "log"
+    result = task_result().model_copy(update={"source": source})
+    files = write_log(Measured("run").add([result]), out, tmp_path)
+    assert sorted(path.name.partition("_")[0] for path in files) == ["results", "samples"]
+    assert all(path.is_file() and path.parent.parent == out for path in files)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(files)
+
+
+def test_checkpoints_of_one_run_are_told_apart(tmp_path):
+    results = [task_result(checkpoint=name) for name in ("step-00000010", "step-00000020")]
+    results = [of.model_copy(update={"source": "runs/demo", "step": 10 * i}) for i, of in enumerate(results, start=1)]
+    files = write_log(Measured("run").add(results), tmp_path / "log", tmp_path)
+    read = {of.parent.name: json.loads(of.read_text())["config"] for of in files if of.name.startswith("results")}
+    assert sorted(read) == ["runs__demo__step-00000010", "runs__demo__step-00000020"]
+    assert [(of["checkpoint"], of["step"]) for _, of in sorted(read.items())] == [
+        ("step-00000010", 10),
+        ("step-00000020", 20),
+    ]
+
+
+def test_nothing_stays_where_a_file_cannot_be_moved(tmp_path, monkeypatch):
+    results = [task_result("fwe"), task_result("cwe", checkpoint="other")]
+    moved = []
+
+    def move(path, place, replace=os.replace):
+        moved.append(path.name.partition("_")[0])
+        if len(moved) == 4:
+            raise OSError(28, "No space left on device")
+        replace(path, place)
+
+    monkeypatch.setattr(lm_eval_log.os, "replace", move)
+    (tmp_path / "log").mkdir()
+    with pytest.raises(UserError, match=r"--out: .*[Nn]o space left"):
+        write_log(Measured("run").add(results), tmp_path / "log", tmp_path)
+    assert moved == ["samples", "samples", "results", "results"]
+    assert not list((tmp_path / "log").rglob("*"))
+
+
+def test_a_group_of_two_lengths_pools_the_questions_of_each(tmp_path):
+    subjects = group_of("mmlu")
+    wrong = {1024: 1, 4096: 3}  # of four each
+    results = [
+        task_result(task, [0.0] * wrong[length] + [1.0] * (4 - wrong[length]), length=length)
+        for task in subjects
+        for length in wrong
+    ]
+    results += [task_result(subjects[0], [1.0] * 40, length=8192)]  # alone at its length
+    files = write_log(Measured("run").add(results), tmp_path / "log", tmp_path)
+    loaded = json.loads(next(path for path in files if path.name.startswith("results")).read_text())
+    metrics = importlib.import_module("lm_eval.api.metrics")
+    for length, share in ((1024, 0.75), (4096, 0.25)):
+        each = (0.25 * 0.75 * 4 / 3 / 4) ** 0.5
+        assert loaded["groups"]["mmlu"][f"acc,{length}"] == pytest.approx(share)
+        pooled = metrics.pooled_sample_stderr([each] * len(subjects), [4] * len(subjects))
+        assert loaded["groups"]["mmlu"][f"acc_stderr,{length}"] == pytest.approx(pooled)
