@@ -88,9 +88,12 @@ def _reads(source: Source, read: Callable[[], int] = lambda: 0) -> Iterator[Call
                 f"{shown}: {unreachable}; {_tell_where()}, nor does datasets' cache hold what was read of it before; "
                 "give a folder, or try again"
             ) from None
+        said = one_line(error)[:1000]
+        if error.__cause__ is not None:  # datasets' last word is often only that it failed
+            said += f" ({one_line(error.__cause__)[:1000]})"
         raise UserError(
             f"{shown} (subset {quoted(source.subset)}, split {quoted(source.split)}) "
-            f"cannot be read after record {read()}: {one_line(error)[:1000]}"
+            f"cannot be read after record {read()}: {said}"
         ) from None
 
 

@@ -6,6 +6,7 @@ that every weight fits. A file of the run's dtype is mapped, not read, so a rank
 another dtype one weight at a time is converted.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ from torchtrain.modeling.check import check_head
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.compilation import compile_layers
 from torchtrain.modeling.finite import first_not_finite
-from torchtrain.modeling.placement import DeviceMap, all_weights, check_can_spread, check_spread
+from torchtrain.modeling.placement import DeviceMap, all_weights, check_can_spread, check_covers, check_spread
 from torchtrain.modeling.recompute import hand_layers_over, save_memory
 from torchtrain.modeling.source import first_line, open_config, read_by_library
 
@@ -143,6 +144,8 @@ def load_for_evaluation(
     config.use_cache = True  # what a training left in config.json may say otherwise
     if device_map is not None:
         check_can_spread(device_map)
+    if isinstance(device_map, dict):
+        check_covers(_without_weights(folder, config, trust_remote_code), device_map)
     place = device or torch.device("cpu")
     loaded = _load(folder, config, dtype, attention, place, trust_remote_code, device_map=device_map)
     if device_map is not None:
@@ -150,6 +153,14 @@ def load_for_evaluation(
     if loaded.generation_config is not None:
         loaded.generation_config.use_cache = True
     return loaded.eval()
+
+
+def _without_weights(folder: str, config: "PretrainedConfig", trust_remote_code: bool) -> nn.Module:
+    """Return the model of a config on `meta`: its modules, and weights of no size in memory."""
+    from transformers import AutoModelForCausalLM
+
+    with read_by_library(folder, "the model cannot be built", trust_remote_code), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
 
 def _load(

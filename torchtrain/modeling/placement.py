@@ -4,6 +4,7 @@ Weights of a layer that was put off to the host's memory or to disk exist only w
 """
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,15 +21,61 @@ DeviceMap = str | dict[str, int | str]
 
 
 def check_can_spread(device_map: DeviceMap) -> None:
-    """Check that what places layers is installed, and that there is a GPU where it is to choose.
+    """Check that what places layers is installed, and that there is a GPU where it is to choose, or is named.
 
     Raises:
-        UserError: it is not, or there is none.
+        UserError: it is not, or there is none; or a map by module names no device.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("device_map needs the package accelerate: pip install accelerate, or remove device_map")
     if isinstance(device_map, str) and not torch.accelerator.is_available():
         raise UserError(f"device_map {device_map}: there is no GPU here; remove it, and the CPU holds all")
+
+    if isinstance(device_map, dict):
+        if not device_map:
+            raise UserError("device_map {}: names no module; say where each lies, or remove device_map")
+        for name, place in device_map.items():
+            _check_device(name, place)
+
+
+def _check_device(name: str, place: int | str) -> None:
+    if place in ("cpu", "disk"):
+        return
+    found = re.fullmatch(r"(?:cuda:)?(0|[1-9]\d{0,3})", str(place), re.ASCII)
+    if found is None or (isinstance(place, str) and not place.startswith("cuda:")):
+        raise UserError(
+            f"device_map {quoted(name)}: {quoted(place)} is no place; give a GPU's number or cuda:N, cpu, or disk"
+        )
+    gpus = torch.accelerator.device_count() if isinstance(place, int) else torch.cuda.device_count()
+    if int(found[1]) >= gpus:
+        raise UserError(
+            f"device_map {quoted(name)}: {quoted(place)} is not here, where there are {gpus} GPUs; give another"
+        )
+
+
+def check_covers(model: nn.Module, device_map: dict[str, int | str]) -> None:
+    """Check that a map by module places every weight once; accelerate says nothing of one that it leaves where it is.
+
+    Args:
+        model: its modules and weights, be they on `meta`.
+        device_map: the map.
+
+    Raises:
+        UserError: a name is no module's, or a weight lies under no name or under two.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    if unknown := next((name for name in device_map if name not in modules), None):
+        raise UserError(f"device_map {quoted(unknown)}: the model has no such module; it has {_children(model)}")
+    for weight, _ in model.named_parameters(remove_duplicate=False):
+        held = [name for name in device_map if not name or weight.startswith(f"{name}.")]
+        if not held:
+            raise UserError(f"device_map: names no place for {weight}; add its module")
+        if len(held) > 1:
+            raise UserError(f"device_map: {weight} lies under {quoted(held[0])} and {quoted(held[1])}; keep one")
+
+
+def _children(model: nn.Module) -> str:
+    return ", ".join(name for name, _ in model.named_children())
 
 
 def check_spread(model: "PreTrainedModel", device_map: DeviceMap) -> None:

@@ -88,3 +88,12 @@ def test_what_save_to_disk_left_is_read(tmp_path, streaming):
     next((tmp_path / "splits" / "train").glob("*.arrow")).write_bytes(b"cut")
     with pytest.raises(UserError, match="cannot be read after record 0"):
         texts(dataset=str(tmp_path / "splits"))
+
+
+def test_what_made_a_data_set_unreadable_is_told(tmp_path):
+    """datasets' last word is that an error occurred; which it was stands in its cause."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"cannot be read after record 0: An error occurred .*\(.*JSON") as raised:
+        list(hub.dataset_items(Source(dataset=str(tmp_path / "set"))))
+    assert "\n" not in str(raised.value)

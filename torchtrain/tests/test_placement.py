@@ -75,9 +75,25 @@ def test_weights_that_are_put_off_are_checked_too(tmp_path):
 
 
 def test_a_map_that_does_not_fit_is_one_line(folder, monkeypatch):
-    with pytest.raises(UserError, match="the model cannot be built") as raised:
-        load_for_evaluation(str(folder), device_map={"": "gpu"})
-    assert "\n" not in str(raised.value)
+    layers = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    for wrong, said in (
+        ({}, r"^device_map \{\}: names no module"),
+        ({"": "gpu"}, "^device_map '': 'gpu' is no place"),
+        ({"": "meta"}, "^device_map '': 'meta' is no place"),
+        ({"": "5"}, "^device_map '': '5' is no place"),
+        ({"": -1}, "^device_map '': -1 is no place"),
+        ({"": 99}, "^device_map '': 99 is not here, where there are"),
+        ({"": "cuda:99"}, "^device_map '': 'cuda:99' is not here"),
+        ({"foo": "cpu"}, "^device_map 'foo': the model has no such module; it has model, lm_head"),
+        ({"": "cpu", "model.layers.7": "cpu"}, r"^device_map 'model\.layers\.7': the model has no such module"),
+        ({"model": "cpu"}, r"^device_map: names no place for lm_head\.weight"),
+        (layers, r"^device_map: names no place for model\.layers\.0\."),
+        (layers | {"model": "disk"}, r"^device_map: model\.embed_tokens\.weight lies under"),
+    ):
+        with pytest.raises(UserError, match=said) as raised:
+            load_for_evaluation(str(folder), device_map=wrong)
+        assert "\n" not in str(raised.value)
+    assert load_for_evaluation(str(folder), device_map={"": "cpu"}).device.type == "cpu"
     with pytest.raises(ValueError, match="device_map belongs to backend torch"):
         Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "device_map": "auto"})
     with pytest.raises(ValueError, match="device_map"):
