@@ -89,7 +89,7 @@ class TrainingEvaluation:
             UserError: what cannot be measured, and not for want of a material.
         """
         with _keep_generators(), self._name_the_section():
-            check_tokenizer(tokenizer, model.name_or_path)
+            check_tokenizer(tokenizer, model.name_or_path or "the model")
             check_samples(self._suite, self._lengths, tokenizer, self._materials)
             if self._suite.perplexity is not None:
                 check_logits(share_weights(model))
