@@ -4,7 +4,6 @@ An average is drawn again (bootstrap) by drawing the samples of each task again,
 difference.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torchtrain.evaluation.intervals import (
     paired_interval,
     seeds_interval,
     sign_flip,
+    tell_perplexity,
 )
 from torchtrain.evaluation.measured import (
     ELEVEN,
@@ -36,8 +36,6 @@ from torchtrain.evaluation.published import ICL, Column, Publication, PublishedS
 from torchtrain.evaluation.results import Found, PerplexityResult, TaskResult
 from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, benchmark_of
 from torchtrain.evaluation.tables import ScoreCell, ScoreTable
-
-_MOST_LOSS = math.log(1e6)  # nats: a bound above it, of two documents that differ, is told as none
 
 
 def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTable]:
@@ -346,17 +344,14 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
         rows = []
         for run in runs:
             each = np.mean([[of.losses for of in result.buckets] for result in run.perplexity[length]], axis=0)
-            windows = [f"{math.exp(np.mean(strided[run.name])):.2f}"] if strided[run.name] else []
+            windows = [tell_perplexity(float(np.mean(strided[run.name])))] if strided[run.name] else []
             rows.append((run.name, [ScoreCell(told) for told in [*map(_tell_level, each), *windows]]))
         for run in runs[1:]:
             one, other = (
                 np.mean([[of.losses for of in result.buckets] for result in of_run.perplexity[length]], axis=0)
                 for of_run in (run, runs[0])
             )
-            cells = []
-            for i in range(len(first.buckets)):
-                mean, low, high = paired_interval([one[i]], [other[i]], scores=False)
-                cells.append(ScoreCell(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
+            cells = [ScoreCell(_tell_difference(one[i] - other[i])) for i in range(len(first.buckets))]
             blank = [ScoreCell("")] * bool(strided[run.name])  # of windows there is one loss of all documents
             cells += blank
             rows.append((f"loss: {run.name} - {runs[0].name}, paired", cells))
@@ -371,7 +366,7 @@ def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
         count = len(first.buckets[0].losses)
         notes = [f"Of {first.text}, {count} documents; tokens of a position alike, with all that stands before them."]
         if count > 1:
-            said = "in brackets 95 per cent intervals over documents (Student's, of the mean loss)"
+            said = "in brackets 95 per cent intervals over documents (Student's, of the mean loss or difference)"
             notes.append(f"n = {count} documents; {said}.")
         else:
             notes.append("n = 1 document, which has no interval.")
@@ -383,14 +378,15 @@ def _tell_level(losses: np.ndarray) -> str:
     """Return the perplexity of documents' losses, with its interval where there are several."""
     found = documents_interval(losses)
     if found is None:
-        return f"{math.exp(losses.mean()):.2f}"
-    mean, low, high = map(_raised, found)
+        return tell_perplexity(float(losses.mean()))
+    mean, low, high = map(tell_perplexity, found)
     return f"{mean} [{low}, {high}]"
 
 
-def _raised(loss: float) -> str:
-    """Return e to a loss; of a bound that means nothing no number of many digits."""
-    return f"{math.exp(loss):.2f}" if loss < _MOST_LOSS else "inf"
+def _tell_difference(losses: np.ndarray) -> str:
+    """Return the mean of documents' differences of losses, with its interval where there are several."""
+    found = documents_interval(losses)
+    return f"{losses.mean():+.3f}" if found is None else f"{found[0]:+.3f} [{found[1]:+.3f}, {found[2]:+.3f}]"
 
 
 def _bucket_mean(run: Measured, length: int, bucket: int) -> float:

@@ -1,7 +1,6 @@
 """Every task at every length of every checkpoint; what is finished is never computed again."""
 
 import datetime
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torchtrain.data.tokens import anchor_ids
 from torchtrain.evaluation import choices, longbench
 from torchtrain.evaluation.engines import Engine, OnBatch, Pair, TorchEngine, VllmEngine
 from torchtrain.evaluation.generation import AnswerCost
-from torchtrain.evaluation.intervals import mean_interval
+from torchtrain.evaluation.intervals import mean_interval, tell_perplexity
 from torchtrain.evaluation.materials import Materials, MissingMaterialError
 from torchtrain.evaluation.perplexity import (
     bucket_means,
@@ -41,6 +40,7 @@ from torchtrain.evaluation.results import (
     Settings,
     TaskResult,
     Training,
+    check_one_model,
     check_out,
     finished_or_none,
     finished_result,
@@ -153,12 +153,15 @@ def _check_finished(
     name = evaluated.checkpoint.name
     for length, task, samples in _jobs(name, suite, lengths, evaluated.tokenizer, materials):
         if isinstance(samples, SampleSet):
-            finished_result(result_path(out, name, task, length), _settings(evaluated, task, samples, anchor))
+            settings = _settings(evaluated, task, samples, anchor)
+            finished_result(result_path(out, name, task, length), settings)
+            check_one_model(out, name, settings)
     if suite.perplexity is not None:
         for length in lengths:
             documents = long_documents(suite.perplexity, evaluated.tokenizer, length)
             settings = _perplexity_settings(evaluated, suite.perplexity, documents)
             finished_result(result_path(out, name, "perplexity", length), settings)
+            check_one_model(out, name, settings)
 
 
 def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
@@ -491,5 +494,5 @@ def _tell(result: TaskResult) -> str:
 
 
 def _tell_perplexity(result: PerplexityResult) -> str:
-    parts = (f"{math.exp(sum(of.losses) / len(of.losses)):.2f} below {of.end:,}" for of in result.buckets)
+    parts = (f"{tell_perplexity(sum(of.losses) / len(of.losses))} below {of.end:,}" for of in result.buckets)
     return ", ".join(parts) + f", {len(result.buckets[0].losses)} documents"

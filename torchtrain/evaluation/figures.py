@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure as Canvas
 
 from anchorline.page import figure_style
 from anchorline.page.colours import SERIES
-from torchtrain.evaluation.intervals import interval_of
+from torchtrain.evaluation.intervals import MOST_EXPONENT, documents_interval, interval_of
 from torchtrain.evaluation.measured import Measured, average_of, averages, tell_length
 
 Point = tuple[float, float, float, float]  # x, y, and the ends of its interval
@@ -76,15 +77,19 @@ def _by_step(run: Measured, length: int, wanted: Sequence[str]) -> list[Point]:
 
 
 def _perplexity_by_step(run: Measured, length: int) -> list[Point]:
-    by_step: dict[int, list[float]] = {}
+    by_step: dict[int, list[np.ndarray]] = {}  # of each result [documents], the mean over all positions
     for result in run.perplexity[length]:
-        if result.step is None:
-            continue
-        total = sum(of.end - of.first for of in result.buckets)
-        loss = sum(sum(of.losses) / len(of.losses) * (of.end - of.first) for of in result.buckets) / total
-        by_step.setdefault(result.step, []).append(loss)
-    at = {step: math.exp(sum(of) / len(of)) for step, of in sorted(by_step.items())}
-    return [(float(step), y, y, y) for step, y in at.items()]
+        if result.step is not None:
+            widths = [of.end - of.first for of in result.buckets]
+            losses = np.average([of.losses for of in result.buckets], axis=0, weights=widths)
+            by_step.setdefault(result.step, []).append(losses)
+    points = []
+    for step, each in sorted(by_step.items()):
+        losses = np.mean(each, axis=0)
+        found = documents_interval(losses) or (float(losses.mean()),) * 3
+        mean, low, high = (math.exp(min(loss, MOST_EXPONENT)) for loss in found)
+        points.append((float(step), mean, low, high))
+    return points
 
 
 def _draw(salt: str, lines: dict[str, list[Point]], across: str, up: str, lengths: Sequence[int] | None = None) -> str:

@@ -8,6 +8,8 @@ import numpy as np
 
 DRAWS = 2000
 _ALL_SIGNS = 12
+_MOST_LOSS = math.log(1e6)  # nats, whose perplexity has more digits than mean anything
+MOST_EXPONENT = 709.0  # nats, whose perplexity float64 holds
 _Z = 1.959963984540054  # of the normal distribution: 95 per cent lie within
 
 
@@ -36,17 +38,15 @@ def interval_of(scores: Sequence[Sequence[float] | np.ndarray]) -> tuple[float, 
     return mean, low, high
 
 
-def paired_interval(
-    a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, scores: bool = True
-) -> tuple[float, float, float]:
+def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[float, float, float]:
     """Return the mean over tasks of a - b, paired by sample, and its 95 per cent interval (bootstrap, seeded).
 
-    Where the scores of all samples differ alike the bootstrap has no width, and the interval is of what no sample
-    showed: a share p of samples that differ otherwise stays unseen in all n with a chance of (1 - p)^n.
+    Where the scores of all samples of all tasks differ alike the bootstrap has no width, and the interval is of what no
+    sample showed: a share p of a task's samples that differ otherwise stays unseen in all n with a chance of (1 - p)^n.
+    Each task has the bound of its own n, for each weighs alike, and half widths are added as squares.
 
     Args:
-        a, b: of each task numbers [samples], of the same samples.
-        scores: they are scores, 0 to 1.
+        a, b: of each task the scores [samples], 0 to 1, of the same samples.
     """
     random = np.random.default_rng(0)
     draws = np.zeros(DRAWS)
@@ -55,9 +55,10 @@ def paired_interval(
         draws += difference[random.integers(0, len(difference), (DRAWS, len(difference)))].mean(-1)
     low, high = np.quantile(draws / len(a), [0.025, 0.975])
     mean = float(np.mean([np.mean(x - y) for x, y in zip(a, b, strict=True)]))
-    if scores and all(np.ptp(x - y) == 0 for x, y in zip(a, b, strict=True)):
-        unseen = 1 - 0.025 ** (1 / sum(map(len, a)))
-        low, high = max(-1.0, mean - unseen * (1 + mean)), min(1.0, mean + unseen * (1 - mean))
+    if all(np.ptp(x - y) == 0 for x, y in zip(a, b, strict=True)):
+        each = [(float((x - y)[0]), 1 - 0.025 ** (1 / len(x))) for x, y in zip(a, b, strict=True)]
+        below, above = ([unseen * (1 + sign * of) for of, unseen in each] for sign in (1, -1))
+        low, high = mean - math.hypot(*below) / len(a), mean + math.hypot(*above) / len(a)
     return mean, float(low), float(high)
 
 
@@ -85,7 +86,8 @@ def sign_flip(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
 
 
 def documents_interval(losses: Sequence[float] | np.ndarray) -> tuple[float, float, float] | None:
-    """Return the mean of documents' losses and its 95 per cent interval, Student's; None of one document.
+    """Return the mean of documents' losses, or of differences of them, and its 95 per cent interval, Student's; None of
+    one document, or where all are equal, which says nothing of the next.
 
     Few documents, of losses without bounds: a bootstrap of eight takes too narrow an interval. A perplexity's is that
     of its loss, raised by e.
@@ -93,10 +95,17 @@ def documents_interval(losses: Sequence[float] | np.ndarray) -> tuple[float, flo
     Args:
         losses: [documents], nats.
     """
-    if len(losses) < 2:
+    if len(losses) < 2 or np.ptp(losses) == 0:
         return None
     low, high = seeds_interval(list(losses), [0.0] * len(losses))
     return float(np.mean(losses)), low, high
+
+
+def tell_perplexity(loss: float) -> str:
+    """Return e to a loss, in few digits where it means nothing."""
+    if loss < _MOST_LOSS:
+        return f"{math.exp(loss):.2f}"
+    return f"{math.exp(loss):.1e}" if loss < MOST_EXPONENT else "inf"
 
 
 def seeds_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:

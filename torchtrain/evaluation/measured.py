@@ -98,6 +98,8 @@ class Measured:
             UserError: one lacks a task that another has, or was measured otherwise; or vt stands there twice.
         """
         of_all = {result.checkpoint for result in self.results()}
+        for name in sorted(of_all):
+            _check_one_model(self.name, [result for result in self.results() if result.checkpoint == name])
         perplexity = {("perplexity", length): results for length, results in self.perplexity.items()}
         for (task, length), results in {**self.found, **perplexity}.items():
             _check_same(self.name, self.name, results[0], results, (*ALIKE, "anchor"))
@@ -238,6 +240,24 @@ def check_alike(a: Measured, b: Measured, settings: Sequence[str] = ALIKE) -> No
         _check_same(a.name, b.name, results[0], b.perplexity[length], settings)
 
 
+def _check_one_model(name: str, results: Sequence[TaskResult | PerplexityResult]) -> None:
+    """Refuse results of one checkpoint that are of several models, or were asked with several anchors or engines.
+
+    Raises:
+        UserError: an average over tasks would be over two of them: says of which.
+    """
+    tasks = [result for result in results if isinstance(result, TaskResult)]
+    for what, of in (("weights", results), ("dtype", results), ("engine", tasks), ("anchor", tasks)):
+        for result in of[1:]:
+            was, now = getattr(of[0].settings, what), getattr(result.settings, what)
+            if was != now:
+                raise UserError(
+                    f"{name}: {of[0].task} and {result.task} of {quoted(result.checkpoint)} were measured with other "
+                    f"{what} ({quoted(was, 20)} and {quoted(now, 20)}); evaluate it in a new --out, or remove the "
+                    "results of one"
+                )
+
+
 def _check_same(
     name: str,
     other: str,
@@ -256,6 +276,18 @@ def _check_same(
                     f"{names} were not measured alike: {which} has other {what} ({quoted(was, 20)} and "
                     f"{quoted(now, 20)}); evaluate both with one suite and one tokenizer"
                 )
+        if _of(result) != _of(first):
+            raise UserError(
+                f"{names} were not measured alike: {which} has other samples, though it says the same; evaluate again "
+                "what was changed by hand"
+            )
+
+
+def _of(result: TaskResult | PerplexityResult) -> object:
+    """Return what of a result must be alike where the samples are: which there are."""
+    if isinstance(result, TaskResult):
+        return result.indices
+    return [(bucket.first, bucket.end, len(bucket.losses)) for bucket in result.buckets]
 
 
 def tell_length(length: int) -> str:

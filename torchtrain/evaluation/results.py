@@ -9,18 +9,25 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import entry_of, read_json, replace_file
 from anchorline.settings import explain
+from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, TASKS
 
 _NAME = re.compile(r"([a-z][a-z0-9_-]*)-(\d+)\.json")
 _MOST_BYTES = 1 << 28
 Unit = Annotated[float, Field(ge=0, le=1)]
+
+
+def _is_task(name: str) -> bool:
+    known = {*TASKS, HELLASWAG, *(f"longbench_{task}" for tasks in LONGBENCH.values() for task in tasks)}
+    return name in known or name.startswith("mmlu_")  # whose subjects only lm-eval knows
 
 
 class _Strict(BaseModel):
@@ -87,6 +94,20 @@ class TaskResult(_Strict):
     training: Training | None = None  # None: a model as it was published, or a result from before this was recorded
     answers: Annotated[list[Answer], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        indices = [answer.index for answer in self.answers]
+        if len(set(indices)) != len(indices):
+            raise ValueError("answers: one sample stands there twice")
+        if not _is_task(self.task):
+            raise ValueError(f"task {self.task}: is none of ours")
+        return self
+
+    @property
+    def indices(self) -> list[int]:
+        """Of the samples, ascending."""
+        return sorted(answer.index for answer in self.answers)
+
     @property
     def scores(self) -> list[float]:
         """Of each sample, by its index."""
@@ -117,6 +138,16 @@ class PerplexityResult(_Strict):
     seconds: float
     versions: dict[str, str]
     created: str
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        counts = {len(bucket.losses) for bucket in self.buckets}
+        if len(counts) != 1 or 0 in counts:
+            raise ValueError("buckets: they are of different documents, or of none")
+        edges = [(bucket.first, bucket.end) for bucket in self.buckets]
+        if any(first >= end for first, end in edges) or any(a[1] != b[0] for a, b in pairwise(edges)):
+            raise ValueError("buckets: one does not begin where the one before ends")
+        return self
 
 
 class NotRun(_Strict):
@@ -228,6 +259,24 @@ def finished_or_none(path: Path, settings: Settings) -> TaskResult | PerplexityR
         return finished_result(path, settings)
     except UserError:
         return None
+
+
+def check_one_model(out: Path, checkpoint: str, settings: Settings) -> None:
+    """Check that all results of a checkpoint below a folder, of whatever tasks, are of these weights and this dtype.
+
+    Raises:
+        UserError: one is of others: an average would be over two models; or one is damaged.
+    """
+    for path in sorted((out / checkpoint).glob("*.json")):
+        if not _NAME.fullmatch(path.name) or isinstance(found := read_result(path), NotRun):
+            continue
+        for name in ("weights", "dtype"):
+            was, now = getattr(found.settings, name), getattr(settings, name)
+            if was != now:
+                raise UserError(
+                    f"--out: {quoted(path)} was measured with other {name} ({quoted(was, 20)}, now {quoted(now, 20)}); "
+                    "choose another --out, or remove it"
+                )
 
 
 def holds_scores(path: Path) -> bool:

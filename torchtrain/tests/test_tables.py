@@ -33,7 +33,7 @@ def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
     assert rows["b - a, paired"][0].text.startswith("+18.3 [")
     perplexity = by_title["Perplexity by position at 1,024 tokens"]
     assert perplexity.head == ["", "1 to 255", "256 to 1,023"]
-    assert dict(perplexity.rows)["loss: b - a, paired"][0].text == "-0.500 [-0.500, -0.500]"
+    assert dict(perplexity.rows)["loss: b - a, paired"][0].text == "-0.500"
     assert [note for note in by_title["Tasks at 1,024 tokens"].notes if "n = 30 samples" in note]
     tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b", figures_of(runs))
     assert [path.name for path in (tmp_path / "out").glob("*.svg")] == ["score-by-length.svg"]
@@ -218,4 +218,4 @@ def test_levels_of_perplexity_have_an_interval_over_documents():
     assert (table.rows[0][1][0].text, table.notes[1]) == ("7.39", "n = 1 document, which has no interval.")
     far = one.model_copy(update={"buckets": [Bucket(first=1, end=1024, losses=[1.0, 9.0])]})
     (table,) = tables_of_run([far])
-    assert table.rows[0][1][0].text == "148.41 [0.00, inf]"
+    assert table.rows[0][1][0].text == "148.41 [0.00, 1.8e+24]"
