@@ -28,7 +28,7 @@ from torchtrain.modeling.compilation import compile_layers
 from torchtrain.modeling.finite import first_not_finite
 from torchtrain.modeling.placement import DeviceMap, all_weights, check_can_spread, check_covers, check_spread
 from torchtrain.modeling.recompute import hand_layers_over, save_memory
-from torchtrain.modeling.source import first_line, open_config, read_by_library
+from torchtrain.modeling.source import check_no_adapter, first_line, open_config, read_by_library
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -59,8 +59,8 @@ def load_for_training(
         seed: draws adapters.
 
     Raises:
-        UserError: weights missing, cut off, of another shape or not finite, attention that cannot be replaced, or a
-            check that fails (`torchtrain.modeling.check`, `torchtrain.attention.separation`).
+        UserError: weights missing, cut off, of another shape or not finite, an adapter beside them, attention that
+            cannot be replaced, or a check that fails (`torchtrain.modeling.check`, `torchtrain.attention.separation`).
         OtherRankFailed: with a cutter: another rank found one of these, and says so.
     """
     from torchtrain.attention.hf import implementation_name, register
@@ -133,8 +133,8 @@ def load_for_evaluation(
         trust_remote_code: whether code of the model may run.
 
     Raises:
-        UserError: another attention; a device map without accelerate or room; no causal language model; or weights
-            missing, cut off, of another shape or not finite.
+        UserError: another attention; a device map without accelerate or room; no causal language model, or an adapter
+            beside it; or weights missing, cut off, of another shape or not finite.
     """
     if attention not in ("sdpa", "eager"):  # a name that training registered would run, without a cache
         raise UserError(
@@ -179,6 +179,7 @@ def _load(
     """
     from transformers import AutoModelForCausalLM
 
+    check_no_adapter(source, source)
     _check_weights(source)
     cutting = nullcontext() if cutter is None else _cut_as_they_come(cutter)
     with read_by_library(source, "the model cannot be built", trust_remote_code), cutting:

@@ -29,6 +29,7 @@ _SETTINGS = (
     "added_tokens.json",
     "model.safetensors.index.json",
 )
+_ADAPTER = "adapter_config.json"  # PEFT's; transformers looks for it in every model's folder
 _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_template.jinja")
 # The shapes of the paper's models, for planning without a hub: index.json has how many weights each has, a folder of
 # its id the config.json published there, without dtype and versions. They are typed in, not fetched: a test holds the
@@ -68,7 +69,7 @@ def resolve_source(
         trust_remote_code: whether the model's own code is needed, too.
 
     Raises:
-        UserError: none of the three, a damaged file; or `smollm2` cannot be made.
+        UserError: none of the three, a damaged file, an adapter beside a model; or `smollm2` cannot be made.
     """
     if source == "smollm2":
         return str(smollm2_folder(cache, say))
@@ -86,7 +87,27 @@ def resolve_source(
         found = next((path.name for path in sorted(folder.glob("*.bin"))), None)
         instead = f"; {quoted(found)} may run code when it is read, so convert it to safetensors" if found else ""
         raise UserError(f"model.source {quoted(source)}: the folder holds no weights in *.safetensors{instead}")
+    if weights:
+        check_no_adapter(source, folder)
     return str(folder)
+
+
+def check_no_adapter(source: str, folder: str | Path) -> None:
+    """Refuse an adapter beside a model: where peft is installed transformers would put it into the model unasked, and
+    save it in the model's place.
+
+    Args:
+        source: as the user gave it.
+        folder: what `resolve_source` returns for it.
+
+    Raises:
+        UserError: the folder has an `adapter_config.json`.
+    """
+    if os.path.lexists(Path(folder) / _ADAPTER):
+        raise UserError(
+            f"model.source {quoted(source)}: {quoted(str(folder))} holds an adapter beside a model; merge it into the "
+            f"model, or move {_ADAPTER} away (of a model from a hub, in a copy of the folder)"
+        )
 
 
 def find_published(source: str) -> Path | None:

@@ -1,5 +1,6 @@
 """The trained model as an ordinary Hugging Face folder."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from anchorline.files import commit, follow_umask
 from torchtrain.modeling.save import save_folder
+from torchtrain.run.folder import is_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -36,9 +38,14 @@ def export(
         weights: the state dict, where the model does not hold it whole.
         end: gives the folder its name.
         write_adapter: writes an adapter into the folder, as well.
+
+    Raises:
+        OSError: it cannot be written, or config.json or weights are not there when they should be.
     """
     partial.mkdir(exist_ok=True)
     save_folder(model, tokenizer, partial, weights)
+    if not is_whole(partial):  # a library that saved something else in a model's place must not pass for a model
+        raise OSError(errno.EIO, "config.json and weights are not all there after they were saved", str(partial))
     if write_adapter is not None:
         write_adapter(partial)
     follow_umask(partial)

@@ -25,6 +25,7 @@ from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_confi
 from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors, split_off
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.head import hidden_states
+from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.planning.memory import shape_of_model
 from torchtrain.run import recipe
@@ -392,3 +393,17 @@ def test_dropout_draws_the_same_again_when_a_run_goes_on(place, tmp_path):
     assert losses_of(run) == losses_of(tmp_path / "straight")
     name = "model/model.safetensors"
     assert (run / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_an_adapter_beside_the_model_of_the_source_is_refused_to_train_and_to_evaluate(place, tmp_path):
+    """transformers would take it, and save it in the model's place."""
+    source = Path(shutil.copytree(place.folder / "source", tmp_path / "source"))
+    (source / "adapter_config.json").write_text("{}")
+    said = r"^model\.source '.*' holds an adapter beside a model; merge it into the model, or move adapter_config\.json"
+    for lora in ("null", json.dumps(LORA)):
+        given = [f"model.source={source}", f"model.lora={lora}", f"run.folder={tmp_path / 'run'}"]
+        with pytest.raises(UserError, match=said):
+            recipe.train(load_config(place.config, given), console=QUIET)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=said):
+        load_for_evaluation(str(source))

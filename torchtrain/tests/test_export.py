@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import torchtrain
 from torchtrain.config import RopeConfig
@@ -96,4 +96,19 @@ def test_an_interrupted_export_leaves_no_model(tmp_path, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         export(tiny_model(), tokenizer, tmp_path / "model.partial", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_a_library_saved_in_the_models_place_gets_no_name(tmp_path, monkeypatch):
+    """As transformers does of a model that PEFT's adapter was put into."""
+    real = LlamaForCausalLM.save_pretrained
+
+    def save_adapter_alone(model, folder, **how):
+        real(model, folder, **how)
+        for path in (folder / "config.json", folder / "model.safetensors"):
+            path.rename(path.with_name(f"adapter_{path.name}"))
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_adapter_alone)
+    with pytest.raises(OSError, match=r"config\.json and weights are not all there"):
+        export(tiny_model(), tiny_tokenizer(), tmp_path / "model.partial", tmp_path / "model")
     assert not (tmp_path / "model").exists()
