@@ -162,7 +162,14 @@ class _Run:
             setup = set_up(self.config, self.say, tell, self.world, check)
             if self.evaluation is not None:  # before a folder is made, or an old run goes
                 self.evaluation.check_fits(setup.model, setup.tokenizer)
+            if self.config.model.lora is not None and self.config.model.lora.dropout:
+                self._draw_apart()
             return setup
+
+    def _draw_apart(self) -> None:
+        """Let each rank draw by itself: of one seed all would drop the same elements of different tokens."""
+        own = np.random.SeedSequence(self.config.run.seed, spawn_key=(self.world.rank,))
+        torch.manual_seed(int(own.generate_state(1, np.uint64)[0]))
 
     def train(self, setup: Setup, checkpoint: Manifest | None = None) -> Result | None:
         """Measure the held-out loss, take the steps, measure it again, export.

@@ -395,6 +395,18 @@ def test_dropout_draws_the_same_again_when_a_run_goes_on(place, tmp_path):
     assert (run / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
+def test_ranks_drop_by_themselves_and_a_run_on_two_goes_on_with_the_same_bits(place):
+    given = [f"model.lora={json.dumps(LORA | {'dropout': 0.3})}", "save.last=1", "train.steps=4"]
+    assert place.train("dropout", *given, processes=2) == [0, 0], place.log("dropout")
+    run = place.folder / "dropout"
+    for step in (2, 4):
+        one, two = sorted((run / "checkpoints" / f"step-{step:08d}").glob("rng-*"))
+        assert not torch.equal(load_file(one)["torch"], load_file(two)["torch"]), step
+    straight = Path(shutil.copytree(run, place.folder / "dropout-straight"))
+    assert place.resume("dropout", "--step", "2", processes=2) == [0, 0], place.log("dropout")
+    assert_same(run, straight)
+
+
 def test_an_adapter_beside_the_model_of_the_source_is_refused_to_train_and_to_evaluate(place, tmp_path):
     """transformers would take it, and save it in the model's place."""
     source = Path(shutil.copytree(place.folder / "source", tmp_path / "source"))
