@@ -272,7 +272,7 @@ def _check_same_files(source: str, cutter: "Cutter") -> None:
 def _sample(source: str) -> str:
     """Return a digest of the files of weights by `_SAMPLES` pieces of each, the header among them."""
     digest = hashlib.sha256()
-    for path in sorted(Path(source).glob("*.safetensors")):
+    for path in weight_files(source):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
@@ -283,12 +283,15 @@ def _sample(source: str) -> str:
 
 
 def weight_files(source: str) -> list[Path]:
-    """Return the files of weights of a folder, those of its index where it has one.
+    """Return the files of weights of a folder that transformers reads, and no other's: `model.safetensors`; without it
+    those of its index.
 
     Raises:
         UserError: the index is damaged, or names what is not there.
     """
     folder = Path(source)
+    if (whole := folder / "model.safetensors").exists():
+        return [whole]
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))

@@ -25,7 +25,7 @@ from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_confi
 from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors, split_off
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.head import hidden_states
-from torchtrain.modeling.load import load_for_evaluation
+from torchtrain.modeling.load import digest_weights, load_for_evaluation
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.planning.memory import shape_of_model
 from torchtrain.run import recipe
@@ -405,6 +405,19 @@ def test_ranks_drop_by_themselves_and_a_run_on_two_goes_on_with_the_same_bits(pl
     straight = Path(shutil.copytree(run, place.folder / "dropout-straight"))
     assert place.resume("dropout", "--step", "2", processes=2) == [0, 0], place.log("dropout")
     assert_same(run, straight)
+
+
+def test_the_digest_of_a_base_is_of_what_the_model_loads_alone(place, tmp_path):
+    source = Path(shutil.copytree(place.folder / "source", tmp_path / "source"))
+    own, weights = digest_weights(str(source)), load_file(source / "model.safetensors")
+    save_file({"notes": torch.ones(3)}, source / "notes.safetensors")
+    assert digest_weights(str(source)) == own
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert digest_weights(str(source)) == own
+    shutil.copy2(source / "notes.safetensors", source / "model.safetensors")  # transformers reads it, not the index
+    assert digest_weights(str(source)) != own
 
 
 def test_an_adapter_beside_the_model_of_the_source_is_refused_to_train_and_to_evaluate(place, tmp_path):
