@@ -29,6 +29,8 @@ FREE = (
     "model.layer_chunk",
     "model.trust_remote_code",
 )
+# Besides, where adapters are trained: the identity tells the base by its content, and it may have moved.
+FREE_WITH_LORA = ("model.source",)
 _ABSENT = "nothing"
 
 
@@ -45,7 +47,8 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
     """
     before = validate(Config, restore_meaning(dict(was)), "the run's config")
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
-    if changes := [change for change in found if not is_free(change[0])]:
+    free = FREE if config.model.lora is None else FREE + FREE_WITH_LORA
+    if changes := [change for change in found if not is_free(change[0], free)]:
         raise UserError(f"{_tell_changes(changes)}; undo that, or train anew with a run.folder of its own")
 
 
@@ -64,7 +67,8 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         ("model", "the config.json of model.source is another one; put back the one of the run"),
         (
             "frozen",
-            "the weights of model.source, which model.lora leaves as they are, are others; put back those of the run",
+            "the weights of model.source, which model.lora leaves as they are, are others; put back those of the run, "
+            "or say where they lie: model.source=FOLDER",
         ),
         ("data", "data.sources hold something else; put back the data of the run"),
         ("tokens", "data.sources were tokenised to something else; put back the data of the run"),
@@ -102,9 +106,9 @@ def describe_changes(manifest: Manifest, layout: ProcessLayout) -> str:
     return ", ".join(f"{name} {then} then, {here} now" for name, then, here in differences(was, now))
 
 
-def is_free(name: str) -> bool:
+def is_free(name: str, free: tuple[str, ...] = FREE) -> bool:
     """Whether a setting, in dotted form, may differ when a run is resumed."""
-    return any(name == free or name.startswith(free + ".") for free in FREE)
+    return any(name == one or name.startswith(one + ".") for one in free)
 
 
 def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from torchtrain.distributed.cut import Cutter
+    from torchtrain.distributed.world import World
 
 _SAMPLES, _SAMPLE = 64, 2**14  # pieces of a file, and bytes of a piece
 
@@ -79,7 +80,7 @@ def load_for_training(
             cutter,
         )
     if cutter is not None:
-        _check_same_files(source, cutter)
+        check_same_files(source, cutter.world)
     if model.rotation == "float32":
         rotate_in_float32(loaded)
     if model.lora is not None:
@@ -251,17 +252,17 @@ def _cut_as_they_come(cutter: "Cutter") -> Iterator[None]:
             os.environ[ahead] = before
 
 
-def _check_same_files(source: str, cutter: "Cutter") -> None:
-    """Check that all ranks read the same weights: each keeps parts of its own, which must make one model.
+def check_same_files(source: str, world: "World") -> None:
+    """Check that all ranks read the same weights: what they load must make one model.
 
     Raises:
         UserError: a rank's files differ from the first's, in size or in what stands at `_SAMPLES` places.
         OtherRankFailed: on the ranks whose files do not.
     """
-    with cutter.world.together():
+    with world.together():
         own = _sample(source)
-    first = cutter.world.from_first(own)
-    with cutter.world.together():
+    first = world.from_first(own)
+    with world.together():
         if own != first:
             raise UserError(
                 f"model.source {quoted(source)}: the weights here are not those of rank 0; copy the same model to "

@@ -37,7 +37,7 @@ from torchtrain.distributed.threads import share_cores
 from torchtrain.distributed.world import ALONE, World, here
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.compilation import check_compiler
-from torchtrain.modeling.load import digest_weights, load_for_training
+from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
@@ -108,7 +108,8 @@ def set_up(
     anchor_ids(tokenizer, config.pack)
 
     identity = _identity_of(config, model_config, tokenizer)
-    if config.model.lora is not None:  # a checkpoint has not what is frozen
+    if config.model.lora is not None:  # a checkpoint has not what is frozen, and no rank gets it from another
+        check_same_files(source, world)
         with world.together():
             frozen = digest_weights(source) if world.rank == 0 else ""
         identity["frozen"] = {"sha256": world.from_first(frozen)}
@@ -190,6 +191,8 @@ def set_up(
     }
     here_already = config.model.source == "smollm2" or Path(config.model.source).is_dir()
     base = str(Path(source).resolve()) if here_already else config.model.source
+    if config.model.lora is not None:
+        record["model_folder"] = str(Path(source).resolve())  # which the run needs for as long as it may go on
     return Setup(engine, base, model, tokenizer, own_positions, store, rows, held_out, identity, record)
 
 

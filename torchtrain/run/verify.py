@@ -1,6 +1,7 @@
 """What has a digest is read and checked: a token store, or all of a run."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from anchorline.files import FileEntry, differs, entry_of, expand
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.data.store import HEADER, TokenStore
+from torchtrain.modeling.load import digest_weights, weight_files
 from torchtrain.run.folder import RunFolder
 
 
@@ -30,7 +32,8 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
 
     Args:
         folder: a token store's, or a run's; of a run its checkpoints, the beginning of `metrics.jsonl` that belongs to
-            the last of them, the models it exported, and the store it was trained from, wherever that lies.
+            the last of them, the models it exported, and, wherever they lie, the store it was trained from and the
+            weights beside which it trained adapters.
 
     Raises:
         UserError: it is neither.
@@ -60,6 +63,9 @@ def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
     yield from _bad("outputs.json", lambda: models.update(run.listed_models()))
     for name, files in models.items():
         yield _check(name, lambda name=name, files=files: _model(run.path / name, files))
+    if isinstance(sha256 := _look_up(record, "identity", "frozen", "sha256"), str):
+        base = _find_base(record, checkpoints.path(steps[-1]) if steps else None)
+        yield _check(f"base {quoted(base)}", lambda: _base(base, sha256))
     tokens, cache = _look_up(record, "corpus_fingerprint"), _look_up(record, "config", "data", "cache")
     if isinstance(tokens, str) and isinstance(cache, str):
         held = _look_up(record, "corpus_folder")
@@ -106,6 +112,30 @@ def _store(folder: Path, sha256: Any = None) -> str:
         raise UserError("holds other tokens than those the run was trained on")
     missing = "" if store.files else "; made before offsets and domains had digests: their bounds were checked"
     return f"{len(store):,} documents, {store.token_count:,} tokens, {len(store.digests)} files{missing}"
+
+
+def _find_base(record: dict[str, Any], checkpoint: Path | None) -> Path:
+    """Return where the weights lie that a run with adapters leaves as they are: it may have gone on with them elsewhere
+    than where it began.
+    """
+    begun, found = _look_up(record, "config", "model", "source"), _look_up(record, "model_folder")
+    if checkpoint is not None:
+        with suppress(UserError, OSError):  # a bad one is told by itself
+            last = _look_up(Manifest.read(checkpoint).config, "model", "source")
+            if isinstance(last, str) and last != begun:
+                return expand(last)
+    return Path(found) if isinstance(found, str) else expand(str(begun))
+
+
+def _base(folder: Path, sha256: str) -> str:
+    if not folder.is_dir():
+        raise UserError(
+            "is not there, and a resumed run needs its weights; put it back, or resume with model.source=FOLDER"
+        )
+    if digest_weights(str(folder)) != sha256:
+        raise UserError("holds other weights than those the run leaves as they are")
+    files = weight_files(str(folder))
+    return f"{len(files)} files, {sum(path.stat().st_size for path in files):,} bytes"
 
 
 def _checkpoint(checkpoints: Checkpoints, step: int) -> str:

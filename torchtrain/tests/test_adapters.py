@@ -20,8 +20,10 @@ from anchorline.errors import UserError
 from torchtrain.attention import make_plan
 from torchtrain.attention.separation import check_separation
 from torchtrain.bench.truth import error_ratio
+from torchtrain.checkpoint.identity import check_config
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_config
+from torchtrain.distributed.world import World
 from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors, split_off
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.head import hidden_states
@@ -29,6 +31,8 @@ from torchtrain.modeling.load import digest_weights, load_for_evaluation
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.planning.memory import shape_of_model
 from torchtrain.run import recipe
+from torchtrain.run.setup import set_up
+from torchtrain.run.verify import verify_folder
 from torchtrain.tests.runs import assert_same
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_config, tiny_model
 from torchtrain.training.events import read_metrics
@@ -418,6 +422,47 @@ def test_the_digest_of_a_base_is_of_what_the_model_loads_alone(place, tmp_path):
     assert digest_weights(str(source)) == own
     shutil.copy2(source / "notes.safetensors", source / "model.safetensors")  # transformers reads it, not the index
     assert digest_weights(str(source)) != own
+
+
+def test_a_rank_whose_base_is_another_is_refused_without_zero_too(place, tmp_path):
+    class Second(World):
+        def from_first(self, value: Any) -> Any:
+            return "what rank 0 has"
+
+    config = load_config(place.config, [f"model.lora={json.dumps(LORA)}", f"run.folder={tmp_path / 'run'}"])
+    with pytest.raises(UserError, match=r"the weights here are not those of rank 0; copy the same model to every"):
+        set_up(config, lambda line: None, world=Second(rank=1))
+
+
+def test_a_base_that_has_moved_is_named_verified_and_gone_on_with(train, tmp_path, place):
+    run = copied(train("straight"), tmp_path / "run")
+    source = Path(shutil.copytree(place.folder / "source", tmp_path / "elsewhere"))
+
+    def base_of() -> list[str]:
+        return [str(found) for found in verify_folder(run) if found.what.startswith("base ")]
+
+    (found,) = base_of()
+    assert found.startswith(f"good base {(place.folder / 'source').resolve()}: 1 files, ")
+    given = [f"run.folder={run}", f"model.source={source}"]
+    recipe.resume(load_config(run / "config.yaml", given), step=4, console=QUIET)
+    settings = json.loads((run / "model" / FOLDER / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(source)
+    assert (run / "model" / "model.safetensors").read_bytes() == (
+        train("straight") / "model" / "model.safetensors"
+    ).read_bytes()
+    assert base_of()[0].startswith(f"good base {source}: ")
+    weights = load_file(source / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] += 1
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    assert base_of() == [f"BAD  base {source}: holds other weights than those the run leaves as they are"]
+    shutil.rmtree(source)
+    assert "is not there, and a resumed run needs its weights" in base_of()[0]
+
+
+def test_a_source_that_has_moved_is_refused_where_every_weight_is_trained(place):
+    config = partial(load_config, place.config)
+    with pytest.raises(UserError, match=r"^model\.source: .* in the run, 'elsewhere' now"):
+        check_config(config().model_dump(mode="json"), config(["model.source=elsewhere"]))
 
 
 def test_an_adapter_beside_the_model_of_the_source_is_refused_to_train_and_to_evaluate(place, tmp_path):

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from anchorline.errors import UserError
-from torchtrain.checkpoint.identity import FREE, check_config, check_identity, describe_changes, differences
+from torchtrain.checkpoint.identity import (
+    FREE,
+    FREE_WITH_LORA,
+    check_config,
+    check_identity,
+    describe_changes,
+    differences,
+)
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import load_config
 from torchtrain.tests.checkpoint_fixtures import IDENTITY, LAYOUT, make_strategy, save
@@ -35,7 +42,7 @@ def test_the_same_run_may_go_on_elsewhere_and_otherwise_spread(saved):
 def test_the_docs_say_what_may_change():
     text = (Path(__file__).parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
     told = text.partition("What may change on resume:")[2].partition("Anything else")[0]
-    assert [name for name in FREE if f"`{name}`" not in told] == []
+    assert [name for name in FREE + FREE_WITH_LORA if f"`{name}`" not in told] == []
 
 
 def test_rows_that_an_earlier_version_packed_in_another_order_are_refused(saved):
