@@ -11,6 +11,7 @@ Legend: O, I width of what a layer makes and takes · R rank.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -51,7 +52,7 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
     linear = _linear_layers(model)
     if not linear:
         raise UserError(f"model.lora: {model.config.model_type} has no linear layers for adapters; set it to null")
-    settings = _settings_of(lora, linear)
+    settings = _settings_of(model, lora, linear)
     targets: list[str] = sorted(settings.target_modules)
     for target in targets:
         if not any(_is_end(target, name) for name in linear):
@@ -60,6 +61,7 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
                 f"{model.config.model_type}; it has {', '.join(sorted(_ends(linear)))} (embedding, head and norms: "
                 "model.lora.also_train)"
             )
+    _check_rank(lora.rank, {name: linear[name] for name in linear if any(_is_end(target, name) for target in targets)})
     owners = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     also = _named_by(lora.also_train, owners, model)
     if twice := [name for name in also if name in linear and any(_is_end(target, name) for target in targets)]:
@@ -133,6 +135,7 @@ def save_adapter(
     # A tied weight has two names, and PEFT reads both only if both are named.
     tied = sorted(name for name in whole if not any(name.endswith(end) for end in lora.also_train))
     settings = _settings_of(
+        model,
         lora,
         layers,
         modules_to_save=[*lora.also_train, *tied] or None,
@@ -148,9 +151,13 @@ def save_adapter(
     save_file(once, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _settings_of(lora: LoraSettings, layers: Iterable[str], **more: Any) -> Any:
+def _settings_of(model: "PreTrainedModel", lora: LoraSettings, layers: Iterable[str], **more: Any) -> Any:
     """Return PEFT's settings, for a model whose linear layers but the head are these."""
     from peft import LoraConfig
+
+    # PEFT knows layers by the ends of names, and the head's may be that of others: this one, of that very name, not.
+    head = head_of(model)
+    more["exclude_modules"] = re.escape(next(name for name, module in model.named_modules() if module is head))
 
     targets = sorted(_ends(layers)) if lora.target_modules == "all-linear" else lora.target_modules
     alpha: Any = lora.alpha  # any number, though PEFT says an integer
@@ -178,10 +185,26 @@ def _has_adapter(module: Any) -> bool:
     return _NAME in getattr(module, "lora_A", ())
 
 
-def _linear_layers(model: "PreTrainedModel") -> list[str]:
-    """Return the names of all linear layers but the head."""
+def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
+    """Return all linear layers but the head, by name."""
     head = head_of(model)
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+
+
+def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:
+    """Check that at least one of the layers that get adapters has so high a rank itself: a product of narrower matrices
+    cannot have more. Beside it there may be narrower ones, such as a router.
+
+    Raises:
+        UserError: none has.
+    """
+    name, widest = max(layers.items(), key=lambda item: min(item[1].in_features, item[1].out_features))
+    most = min(widest.in_features, widest.out_features)
+    if rank > most:
+        raise UserError(
+            f"model.lora.rank {rank}: is more than any layer that gets an adapter can use, {most} in {name} "
+            f"({widest.in_features} to {widest.out_features}); set it to {most} or less"
+        )
 
 
 def _named_by(ends: Iterable[str], owners: list[str], model: "PreTrainedModel") -> list[str]:

@@ -24,6 +24,7 @@ from torchtrain.checkpoint.identity import check_config
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_config
 from torchtrain.distributed.world import World
+from torchtrain.modeling import adapters
 from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors, split_off
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.head import hidden_states
@@ -363,6 +364,11 @@ MODULES = r"it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj
         ({"also_train": ["embed"]}, [], "model.lora.also_train 'embed': .* it has down_proj, embed_tokens, gate_proj"),
         ({"also_train": ["up_proj"]}, [], "layers.0.mlp.up_proj has an adapter, by model.lora.target_modules, too"),
         ({"rank": 0}, [], "model.lora.rank: 0"),
+        (
+            {"rank": 65536},
+            [],
+            r"model.lora.rank 65536: is more than .* adapter can use, 32 in .* set it to 32 or less$",
+        ),
         ({"target_modules": []}, [], "model.lora.target_modules"),
         ({"r": 8}, [], "model.lora.r: unknown key"),
         ({"dropout": 1}, [], "model.lora.dropout: 1"),
@@ -463,6 +469,17 @@ def test_a_source_that_has_moved_is_refused_where_every_weight_is_trained(place)
     config = partial(load_config, place.config)
     with pytest.raises(UserError, match=r"^model\.source: .* in the run, 'elsewhere' now"):
         check_config(config().model_dump(mode="json"), config(["model.source=elsewhere"]))
+
+
+def test_a_head_that_is_called_as_inner_layers_has_no_adapter(monkeypatch):
+    model = tiny_model()
+    model.o_proj = model.lm_head
+    del model.lm_head
+    monkeypatch.setattr(adapters, "head_of", lambda model: model.o_proj)
+    add_adapters(model, LoraSettings(rank=2), 0)
+    found = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    assert "o_proj" not in found
+    assert len([name for name in found if name.endswith(".o_proj")]) == len(model.model.layers)
 
 
 def test_an_adapter_beside_the_model_of_the_source_is_refused_to_train_and_to_evaluate(place, tmp_path):
