@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torchtrain.distributed.cut import Cutter
     from torchtrain.distributed.world import World
 
+_READERS = 8  # files of weights that are hashed at a time
 _SAMPLES, _SAMPLE = 64, 2**14  # pieces of a file, and bytes of a piece
 
 
@@ -314,14 +316,21 @@ def digest_weights(source: str) -> str:
     from safetensors import safe_open
 
     _check_weights(source)
-    found: dict[str, str] = {}
-    for path in weight_files(source):
+
+    def digest_file(path: Path) -> dict[str, str]:
+        found: dict[str, str] = {}
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 x = file.get_tensor(name)
                 digest = hashlib.sha256(f"{x.dtype} {list(x.shape)} ".encode())
                 digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
                 found[name] = digest.hexdigest()
+        return found
+
+    found: dict[str, str] = {}
+    with ThreadPoolExecutor(_READERS) as pool:  # hashing lets other threads run
+        for of_file in pool.map(digest_file, weight_files(source)):
+            found |= of_file
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 

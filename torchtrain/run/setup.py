@@ -110,6 +110,7 @@ def set_up(
     identity = _identity_of(config, model_config, tokenizer)
     if config.model.lora is not None:  # a checkpoint has not what is frozen, and no rank gets it from another
         check_same_files(source, world)
+        say(f"reading {config.model.source}: its weights, which model.lora leaves as they are, are known by a digest")
         with world.together():
             frozen = digest_weights(source) if world.rank == 0 else ""
         identity["frozen"] = {"sha256": world.from_first(frozen)}

@@ -144,7 +144,9 @@ def test_what_is_trained_and_what_is_not_is_told(place, tmp_path, capsys):
         f"run.folder={tmp_path / 'run'}",
     ]
     recipe.train(load_config(place.config, given), console=Console(stderr=True, width=200))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lora ")]
+    said = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("reading ") and "known by a digest" in line for line in said) == 1
+    (line,) = [line for line in said if line.startswith("lora ")]
     model = tiny_model()
     whole = sum(p.numel() for p in model.parameters())
     add_adapters(model, LoraSettings(**LORA), 0)
