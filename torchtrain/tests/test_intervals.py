@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from torchtrain.evaluation.intervals import documents_interval, mcnemar, mean_interval, paired_interval, sign_flip
+from torchtrain.evaluation.intervals import (
+    documents_interval,
+    mcnemar,
+    mean_interval,
+    paired_interval,
+    sign_flip,
+    tell_perplexity,
+)
 from torchtrain.evaluation.scoring import score
 
 
@@ -42,9 +49,24 @@ def test_signs_are_tried_or_drawn():
 
 def test_equal_scores_do_not_prove_two_runs_equal():
     mean, low, high = paired_interval([np.zeros(20)] * 3, [np.zeros(20)] * 3)
-    assert (mean, low, high) == pytest.approx((0.0, -0.0596, 0.0596), abs=1e-4)  # 1 - .025 ** (1 / 60)
+    unseen = (1 - 0.025 ** (1 / 20)) / 3**0.5
+    assert (mean, low, high) == pytest.approx((0.0, -unseen, unseen))
     assert paired_interval([np.ones(5)], [np.zeros(5)])[2] == 1
-    assert paired_interval([np.ones(5)], [np.zeros(5)], scores=False) == (1, 1, 1)
+    # A task of one sample weighs as much as one of two hundred, and alone may move the mean by half.
+    _, low, high = paired_interval([np.zeros(1), np.zeros(200)], [np.zeros(1), np.zeros(200)])
+    assert -low == high > 0.48
+
+
+def test_losses_that_differ_alike_have_no_interval():
+    assert documents_interval([0.3]) is None
+    assert documents_interval([0.3, 0.3]) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [(0.0, "1.00"), (13.0, "442413.39"), (20.0, "4.9e+08"), (708.0, "3.0e+307"), (800.0, "inf")]
+)
+def test_a_perplexity_is_told_whatever_it_is(loss, told):
+    assert tell_perplexity(loss) == told
 
 
 def test_a_loss_has_students_interval_over_documents():
