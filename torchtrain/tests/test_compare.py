@@ -1,9 +1,12 @@
 """Which runs stand side by side, and which are refused, in one line."""
 
+import re
+
 import pytest
 
 from anchorline.errors import UserError
 from torchtrain.evaluation.compare import compare
+from torchtrain.evaluation.results import NotRun, check_one_model
 from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, settings_of, task_result
 
 
@@ -127,3 +130,57 @@ def test_what_is_no_result_is_one_line(tmp_path):
         place.write_text(damaged)
         with pytest.raises(UserError, match=said):
             compare([tmp_path / "a"])
+
+
+@pytest.mark.parametrize("what", ["weights", "dtype", "engine", "anchor"])
+def test_a_row_is_of_one_model_asked_in_one_way(tmp_path, what):
+    """Each task's results agree among themselves; an average over both would be of two models."""
+    other = {"weights": "v", "dtype": "bfloat16", "engine": {"backend": "vllm"}, "anchor": [1]}[what]
+    save_results(tmp_path / "a", task_result(), task_result("cwe", settings=settings_of(**{what: other})))
+    with pytest.raises(UserError, match=rf"a: (cwe and fwe|fwe and cwe) of '?model'? were measured with other {what}"):
+        compare([tmp_path / "a"])
+
+
+def test_perplexity_is_of_the_same_weights_and_needs_no_anchor(tmp_path):
+    save_results(tmp_path / "a", task_result(settings=settings_of(anchor=[1])), perplexity_result())
+    compare([tmp_path / "a"])
+    strange = perplexity_result().model_copy(update={"settings": settings_of("d", weights="v")})
+    save_results(tmp_path / "a", strange)
+    with pytest.raises(UserError, match="were measured with other weights"):
+        compare([tmp_path / "a"])
+
+
+def test_results_that_were_changed_by_hand_are_not_paired(tmp_path):
+    save_results(tmp_path / "a", task_result(scores=[1.0, 0.0, 1.0]))
+    save_results(tmp_path / "b", task_result(scores=[1.0, 0.0]))
+    with pytest.raises(UserError, match="fwe at 1,024 has other samples, though it says the same"):
+        compare([tmp_path / "a", tmp_path / "b"])
+
+
+@pytest.mark.parametrize(
+    ("result", "old", "new", "says"),
+    [
+        (task_result(), '"index": 1', '"index": 0', "one sample stands there twice"),
+        (task_result(), '"fwe"', '"foo"', "is none of ours"),
+        (perplexity_result(), "1.9,", "", "of different documents"),
+        (perplexity_result(), '"first": 256', '"first": 300', "does not begin where the one before ends"),
+    ],
+)
+def test_a_damaged_result_is_told(tmp_path, result, old, new, says):
+    save_results(tmp_path / "a", result)
+    (place,) = (tmp_path / "a" / "model").iterdir()
+    text = re.sub(r"\s*".join(map(re.escape, old.split())), new, place.read_text(), count=1)
+    assert text != place.read_text()
+    place.write_text(text)
+    with pytest.raises(UserError, match=rf"is damaged, or of another version \(.*{says}"):
+        compare([tmp_path / "a"])
+
+
+def test_another_model_is_not_measured_into_a_folder_that_holds_one(tmp_path):
+    """Of tasks that the suite does not have, too: their scores would be averaged with its own."""
+    save_results(tmp_path, task_result("cwe"), NotRun(task="qa_1", length=1024, checkpoint="model", not_run="no file"))
+    check_one_model(tmp_path, "model", settings_of())
+    check_one_model(tmp_path, "step-1", settings_of(weights="v"))
+    for other in ({"weights": "v"}, {"dtype": "bfloat16"}):
+        with pytest.raises(UserError, match=rf"cwe-1024\.json'? was measured with other {next(iter(other))}"):
+            check_one_model(tmp_path, "model", settings_of(**other))
