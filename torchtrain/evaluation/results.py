@@ -133,6 +133,8 @@ class PerplexityResult(_Strict):
     source: str
     settings: Settings
     text: str
+    identity: dict[str, Any] = {}  # the suite's `perplexity`; {}: a result from before this was recorded
+    device: str | None = None
     buckets: list[Bucket]
     strided: float | None  # mean loss in windows of half the length, if they were asked for
     seconds: float
