@@ -11,6 +11,7 @@ import numpy as np
 
 from anchorline.errors import UserError
 from torchtrain.evaluation.intervals import (
+    are_equal,
     documents_interval,
     interval_of,
     mcnemar,
@@ -105,8 +106,8 @@ def _over_seeds(run: Measured, other: Measured, of: Callable[[Measured], float])
     """
     if len(run.seeds) < 2 or len(run.seeds) != len(other.seeds):
         return None
-    low, high = seeds_interval(list(map(of, run.seeds)), list(map(of, other.seeds)))
-    return (low, high) if low < high else None
+    a, b = list(map(of, run.seeds)), list(map(of, other.seeds))
+    return None if are_equal(np.subtract(a, b)) else seeds_interval(a, b)
 
 
 def _side_by_side(

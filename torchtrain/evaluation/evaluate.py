@@ -150,18 +150,19 @@ def _check_finished(
     Raises:
         UserError: one result is not.
     """
-    name = evaluated.checkpoint.name
+    name, of_tasks = evaluated.checkpoint.name, None
     for length, task, samples in _jobs(name, suite, lengths, evaluated.tokenizer, materials):
         if isinstance(samples, SampleSet):
             settings = _settings(evaluated, task, samples, anchor)
             finished_result(result_path(out, name, task, length), settings)
-            check_one_model(out, name, settings)
+            of_tasks = of_tasks or settings
     if suite.perplexity is not None:
         for length in lengths:
             documents = long_documents(suite.perplexity, evaluated.tokenizer, length)
             settings = _perplexity_settings(evaluated, suite.perplexity, documents)
             finished_result(result_path(out, name, "perplexity", length), settings)
-            check_one_model(out, name, settings)
+    if of_tasks is not None:
+        check_one_model(out, name, of_tasks)
 
 
 def check_suite(suite: Suite, lengths: Sequence[int]) -> None:

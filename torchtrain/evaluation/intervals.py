@@ -41,9 +41,9 @@ def interval_of(scores: Sequence[Sequence[float] | np.ndarray]) -> tuple[float, 
 def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[float, float, float]:
     """Return the mean over tasks of a - b, paired by sample, and its 95 per cent interval (bootstrap, seeded).
 
-    Where the scores of all samples of all tasks differ alike the bootstrap has no width, and the interval is of what no
-    sample showed: a share p of a task's samples that differ otherwise stays unseen in all n with a chance of (1 - p)^n.
-    Each task has the bound of its own n, for each weighs alike, and half widths are added as squares.
+    Where the scores of all samples of a task differ alike the bootstrap gives it no width, and it has that of what no
+    sample showed: a share p of samples that differ otherwise stays unseen in all n with a chance of (1 - p)^n. Half
+    widths are added as squares.
 
     Args:
         a, b: of each task the scores [samples], 0 to 1, of the same samples.
@@ -55,11 +55,16 @@ def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[f
         draws += difference[random.integers(0, len(difference), (DRAWS, len(difference)))].mean(-1)
     low, high = np.quantile(draws / len(a), [0.025, 0.975])
     mean = float(np.mean([np.mean(x - y) for x, y in zip(a, b, strict=True)]))
-    if all(np.ptp(x - y) == 0 for x, y in zip(a, b, strict=True)):
-        each = [(float((x - y)[0]), 1 - 0.025 ** (1 / len(x))) for x, y in zip(a, b, strict=True)]
-        below, above = ([unseen * (1 + sign * of) for of, unseen in each] for sign in (1, -1))
-        low, high = mean - math.hypot(*below) / len(a), mean + math.hypot(*above) / len(a)
+    alike = [(float((x - y)[0]), len(x)) for x, y in zip(a, b, strict=True) if are_equal(x - y)]
+    each = [(of, 1 - 0.025 ** (1 / n)) for of, n in alike]
+    below, above = ([unseen * (1 + sign * of) / len(a) for of, unseen in each] for sign in (1, -1))
+    low, high = mean - math.hypot(mean - low, *below), mean + math.hypot(high - mean, *above)
     return mean, float(low), float(high)
+
+
+def are_equal(numbers: Sequence[float] | np.ndarray) -> bool:
+    """Whether numbers are one number but for rounding."""
+    return bool(np.ptp(numbers) <= 1e-9 * max(1.0, float(np.max(np.abs(numbers)))))
 
 
 def sign_flip(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
@@ -95,7 +100,7 @@ def documents_interval(losses: Sequence[float] | np.ndarray) -> tuple[float, flo
     Args:
         losses: [documents], nats.
     """
-    if len(losses) < 2 or np.ptp(losses) == 0:
+    if len(losses) < 2 or are_equal(losses):
         return None
     low, high = seeds_interval(list(losses), [0.0] * len(losses))
     return float(np.mean(losses)), low, high

@@ -264,15 +264,22 @@ def finished_or_none(path: Path, settings: Settings) -> TaskResult | PerplexityR
 
 
 def check_one_model(out: Path, checkpoint: str, settings: Settings) -> None:
-    """Check that all results of a checkpoint below a folder, of whatever tasks, are of these weights and this dtype.
+    """Check that all results of a checkpoint below a folder are of one model, asked in one way.
+
+    Args:
+        out: the folder.
+        checkpoint: its name.
+        settings: of a task that will be measured.
 
     Raises:
-        UserError: one is of others: an average would be over two models; or one is damaged.
+        UserError: one is of other weights or dtype, or of a task with another anchor or engine (an average would be
+            over both), or is damaged.
     """
     for path in sorted((out / checkpoint).glob("*.json")):
         if not _NAME.fullmatch(path.name) or isinstance(found := read_result(path), NotRun):
             continue
-        for name in ("weights", "dtype"):
+        asked = ("engine", "anchor") if isinstance(found, TaskResult) else ()
+        for name in ("weights", "dtype", *asked):
             was, now = getattr(found.settings, name), getattr(settings, name)
             if was != now:
                 raise UserError(

@@ -55,11 +55,17 @@ def test_equal_scores_do_not_prove_two_runs_equal():
     # A task of one sample weighs as much as one of two hundred, and alone may move the mean by half.
     _, low, high = paired_interval([np.zeros(1), np.zeros(200)], [np.zeros(1), np.zeros(200)])
     assert -low == high > 0.48
+    varied = np.random.default_rng(0).integers(0, 2, 200).astype(float)
+    _, low, high = paired_interval([np.ones(1), varied], [np.zeros(1), varied[::-1]])
+    assert low < 0.05
+    assert high - low < 2
 
 
 def test_losses_that_differ_alike_have_no_interval():
     assert documents_interval([0.3]) is None
-    assert documents_interval([0.3, 0.3]) is None
+    losses = np.array([2, 3.7, 0.9, 5.3])
+    assert np.ptp(losses - (losses + 0.1)) > 0  # by rounding alone
+    assert documents_interval(losses - (losses + 0.1)) is None
 
 
 @pytest.mark.parametrize(
