@@ -317,7 +317,7 @@ def measure_perplexity(
         settings=settings,
         text=source_name(config.source) + _may_know(checkpoint.training, config),
         identity=config.model_dump(mode="json", exclude_none=True),
-        device=str(model.device),
+        device=tell_devices(model),
         buckets=[
             Bucket(first=first, end=end, losses=[of[i] for of in means])
             for i, (first, end) in enumerate(buckets(length))

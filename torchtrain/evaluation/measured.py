@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from anchorline.errors import UserError, quoted
-from torchtrain.evaluation.results import Found, NotRun, PerplexityResult, TaskResult, read_results
+from torchtrain.evaluation.results import Found, NotRun, PerplexityResult, TaskResult, alike_in, read_results
 from torchtrain.evaluation.suite import LONGBENCH, NOT_IN_ELEVEN, TASKS, benchmark_of
 
 AFTERWARDS, ON_THE_WAY = "-evaluation", "-on-the-way"  # folders of results, beside the run's
@@ -246,13 +246,13 @@ def _check_one_model(name: str, results: Sequence[TaskResult | PerplexityResult]
     Raises:
         UserError: an average over tasks would be over two of them: says of which.
     """
-    tasks = [result for result in results if isinstance(result, TaskResult)]
-    for what, of in (("weights", results), ("dtype", results), ("engine", tasks), ("anchor", tasks)):
-        for result in of[1:]:
-            was, now = getattr(of[0].settings, what), getattr(result.settings, what)
+    first = results[0]  # of a task, where there is one: of perplexity less is alike
+    for result in results[1:]:
+        for what in alike_in(result):
+            was, now = getattr(first.settings, what), getattr(result.settings, what)
             if was != now:
                 raise UserError(
-                    f"{name}: {of[0].task} and {result.task} of {quoted(result.checkpoint)} were measured with other "
+                    f"{name}: {first.task} and {result.task} of {quoted(result.checkpoint)} were measured with other "
                     f"{what} ({quoted(was, 20)} and {quoted(now, 20)}); evaluate it in a new --out, or remove the "
                     "results of one"
                 )

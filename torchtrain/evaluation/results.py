@@ -263,6 +263,11 @@ def finished_or_none(path: Path, settings: Settings) -> TaskResult | PerplexityR
         return None
 
 
+def alike_in(result: "TaskResult | PerplexityResult") -> tuple[str, ...]:
+    """Return in which `Settings` all results of a checkpoint agree, or an average would be over several models."""
+    return ("weights", "dtype", "engine", "anchor") if isinstance(result, TaskResult) else ("weights", "dtype")
+
+
 def check_one_model(out: Path, checkpoint: str, settings: Settings) -> None:
     """Check that all results of a checkpoint below a folder are of one model, asked in one way.
 
@@ -278,8 +283,7 @@ def check_one_model(out: Path, checkpoint: str, settings: Settings) -> None:
     for path in sorted((out / checkpoint).glob("*.json")):
         if not _NAME.fullmatch(path.name) or isinstance(found := read_result(path), NotRun):
             continue
-        asked = ("engine", "anchor") if isinstance(found, TaskResult) else ()
-        for name in ("weights", "dtype", *asked):
+        for name in alike_in(found):
             was, now = getattr(found.settings, name), getattr(settings, name)
             if was != now:
                 raise UserError(

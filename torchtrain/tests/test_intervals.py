@@ -56,9 +56,10 @@ def test_equal_scores_do_not_prove_two_runs_equal():
     _, low, high = paired_interval([np.zeros(1), np.zeros(200)], [np.zeros(1), np.zeros(200)])
     assert -low == high > 0.48
     varied = np.random.default_rng(0).integers(0, 2, 200).astype(float)
-    _, low, high = paired_interval([np.ones(1), varied], [np.zeros(1), varied[::-1]])
-    assert low < 0.05
-    assert high - low < 2
+    alone = paired_interval([varied], [varied[::-1]])
+    mean, low, high = paired_interval([np.ones(1), varied], [np.zeros(1), varied[::-1]])
+    assert mean - low == pytest.approx(np.hypot((alone[0] - alone[1]) / 2, 0.975), rel=0.01)  # the one might be -1
+    assert high - mean == pytest.approx((alone[2] - alone[0]) / 2, rel=0.01)  # and no more than 1
 
 
 def test_losses_that_differ_alike_have_no_interval():

@@ -9,8 +9,9 @@ from anchorline.errors import UserError
 from torchtrain.evaluation.compare import compare
 from torchtrain.evaluation.measured import ELEVEN, THIRTEEN
 from torchtrain.evaluation.published import ICL, PLACE, Publication, load_published
-from torchtrain.evaluation.results import Answer, Settings, TaskResult, Training, save_result
+from torchtrain.evaluation.results import TaskResult, Training
 from torchtrain.evaluation.suite import LONGBENCH, group_of
+from torchtrain.tests.measured_results import save_results, settings_of, task_result
 
 PAPER = Path(__file__).parents[2] / PLACE
 LLAMA, DATASET, LONG = "meta-llama/Llama-2-7b-hf", "cerebras/SlimPajama-627B", 65536
@@ -39,32 +40,25 @@ def _training(source=None, **changes) -> Training:
 def _results(tasks, training=None, length=4096, **changes) -> list[TaskResult]:
     as_asked = {"haystack": ESSAYS, "anchor": [], "step": 2000, "source": "a folder"} | changes
     return [
-        TaskResult(
-            task=task,
+        task_result(
+            task,
+            (1.0, 1.0),
             length=length,
-            checkpoint="model",
-            step=as_asked["step"],
-            source=as_asked["source"],
-            settings=Settings(weights="w", samples="s", anchor=as_asked["anchor"], dtype="bfloat16"),
-            identity={"materials": {"haystack": as_asked["haystack"]}},
-            attention="causal, sdpa",
-            device="cpu",
-            shares_prefixes=True,
-            prompt_tokens=1,
-            computed_tokens=1,
-            seconds=1.0,
-            versions={},
-            created="",
+            settings=settings_of(anchor=as_asked["anchor"], dtype="bfloat16"),
             training=training,
-            answers=[Answer(index=i, prediction="", score=1.0) for i in range(2)],
+        ).model_copy(
+            update={
+                "step": as_asked["step"],
+                "source": as_asked["source"],
+                "identity": {"materials": {"haystack": as_asked["haystack"]}},
+            }
         )
         for task in tasks
     ]
 
 
 def _save(folder, results) -> Path:
-    for of in results:
-        save_result(folder / of.checkpoint / f"{of.task}-{of.length}.json", of)
+    save_results(folder, *results)
     return folder
 
 

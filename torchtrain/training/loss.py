@@ -71,14 +71,13 @@ class _SummedLoss(torch.autograd.Function):
         scale: float,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        gradients = _gradients_of_linear if type(head) is nn.Linear else _gradients
         d_hidden_nM = torch.empty_like(hidden_nM) if ctx.needs_input_grad[1] else None
         sums = [torch.zeros_like(weight, dtype=_at_least_float32(weight)) for weight in weights]
         losses = []
         for first in range(0, max(len(hidden_nM), 1), chunk):
             part = slice(first, first + chunk)
             of_hidden = None if d_hidden_nM is None else d_hidden_nM[part]
-            losses.append(gradients(head, hidden_nM[part], labels_n[part], scale, of_hidden, weights, sums))
+            losses.append(_add_gradients(head, hidden_nM[part], labels_n[part], scale, of_hidden, weights, sums))
         losses_n = torch.cat(losses)
         # Rounded one after the other: all of them twice would be what a step holds most of.
         rounded = [sums.pop(0).to(weight.dtype) for weight in weights]
@@ -94,7 +93,7 @@ class _SummedLoss(torch.autograd.Function):
         return None, d_hidden_nM, None, None, None, *d_weights
 
 
-def _gradients(
+def _add_gradients(
     head: nn.Module,
     hidden_nM: Tensor,
     labels_n: Tensor,
@@ -104,34 +103,23 @@ def _gradients(
     sums: Sequence[Tensor],
 ) -> Tensor:
     """Return a chunk's losses; write the gradient of its hidden states, and add those of the head's weights to sums."""
-    hidden_nM = hidden_nM.detach().requires_grad_(d_hidden_nM is not None)
     with torch.enable_grad():
-        losses_n = _losses(head.forward(hidden_nM), labels_n)
-    asked = [*weights] if d_hidden_nM is None else [*weights, hidden_nM]
-    found = torch.autograd.grad(losses_n, asked, torch.full_like(losses_n, scale))
-    if d_hidden_nM is not None:
-        d_hidden_nM.copy_(found[-1])
-    for total, added in zip(sums, found, strict=False):
-        total += added
-    return losses_n.detach()
-
-
-def _gradients_of_linear(
-    head: nn.Module,
-    hidden_nM: Tensor,
-    labels_n: Tensor,
-    scale: float,
-    d_hidden_nM: Tensor | None,
-    weights: Sequence[Tensor],
-    sums: Sequence[Tensor],
-) -> Tensor:
-    """As `_gradients`, with a part of the weights' gradient at a time: all of it would come beside its sum."""
-    logits_nV = head.forward(hidden_nM).requires_grad_()
-    with torch.enable_grad():
+        hidden_nM = hidden_nM.detach().requires_grad_(d_hidden_nM is not None)
+        made_nV = head.forward(hidden_nM)
+        logits_nV = made_nV.detach().requires_grad_()
         losses_n = _losses(logits_nV, labels_n)
     (d_logits_nV,) = torch.autograd.grad(losses_n, logits_nV, torch.full_like(losses_n, scale))
+    if type(head) is not nn.Linear:
+        asked = [*weights] if d_hidden_nM is None else [*weights, hidden_nM]
+        found = torch.autograd.grad(made_nV, asked, d_logits_nV)
+        if d_hidden_nM is not None:
+            d_hidden_nM.copy_(found[-1])
+        for total, added in zip(sums, found, strict=False):
+            total += added
+        return losses_n.detach()
+    # As autograd's, but a part of the weights' gradient at a time: all of it would come beside its sum.
     if d_hidden_nM is not None:
-        torch.mm(d_logits_nV, head.get_parameter("weight"), out=d_hidden_nM)
+        torch.mm(d_logits_nV, head.weight, out=d_hidden_nM)
     for weight, total in zip(weights, sums, strict=True):
         if weight.dim() == 1:  # the bias
             total += d_logits_nV.sum(0, dtype=total.dtype)
