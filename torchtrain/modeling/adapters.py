@@ -13,6 +13,7 @@ Legend: O, I width of what a layer makes and takes · R rank.
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,11 +71,18 @@ def add_adapters(model: "PreTrainedModel", lora: LoraSettings, seed: int) -> Non
         )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # that it calls transformers by an older name
+        warnings.filterwarnings("ignore", r"The following \w+_pattern keys", RuntimeWarning)  # its own
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(settings, model, _NAME)
         except ValueError as error:
             raise UserError(f"model.lora: PEFT adapts no {model.config.model_type} so: {one_line(error)}") from None
+    # In families whose experts are tensors, PEFT takes gate, up and down for those of the experts, too.
+    if strange := [n for n, m in model.named_modules() if _has_adapter(m) and _base_of(m) not in linear.values()]:
+        raise UserError(
+            f"model.lora.target_modules: PEFT puts adapters on {strange[0]}, which is no linear layer, so that a "
+            f"merged model would lack them; name others, such as [{', '.join(_attention(linear))}]"
+        )
     for module in model.modules():
         if _has_adapter(module):  # PEFT leaves what has shapes alone in float32
             module.to(model.dtype)
@@ -185,10 +193,24 @@ def _has_adapter(module: Any) -> bool:
     return _NAME in getattr(module, "lora_A", ())
 
 
+def _base_of(module: Any) -> nn.Module:
+    return module.base_layer
+
+
+def _attention(linear: Iterable[str]) -> list[str]:
+    """Return the ends of linear layers' names that stand in attention alone."""
+    inside = {name for name in linear if "attn" in name or "attention" in name}
+    return sorted(_ends(inside) - _ends(set(linear) - inside))
+
+
 def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
-    """Return all linear layers but the head, by name."""
+    """Return all linear layers but the head, by name: those of the class that most are of. Others that derive from
+    nn.Linear, such as some routers, compute more.
+    """
     head = head_of(model)
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    most = Counter(map(type, found.values())).most_common(1)
+    return {name: m for name, m in found.items() if type(m) is most[0][0]}
 
 
 def _check_rank(rank: int, layers: dict[str, nn.Linear]) -> None:

@@ -394,6 +394,52 @@ def test_a_model_without_linear_layers_is_refused_in_one_line():
         add_adapters(model, LoraSettings(), 0)
 
 
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+
+
+def strangers_model(family: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **more)).eval()
+
+
+def test_experts_that_are_tensors_get_no_adapters_unasked():
+    """PEFT takes gate, up and down of the shared experts for those of all; the merged model would lack them."""
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    says = r"PEFT puts adapters on model\.layers\.1\.mlp\.experts, which is no linear layer, .* \[(.*)\]$"
+    with pytest.raises(UserError, match=says) as caught:
+        add_adapters(strangers_model("glm4_moe", **experts), LoraSettings(rank=2), 0)
+    advised = caught.value.args[0].rpartition("[")[2].rstrip("]").split(", ")
+    assert advised == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    add_adapters(strangers_model("glm4_moe", **experts), LoraSettings(rank=2, target_modules=advised), 0)
+
+
+@pytest.mark.parametrize(("family", "more"), [("phimoe", {"num_local_experts": 4}), ("falcon", {})])
+def test_a_layer_that_computes_more_than_a_product_gets_no_adapter(family, more):
+    """Phi's router is a linear layer that gives two tensors; Falcon's layers are all of a class of its own."""
+    model, ids = strangers_model(family, **more), torch.arange(3, 12)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        add_adapters(model, LoraSettings(rank=2), 0)
+        assert torch.equal(model.eval()(input_ids=ids).logits, before)
+    assert any("lora_A" in name for name, _ in model.named_parameters())
+
+
 def test_dropout_draws_the_same_again_when_a_run_goes_on(place, tmp_path):
     lora = json.dumps(LORA | {"dropout": 0.3})
     given = [f"model.lora={lora}", "save.last=1", "save.every=2", "train.steps=4"]
