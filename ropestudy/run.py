@@ -41,7 +41,8 @@ def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, 
     _check_bos(config, pretrained)
     sections = config.experiments.values()
     count = max(max(section.sequences, getattr(section, "documents", 1)) for section in sections)
-    pool = read_pool(config.text, pretrained.tokenizer, count, max(map(longest, sections)), config.seed)
+    tokens = config.text.tokens or max(map(longest, sections))
+    pool = read_pool(config.text, pretrained.tokenizer, count, tokens, config.seed)
     _check_vocabulary(pretrained, max(int(ids.max()) for ids in pool.ids))
 
     bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]

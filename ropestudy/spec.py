@@ -60,6 +60,11 @@ class TextConfig(_Strict):
     )
     field: str = Field(default="text", description="of JSON and Parquet records")
     bos: Literal["first", "none"] = Field(default="first", description="whether the model's BOS opens each sequence")
+    tokens: Tokens | None = Field(
+        default=None,
+        description="that each document has, so that studies of other sections or lengths read the same ones, and "
+        "their cells are one another's; null: as many as the longest row",
+    )
 
 
 class Contestant(_Strict):
@@ -293,6 +298,9 @@ class StudyConfig(_Strict):
                 check_condition(field, condition)
             for field, name_of_preset in _bases(name, section):
                 _check_base(field, name_of_preset)
+        most, given = max(map(longest, self.experiments.values())), self.text.tokens
+        if given is not None and given < most:
+            raise UserError(f"text.tokens {given}: the longest row has {most}; give {most} or more, or leave it out")
         for name, section in (("masks", self.masks), ("bias", self.bias)):
             if section is not None:
                 _check_documents(name, section)

@@ -166,6 +166,22 @@ def test_an_interrupted_study_goes_on_and_ends_the_same(given, finished, tmp_pat
     assert resumed.records == of(finished[0], "by_length")
 
 
+def test_a_study_of_other_sections_has_the_same_cells_where_its_texts_are_the_same(given, tmp_path):
+    """Documents are taken for their length; text.tokens keeps that where the longest section is left out."""
+
+    def cells(out: str, *more: str) -> set[str]:
+        """Return the names of the cells of `sites`, which are hashes of what their numbers depend on."""
+        off = [f"{name}=off" for name in (*OTHERS, "lengths") if not any(one.startswith(name) for one in more)]
+        run_study(load_study(TINY, [*given, *off, *more]), tmp_path / out)
+        return {path.name for path in (tmp_path / out / "cells").glob("sites-*")}
+
+    sites = ("sites.tokens=6", "sites.sequences=1")
+    both = cells("both", *sites, f"lengths.contestants=[{HALF}]", "lengths.lengths=[8]", "lengths.sequences=1")
+    assert both
+    assert cells("alone", *sites, "text.tokens=8") == both
+    assert not cells("with other texts", *sites) & both
+
+
 OTHERS = (
     *("setups", "bias", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "first_token", "masks"),
     *("own_error", "frequency"),
@@ -222,6 +238,7 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
         (["factorial.off_from=[bf17]"], "factorial.off_from: 'bf17' is not a condition; choose from exact"),
         (["shift_pairs.contestants=[]"], "shift_pairs.contestants"),
         (["tokens"], "override 'tokens': write section.key=value"),
+        (["text.tokens=11"], "text.tokens 11: the longest row has 12; give 12 or more, or leave it out"),
         (["block=0"], "block: 0: Input should be greater than or equal to 1"),
         ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of setups"),
         (["lengths.lengths=[0]"], "lengths.lengths.0: 0: Input should be greater than or equal to 4"),
