@@ -5,11 +5,11 @@ python -m benchmarks.bench_page --write docs/benchmarks.md benchmarks/results/at
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from anchorline.files import save
+from anchorline.marked import Place
 from anchorline.page.colours import LIGHT
 from benchmarks.data.page import HEAD
 from torchtrain.bench.figures import draw
@@ -42,10 +42,8 @@ def write(page: Path, sources: list[Path]) -> None:
     text = page.read_text(encoding="utf-8") if page.exists() else HEAD
     for source in sources:
         result = json.loads(source.read_text(encoding="utf-8"))
-        begin, end = f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->"
-        section = f"{begin}\n\n{_section(result, source, page.parent)}\n{end}"
-        pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
-        text = pattern.sub(lambda _, s=section: s, text) if begin in text else f"{text.rstrip()}\n\n{section}\n"
+        place = Place(f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->")
+        text = place.put_or_append(text, _section(result, source, page.parent))
     save(page, text.encode())
 
 

@@ -19,6 +19,7 @@ import typer
 
 from anchorline import environment
 from anchorline.files import read_file, save
+from anchorline.marked import Place
 from torchtrain.evaluation.engines import TorchEngine
 from torchtrain.evaluation.evaluate import AnswerProgress, run_task
 from torchtrain.evaluation.materials import Materials
@@ -28,7 +29,7 @@ from torchtrain.evaluation.suite import TASKS, load_suite
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 
-BEGIN, END = "<!-- begin: evaluation, written by benchmarks/evaluation.py -->", "<!-- end: evaluation -->"
+PLACE = Place("<!-- begin: evaluation, written by benchmarks/evaluation.py -->", "<!-- end: evaluation -->")
 
 
 def main(
@@ -118,7 +119,6 @@ def with_section(text: str, report: dict[str, Any]) -> str:
     """Return a document with its section "Evaluation" as a report says it; all else stays as it is."""
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     lines = [
-        BEGIN,
         "## Evaluation",
         "",
         f"Seconds a sample, from text to text, `torchtrain evaluate` against stock lm-eval (HFLM, `generate_until`, "
@@ -134,13 +134,8 @@ def with_section(text: str, report: dict[str, Any]) -> str:
             f"{row['computed_share']:.0%} | {row['same_answers']} of {report['samples']} |"
             for row in report["results"]
         ),
-        "",
-        END,
     ]
-    section = "\n".join(lines)
-    if BEGIN in text and END in text:
-        return text[: text.index(BEGIN)] + section + text[text.index(END) + len(END) :]
-    return f"{text.rstrip()}\n\n{section}\n"
+    return PLACE.put_or_append(text, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from anchorline.files import save  # noqa: E402
+from anchorline.marked import Place  # noqa: E402
 from torchtrain.modeling.save import reader_notes  # noqa: E402
 from torchtrain.tests.readers import CASES, LENGTH, environment, export_case, read_with  # noqa: E402
 
 FAMILIES = ("llama", "qwen3")
-BEGIN, END = "<!-- made by benchmarks/readers.py -->", "<!-- end -->"
+PLACE = Place("<!-- made by benchmarks/readers.py -->", "<!-- end -->")
 
 # Read, not run: the source distribution of vLLM 0.33.0 (vllm/transformers_utils/config.py, `get_rope` and its classes
 # in vllm/model_executor/layers/rotary_embedding, `_get_and_verify_max_len` of vllm/config/model.py), and where a
@@ -108,9 +109,7 @@ def main() -> None:
     text = "\n\n".join(parts)
     print(text)
     if arguments.write:
-        old = arguments.write.read_text(encoding="utf-8")
-        head, tail = old.split(BEGIN)[0], old.split(END)[1]
-        save(arguments.write, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}".encode())
+        save(arguments.write, PLACE.put(arguments.write.read_text(encoding="utf-8"), text).encode())
 
 
 def _table(title: str, version: str, rows: list[tuple[tuple[str, str], tuple[str, ...]]]) -> str:

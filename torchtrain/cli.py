@@ -509,13 +509,14 @@ def experiment(
 
         asked = load_experiment(file, overrides or [])
 
-        from torchtrain.experiment.report import around, write_report  # isort: skip
+        from anchorline.marked import read_marked  # isort: skip
         from torchtrain.experiment.records import read_records
+        from torchtrain.experiment.report import PLACE, write_report
         from torchtrain.experiment.running import receive, run_experiment
 
         folder = resolve("--out", out)
         if document is not None:
-            around(document)  # before hours of work
+            read_marked(document, [PLACE])  # before hours of work
         try:
             launcher = shlex.split(launch)
         except ValueError as error:

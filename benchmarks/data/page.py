@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.files import save
+from anchorline.marked import Place
 from benchmarks.data import inputs, packing, tokenising
 
-BEGIN, END = "<!-- made by benchmarks/data -->", "<!-- end of benchmarks/data -->"
+PLACE = Place("<!-- made by benchmarks/data -->", "<!-- end of benchmarks/data -->")
 HEAD = "# Benchmarks\n\nEach section is written by the program that it names, from the JSON that it names.\n\n"
 _COMMAND = ".venv-rivals/bin/python -m benchmarks.data --work FOLDER --repeats {repeats} --write docs/benchmarks.md"
 
@@ -16,10 +17,7 @@ _COMMAND = ".venv-rivals/bin/python -m benchmarks.data --work FOLDER --repeats {
 def write(path: Path, report: dict[str, Any]) -> None:
     """Put the section between its marks; a page that lacks them gets them at its end."""
     old = path.read_text(encoding="utf-8") if path.exists() else HEAD
-    head, _, rest = old.partition(BEGIN)
-    tail = rest.partition(END)[2] or "\n"
-    head = head if rest else head.rstrip("\n") + "\n\n"
-    save(path, f"{head}{BEGIN}\n\n{_section(report)}\n{END}{tail}".encode())
+    save(path, PLACE.put_or_append(old, _section(report)).encode())
 
 
 def _section(report: dict[str, Any]) -> str:

@@ -6,8 +6,8 @@ python -m ropestudy.report runs/study --document docs/precision.md
 from collections.abc import Sequence
 from pathlib import Path
 
-from anchorline.errors import UserError
 from anchorline.files import replace_file
+from anchorline.marked import Place, read_marked
 from anchorline.page import count
 from ropestudy.report.answers import (
     BETTER,
@@ -46,6 +46,7 @@ BEGIN = "<!-- Numbers: made by `python -m ropestudy.report FOLDER --document FIL
 END = "<!-- End of the numbers. -->"
 COMMANDS_BEGIN = "<!-- Commands: made like the numbers. -->"
 COMMANDS_END = "<!-- End of the commands. -->"
+_NUMBERS, _COMMANDS = Place(BEGIN, END), Place(COMMANDS_BEGIN, COMMANDS_END)
 TINY = 0.005  # fractions below would be 0.00
 FIGURES = ("dose", "shift", "samples", "tokens", "length")  # shown in the document
 
@@ -57,23 +58,15 @@ def refresh(results: Results, document: Path, second: Results | None = None) -> 
 
     Raises UserError, one line, if the document is not there or has not all marks.
     """
-    text = document.read_text(encoding="utf-8") if document.is_file() else ""
-    for begin, end in ((BEGIN, END), (COMMANDS_BEGIN, COMMANDS_END)):
-        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-            raise UserError(f"--document {document}: no file with one line {begin!r} and one {end!r} behind; add them")
+    text = read_marked(document, [_NUMBERS, _COMMANDS])
     drawn = [figure for figure in figures_of(results) if figure.name in FIGURES]
     folder = document.parent / "figures"
     if drawn:
         folder.mkdir(exist_ok=True)
     for figure in drawn:
         write_png(figure, folder / f"precision-{figure.name}.png")
-    text = _put(text, BEGIN, END, f"{numbers(results, drawn, second)}\n")
-    replace_file(document, _put(text, COMMANDS_BEGIN, COMMANDS_END, _commands(results, second)).encode())
-
-
-def _put(text: str, begin: str, end: str, between_them: str) -> str:
-    before, _, rest = text.partition(begin)
-    return f"{before}{begin}\n\n{between_them}\n{end}{rest.partition(end)[2]}"
+    text = _NUMBERS.put(text, numbers(results, drawn, second))
+    replace_file(document, _COMMANDS.put(text, _commands(results, second)).encode())
 
 
 def _commands(results: Results, second: Results | None) -> str:

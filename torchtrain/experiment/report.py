@@ -10,8 +10,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import read_file, replace_file, save
+from anchorline.errors import UserError, quoted
+from anchorline.files import replace_file, save
+from anchorline.marked import Place, read_marked
 from anchorline.page import figure_style
 from anchorline.page.colours import SERIES
 from torchtrain.experiment.effects import (
@@ -29,9 +30,8 @@ from torchtrain.experiment.records import NAME, write_records
 from torchtrain.experiment.running import Folder, check_folder
 from torchtrain.experiment.spec import PairedRun, TrainingExperiment
 
-BEGIN, END = "<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->"
+PLACE = Place("<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->")  # of a document
 FIGURE = "effects.svg"
-_MOST_BYTES = 1 << 24
 
 _Measured = dict[tuple[PairedRun, int], Measurement]
 
@@ -55,35 +55,17 @@ def write_report(experiment: TrainingExperiment, path: Path, document: Path | No
         raise UserError(f"--out {quoted(path)}: nothing is measured yet; run the experiment without --only-report")
     drawn = _draw(experiment, measured).encode()
     if document is not None:
-        head, tail = around(document)
+        old = read_marked(document, [PLACE])
         figure = Path("figures") / f"{document.stem}.svg"
         (document.parent / figure).parent.mkdir(exist_ok=True)
         save(document.parent / figure, drawn)
         text = "\n".join(_lines(experiment, measured, str(figure)))
-        save(document, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}".encode())
+        save(document, PLACE.put(old, text).encode())
     replace_file(path / FIGURE, drawn)
     write_records(experiment, measured, path / NAME)
     text = "\n".join([f"# {experiment.title}", "", *_lines(experiment, measured, FIGURE), ""])
     replace_file(path / "report.md", text.encode())
     return path / "report.md"
-
-
-def around(document: Path) -> tuple[str, str]:
-    """Return what stands in a document before and behind the place of the report.
-
-    Raises:
-        UserError: it cannot be read, or lacks the marks.
-    """
-    try:
-        head, begin, rest = read_file(document, _MOST_BYTES).decode().partition(BEGIN)
-    except OSError as error:
-        raise UserError(f"--document {quoted(document)}: {disk_fault(error)}") from None
-    except ValueError as error:
-        raise UserError(f"--document {quoted(document)}: {error}; give a Markdown file in UTF-8") from None
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"--document {quoted(document)}: lacks the lines {BEGIN} and {END}; add them")
-    return head, tail
 
 
 def read_all(experiment: TrainingExperiment, folder: Folder) -> _Measured:

@@ -27,7 +27,7 @@ from torchtrain.experiment.corpus import cut, read_corpus, write_corpus
 from torchtrain.experiment.effects import contrasts, copy_loss, estimate, loss_from
 from torchtrain.experiment.measuring import Measurement, make_rows, measure_model, read_rows
 from torchtrain.experiment.records import read_records, write_records
-from torchtrain.experiment.report import BEGIN, END, write_report
+from torchtrain.experiment.report import PLACE, write_report
 from torchtrain.experiment.running import Folder, run_experiment
 from torchtrain.experiment.spec import (
     ARITHMETICS,
@@ -342,11 +342,11 @@ def test_an_experiment_stops_at_a_stage_and_is_reported(made, tmp_path, monkeypa
     found = json.loads(folder.measurement(cell, 1).read_text())
     assert np.isfinite(found["losses"]).all()
     document = tmp_path / "page.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    document.write_text(f"before\n{PLACE.begin}\nold\n{PLACE.end}\nafter\n")
     report = write_report(experiment, out, document)
     assert "| 768 | 0 | 1 |" in report.read_text()
-    head, _, rest = document.read_text().partition(BEGIN)
-    assert (head, rest.partition(END)[2]) == ("before\n", "\nafter\n")
+    head, _, rest = document.read_text().partition(PLACE.begin)
+    assert (head, rest.partition(PLACE.end)[2]) == ("before\n", "\nafter\n")
     assert "old" not in rest
     assert (tmp_path / "figures" / "page.svg").read_bytes() == (out / "effects.svg").read_bytes()
     said.clear()
@@ -563,7 +563,7 @@ def test_a_document_without_marks_is_refused(made, tmp_path):
     folder.experiment.write_text(settings.dump(experiment.model_dump(mode="json")))
     file.write_text(measurement(0).model_dump_json())
     (tmp_path / "page.md").write_text("no marks")
-    with pytest.raises(UserError, match="lacks the lines"):
+    with pytest.raises(UserError, match="has not one line"):
         write_report(experiment, folder.path, tmp_path / "page.md")
     file.write_text("{")
     with pytest.raises(UserError, match=r"is damaged .*; remove it, and it is made again"):

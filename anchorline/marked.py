@@ -1,0 +1,60 @@
+"""Places of a Markdown file that programs write, each between two lines; what stands around them is a person's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import read_file
+
+_MOST_BYTES = 1 << 24
+
+
+class Place(NamedTuple):
+    """What stands between two lines, each of which a file has once."""
+
+    begin: str
+    end: str
+
+    def within(self, text: str) -> bool:
+        """Tell whether a file has both lines, once and in order."""
+        return text.count(self.begin) == text.count(self.end) == 1 and text.index(self.begin) < text.index(self.end)
+
+    def put(self, text: str, content: str) -> str:
+        """Return a file's text with other content in this place.
+
+        Args:
+            text: which has the place.
+            content: Markdown; empty lines around it do not count.
+        """
+        assert self.within(text), "who writes a file looks for the place first"
+        before, _, rest = text.partition(self.begin)
+        between = content.strip("\n")
+        return f"{before}{self.begin}\n\n{between}\n\n{self.end}{rest.partition(self.end)[2]}"
+
+    def put_or_append(self, text: str, content: str) -> str:
+        """Return the same, with the place at the file's end where it has none."""
+        if not self.within(text):
+            text = f"{text.rstrip()}\n\n{self.begin}\n{self.end}\n"
+        return self.put(text, content)
+
+
+def read_marked(document: Path, places: Sequence[Place]) -> str:
+    """Return the text of a user's `--document`, which has all of these places.
+
+    Raises:
+        UserError: it cannot be read, is no text, or lacks a line of one.
+    """
+    try:
+        text = read_file(document, _MOST_BYTES).decode()
+    except OSError as error:
+        raise UserError(f"--document: {disk_fault(error)}") from None
+    except ValueError as error:
+        raise UserError(f"--document {quoted(document)}: {error}; give a Markdown file in UTF-8") from None
+    for place in places:
+        if not place.within(text):
+            raise UserError(
+                f"--document {quoted(document)}: has not one line {place.begin} and behind it one line {place.end}; "
+                "add them"
+            )
+    return text
