@@ -53,7 +53,11 @@ def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
         length = max(first.perplexity)
         lines = {run.name: _perplexity_by_step(run.whole or run, length) for run in runs}
         if any(len(points) > 1 for points in lines.values()):
-            note = f"Of all positions up to {length:,}; {len(first.perplexity[length][0].buckets[0].losses)} documents."
+            count = len(first.perplexity[length][0].buckets[0].losses)
+            note = (
+                f"Of all positions up to {length:,}; {count} documents. Bars are 95 per cent intervals over documents, "
+                "which the runs share: differences, in the tables, are surer than bars that overlap."
+            )
             svg = _draw("perplexity", lines, "training step", "perplexity")
             figures.append(ScoreFigure("perplexity-by-step", "Perplexity against the training step", note, svg))
     return figures

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import save
+from anchorline.marked import Place, read_marked
 
 if TYPE_CHECKING:
     from torchtrain.evaluation.figures import ScoreFigure
 
+PLACE = Place("<!-- made by torchtrain compare -->", "<!-- end of torchtrain compare -->")  # of a document
 _LATEX = str.maketrans({c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
 
 
@@ -76,17 +78,41 @@ def write_tables(
         tables=tables,
         figures=[(inline(figure.svg, figure.title), figure) for figure in figures],
     )
-    said = "\n".join(f"- {name}: {what}" for name, what in facts.items())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        markdown_text = "\n".join(map(markdown, tables)) + f"\n{said}\n"
-        save(folder / "results.md", markdown_text.encode())
+        save(folder / "results.md", _as_markdown(tables, facts).encode())
         save(folder / "results.tex", "\n".join(map(latex, tables)).encode())
         save(folder / "results.html", page.encode())
         for figure in figures:
             save(folder / f"{figure.name}.svg", figure.svg.encode())
     except OSError as error:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
+
+
+def write_document(
+    tables: Sequence[ScoreTable], facts: Mapping[str, str], document: Path, figures: Sequence["ScoreFigure"] = ()
+) -> None:
+    """Put the tables into a place of a Markdown file, and the figures, in `figures/` beside it, before them.
+
+    Raises:
+        UserError: as `read_marked`, or it cannot be written.
+    """
+    text = read_marked(document, [PLACE])
+    shown = []
+    try:
+        for figure in figures:
+            drawn = document.parent / "figures" / f"{document.stem}-{figure.name}.svg"
+            drawn.parent.mkdir(exist_ok=True)
+            save(drawn, figure.svg.encode())
+            shown.append(f"![{figure.title}](figures/{drawn.name})\n\n*{figure.note}*\n")
+        save(document, PLACE.put(text, "\n".join([*shown, _as_markdown(tables, facts)])).encode())
+    except OSError as error:
+        raise UserError(f"--document: {disk_fault(error)}; choose a file that can be written") from None
+
+
+def _as_markdown(tables: Sequence[ScoreTable], facts: Mapping[str, str]) -> str:
+    said = "\n".join(f"- {name}: {what}" for name, what in facts.items())
+    return "\n".join(map(markdown, tables)) + f"\n{said}\n"
 
 
 def markdown(table: ScoreTable) -> str:

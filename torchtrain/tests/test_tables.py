@@ -163,6 +163,15 @@ def test_figures_show_runs_by_length_and_by_step(tmp_path):
     tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b", figures)
     html = (tmp_path / "out" / "results.html").read_text()
     assert html.count("<svg") == 3
+    document = tmp_path / "page.md"
+    document.write_text(f"# Mine\n\n{tables.PLACE.begin}\n{tables.PLACE.end}\nmine\n")
+    for _ in range(2):
+        tables.write_document(found, facts, document, figures)
+    text = document.read_text()
+    assert text.startswith("# Mine\n\n<!--")
+    assert text.endswith("-->\nmine\n")
+    assert (tmp_path / "out" / "results.md").read_text().strip() in text
+    assert text.count("](figures/page-") == len(list((tmp_path / "figures").iterdir())) == 3
     for last, mean in ((None, "46.7 "), (2, "55.0 "), (1, "50.0 [")):  # 3, 6 and 5 of 10
         found, _, kept = compare([tmp_path / "a", tmp_path / "b"], last)
         (table,) = [table for table in found if table.title.startswith("Average of those")]
