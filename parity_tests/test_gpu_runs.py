@@ -35,6 +35,11 @@ SPREAD = {
     "zero3-offload": ["distributed.zero_stage=3", "distributed.offload=all"],
 }
 
+ADAPTERS_BESIDE = {
+    "sdpa": ["model.attention=sdpa"],
+    "float32": ["model.attention=sdpa", "model.dtype=float32"],
+}
+
 
 def start(place, verb, name, *overrides, die=(), processes=1):
     """Run a verb to its end and return its exit code."""
@@ -117,6 +122,17 @@ def test_a_run_that_is_spread_over_all_gpus(place, straight, exact, spread):
     assert_errs_no_more(losses(folder), straight, exact)
 
 
+@pytest.mark.parametrize("spread", [[], ["distributed.zero_stage=2"], ["distributed.zero_stage=3"]])
+def test_a_run_of_adapters(place, spread):
+    """By `flash` it errs no more than by `sdpa`, from float32."""
+    name = "-".join(["adapters", *spread])
+    lora = ["model.lora={rank: 4}", *spread]
+    others = {kind: train(place, f"{name}-{kind}", *lora, *change) for kind, change in ADAPTERS_BESIDE.items()}
+    found = losses(train(place, name, *lora))
+    assert (place.folder / name / "model" / "adapter" / "adapter_config.json").is_file()
+    assert_errs_no_more(found, others["sdpa"], losses(others["float32"]))
+
+
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_a_run_of_replicas(place, straight, exact):
     assert_errs_no_more(losses(train(place, "replicas", processes=GPUS)), straight, exact)
@@ -130,7 +146,8 @@ def test_a_run_whose_rows_all_gpus_share(place):
     assert_errs_no_more(losses(shared), alone, exact)
 
 
-def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property):
+@pytest.mark.parametrize("lora", [None, {"rank": 16}], ids=["every weight", "adapters"])
+def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property, lora):
     """Of 0.3 G weights at 32K tokens. The allocator's fragments are not counted on either side."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "head_dim": 64}
     config = LlamaConfig(
@@ -152,7 +169,7 @@ def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property):
         None,
         tmp_path / "model",
         documents,
-        model={"attention": "flash", "activation_checkpointing": True},
+        model={"attention": "flash", "activation_checkpointing": True, "lora": lora},
         pack={"sequence_length": 32_768, "variant": "anchor"},
         train={"steps": 3, "sequences_per_step": 2, "learning_rate": 1e-4, "schedule": "constant"},
         data={"sources": [{"files": str(documents)}], "cache": str(tmp_path / "cache"), "held_out_share": 0.1},
