@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from torchtrain import data
-from torchtrain.planning.budget import GIB, Memory
 from torchtrain.training.held_out import HeldOut
 from torchtrain.training.losses import Mean
 
@@ -98,29 +97,6 @@ def final_table(before: HeldOut, after: HeldOut, tokens_seen: int, tokens_per_se
     _add(table, "all", before.overall, after.overall)
     _add(table, f"positions beyond {before.own_positions:,}", before.new_positions, after.new_positions)
     return table
-
-
-def memory_table(memory: Memory, limit: int, processes: int) -> Table:
-    """Return what each GPU holds, and the host if it holds anything."""
-    table = Table(title=f"Memory of each GPU ({processes} of {limit / GIB:g} GiB)")
-    table.add_column("what")
-    table.add_column("GiB", justify="right")
-    for name in ("weights", "gradients", "optimizer", "activations"):
-        table.add_row(name, f"{getattr(memory, name) / GIB:.2f}")
-    table.add_section()
-    table.add_row("all", f"{memory.step / GIB:.2f}")
-    table.add_row("while loading", f"{memory.load / GIB:.2f}")
-    table.add_row("host memory, all processes, while loading", f"{memory.host_load / GIB:.2f}")
-    if memory.host:
-        table.add_row("host memory, all processes, while training", f"{memory.host / GIB:.2f}")
-    return table
-
-
-def time_line(seconds: float | None, bound: str) -> str:
-    """Return an expected time in hours, or how to get one."""
-    if seconds is None:
-        return "unknown: give --tokens-per-second, --measured RUN, or --gpu and --mfu"
-    return f"{bound}{seconds / 3600:,.1f} hours"
 
 
 def _add(table: Table, name: str, before: Mean, after: Mean) -> None:

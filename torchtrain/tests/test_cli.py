@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from anchorline.command import Leave
-from torchtrain import cli
 from torchtrain.cli import app, main
+from torchtrain.commands import ending
+from torchtrain.commands.ending import one_speaks
 from torchtrain.config import load_config
 from torchtrain.data import PreparationProgress
 from torchtrain.errors import TERMINATED, OtherRankFailed
@@ -427,12 +428,12 @@ def test_status_needs_nothing_that_computes(call, tree):
 def test_who_is_on_the_way_out_hears_no_more_of_sigterm(monkeypatch):
     """torchrun sends it to every process once one has ended; whoever waits to leave last keeps its own exit code."""
     heard = []
-    monkeypatch.setattr(cli, "_SECONDS_BEFORE_LEAVING", 0.2)
+    monkeypatch.setattr(ending, "_SECONDS_BEFORE_LEAVING", 0.2)
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM))
     try:
         timer.start()
-        with pytest.raises(Leave) as ended, cli._one_speaks():
+        with pytest.raises(Leave) as ended, one_speaks():
             raise OtherRankFailed("", TERMINATED)
         assert (ended.value.code, heard) == (TERMINATED, [])
         os.kill(os.getpid(), signal.SIGTERM)

@@ -13,8 +13,8 @@ import pytest
 from anchorline import files
 from anchorline.command import Leave
 from anchorline.errors import UserError
-from torchtrain import cli
 from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.commands.ending import one_speaks
 from torchtrain.config import load_config
 from torchtrain.run import recipe, session
 from torchtrain.run.lock import hold, is_held
@@ -140,7 +140,7 @@ def test_a_strangers_file_in_the_folder(place, straight, interrupted):
 @pytest.mark.parametrize(("rank", "told"), [("0", "interrupted"), ("1", "")])
 def test_ctrl_c_which_reaches_all_is_told_by_one(monkeypatch, rank, told):
     monkeypatch.setenv("RANK", rank)
-    with pytest.raises(Leave) as caught, cli._one_speaks():
+    with pytest.raises(Leave) as caught, one_speaks():
         raise KeyboardInterrupt
     assert caught.value.code == 130
     assert str(caught.value) == told

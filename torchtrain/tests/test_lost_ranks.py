@@ -14,8 +14,8 @@ from torchtrain.training.events import read_metrics
 
 # Seconds, where only what happens matters.
 QUICK = {
-    "torchtrain.cli._SECONDS_BEFORE_LEAVING": 1.0,
-    "torchtrain.cli._SECONDS_BEFORE_SPEAKING": 0.3,
+    "torchtrain.commands.ending._SECONDS_BEFORE_LEAVING": 1.0,
+    "torchtrain.commands.ending._SECONDS_BEFORE_SPEAKING": 0.3,
     "torchtrain.distributed.heartbeat.PERIOD": 0.3,
     "torchtrain.distributed.heartbeat.GRACE": 1.0,
 }

@@ -1,0 +1,1 @@
+"""What each command asks for and calls, by kind."""

@@ -1,0 +1,64 @@
+"""How a command of many processes ends: who speaks, and with which exit code.
+
+torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits
+in case rank 0 found the same; one with nothing to say leaves last.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from anchorline.command import INTERRUPTED, MISTAKE, Leave
+from anchorline.errors import UserError, one_line, quoted
+from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, TasksUnfinished, Terminated
+
+_SECONDS_BEFORE_SPEAKING = 2.0
+_SECONDS_BEFORE_LEAVING = 5.0
+
+
+@contextmanager
+def one_speaks() -> Iterator[None]:
+    """Of the processes of a run, let one say why they end."""
+    try:
+        yield
+    except UserError as error:
+        rank, message = os.environ.get("RANK", "0"), str(error)
+        if rank != "0":
+            time.sleep(_SECONDS_BEFORE_SPEAKING)
+            message = message if message.startswith("rank ") else f"rank {quoted(rank)[1:-1]}: {message}"
+        raise Leave(message, MISTAKE) from None
+    except OtherRankFailed as error:
+        with _undisturbed():
+            time.sleep(_SECONDS_BEFORE_LEAVING)
+        raise Leave("", error.code) from None
+    except (RankLost, TasksUnfinished) as error:
+        raise Leave(str(error), 1) from None
+    except Terminated as error:
+        raise Leave(str(error), TERMINATED) from None
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("torchtrain", "anchorline"):
+            raise
+        raise Leave(f"the package {error.name} is not installed: pip install 'anchorline[torch]'", MISTAKE) from None
+    except RuntimeError as error:
+        if not _is_memory(error):
+            raise
+        raise MemoryError(one_line(str(error).partition("\n")[0])) from error
+    except KeyboardInterrupt:
+        raise Leave("" if os.environ.get("RANK", "0") != "0" else "interrupted", INTERRUPTED) from None
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leave SIGTERM unheard: torchrun sends it to who is on the way out, too, and would be told of another end."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_memory(error: RuntimeError) -> bool:
+    """Whether torch got no memory: of a GPU it has a class of its own, of the host a text."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)

@@ -1,0 +1,72 @@
+"""The commands that look at a config before a run: plan, config."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anchorline.command import finite
+from torchtrain.commands.arguments import MOST, MOST_PROCESSES, ConfigFile, Overrides
+from torchtrain.commands.ending import one_speaks
+
+
+def plan(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int, typer.Option("--processes", "-n", min=1, max=MOST_PROCESSES, help="how many, each with its own GPU")
+    ] = 1,
+    gpu_memory: Annotated[
+        float, typer.Option("--memory", min=1e-6, max=2**20, callback=finite, help="GiB of each GPU")
+    ] = 80,
+    host_memory: Annotated[
+        float | None,
+        typer.Option("--host-memory", min=1e-6, max=2**30, callback=finite, help="GiB of all hosts together"),
+    ] = None,
+    document_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST, help="mean tokens of a document, which says how much attention is left"),
+    ] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(min=1e-9, max=1e15, callback=finite, help="of all processes together")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="folder of a run on the same kind of GPU: its FLOP/s per process")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="name of the GPU, whose peak --mfu is a share of")] = None,
+    mfu: Annotated[
+        float | None, typer.Option(min=0.001, max=1, callback=finite, help="share of the peak, of --gpu")
+    ] = None,
+) -> None:
+    """Tell before a run: memory, tokens, FLOPs, expected time, what it writes, and what to change if it does not fit.
+
+    Reads the config and the model's config.json, no weights and no data. Exit code 0: it fits; 1: it does not.
+
+    Example: torchtrain plan configs/paper/llama2-7b-128k-anchor.yaml -n 8 --document-tokens 1060 --gpu A100 --mfu 0.4
+    """
+    with one_speaks():
+        from torchtrain.config import load_config
+
+        config = load_config(file, overrides or [])
+
+        from torchtrain.planning.answer import Machine, Pace, tell_plan  # isort: skip
+
+        gib = 2**30
+        hosts = None if host_memory is None else int(host_memory * gib)
+        machine = Machine(processes, int(gpu_memory * gib), hosts)
+        if not tell_plan(config, machine, Pace(tokens_per_second, measured, gpu, mfu), document_tokens):
+            raise typer.Exit(1)
+
+
+def config(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the resolved config, every default written out, as YAML that can be used in the file's place.
+
+    Example: torchtrain config configs/demo.yaml pack.variant=intra > mine.yaml
+    """
+    with one_speaks():
+        from torchtrain.config import dump_config, load_config
+        from torchtrain.planning.saves import describe_schedule
+
+        resolved = load_config(file, overrides or [])
+        typer.echo(dump_config(resolved), nl=False)
+        typer.echo(f"# saves {describe_schedule(resolved.save, resolved.train)}; `torchtrain plan` counts the bytes")

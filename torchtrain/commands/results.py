@@ -1,0 +1,144 @@
+"""The commands of what a model can do: evaluate, compare, lm-eval-log."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anchorline.errors import UserError, quoted
+from anchorline.files import resolve
+from torchtrain.commands.arguments import MOST, Overrides
+from torchtrain.commands.ending import one_speaks
+
+
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN_OR_FOLDER", help="a run's folder, an exported folder, a hub id, or smollm2")
+    ],
+    overrides: Overrides = None,
+    suite: Annotated[Path, typer.Option(help="YAML of tasks and materials")] = Path("configs/eval/ruler.yaml"),
+    lengths: Annotated[str, typer.Option(help="tokens, prompt and answer together; several with commas")] = "4096",
+    samples: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="of each task and length; default: the suite's")
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, max=MOST, help="how many of a run's last models")] = 1,
+    anchor: Annotated[bool, typer.Option("--anchor", help="put the training's anchor before each prompt")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder of results; default: TARGET-evaluation")] = None,
+) -> None:
+    """Measure RULER, LongBench, MMLU, HellaSwag and perplexity by position; what is finished is never computed again.
+
+    Leaves a file for each model, task and length in --out, which torchtrain compare reads. A task whose material is
+    missing is told as not run, and no average hides it. Attention is plain causal attention.
+
+    Example: torchtrain evaluate runs/demo --lengths 1024,4096 --samples 20 --last 5
+    """
+    with one_speaks():
+        from torchtrain.evaluation.suite import load_suite, parse_lengths
+
+        given = [*(overrides or []), *([f"samples={samples}"] if samples is not None else [])]
+        chosen, at = load_suite(suite, given), parse_lengths(lengths)
+
+        from transformers.utils import logging
+
+        from torchtrain.evaluation.compare import tables_of_run
+        from torchtrain.evaluation.evaluate import Checkpoint
+        from torchtrain.evaluation.evaluate import evaluate as measure
+        from torchtrain.evaluation.tables import print_tables
+        from torchtrain.run.trained import last_models, read_training
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        checkpoints = [Checkpoint("model", None, target)]
+        if os.path.lexists(os.path.join(target, "run.json")):
+            found, training = last_models(Path(target), last), read_training(Path(target))
+            checkpoints = [Checkpoint(name, step, str(folder), training) for name, step, folder in found]
+        elif last > 1:
+            raise UserError(f"--last {last}: {quoted(target)} is not a run's folder; leave it out")
+        folder = resolve("--out", out or f"{target.rstrip('/')}-evaluation")
+        results = measure(
+            checkpoints,
+            chosen,
+            at,
+            folder,
+            anchor=anchor,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        print_tables(tables_of_run(results))
+        print(f"results in {folder}")
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="what was evaluated, or folders of results; NAME=RUN,RUN: seeds of one row"
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="folder for results.md, results.tex, results.html and figures; default: none is written"),
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST, help="how many of each run's checkpoints, its last; default: all evaluated"),
+    ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(help="YAML of published tables; default: configs/paper/results.yaml, where it is there"),
+    ] = None,
+) -> None:
+    """Put results side by side, run by length: the paper's tables and figures, with n, intervals and what did not run.
+
+    Differences are paired by sample (bootstrap, McNemar); bold stands only where the interval of each leaves out zero.
+    Results of other samples, templates or lengths are refused. What the paper publishes of the same model, data,
+    variant and length stands in a table beside ours, in no mean and no figure.
+
+    Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
+
+    Example: torchtrain compare intra=runs/intra-0,runs/intra-1 anchor=runs/anchor-0,runs/anchor-1
+    """
+    with one_speaks():
+        from torchtrain.evaluation.compare import compare as tables_of
+        from torchtrain.evaluation.published import PLACE, load_published
+        from torchtrain.evaluation.tables import print_tables, write_tables
+
+        if published is None and not PLACE.is_file():
+            print(f"{PLACE} is not here: no published numbers; --published names them", file=sys.stderr)
+            tables, facts, measured = tables_of(runs, last)
+        else:
+            tables, facts, measured = tables_of(runs, last, load_published(published or PLACE))
+        print_tables(tables)
+        if out is not None:
+            folder = resolve("--out", out)
+            from torchtrain.evaluation.figures import figures_of
+
+            command = "torchtrain compare " + shlex.join(runs)
+            write_tables(tables, facts, folder, command, figures_of(measured))
+            print(f"tables in {folder}")
+
+
+def lm_eval_log(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="what was evaluated, or a folder of results")],
+    out: Annotated[Path, typer.Option("--out", help="folder of the log, as lm_eval --output_path")],
+    cache: Annotated[Path, typer.Option(help="the suite's cache, where the prompts are")] = Path("cache"),
+    last: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="how many of the checkpoints, the last; default: all evaluated")
+    ] = None,
+) -> None:
+    """Write results as lm_eval --output_path --log_samples does: results_DATE.json and samples_TASK_DATE.jsonl.
+
+    It reads what torchtrain evaluate left and measures nothing. Prompts and targets come from the suite's cache.
+
+    Example: torchtrain lm-eval-log runs/demo --out runs/lm-eval
+    """
+    with one_speaks():
+        from torchtrain.evaluation.lm_eval_log import write_log
+        from torchtrain.evaluation.measured import read_measured
+
+        folder, place = resolve("--out", out), resolve("--cache", cache)
+        measured = read_measured(run, last)
+        written = write_log(measured, folder, place, lambda line: print(line, file=sys.stderr, flush=True))
+        print("\n".join(map(str, written)))

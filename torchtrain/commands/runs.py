@@ -1,0 +1,128 @@
+"""The commands of a run: train, resume, status, verify."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anchorline.errors import UserError
+from anchorline.files import resolve
+from torchtrain.commands.arguments import MOST, ConfigFile, Overrides
+from torchtrain.commands.ending import one_speaks
+
+
+def train(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="remove the run that run.folder holds, and run anew")
+    ] = False,
+) -> None:
+    """Train, and leave a Hugging Face folder in run.folder.
+
+    Writes there: model/ (loads with AutoModelForCausalLM and AutoTokenizer), metrics.jsonl, loss.png, config.yaml with
+    every default written out, and run.json. Converted models and tokens are kept in data.cache. Everything that can be
+    checked is checked before run.folder is made.
+
+    Example: torchtrain train configs/demo.yaml train.steps=20 run.folder=runs/short
+
+    On several GPUs, as the file's `distributed` section says: torchrun --nproc_per_node 8 -m torchtrain train FILE
+    """
+    started = time.perf_counter()
+    with one_speaks():
+        from torchtrain.config import load_config
+
+        config = load_config(file, overrides or [])
+
+        # First, so that the absence of torch is told by us and not by transformers.
+        from torchtrain.run.recipe import train as run  # isort: skip
+
+        _tell(lambda: run(config, replace=replace, started=started))
+
+
+def _tell(run: Callable[[], Any]) -> None:
+    """Train, and tell what came of it."""
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from torchtrain.run.report import final_table
+
+    # What of transformers' warnings matters here is checked and said by ourselves.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    result = run()
+    if result is None:  # rank 0 speaks; or there was nothing left to do
+        return
+    out = Console()
+    out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
+    out.print(f"model in {result.model}", markup=False, soft_wrap=True)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the run's folder")],
+    overrides: Overrides = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", min=0, max=MOST, help="from the checkpoint of this step; 0 begins anew; default: the last"
+        ),
+    ] = None,
+) -> None:
+    """Go on with a run after anything: it ends as if it had never been interrupted.
+
+    As many processes as before leave the same bits. Another number of them, or another distributed section, goes on
+    with the same rows and weights. Nothing that decides the numbers may change; such a change is refused and named.
+
+    Example: torchtrain resume runs/demo
+
+    On several GPUs: torchrun --nproc_per_node 8 -m torchtrain resume FOLDER distributed.sequence_parallel=8
+    """
+    started = time.perf_counter()
+    with one_speaks():
+        from torchtrain.config_history import load_config_of_run
+
+        if not os.path.lexists(resolve("", folder) / "config.yaml"):
+            raise UserError(f"{folder}: holds no run of ours; give the folder of one (run.folder in its config)")
+        config = load_config_of_run(folder / "config.yaml", overrides or [])
+        config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
+
+        from torchtrain.run.recipe import resume as run  # isort: skip
+
+        _tell(lambda: run(config, step=step, started=started))
+
+
+def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the run's folder")]) -> None:
+    """Tell where a run stands, without touching it: at work or not, steps, loss, time left, checkpoints, bad steps.
+
+    Example: torchtrain status runs/demo
+    """
+    with one_speaks():
+        from torchtrain.run.status import status_lines
+
+        for line in status_lines(folder):
+            print(line)
+
+
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a run's folder, or a token store's (cache/corpus/...)")
+    ],
+) -> None:
+    """Read everything that has a digest, and say what has changed: a run's checkpoints and tokens, or a store.
+
+    Exit code 0: all is as it was written; 1: something is not.
+
+    Example: torchtrain verify runs/demo
+    """
+    with one_speaks():
+        from torchtrain.run.verify import verify_folder
+
+        good = True
+        for found in verify_folder(folder):
+            print(found)
+            good &= found.good
+        if not good:
+            raise typer.Exit(1)
