@@ -10,6 +10,7 @@ import typer
 
 from anchorline.errors import UserError, quoted
 from anchorline.files import resolve
+from anchorline.marked import read_marked
 from torchtrain.commands.arguments import MOST, Overrides
 from torchtrain.commands.ending import one_speaks
 
@@ -85,6 +86,9 @@ def compare(
         int | None,
         typer.Option(min=1, max=MOST, help="how many of each run's checkpoints, its last; default: all evaluated"),
     ] = None,
+    document: Annotated[
+        Path | None, typer.Option(help="a Markdown file, such as docs/results.md, whose tables are made anew")
+    ] = None,
     published: Annotated[
         Path | None,
         typer.Option(help="YAML of published tables; default: configs/paper/results.yaml, where it is there"),
@@ -103,21 +107,26 @@ def compare(
     with one_speaks():
         from torchtrain.evaluation.compare import compare as tables_of
         from torchtrain.evaluation.published import PLACE, load_published
-        from torchtrain.evaluation.tables import print_tables, write_tables
+        from torchtrain.evaluation.tables import TABLES, print_tables, write_document, write_tables
 
+        if document is not None:
+            read_marked(document, [TABLES])  # before anything is written
         if published is None and not PLACE.is_file():
             print(f"{PLACE} is not here: no published numbers; --published names them", file=sys.stderr)
             tables, facts, measured = tables_of(runs, last)
         else:
             tables, facts, measured = tables_of(runs, last, load_published(published or PLACE))
         print_tables(tables)
+        from torchtrain.evaluation.figures import figures_of
+
         if out is not None:
             folder = resolve("--out", out)
-            from torchtrain.evaluation.figures import figures_of
-
             command = "torchtrain compare " + shlex.join(runs)
             write_tables(tables, facts, folder, command, figures_of(measured))
             print(f"tables in {folder}")
+        if document is not None:
+            write_document(tables, facts, document, figures_of(measured))
+            print(f"tables in {document}")
 
 
 def lm_eval_log(

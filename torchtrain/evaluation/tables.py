@@ -14,7 +14,7 @@ from anchorline.marked import Place, read_marked
 if TYPE_CHECKING:
     from torchtrain.evaluation.figures import ScoreFigure
 
-PLACE = Place("<!-- made by torchtrain compare -->", "<!-- end of torchtrain compare -->")  # of a document
+TABLES = Place("<!-- made by torchtrain compare -->", "<!-- end of torchtrain compare -->")  # of a document
 _LATEX = str.maketrans({c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
 
 
@@ -97,7 +97,7 @@ def write_document(
     Raises:
         UserError: as `read_marked`, or it cannot be written.
     """
-    text = read_marked(document, [PLACE])
+    text = read_marked(document, [TABLES])
     shown = []
     try:
         for figure in figures:
@@ -105,7 +105,7 @@ def write_document(
             drawn.parent.mkdir(exist_ok=True)
             save(drawn, figure.svg.encode())
             shown.append(f"![{figure.title}](figures/{drawn.name})\n\n*{figure.note}*\n")
-        save(document, PLACE.put(text, "\n".join([*shown, _as_markdown(tables, facts)])).encode())
+        save(document, TABLES.put(text, "\n".join([*shown, _as_markdown(tables, facts)])).encode())
     except OSError as error:
         raise UserError(f"--document: {disk_fault(error)}; choose a file that can be written") from None
 

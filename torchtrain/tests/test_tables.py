@@ -164,7 +164,7 @@ def test_figures_show_runs_by_length_and_by_step(tmp_path):
     html = (tmp_path / "out" / "results.html").read_text()
     assert html.count("<svg") == 3
     document = tmp_path / "page.md"
-    document.write_text(f"# Mine\n\n{tables.PLACE.begin}\n{tables.PLACE.end}\nmine\n")
+    document.write_text(f"# Mine\n\n{tables.TABLES.begin}\n{tables.TABLES.end}\nmine\n")
     for _ in range(2):
         tables.write_document(found, facts, document, figures)
     text = document.read_text()
