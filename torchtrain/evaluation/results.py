@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import entry_of, read_json, replace_file
 from anchorline.settings import explain
-from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, TASKS
+from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, TASKS, group_of
 
 _NAME = re.compile(r"([a-z][a-z0-9_-]*)-(\d+)\.json")
 _MOST_BYTES = 1 << 28
@@ -27,7 +27,12 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 
 def _is_task(name: str) -> bool:
     known = {*TASKS, HELLASWAG, *(f"longbench_{task}" for tasks in LONGBENCH.values() for task in tasks)}
-    return name in known or name.startswith("mmlu_")  # whose subjects only lm-eval knows
+    if not name.startswith("mmlu_"):
+        return name in known
+    try:
+        return name in group_of("mmlu")
+    except ValueError:  # only lm-eval knows the subjects, and results are read without it, too
+        return True
 
 
 class _Strict(BaseModel):

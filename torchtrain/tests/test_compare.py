@@ -161,6 +161,7 @@ def test_results_that_were_changed_by_hand_are_not_paired(tmp_path):
     [
         (task_result(), '"index": 1', '"index": 0', "one sample stands there twice"),
         (task_result(), '"fwe"', '"foo"', "is none of ours"),
+        (task_result(), '"fwe"', '"mmlu_foo"', "is none of ours"),
         (perplexity_result(), "1.9,", "", "of different documents"),
         (perplexity_result(), '"first": 256', '"first": 300', "does not begin where the one before ends"),
     ],
