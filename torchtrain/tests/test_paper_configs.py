@@ -10,7 +10,8 @@ from torchtrain.config import PAPER_ROPE_THETA, Config, Preparation, Source, loa
 from torchtrain.data.corpus import Document, list_parts, read
 from torchtrain.evaluation.published import load_published
 from torchtrain.modeling.source import published_models
-from torchtrain.planning.budget import model_config
+from torchtrain.planning.budget import GIB, fastest, model_config
+from torchtrain.planning.memory import Shapes
 from torchtrain.run.session import exported_steps
 from torchtrain.run.trained import training_of
 
@@ -185,6 +186,32 @@ def test_rope_gets_the_papers_base_and_length(paper):
     assert found["rope_theta"] == pytest.approx(float(base), rel=1e-12)
     assert found["rope_type"] == ("yarn" if kind == "yarn" else "default")
     assert found.get("factor") == (scale if kind == "yarn" else None)
+
+
+GPUS, EACH = 8, 80 * GIB
+SHAPES = {  # a config of each model and length: what a mask changes of memory, plan does not see
+    (config.model.source, config.pack.sequence_length): path.stem
+    for path, config in CONFIG_OF.items()
+    if config.pack.base_variant == "full"
+}
+
+
+@pytest.mark.parametrize("name", SHAPES.values())
+def test_the_layout_is_the_fastest_that_its_gpus_hold(name):
+    config = CONFIG_OF[CONFIGS / "paper" / f"{name}.yaml"]
+    found = fastest(config, Shapes(model_config(config)), GPUS, EACH)
+    assert found is not None
+    assert found[0] == []
+    assert found[1].gpu < EACH
+
+
+def test_configs_of_one_model_and_length_have_one_layout():
+    layouts = {}
+    for config in CONFIG_OF.values():
+        layout = (config.distributed, config.model.recomputation, config.model.layer_chunk)
+        layouts.setdefault((config.model.source, config.pack.sequence_length), set()).add(layout)
+    assert all(len(found) == 1 for found in layouts.values())
+    assert layouts.keys() == SHAPES.keys()
 
 
 def test_every_run_of_the_papers_tables_is_there():
