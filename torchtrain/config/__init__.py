@@ -1,0 +1,59 @@
+"""One config: YAML in, a strict and frozen schema out, a file for each section or a few that belong together.
+
+Every value stands in one place. A key the schema does not know is an error that suggests the nearest one; a key written
+twice is an error too. `load_config` is the only way in, for the command line and for Python.
+"""
+
+from torchtrain.config.data import DataConfig, MixtureConfig, Source
+from torchtrain.config.distributed import LEAST_STAGE, DistributedConfig
+from torchtrain.config.evaluation import EvaluationConfig, HeldOutConfig
+from torchtrain.config.load import EXAMPLE, dump_config, fill_empty_sections, load_config, load_preparation
+from torchtrain.config.model import LoraSettings, ModelConfig
+from torchtrain.config.pack import BASE_VARIANTS, EXTRAS, PackConfig
+from torchtrain.config.preparation import Preparation, PrepareConfig, SlurmConfig, TokenizerConfig
+from torchtrain.config.rope import PAPER_ROPE_THETA, RopeConfig
+from torchtrain.config.run import LogConfig, RunConfig
+from torchtrain.config.save import FinalSaves, SaveConfig
+from torchtrain.config.section import MOST_TOKENS, Count, Name, PathText, PositiveShare, Real, Section, SmallCount
+from torchtrain.config.train import TrainConfig
+from torchtrain.config.whole import Config
+
+__all__ = [
+    "BASE_VARIANTS",
+    "EXAMPLE",
+    "EXTRAS",
+    "LEAST_STAGE",
+    "MOST_TOKENS",
+    "PAPER_ROPE_THETA",
+    "Config",
+    "Count",
+    "DataConfig",
+    "DistributedConfig",
+    "EvaluationConfig",
+    "FinalSaves",
+    "HeldOutConfig",
+    "LogConfig",
+    "LoraSettings",
+    "MixtureConfig",
+    "ModelConfig",
+    "Name",
+    "PackConfig",
+    "PathText",
+    "PositiveShare",
+    "Preparation",
+    "PrepareConfig",
+    "Real",
+    "RopeConfig",
+    "RunConfig",
+    "SaveConfig",
+    "Section",
+    "SlurmConfig",
+    "SmallCount",
+    "Source",
+    "TokenizerConfig",
+    "TrainConfig",
+    "dump_config",
+    "fill_empty_sections",
+    "load_config",
+    "load_preparation",
+]

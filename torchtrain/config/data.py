@@ -1,0 +1,127 @@
+"""The documents: sources, what of them is chosen, and how they become tokens."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from torchtrain.config.section import Count, Name, PathText, PositiveShare, Section, Share
+
+
+class Source(Section):
+    """One source of documents: exactly one of `demo`, `files`, `texts`, `dataset`."""
+
+    demo: Literal["speeches", "encyclopedia", "code"] | None = Field(
+        default=None, description="a small real corpus carried by installed packages"
+    )
+    files: PathText | None = Field(
+        default=None,
+        description="glob of .jsonl (also .gz or .zst) or .parquet files; or such a URL of fsspec's, as s3://bucket/*.jsonl.zst",
+    )
+    texts: PathText | None = Field(
+        default=None,
+        description="glob of text files (or such a URL), each one document; their fields: text, path, folder",
+    )
+    dataset: Name | None = Field(default=None, description="folder of a Hugging Face dataset, or its hub id")
+    subset: Name | None = Field(default=None, description="configuration name of the dataset")
+    split: Name = "train"
+    revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
+    streaming: bool = Field(default=False, description="read the dataset without downloading all of it first")
+    text_field: Name = "text"
+    domain: Name | None = Field(default=None, description="one domain for the whole source; default: its own name")
+    domain_field: Name | None = Field(
+        default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
+    )
+    rename: dict[Name, Name] | None = Field(
+        default=None, description="what domains are called here, where a record or file calls them otherwise"
+    )
+    max_documents: Count | None = Field(default=None, description="the first so many; for a sample, see sample_files")
+    sample_files: PositiveShare | None = Field(
+        default=None, description="share of the files (of a dataset: of its shards) that is read, drawn by sample_seed"
+    )
+    sample: PositiveShare | None = Field(
+        default=None, description="share of the records of what is read that is kept, each drawn by sample_seed"
+    )
+    sample_seed: int = Field(default=0, ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        kinds = [name for name in ("demo", "files", "texts", "dataset") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(
+                f"a source is exactly one of demo, files, texts, dataset; this one names {kinds or 'none'}"
+            )
+        if self.domain is not None and self.domain_field is not None:
+            raise ValueError("domain and domain_field exclude each other; remove one")
+        if self.dataset is None and (self.streaming or self.subset or self.revision or self.split != "train"):
+            raise ValueError("streaming, subset, split and revision belong to a `dataset` source; remove them")
+        return self
+
+
+class MixtureConfig(Section):
+    """Which documents of a corpus are trained on, and how often: shares of domains and, in each, of long documents.
+
+    Source: per-source length up-sampling, arXiv 2402.10171, section 3.
+    """
+
+    tokens: Annotated[int, Field(ge=1, lt=2**62)] | None = Field(
+        default=None, description="how many are chosen; default: as many as the corpus holds"
+    )
+    shares: dict[Name, PositiveShare] | None = Field(
+        default=None,
+        description="token share of each domain, in any unit up to 1 each; default: as the corpus has them",
+    )
+    long_tokens: Count = Field(default=4096, description="tokens from which on a document is long")
+    long_share: Share | None = Field(
+        default=None, description="share of each domain's tokens that long documents make, if they make less"
+    )
+    long_weight: Annotated[float, Field(ge=1, le=1e6)] | None = Field(
+        default=None, description="how many times as often a long document is taken as a short one, in each domain"
+    )
+    most_repeats: Annotated[int, Field(ge=1, lt=2**16)] = Field(
+        default=4, description="times that one document may be taken; what is missing because of it is reported"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**32, description="draws the documents")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.long_share is not None and self.long_weight is not None:
+            raise ValueError("long_share and long_weight exclude each other; remove one")
+        return self
+
+
+class DataConfig(Section):
+    """Documents in, tokens out."""
+
+    sources: list[Source] = Field(default=[], max_length=10_000)
+    prepared: PathText | None = Field(
+        default=None, description="a store that `torchtrain prepare` made; `sources`, if given, must be what it is of"
+    )
+    cache: PathText = Field(default="cache", description="folder for the tokenised corpus and converted models")
+    append_eos: bool = Field(default=True, description="close each document with the tokenizer's EOS")
+    special_tokens: Literal["text", "control"] = Field(
+        default="text",
+        description="what a special token written in a document is, such as </s>: text like any other, or the control "
+        "token",
+    )
+    min_tokens: Count = Field(default=1, description="shorter documents are dropped, counted and reported")
+    bad_record_share: Share = Field(
+        default=0.001, description="share of records without text or unparsable above which a source is refused"
+    )
+    held_out_share: Share = Field(default=0.05, description="share of each domain's documents kept for evaluation")
+    near_duplicates: bool = Field(
+        default=False,
+        description="find near duplicates by MinHash, too, and keep them on one side of the held-out split",
+    )
+    mixture: MixtureConfig | None = Field(default=None, description="which documents are chosen, and how often")
+
+    @model_validator(mode="after")
+    def _has_documents(self) -> Self:
+        if not self.sources and self.prepared is None:
+            raise ValueError("there is nothing to read; give sources, or prepared (what `torchtrain prepare` made)")
+        if not self.sources:
+            for name in ("append_eos", "special_tokens", "min_tokens", "near_duplicates", "mixture"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} belongs to what made the store of prepared; remove it, or give its sources"
+                    )
+        return self

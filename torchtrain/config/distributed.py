@@ -1,0 +1,46 @@
+"""How a step is spread over processes."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from torchtrain.config.section import Section, SmallCount
+
+# What `distributed.offload` needs of `distributed.zero_stage`.
+LEAST_STAGE = {"none": 0, "optimizer": 1, "all": 3}
+
+
+class DistributedConfig(Section):
+    """How a step is spread over the processes that torchrun starts. Whatever stands here, it computes the same.
+
+    Rows in work at a time are processes / sequence_parallel, of train.micro_batch rows each; what
+    train.sequences_per_step holds beyond them is gradient accumulation.
+    """
+
+    sequence_parallel: SmallCount = Field(
+        default=1, description="processes that share a row (DeepSpeed Ulysses); divides the processes and the heads"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="what is spread over the processes: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 "
+        "nothing",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none", description="kept in host memory: the optimizer's state, or (stage 3) the weights as well"
+    )
+
+    timeout_minutes: Annotated[int, Field(ge=1, le=60 * 24 * 30)] = Field(
+        default=120,
+        description="how long processes wait for one another before they give up: longer than rank 0 takes to export "
+        "the model, or to write a checkpoint to a slow disk; a process that is gone or hangs is found within a minute",
+    )
+
+    @model_validator(mode="after")
+    def _offload_has_a_stage(self) -> Self:
+        needed = LEAST_STAGE[self.offload]
+        if self.zero_stage < needed:
+            raise ValueError(
+                f"offload {self.offload!r} needs zero_stage {needed} or more, and zero_stage is {self.zero_stage}; "
+                "change one"
+            )
+        return self

@@ -1,0 +1,81 @@
+"""How documents become rows: the mask variants and their names."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from torchtrain.config.section import MOST_TOKENS, Name, Section
+
+BASE_VARIANTS = ("full", "intra", "intra_reset", "anchor")
+EXTRAS = ("tag", "interleave")
+
+
+class PackConfig(Section):
+    """How documents become rows of `sequence_length` tokens: the mask variant and the five arrays."""
+
+    sequence_length: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
+        description="tokens a row; the model's new context length"
+    )
+    variant: Name = Field(
+        default="anchor", description="full | intra | intra_reset | anchor, each with +tag and/or +interleave"
+    )
+    anchor: Literal["auto"] | int | list[int] = Field(
+        default="auto",
+        description="token(s) that open every row: auto is the tokenizer's BOS, else its EOS; or token id(s)",
+    )
+    tag_template: Name = Field(default="Source: {domain}\n", description="text that opens each document under +tag")
+    chunks: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(
+        default=4, description="pieces a document is cut into by +interleave"
+    )
+    split: Literal["even", "random", "authors"] = Field(
+        default="even",
+        description="where +interleave cuts: pieces of near equal length, or at random points; `authors`: 2 or 3 "
+        "pieces instead of `chunks`, at random points",
+    )
+    cross_document_targets: bool = Field(
+        default=False, description="train a document's last token to predict the next document's first (the authors')"
+    )
+    last: Literal["pad", "drop"] = Field(default="pad", description="what becomes of the last, unfilled row")
+    strategy: Literal["sequential", "best_fit", "by_length"] = Field(
+        default="sequential",
+        description="how rows are filled: documents end to end (the paper's); only what is longer than a row cut, each "
+        "piece where least room is left; or end to end by length, the rows of a step alike",
+    )
+
+    @model_validator(mode="after")
+    def _variant_is_known(self) -> Self:
+        base, *extras = self.variant.split("+")
+        if base not in BASE_VARIANTS:
+            raise ValueError(f"variant {self.variant!r}: {base!r} is none of {', '.join(BASE_VARIANTS)}")
+        if len(set(extras)) != len(extras) or not set(extras) <= set(EXTRAS):
+            raise ValueError(f"variant {self.variant!r}: after {base!r} may stand +tag and/or +interleave, each once")
+        if "tag" in extras and "{domain}" not in self.tag_template:
+            raise ValueError("tag_template must contain {domain}")
+        return self
+
+    @model_validator(mode="after")
+    def _pieces_are_counted_once(self) -> Self:
+        if self.split == "authors" and self.chunks != type(self).model_fields["chunks"].default:
+            raise ValueError("split authors cuts into 2 or 3 pieces, chunks says another number; remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _some_row_is_the_last(self) -> Self:
+        if self.strategy == "best_fit" and self.last == "drop":
+            raise ValueError("strategy best_fit leaves room in many rows, so that none is the last; set last to pad")
+        return self
+
+    @property
+    def base_variant(self) -> str:
+        """`full`, `intra`, `intra_reset` or `anchor`."""
+        return self.variant.split("+")[0]
+
+    @property
+    def tag(self) -> bool:
+        """Whether a tag opens each document."""
+        return "tag" in self.variant.split("+")
+
+    @property
+    def interleave(self) -> bool:
+        """Whether documents are cut into chunks that take interleaved positions."""
+        return "interleave" in self.variant.split("+")

@@ -1,0 +1,53 @@
+"""The whole of `torchtrain prepare`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from torchtrain.config.data import DataConfig
+from torchtrain.config.section import Name, PathText, Section, SmallCount
+
+
+class SlurmConfig(Section):
+    """What `prepare.executor: slurm` asks of the cluster."""
+
+    partition: Name | None = None
+    time: Name = Field(default="24:00:00", description="limit of one task")
+    qos: Name | None = None
+    environment: Name | None = Field(default=None, description="shell command that activates Python's environment")
+    sbatch: dict[Name, Name] = Field(default={}, description="further options of sbatch, without their dashes")
+
+
+class PrepareConfig(Section):
+    """How the work of `torchtrain prepare` is spread. Of all this only `task_bytes` shows in a store: in its files."""
+
+    executor: Literal["local", "slurm", "ray"] = "local"
+    workers: SmallCount | None = Field(
+        default=None, description="tasks at work at a time; default: one per core, and all of Slurm's or Ray's"
+    )
+    task_bytes: Annotated[int, Field(ge=1, lt=2**50)] = Field(
+        default=2**28, description="bytes of source files to a task, each of which leaves a shard; one file at least"
+    )
+    memory: Annotated[int, Field(ge=1, le=2**16)] = Field(default=2, description="GiB that a task asks of Slurm or Ray")
+    slurm: SlurmConfig = SlurmConfig()
+
+
+class TokenizerConfig(Section):
+    """Whose tokenizer."""
+
+    source: PathText = Field(description="`smollm2`, a folder, or a hub id")
+    trust_remote_code: bool = False
+
+
+class Preparation(Section):
+    """The whole of `torchtrain prepare`."""
+
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    prepare: PrepareConfig = PrepareConfig()
+
+    @model_validator(mode="after")
+    def _has_sources(self) -> Self:
+        if not self.data.sources:
+            raise ValueError("data.sources: there is nothing to prepare; give sources")
+        return self

@@ -1,0 +1,65 @@
+"""RoPE for the new context length."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from torchtrain.config.section import Count, Section, Stretch, Theta
+
+# The base (rope_theta) the paper trains each length with (arXiv 2411.13476, section 5, table of RoPE bases).
+PAPER_ROPE_THETA = {32_768: 1e6, 65_536: 5e6, 131_072: 1e7, 262_144: 5e7}
+
+
+class RopeConfig(Section):
+    """How RoPE is set for the new context length (`pack.sequence_length`).
+
+    `keep` leaves the model's own type and parameters. Every other type replaces them; parameters that the type does not
+    take are refused.
+    """
+
+    type: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = "keep"
+    theta: Theta | Literal["keep", "paper"] = Field(
+        default="keep", description="rope_theta: a number, the model's own, or the paper's for this context length"
+    )
+    factor: Stretch | None = Field(default=None, description="scale; default: new length / original length")
+    original_max_position_embeddings: Count | None = Field(
+        default=None,
+        description="positions a linear model held before its scaling; asked for where its config.json leaves that "
+        "open",
+    )
+    attention_factor: Stretch | None = None
+    beta_fast: Stretch | None = None
+    beta_slow: Stretch | None = None
+    low_freq_factor: Stretch | None = None
+    high_freq_factor: Stretch | None = None
+    short_factor: list[Stretch] | None = None
+    long_factor: list[Stretch] | None = None
+
+    @model_validator(mode="after")
+    def _parameters_fit_type(self) -> Self:
+        takes = {
+            "keep": set(),
+            "default": set(),
+            "linear": {"factor"},
+            "ntk": {"factor"},
+            "dynamic": {"factor"},
+            "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow"},
+            "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+            "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
+        }[self.type]
+        needs = {"llama3": {"low_freq_factor", "high_freq_factor"}, "longrope": {"short_factor", "long_factor"}}
+        of_the_model = ("type", "theta", "original_max_position_embeddings")
+        given = {name for name, value in self if name not in of_the_model and value is not None}
+        if stray := sorted(given - takes):
+            raise ValueError(f"rope type {self.type!r} does not take {', '.join(stray)}; remove it or change rope.type")
+        if missing := sorted(needs.get(self.type, set()) - given):
+            raise ValueError(f"rope type {self.type!r} needs {', '.join(missing)}")
+        ordered = {  # where one is not given, transformers' default stands in
+            "yarn": {"beta_fast": self.beta_fast or 32, "beta_slow": self.beta_slow or 1},
+            "llama3": {"high_freq_factor": self.high_freq_factor or 0, "low_freq_factor": self.low_freq_factor or 0},
+        }
+        if self.type in ordered:
+            (upper, high), (lower, low) = ordered[self.type].items()
+            if high <= low:
+                raise ValueError(f"{upper} {high} must be above {lower} {low}")
+        return self
