@@ -1,0 +1,93 @@
+"""`parity check` and the helper for pytest."""
+
+from pathlib import Path
+
+import pytest
+
+from parity_tests.attention_by_hand import ONE, by_mask
+from parity_tests.check import attention, check_attention, check_command
+from parity_tests.checking.cases import LAYOUTS
+from parity_tests.pytest_helper import attention_cases
+
+ROOT = Path(__file__).parents[1]
+QUICK = {"layouts": ["intra"], "dtypes": ["float32"], "heads": ["4/2"]}
+
+
+def test_the_command_says_same(capsys):
+    assert check_command("parity_tests.attention_by_hand:by_mask", **QUICK) == 0
+    out = capsys.readouterr().out
+    assert "SAME: by_mask: 1 case on 1 layout; out, dq, dk, dv within their allowance" in out
+    assert "intra" in out
+
+
+def test_the_command_says_different(capsys):
+    assert check_command("parity_tests.attention_by_hand:interleaved_heads", library="torch", **QUICK) == 1
+    assert "It looks like this: GQA heads in the wrong order" in capsys.readouterr().out
+
+
+def test_the_command_takes_a_file(capsys):
+    assert check_command(str(ROOT / "examples" / "check_sdpa.py") + ":attend", **QUICK) == 0
+    assert "SAME" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nowhere.at_all:f", "no module named 'nowhere' here"),
+        ("parity_tests.nothing:f", "no module named 'parity_tests.nothing' here"),
+        ("parity_tests.attention_by_hand:rigth", "has no 'rigth'; did you mean 'right'?"),
+        ("parity_tests.attention_by_hand:ONE", "is not callable, but a dict"),
+        ("parity_tests.attention_by_hand:Module", "is a class"),
+        ("parity_tests.attention_by_hand", "expected module:function"),
+        ("nothing.py:f", "no such file"),
+        ("FOLDER/broken.py:f", "importing it raises ZeroDivisionError: division by zero"),
+        ("FOLDER/leaves.py:f", "importing it raises SystemExit: 3"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_is_one_line(target, says, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    assert check_command(target.replace("FOLDER", str(tmp_path)), **QUICK) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("parity: target ")
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_bad_heads_on_the_command_line_are_one_line(capsys):
+    assert check_command("parity_tests.attention_by_hand:by_mask", heads=["4x2"]) == 2
+    assert "heads: '4x2'; give query heads / key-value heads, as in 4/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", attention_cases(by_mask, layouts=["intra", "anchor"], **ONE))
+def test_the_helper_gives_one_test_a_case(case):
+    case.raise_if_different()
+
+
+def test_the_helper_fails_in_words_and_skips_what_is_lacking():
+    fn = attention(lacks="padding", library="torch")(lambda q, k, v, document_ids: 0 * q)
+    intra, padded = attention_cases(fn, layouts=["intra", "padded_end"], **ONE)
+    assert intra.id == "intra-h4k2d16-float32"
+    assert [mark.kwargs["reason"] for mark in padded.marks] == ["lacks padding"]
+    with pytest.raises(AssertionError, match="the output is all zeros"):
+        intra.values[0].raise_if_different()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_with_a_document_mask():
+    from examples.check_flex_attention import attend as flex
+
+    result = check_attention(flex, layouts=["intra", "padded_end", "rows", "anchor"], heads=[(4, 2)])
+    assert result.passed, result.explain()
+    assert [r.not_run for r in result.cases] == [None, None, None, "lacks anchor"]
+
+
+def test_the_example_test_file_passes():
+    from examples.test_my_kernel import test_my_kernel
+
+    (mark,) = test_my_kernel.pytestmark
+    cases = {parameter.id: parameter.values[0] for parameter in mark.args[1]}
+    assert len(cases) == len(LAYOUTS)
+    for name in ("anchor", "padded_end", "rows_of_every_kind"):
+        test_my_kernel(cases[f"{name}-h4k2d16-float32"])

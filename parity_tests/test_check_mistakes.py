@@ -1,0 +1,201 @@
+"""The judge of other people's attention names in words what a wrong function does.
+
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+"""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from parity_tests.attention_by_hand import (
+    ONE,
+    causal,
+    interleaved_heads,
+    right,
+    same,
+    softmax_attention,
+    with_gradient,
+    with_mask,
+)
+from parity_tests.check import check_attention, declare
+from torchtrain.attention import attend, visible_BTT
+
+FEW = ["intra", "anchor_of_five", "padded_end_anchor", "rows"]
+
+
+def to_anchor(ids):
+    return (ids == 0)[:, None, :] & (ids >= 0)[:, :, None]
+
+
+def top_left(ids):
+    """What a varlen kernel does with other lengths of queries and keys if it counts both from the first."""
+    mask = torch.zeros(*ids.shape, ids.shape[1], dtype=torch.bool)
+    for b, row in enumerate(ids.tolist()):
+        anchor = [t for t, d in enumerate(row) if d == 0]
+        for document in {d for d in row if d >= 0}:
+            own = [t for t, d in enumerate(row) if d == document]
+            keys = own if document == 0 else anchor + own
+            for i, t in enumerate(own):
+                mask[b, t, keys[: i + 1]] = True
+    return mask
+
+
+def padding_as_a_document(ids):
+    return ((ids[:, :, None] == ids[:, None, :]) | (ids == 0)[:, None, :]) & causal(ids)
+
+
+def half_inside(q, k, v, document_ids, scale):
+    out, _ = softmax_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), visible_BTT(document_ids), scale)
+    return out.to(q.dtype)
+
+
+def lse_base_2(q, k, v, document_ids, scale):
+    out, lse = right(q, k, v, document_ids, scale)
+    return out, lse / math.log(2)
+
+
+def lse_without_anchor(q, k, v, document_ids, scale):
+    lse = softmax_attention(q, k, v, causal(document_ids) & same(document_ids), scale)[1]
+    return right(q, k, v, document_ids, scale)[0], lse
+
+
+def anchor_gradient_dropped(name, grad, ids, scale):
+    return grad if name == "q" else grad * (ids != 0)[:, :, None, None]
+
+
+def leak(ids):
+    return causal(ids) & (ids >= 0)[:, :, None] & (ids >= 0)[:, None]
+
+
+def blind_to_itself(ids):
+    return visible_BTT(ids) & ~torch.eye(ids.shape[1], dtype=torch.bool)
+
+
+def one_sees_the_anchor(ids):
+    return visible_BTT(ids) & (same(ids) | (ids == 1)[:, :, None])
+
+
+def as_in_the_first_row(ids):
+    return visible_BTT(ids[:1].expand_as(ids))
+
+
+def one_token_late(ids):
+    return visible_BTT(torch.cat([ids[:, :1], ids[:, :-1]], dim=1))
+
+
+def own_scale(q, k, v, document_ids, scale):
+    return right(q, k, v, document_ids, q.shape[-1] ** -0.5)
+
+
+def k_as_v(q, k, v, document_ids, scale):
+    return right(q, k, k + 0 * v, document_ids, scale)
+
+
+# What it does, the function, layouts to show it on, and what the words must say.
+WRONG = {
+    "leak": (with_mask(leak), FEW, "a leak: documents see one another"),
+    "sees the future": (with_mask(lambda ids: same(ids) | to_anchor(ids)), FEW, "the future is visible"),
+    "no mask": (with_mask(lambda ids: torch.ones_like(same(ids))), FEW, "no mask at all"),
+    "blind to itself": (with_mask(blind_to_itself), FEW, "a token does not see itself"),
+    "missing anchor": (
+        with_mask(lambda ids: same(ids) & causal(ids)),
+        FEW,
+        "a missing anchor: documents see only themselves",
+    ),
+    "anchor for one": (with_mask(one_sees_the_anchor), FEW, "only the first document sees the anchor"),
+    "top-left": (with_mask(top_left), FEW, "top-left alignment"),
+    "padding is a document": (with_mask(padding_as_a_document), FEW, "padding is treated as one more document"),
+    "first row's documents": (with_mask(as_in_the_first_row), FEW, "the batch shares the documents of its first row"),
+    "boundary late": (with_mask(one_token_late), ["intra"], "documents begin one token late"),
+    "no scale": (
+        lambda q, k, v, document_ids: right(q, k, v, document_ids, 1.0),
+        ["intra", "anchor"],
+        "scale is missing",
+    ),
+    "scale ignored": (own_scale, ["intra", "another_scale"], "the scale that is passed is ignored"),
+    "GQA order": (interleaved_heads, FEW, "GQA heads in the wrong order"),
+    "half inside": (half_inside, ["intra"], "some step runs in less than float32 (bfloat16"),
+    "zeros": (lambda q, k, v, document_ids: 0 * q, ["intra"], "the output is all zeros"),
+    "k as v": (k_as_v, ["intra"], "k is used in place of v"),
+    "lse base 2": (lse_base_2, ["anchor"], "the log-sum-exp is in base 2"),
+    "lse without anchor": (lse_without_anchor, ["anchor"], "in the log-sum-exp, a missing anchor"),
+    **{
+        name: (with_gradient(change), ["anchor"], says)
+        for name, change, says in [
+            ("dk unscaled", lambda name, grad, ids, scale: grad / scale if name == "k" else grad, "dk lacks the scale"),
+            ("sign of dq", lambda name, grad, ids, scale: -grad if name == "q" else grad, "dq has the wrong sign"),
+            ("GQA average", lambda name, grad, ids, scale: grad / 2 if name != "q" else grad, "averaged, not added"),
+            ("anchor gradient", anchor_gradient_dropped, "the anchor's"),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_function_is_named(kind):
+    fn, layouts, says = WRONG[kind]
+    result = check_attention(fn, layouts=layouts, adapter=declare(library="torch"), **ONE)
+    assert result.verdict == "different"
+    assert result.hint is not None, result.explain()
+    assert says in result.hint, result.explain()
+
+
+def test_the_words_say_layout_array_ratio_and_place():
+    text = check_attention(with_mask(one_sees_the_anchor), layouts=["full", "anchor"], **ONE).explain()
+    assert "1 of 2 cases failed" in text
+    assert "First, anchor-h4k2d16-float32: out errs" in text
+    assert re.search(
+        r"times its allowance, most at row 0, token \d+ \(document [23], its token \d+\), head [0-3];", text
+    )
+    assert "only document 2, document 3 are wrong" in text
+
+
+def test_in_bfloat16_too():
+    result = check_attention(with_mask(top_left), layouts=FEW, dtypes=["bfloat16"], heads=[(4, 2)])
+    assert "top-left alignment" in str(result.hint)
+
+
+def test_an_eager_function_is_told_that_it_rounds_like_eager():
+    """Its logits are rounded to half before the softmax: the log-sum-exp shows it."""
+
+    def eager(q: Tensor, k, v, document_ids, scale):
+        return attend(q, k, v, document_ids, engine="dense", scale=scale)
+
+    options = {"layouts": ["intra"], "dtypes": ["bfloat16"], "heads": [(4, 2)]}
+    assert check_attention(eager, like="eager", **options).passed
+    assert "declare like='eager'" in str(check_attention(eager, like="flash", **options).hint)
+
+
+# -- what no number shows ----------------------------------------------------------------------------------------------
+
+
+def faint_leak(q: Tensor, k, v, document_ids, scale):
+    """Far below one rounding of the output in the mean, and a leak all the same."""
+    out, lse = right(q, k, v, document_ids, scale)
+    return out + 2**-13 * v.mean(1, keepdim=True).repeat_interleave(2, dim=2) * (document_ids > 0)[
+        :, :, None, None
+    ], lse
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_leak_below_every_allowance_is_still_a_leak(backward):
+    result = check_attention(faint_leak, layouts=["intra"], dtypes=["bfloat16"], heads=[(4, 2)], backward=backward)
+    (case,) = result.cases
+    assert not case.broken
+    assert case.isolated is False
+    assert result.verdict == "different"
+    assert "not isolated" in result.explain()
+    assert "document" in result.explain()
+
+
+def test_a_gradient_that_leaks_is_found_without_a_leak_in_the_output():
+    def spill(name, grad, ids, scale):
+        return grad + 1e-12 * grad.abs().sum() if name == "v" else grad
+
+    result = check_attention(with_gradient(spill), layouts=["intra"], **ONE)
+    assert not result.cases[0].broken
+    assert "gives v at row 0, token" in result.explain()
+    assert "exactly 0 is right" in result.explain()

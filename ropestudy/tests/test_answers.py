@@ -1,0 +1,71 @@
+"""What to do and what was found, by the study's numbers."""
+
+from ropestudy.report.answers import actions, findings, small_table
+from ropestudy.report.docs import numbers
+from ropestudy.schema import Stat
+from ropestudy.tests.by_hand import BF16, FLASH, TOKENS, outcome, outputs_alone, study
+
+
+def test_what_to_do_follows_from_the_numbers():
+    heads, rows = actions(outputs_alone())
+    assert heads == ["setup", "change", "32 tokens ending at 8,192", "cost"]
+    said = {change: cell for _, change, cell, _ in rows}
+    assert said["let TF32 multiply positions"] == "**never** 1,000"
+    assert said["let inv_freq become bf16"] == "**do not** 1.3"
+    assert said["rotate in float32, round once"] == "**do** 0.5"
+    assert said["keep q and k in float32"] == "**no matter** 0.9"
+    assert said["stay in bf16"] == "**do** 0.05"
+
+
+def test_findings_have_a_number_each_and_none_is_of_position_0():
+    found = findings(outputs_alone())
+    assert len(found) == 5
+    # Of two rows of 14 tokens 0.8 are right in float64; 0.01 and 0.25 of the 28 are lost.
+    assert "7 mantissa bits of q and k (bf16's) lost a net 0 of 22" in found[0]
+    assert "3 mantissa bits of q and k (e4m3's, range not limited) lost a net 7 of 22 copies" in found[0]
+    assert "net of what it gains: 3 bits 0.312 (0.278 to 0.357); 7 bits 0.0125" in found[0]
+    assert "At 99,999 float64 itself copies less than half" in found[0]
+    assert "with TF32 the KL is 1,000 times as large" in found[2]
+    assert "in the same direction in every text (90 % of the squared error; other tokens 0 %)" in found[3]
+    assert "fp8 has up to 20 times the KL of bf16. Rounding before RoPE leaves 0.5 of that" in found[4]
+    assert not any("9" in line.partition("**")[0] for line in found)
+    only_zero = study(*(outcome(name, 1.0, start=0) for name in (BF16, FLASH, "fa3_fp8", "fa3_fp8_before")))
+    assert findings(only_zero) == []
+    assert actions(only_zero)[1] == []
+
+
+def test_where_float32_s_angles_reach_bf16_is_extrapolated_and_checked():
+    """A KL that grows as the square of the position, from a millionth of bf16's at 2^13: it meets bf16's at 2^23."""
+    ends = {2**13: 2.0**-20, 2**17: 2.0**-12, 2**20: 2.0**-6, 2**24: 4.0}
+    records = [
+        outcome(name, kl_, start=end - TOKENS)
+        for end, fp32 in ends.items()
+        for name, kl_ in (("fp32", fp32), ("paper_bf16_angles64", 1.0), (BF16, 1.0), (f"{BF16}_tf32", 2.0))
+    ]
+    (found,) = findings(study(*records))
+    assert "with about the square of the position (exponent 2, 8,192 to 1,048,576) and equals that of bf16" in found
+    assert "with exact angles near 8.39e6 positions" in found
+    assert "measured at 16,777,216 it is 4 times that" in found
+
+
+def test_what_is_not_finished_is_named():
+    text = numbers(study(outcome(BF16, 1e-3), cells={"setups": (7, 7), "remedies": (3, 40)}))
+    assert "Not finished, and not shown: remedies 3 of 40 cells." in text
+
+
+def test_only_what_does_harm_is_told_never_to_be_rounded():
+    """What multiplies the KL by less than `do not` asks for stands in no headline."""
+    setups = [outcome(BF16, 1e-3), outcome(f"{BF16}_inv_freq", 1.14e-3)]
+    (found,) = findings(study(*setups))
+    assert "**Rounding what makes angles is not seen to do harm.**" in found
+    (found,) = findings(study(*setups, outcome(f"{BF16}_tf32", 2e-3)))
+    assert "with TF32 the KL is 2 times" in found.partition(".**")[0]
+    assert "inverse" not in found.partition(".**")[0]
+
+
+def test_copies_that_float64_does_not_make_are_no_part_that_is_lost():
+    fields = {"group": "dose", "site": "q and k", "mantissa_bits": 7, "task": "copy", "gap": 8000}
+    none = Stat(mean=0.0, std=0.0, values=[0.0, 0.0, 0.0])
+    one = outcome("q and k, 7 bits", 1e-3, **fields)
+    silent = one.model_copy(update={"outputs": one.outputs.model_copy(update={"right_p": none, "right_q": none})})
+    assert small_table(study(silent), "dose", "copy")[0][-2:] == ["0", "NaN"]
