@@ -10,7 +10,7 @@ from anchorline.files import read_file
 _MOST_BYTES = 1 << 24
 
 
-class Place(NamedTuple):
+class MarkedPlace(NamedTuple):
     """What stands between two lines, each of which a file has once."""
 
     begin: str
@@ -39,7 +39,7 @@ class Place(NamedTuple):
         return self.put(text, content)
 
 
-def read_marked(document: Path, places: Sequence[Place]) -> str:
+def read_marked(document: Path, places: Sequence[MarkedPlace]) -> str:
     """Return the text of a user's `--document`, which has all of these places.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.files import save
-from anchorline.marked import Place
+from anchorline.marked import MarkedPlace
 from anchorline.page.colours import LIGHT
 from benchmarks.data.page import HEAD
 from torchtrain.bench.figures import draw
@@ -42,7 +42,9 @@ def write(page: Path, sources: list[Path]) -> None:
     text = page.read_text(encoding="utf-8") if page.exists() else HEAD
     for source in sources:
         result = json.loads(source.read_text(encoding="utf-8"))
-        place = Place(f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->")
+        place = MarkedPlace(
+            f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->"
+        )
         text = place.put_or_append(text, _section(result, source, page.parent))
     save(page, text.encode())
 

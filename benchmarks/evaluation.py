@@ -19,7 +19,7 @@ import typer
 
 from anchorline import environment
 from anchorline.files import read_file, save
-from anchorline.marked import Place
+from anchorline.marked import MarkedPlace
 from torchtrain.evaluation.engines import TorchEngine
 from torchtrain.evaluation.evaluate import AnswerProgress, run_task
 from torchtrain.evaluation.materials import Materials
@@ -29,7 +29,7 @@ from torchtrain.evaluation.suite import TASKS, load_suite
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 
-PLACE = Place("<!-- begin: evaluation, written by benchmarks/evaluation.py -->", "<!-- end: evaluation -->")
+PLACE = MarkedPlace("<!-- begin: evaluation, written by benchmarks/evaluation.py -->", "<!-- end: evaluation -->")
 
 
 def main(

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from anchorline.files import save  # noqa: E402
-from anchorline.marked import Place  # noqa: E402
+from anchorline.marked import MarkedPlace  # noqa: E402
 from torchtrain.modeling.save import reader_notes  # noqa: E402
 from torchtrain.tests.readers import CASES, LENGTH, environment, export_case, read_with  # noqa: E402
 
 FAMILIES = ("llama", "qwen3")
-PLACE = Place("<!-- made by benchmarks/readers.py -->", "<!-- end -->")
+PLACE = MarkedPlace("<!-- made by benchmarks/readers.py -->", "<!-- end -->")
 
 # Read, not run: the source distribution of vLLM 0.33.0 (vllm/transformers_utils/config.py, `get_rope` and its classes
 # in vllm/model_executor/layers/rotary_embedding, `_get_and_verify_max_len` of vllm/config/model.py), and where a

@@ -3,9 +3,9 @@
 import pytest
 
 from anchorline.errors import UserError
-from anchorline.marked import Place, read_marked
+from anchorline.marked import MarkedPlace, read_marked
 
-PLACE = Place("<!-- made -->", "<!-- end -->")
+PLACE = MarkedPlace("<!-- made -->", "<!-- end -->")
 
 
 def test_only_what_stands_between_the_lines_is_replaced():

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from anchorline.files import save
-from anchorline.marked import Place
+from anchorline.marked import MarkedPlace
 from benchmarks.data import inputs, packing, tokenising
 
-PLACE = Place("<!-- made by benchmarks/data -->", "<!-- end of benchmarks/data -->")
+PLACE = MarkedPlace("<!-- made by benchmarks/data -->", "<!-- end of benchmarks/data -->")
 HEAD = "# Benchmarks\n\nEach section is written by the program that it names, from the JSON that it names.\n\n"
 _COMMAND = ".venv-rivals/bin/python -m benchmarks.data --work FOLDER --repeats {repeats} --write docs/benchmarks.md"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anchorline.files import replace_file
-from anchorline.marked import Place, read_marked
+from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page import count
 from ropestudy.report.answers import (
     BETTER,
@@ -46,7 +46,7 @@ BEGIN = "<!-- Numbers: made by `python -m ropestudy.report FOLDER --document FIL
 END = "<!-- End of the numbers. -->"
 COMMANDS_BEGIN = "<!-- Commands: made like the numbers. -->"
 COMMANDS_END = "<!-- End of the commands. -->"
-_NUMBERS, _COMMANDS = Place(BEGIN, END), Place(COMMANDS_BEGIN, COMMANDS_END)
+_NUMBERS, _COMMANDS = MarkedPlace(BEGIN, END), MarkedPlace(COMMANDS_BEGIN, COMMANDS_END)
 TINY = 0.005  # fractions below would be 0.00
 FIGURES = ("dose", "shift", "samples", "tokens", "length")  # shown in the document
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import save
-from anchorline.marked import Place, read_marked
+from anchorline.marked import MarkedPlace, read_marked
 
 if TYPE_CHECKING:
     from torchtrain.evaluation.figures import ScoreFigure
 
-TABLES = Place("<!-- made by torchtrain compare -->", "<!-- end of torchtrain compare -->")  # of a document
+TABLES = MarkedPlace("<!-- made by torchtrain compare -->", "<!-- end of torchtrain compare -->")  # of a document
 _LATEX = str.maketrans({c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
 
 

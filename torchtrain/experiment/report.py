@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from anchorline.errors import UserError, quoted
 from anchorline.files import replace_file, save
-from anchorline.marked import Place, read_marked
+from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page import figure_style
 from anchorline.page.colours import SERIES
 from torchtrain.experiment.effects import (
@@ -30,7 +30,7 @@ from torchtrain.experiment.records import NAME, write_records
 from torchtrain.experiment.running import Folder, check_folder
 from torchtrain.experiment.spec import PairedRun, TrainingExperiment
 
-PLACE = Place("<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->")  # of a document
+PLACE = MarkedPlace("<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->")  # of a document
 FIGURE = "effects.svg"
 
 _Measured = dict[tuple[PairedRun, int], Measurement]

@@ -435,7 +435,7 @@ def test_published_shapes_are_packaged_and_all_are_listed():
 
 def test_llama3_70b_on_32_ranks_fits_by_plan():
     """ZeRO 3 and Ulysses over eight ranks, everything on the GPUs."""
-    overrides = ["model.source=meta-llama/Meta-Llama-3-70B", "distributed.offload=none"]
+    overrides = ["model.source=meta-llama/Meta-Llama-3-70B", "distributed.offload=none", "distributed.zero_stage=3"]
     config = load_config(CONFIGS / "paper" / "llama3-8b-128k-anchor.yaml", overrides)
     own = budget.model_config(config)
     held = budget.memory(config, Shapes(own), 32)
