@@ -149,14 +149,15 @@ def test_plan_of_llama2_7b_on_eight_ranks_is_what_its_step_holds():
 
     `benchmarks/shapes.sh` does this for every config of the paper, at full depth.
     """
-    overrides = ["train.sequences_per_step=1", "distributed.offload=optimizer"]
+    overrides = ["train.sequences_per_step=1", "distributed.offload=optimizer", "distributed.zero_stage=3"]
     config = load_config(PAPER["llama2-7b-128k-anchor"], overrides)
     assert step.plan(config, 8, step.FEW[0]) == pytest.approx(step.measure(config, 8, step.FEW[0]).peak, rel=0.05)
 
 
 def test_llama3_70b_on_32_ranks_loads_and_steps_as_planned():
     """By the loader that cuts weights up as they are read; a few of its layers, which are all alike."""
-    overrides = ["model.source=meta-llama/Meta-Llama-3-70B", "distributed.offload=none", "train.sequences_per_step=4"]
+    overrides = ["model.source=meta-llama/Meta-Llama-3-70B", "train.sequences_per_step=4"]
+    overrides += ["distributed.zero_stage=3", "distributed.offload=none"]
     config, layers = load_config(PAPER["llama3-8b-128k-anchor"], overrides), 2
     found, own = step.measure(config, 32, layers), budget.model_config(config)
     own.num_hidden_layers = layers
