@@ -117,15 +117,17 @@ def compare(
         else:
             tables, facts, measured = tables_of(runs, last, load_published(published or PLACE))
         print_tables(tables)
+        if out is None and document is None:
+            return
         from torchtrain.evaluation.figures import figures_of
 
+        figures = figures_of(measured)
         if out is not None:
             folder = resolve("--out", out)
-            command = "torchtrain compare " + shlex.join(runs)
-            write_tables(tables, facts, folder, command, figures_of(measured))
+            write_tables(tables, facts, folder, "torchtrain compare " + shlex.join(runs), figures)
             print(f"tables in {folder}")
         if document is not None:
-            write_document(tables, facts, document, figures_of(measured))
+            write_document(tables, facts, document, figures)
             print(f"tables in {document}")
 
 
