@@ -42,8 +42,9 @@ def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
         lengths = [length for length in first.lengths() if average_of(first, length, wanted)]
         lines = {run.name: [_point(run, length, wanted, float(length)) for length in lengths] for run in runs}
         note = "Bars are 95 per cent intervals of each run alone; the tables have those of the differences."
-        svg = _draw("by-length", lines, "tokens", "score", lengths)
-        figures.append(ScoreFigure("score-by-length", f"RULER by length: {title.lower()}", note, svg))
+        if len(lengths) > 1:  # of one the table says as much
+            svg = _draw("by-length", lines, "tokens", "score", lengths)
+            figures.append(ScoreFigure("score-by-length", f"RULER by length: {title.lower()}", note, svg))
         lines = {run.name: _by_step(run.whole or run, lengths[-1], wanted) for run in runs}
         if any(len(points) > 1 for points in lines.values()):
             note = f"Each checkpoint alone, at {lengths[-1]:,} tokens; bars are 95 per cent intervals."

@@ -36,7 +36,7 @@ def test_bold_stands_only_where_the_paired_interval_leaves_out_zero(tmp_path):
     assert dict(perplexity.rows)["loss: b - a, paired"][0].text == "-0.500"
     assert [note for note in by_title["Tasks at 1,024 tokens"].notes if "n = 30 samples" in note]
     tables.write_tables(found, facts, tmp_path / "out", "torchtrain compare a b", figures_of(runs))
-    assert [path.name for path in (tmp_path / "out").glob("*.svg")] == ["score-by-length.svg"]
+    assert not list((tmp_path / "out").glob("*.svg")), "of one length and one checkpoint the table says as much"
     html, tex = ((tmp_path / "out" / f"results.{kind}").read_text() for kind in ("html", "tex"))
     assert "<strong>66.7 [" in html
     assert r"\textbf{66.7 [" in tex
