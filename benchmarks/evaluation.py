@@ -74,6 +74,7 @@ def main(
                 "ours_seconds": statistics.median(ours_seconds),
                 "stock_seconds": statistics.median(stock_seconds),
                 "ratio": statistics.median(ratios),
+                "ratios": [min(ratios), max(ratios)],
                 "computed_share": work.computed_tokens / work.prompt_tokens,
                 "same_answers": equal,
             }
@@ -124,13 +125,14 @@ def with_section(text: str, report: dict[str, Any]) -> str:
         f"Seconds a sample, from text to text, `torchtrain evaluate` against stock lm-eval (HFLM, `generate_until`, "
         f"batches of {report['batch_of_stock']}) on the same prompts with the same model object: {report['model']}, "
         f"{report['dtype']}, {report['length']:,} tokens, {report['samples']} samples a task, in turns in one process "
-        f"({report['pairs']} each). {report['device']}, {report['threads']} threads; {versions}. Read the ratio: the "
-        "machine was shared.",
+        f"({report['pairs']} each: the medians, and in brackets the least and the most). {report['device']}, "
+        f"{report['threads']} threads; {versions}. Read the ratio.",
         "",
         "| task | ours | lm-eval | times as fast | prompt tokens computed | same answers |",
         "| --- | --- | --- | --- | --- | --- |",
         *(
-            f"| {row['task']} | {row['ours_seconds']:.2f} | {row['stock_seconds']:.2f} | {row['ratio']:.2f} | "
+            f"| {row['task']} | {row['ours_seconds']:.2f} | {row['stock_seconds']:.2f} | {row['ratio']:.2f} "
+            f"({row['ratios'][0]:.2f} to {row['ratios'][1]:.2f}) | "
             f"{row['computed_share']:.0%} | {row['same_answers']} of {report['samples']} |"
             for row in report["results"]
         ),

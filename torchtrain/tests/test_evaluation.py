@@ -13,16 +13,16 @@ from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 
 def test_the_section_of_the_benchmarks_is_written_alone():
-    row = {"task": "fwe", "ours_seconds": 1.0, "stock_seconds": 2.0, "ratio": 2.0}
+    row = {"task": "fwe", "ours_seconds": 1.0, "stock_seconds": 2.0, "ratio": 2.0, "ratios": [1.5, 2.5]}
     rows = [row | {"computed_share": 0.5, "same_answers": 4}]
     facts = {"batch_of_stock": 4, "model": "m", "dtype": "float32", "length": 1024, "samples": 4, "pairs": 1}
     report = facts | {"device": "d", "threads": 1, "versions": {"torch": "2"}, "results": rows}
     once = with_section("# Benchmarks\n\n<!-- begin: data -->\n## Data\n<!-- end: data -->\n", report)
-    assert "| fwe | 1.00 | 2.00 | 2.00 | 50% | 4 of 4 |" in once
+    assert "| fwe | 1.00 | 2.00 | 2.00 (1.50 to 2.50) | 50% | 4 of 4 |" in once
     assert "## Data\n<!-- end: data -->\n\n<!-- begin: evaluation" in once
     assert with_section(once, report) == once
     changed = with_section(once, report | {"results": [rows[0] | {"ratio": 3.0}]})
-    assert changed == once.replace("| 2.00 | 50% |", "| 3.00 | 50% |")
+    assert changed == once.replace("| 2.00 (1.50", "| 3.00 (1.50")
 
 
 def test_a_suite_is_strict():
