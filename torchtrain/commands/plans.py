@@ -50,10 +50,10 @@ def plan(
         config = load_config(file, overrides or [])
 
         from torchtrain.planning.answer import Machine, Pace, tell_plan  # isort: skip
+        from torchtrain.planning.budget import GIB
 
-        gib = 2**30
-        hosts = None if host_memory is None else int(host_memory * gib)
-        machine = Machine(processes, int(gpu_memory * gib), hosts)
+        hosts = None if host_memory is None else int(host_memory * GIB)
+        machine = Machine(processes, int(gpu_memory * GIB), hosts)
         if not tell_plan(config, machine, Pace(tokens_per_second, measured, gpu, mfu), document_tokens):
             raise typer.Exit(1)
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from anchorline.errors import UserError
+from torchtrain.evaluation import results
 from torchtrain.evaluation.compare import compare
 from torchtrain.evaluation.results import NotRun, check_one_model
 from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, settings_of, task_result
@@ -154,6 +155,15 @@ def test_results_that_were_changed_by_hand_are_not_paired(tmp_path):
     save_results(tmp_path / "b", task_result(scores=[1.0, 0.0]))
     with pytest.raises(UserError, match="fwe at 1,024 has other samples, though it says the same"):
         compare([tmp_path / "a", tmp_path / "b"])
+
+
+def test_results_of_mmlu_are_read_without_lm_eval(tmp_path, monkeypatch):
+    def absent(name):
+        raise ValueError("the package lm_eval is not installed")
+
+    monkeypatch.setattr(results, "group_of", absent)
+    save_results(tmp_path / "a", task_result("mmlu_anatomy"))
+    assert compare([tmp_path / "a"])[2][0].tasks("mmlu") == ["mmlu_anatomy"]
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,8 @@ def test_rope_gets_the_papers_base_and_length(paper):
 
 
 GPUS, EACH = 8, 80 * GIB
-SHAPES = {  # a config of each model and length: what a mask changes of memory, plan does not see
-    (config.model.source, config.pack.sequence_length): path.stem
-    for path, config in CONFIG_OF.items()
-    if config.pack.base_variant == "full"
+SHAPES = {  # of each model and length the first config: an anchor's, where there is one
+    (config.model.source, config.pack.sequence_length): path.stem for path, config in reversed(CONFIG_OF.items())
 }
 
 
