@@ -27,8 +27,9 @@ class _GatherKeys(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_MKD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         plan: AttentionPlan = ctx.plan  # type: ignore[attr-defined]
         B, T, K, D = ctx.shape  # type: ignore[attr-defined]
-        grad = grad_MKD.new_zeros(B * T, K, D)
-        grad[plan.q_index_N] = grad_MKD[plan.own_slot_N]
+        grad = grad_MKD.index_select(0, plan.own_slot_N)
+        if not plan.queries_in_order:
+            grad = grad_MKD.new_zeros(B * T, K, D).index_copy_(0, plan.q_index_N, grad)
         if plan.anchor_index_R.numel():
             wide = torch.promote_types(grad_MKD.dtype, torch.float32)
             filled_RC = plan.anchor_slot_RC >= 0
