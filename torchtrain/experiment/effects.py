@@ -20,7 +20,7 @@ from torchtrain.experiment.spec import REFERENCE, PairedRun
 CONFIDENCE = 0.95
 
 # (arithmetic, variant) -> weight
-Weights = Mapping[tuple[str, str], int]
+Weights = Mapping[tuple[str, str], float]
 Outcome = Callable[[Measurement], Sequence[float]]  # a number for each document
 Verdict = Literal["more", "less", "less than the margin either way", "not settled", "one seed"]
 
@@ -92,6 +92,7 @@ def contrasts(arithmetics: Iterable[str], variants: Iterable[str]) -> list[Contr
                     {(name, variant): 1, (REFERENCE, variant): -1},
                 )
             )
+        found += _over_variants(name, REFERENCE, variants, "what the arithmetic costs")
     for name in rounded:
         for variant in others:
             found.append(
@@ -110,6 +111,7 @@ def contrasts(arithmetics: Iterable[str], variants: Iterable[str]) -> list[Contr
                     {("rotation_float32", variant): 1, ("bfloat16", variant): -1},
                 )
             )
+        found += _over_variants("rotation_float32", "bfloat16", variants, "what rotating in float32 gives back")
         for variant in others:
             found.append(
                 Contrast(
@@ -125,6 +127,15 @@ def contrasts(arithmetics: Iterable[str], variants: Iterable[str]) -> list[Contr
             )
     kept = set(arithmetics)
     return [one for one in found if {name for name, _ in one.weights} <= kept]
+
+
+def _over_variants(name: str, other: str, variants: Sequence[str], question: str) -> list[Contrast]:
+    """Return what the choice of arithmetic makes of the mean over several variants; nothing of one."""
+    if len(variants) < 2:
+        return []
+    share = 1 / len(variants)
+    weights = {(of, variant): sign * share for variant in variants for of, sign in ((name, 1), (other, -1))}
+    return [Contrast(f"{name} - {other}, mean of {len(variants)} masks", question, weights)]
 
 
 def estimate(

@@ -289,6 +289,21 @@ def test_a_contrast_is_the_difference_of_differences_with_students_interval_over
     assert estimate(wanted, measured, loss_from(8), 5) is None
 
 
+def test_an_arithmetics_cost_is_taken_over_all_variants_too():
+    measured = measured_cells((0, 1, 7))
+    found = {
+        one.contrast.name: one
+        for contrast in contrasts(["bfloat16", "float32"], ["intra", "anchor"])
+        if (one := estimate(contrast, measured, copy_loss, 4)) is not None
+    }
+    each = [found[f"bfloat16 - float32, {variant}"].each for variant in ("intra", "anchor")]
+    over_all = found["bfloat16 - float32, mean of 2 masks"]
+    np.testing.assert_allclose(over_all.each, np.mean(each, axis=0))
+    interval = stats.ttest_1samp(over_all.each, 0).confidence_interval(0.95)
+    np.testing.assert_allclose([over_all.low, over_all.high], interval)
+    assert not any("masks" in one.name for one in contrasts(["bfloat16", "float32"], ["intra"]))
+
+
 def test_one_seed_has_the_interval_of_its_documents():
     measured = measured_cells((3,))
     found = estimate(contrasts(["bfloat16", "float32"], ["intra"])[0], measured, copy_loss, 4)
@@ -323,7 +338,7 @@ def test_every_contrast_of_paired_runs_sums_to_nothing():
     """So whatever all runs share is gone."""
     for contrast in contrasts(["bfloat16", "rotation_float32", "float32"], ["full", "intra", "intra_reset", "anchor"]):
         assert sum(contrast.weights.values()) == 0, contrast
-        assert len(contrast.weights) in (2, 4)
+        assert sum(abs(weight) for weight in contrast.weights.values()) in (2, 4), contrast
     names = {contrast.name for contrast in contrasts(["bfloat16"], ["intra", "anchor"])}
     assert names == {"anchor - intra, bfloat16"}
 
