@@ -1,7 +1,6 @@
-"""An experiment of many runs: what they differ in, their documents, what is measured, and what the differences say."""
+"""An experiment of many runs: what they differ in, their documents, what is measured, and how far it has come."""
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from typer.testing import CliRunner
 
 from anchorline import settings
@@ -24,8 +22,7 @@ from torchtrain.config import Source
 from torchtrain.errors import TasksUnfinished, Terminated
 from torchtrain.experiment import running
 from torchtrain.experiment.corpus import cut, read_corpus, write_corpus
-from torchtrain.experiment.effects import contrasts, copy_loss, estimate, loss_from
-from torchtrain.experiment.measuring import Measurement, make_rows, measure_model, read_rows
+from torchtrain.experiment.measuring import make_rows, measure_model, read_rows
 from torchtrain.experiment.records import read_records, write_records
 from torchtrain.experiment.report import PLACE, write_report
 from torchtrain.experiment.running import Folder, run_experiment
@@ -38,6 +35,7 @@ from torchtrain.experiment.spec import (
     load_experiment,
 )
 from torchtrain.run.folder import RunFolder
+from torchtrain.tests.measurements import measurement
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "experiments"
@@ -236,113 +234,6 @@ def test_losses_are_those_of_the_logits(rows_of):
     assert (again.losses, again.rounded) == (found.rounded, None)  # the weights are rounded by now
 
 
-DRAWN = np.random.default_rng(0)
-
-
-def measurement(shift: float, documents: int = 5) -> Measurement:
-    """Of documents whose losses are random about `shift`."""
-    losses = (shift + DRAWN.normal(size=(documents, 3))).tolist()
-    copies = (shift + DRAWN.normal(size=(documents, 2))).tolist()
-    return Measurement(
-        date="2026-01-01",
-        environment="a machine",
-        bands=[(1, 8), (8, 16), (16, 40)],
-        distances=[8, 24],
-        domains=["a"] * documents,
-        documents="",
-        losses=losses,
-        copies=copies,
-        passages=[0.0] * documents,
-        rounded=None,
-    )
-
-
-def measured_cells(seeds):
-    shifts = {"bfloat16": 0.5, "float32": 0.0}
-    return {
-        (PairedRun(arithmetic, variant, seed), 4): measurement(shifts[arithmetic])
-        for arithmetic in shifts
-        for variant in ("intra", "anchor")
-        for seed in seeds
-    }
-
-
-def test_a_contrast_is_the_difference_of_differences_with_students_interval_over_seeds():
-    measured = measured_cells((0, 1, 7))
-    (wanted,) = (c for c in contrasts(["bfloat16", "float32"], ["intra", "anchor"]) if c.name.startswith("(anchor"))
-    found = estimate(wanted, measured, loss_from(8), 4)
-    assert found is not None
-
-    def mean(arithmetic, variant, seed):
-        losses = np.array(measured[PairedRun(arithmetic, variant, seed), 4].losses)
-        return (losses[:, 1] * 8 + losses[:, 2] * 24).mean() / 32
-
-    each = [
-        mean("bfloat16", "anchor", seed) - mean("bfloat16", "intra", seed)
-        - (mean("float32", "anchor", seed) - mean("float32", "intra", seed))
-        for seed in (0, 1, 7)
-    ]  # fmt: skip
-    interval = stats.ttest_1samp(each, 0).confidence_interval(0.95)
-    np.testing.assert_allclose(found.each, each)
-    np.testing.assert_allclose([found.mean, found.low, found.high], [np.mean(each), *interval])
-    assert (found.seeds, found.over) == ((0, 1, 7), "3 seeds")
-    assert estimate(wanted, measured, loss_from(8), 5) is None
-
-
-def test_an_arithmetics_cost_is_taken_over_all_variants_too():
-    measured = measured_cells((0, 1, 7))
-    found = {
-        one.contrast.name: one
-        for contrast in contrasts(["bfloat16", "float32"], ["intra", "anchor"])
-        if (one := estimate(contrast, measured, copy_loss, 4)) is not None
-    }
-    each = [found[f"bfloat16 - float32, {variant}"].each for variant in ("intra", "anchor")]
-    over_all = found["bfloat16 - float32, mean of 2 masks"]
-    np.testing.assert_allclose(over_all.each, np.mean(each, axis=0))
-    interval = stats.ttest_1samp(over_all.each, 0).confidence_interval(0.95)
-    np.testing.assert_allclose([over_all.low, over_all.high], interval)
-    assert not any("masks" in one.name for one in contrasts(["bfloat16", "float32"], ["intra"]))
-
-
-def test_one_seed_has_the_interval_of_its_documents():
-    measured = measured_cells((3,))
-    found = estimate(contrasts(["bfloat16", "float32"], ["intra"])[0], measured, copy_loss, 4)
-    assert found is not None
-    pairs = [np.array(measured[PairedRun(a, "intra", 3), 4].copies).mean(axis=1) for a in ("bfloat16", "float32")]
-    interval = stats.ttest_rel(*pairs).confidence_interval(0.95)
-    np.testing.assert_allclose([found.low, found.high], interval)
-    assert found.over == "5 documents, one seed"
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "says"),
-    [
-        (0.02, 0.03, "more"),
-        (-0.03, -0.02, "less"),
-        (-0.01, 0.01, "less than the margin either way"),
-        (0.005, 0.03, "not settled"),
-        (-math.inf, math.inf, "not settled"),
-    ],
-)
-def test_a_verdict_is_where_the_interval_lies(low, high, says):
-    measured = measured_cells((0, 1))
-    alone = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured_cells((4,)), copy_loss, 4)
-    assert alone is not None
-    assert type(alone)(**(vars(alone) | {"low": low, "high": high})).verdict(0.01) == "one seed"
-    found = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured, copy_loss, 4)
-    assert found is not None
-    assert type(found)(**(vars(found) | {"low": low, "high": high})).verdict(0.01) == says
-
-
-def test_every_contrast_of_paired_runs_sums_to_nothing():
-    """So whatever all runs share is gone."""
-    for contrast in contrasts(["bfloat16", "rotation_float32", "float32"], ["full", "intra", "intra_reset", "anchor"]):
-        assert sum(contrast.weights.values()) == 0, contrast
-        assert sum(abs(weight) for weight in contrast.weights.values()) in (2, 4), contrast
-    names = {contrast.name for contrast in contrasts(["bfloat16"], ["intra", "anchor"])}
-    assert names == {"anchor - intra, bfloat16"}
-
-
 def test_an_experiment_stops_at_a_stage_and_is_reported(made, tmp_path, monkeypatch):
     """Real processes: a run is trained to step 1 of 8, stopped there, and measured."""
     cell = PairedRun("bfloat16", "anchor", 0)
@@ -379,6 +270,7 @@ from pathlib import Path
 import yaml
 from anchorline.files import entry_of, replace_file
 from torchtrain.run.folder import RunFolder
+from torchtrain.tests.measurements import measurement
 from torchtrain.run.outputs import Outputs
 verb, what = sys.argv[3:]
 run = RunFolder(what if verb == "resume" else yaml.safe_load(Path(what).read_text())["run"]["folder"])

@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 
 from benchmarks import training_again
 from torchtrain.cli import app
+from torchtrain.experiment.spec import PairedRun
 
 ROOT = Path(__file__).parents[2]
-PAGE, CONFIG = ROOT / "docs" / "training-experiment.md", ROOT / "configs" / "experiments" / "rope_training.yaml"
+PAGE = ROOT / "docs" / "training-experiment.md"
 
 
 @pytest.fixture
@@ -22,7 +23,9 @@ def copy(tmp_path):
 
 def test_its_report_is_made_of_its_measurements(tmp_path, copy):
     options = ["--only-report", "--measured", str(training_again.LATER), "--document", str(copy)]
-    result = CliRunner().invoke(app, ["experiment", str(CONFIG), "--out", str(tmp_path / "runs"), *options])
+    result = CliRunner().invoke(
+        app, ["experiment", str(training_again.EXPERIMENT), "--out", str(tmp_path / "runs"), *options]
+    )
     assert result.exit_code == 0, result.output
     assert copy.read_text() == PAGE.read_text()
     figure = Path("figures") / f"{PAGE.stem}.svg"
@@ -36,8 +39,9 @@ def test_its_runs_made_twice_are_of_both_results(copy, monkeypatch):
 
 
 def test_runs_made_twice_are_paired_by_what_they_are():
-    earlier = {("float32", "intra", 0): 5.0, ("float32", "anchor", 0): 5.5, ("float32", "full", 0): 9.0}
-    later = {("float32", "anchor", 0): 5.6, ("float32", "intra", 0): 4.7, ("bfloat16", "intra", 0): 9.0}
+    intra, anchor = PairedRun("float32", "intra", 0), PairedRun("float32", "anchor", 0)
+    earlier = {intra: 5.0, anchor: 5.5, PairedRun("float32", "full", 0): 9.0}
+    later = {anchor: 5.6, intra: 4.7, PairedRun("bfloat16", "intra", 0): 9.0}
     lines = training_again.tables(earlier, later)
     assert lines[2] == "| float32 | 2 | 0.20000 | 0.22361 | 0.30000 |"
     assert lines[-1] == "| float32 | 0 | +0.5000 | +0.9000 |"
