@@ -112,6 +112,11 @@ def _import_flash_attn() -> Callable[..., Any] | None:
     ) from None
 
 
+def uses_flash_attn() -> bool:
+    """Whether `flash` is the package flash-attn here, and not torch's own kernel."""
+    return _import_flash_attn() is not None
+
+
 def _engine_of(torch_name: str) -> str:
     return next((engine for engine, newer in NEWER.items() if newer.torch_name == torch_name), torch_name)
 

@@ -24,15 +24,22 @@ def has_tiles() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
+CAUSAL = "anchorline::causal_attention"
+
+
+@torch.library.custom_op(CAUSAL, mutates_args=())
+def _attend(q_BHnD: Tensor, k_BKnD: Tensor, v_BKnD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out in the dtype of q and the log-sum-exp: one operation, so that both can be kept as they are."""
+    dtype = torch.bfloat16 if q_BHnD.dtype == torch.bfloat16 and has_tiles() else torch.float32
+    q, k, v = (x.to(dtype) for x in (q_BHnD, k_BKnD, v_BKnD))
+    out_BHnD, lse_BHn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True, scale=scale)
+    return out_BHnD.to(q_BHnD.dtype), lse_BHn
+
+
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q_BHnD: Tensor, k_BKnD: Tensor, v_BKnD: Tensor, scale: float) -> Tensor:
-        dtype = torch.bfloat16 if q_BHnD.dtype == torch.bfloat16 and has_tiles() else torch.float32
-        q, k, v = (x.to(dtype) for x in (q_BHnD, k_BKnD, v_BKnD))
-        out_BHnD, lse_BHn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=True, scale=scale
-        )
-        out_BHnD = out_BHnD.to(q_BHnD.dtype)
+        out_BHnD, lse_BHn = _attend(q_BHnD, k_BKnD, v_BKnD, scale)
         ctx.save_for_backward(q_BHnD, k_BKnD, v_BKnD, out_BHnD, lse_BHn)
         ctx.scale = scale  # type: ignore[attr-defined]
         return out_BHnD

@@ -205,7 +205,7 @@ def _time(
         labelled = int((row["shift_labels"] >= 0).sum())
         pairs = corpus.live_pairs(tokens, LOOPS[name][1])
         flops = counter.flops(tokens, labelled, pairs)
-        executed = counter.executed(tokens, labelled, pairs, recomputed=bool(bench.model.activation_checkpointing))
+        executed = counter.executed(tokens, labelled, pairs, recomputed=bench.model.recomputation)
         spread = spread_of(own)
         of = {}
         if YARDSTICK in seconds:

@@ -8,7 +8,7 @@ from torchtrain.config.data import DataConfig, MixtureConfig, Source
 from torchtrain.config.distributed import LEAST_STAGE, DistributedConfig
 from torchtrain.config.evaluation import EvaluationConfig, HeldOutConfig
 from torchtrain.config.load import EXAMPLE, dump_config, fill_empty_sections, load_config, load_preparation
-from torchtrain.config.model import LoraSettings, ModelConfig
+from torchtrain.config.model import LoraSettings, ModelConfig, Recomputation
 from torchtrain.config.pack import BASE_VARIANTS, EXTRAS, PackConfig
 from torchtrain.config.preparation import Preparation, PrepareConfig, SlurmConfig, TokenizerConfig
 from torchtrain.config.rope import PAPER_ROPE_THETA, RopeConfig
@@ -43,6 +43,7 @@ __all__ = [
     "Preparation",
     "PrepareConfig",
     "Real",
+    "Recomputation",
     "RopeConfig",
     "RunConfig",
     "SaveConfig",

@@ -26,6 +26,10 @@ class LoraSettings(Section):
     )
 
 
+# What of layers is computed again: nothing, all, all but attention; or all, with what is kept in host memory.
+Recomputation = bool | Literal["keep_attention", "offload"]
+
+
 class ModelConfig(Section):
     """Which model, in which precision, through which attention engine."""
 
@@ -48,10 +52,11 @@ class ModelConfig(Section):
         default="auto",
         description="attention engine; auto says what it chose, never flash3 (Hopper) and flash4 (Hopper, Blackwell)",
     )
-    activation_checkpointing: Literal["auto", "offload"] | bool = Field(
+    activation_checkpointing: Literal["auto", "keep_attention", "offload"] | bool = Field(
         default=False,
-        description="recompute each layer in the backward pass; auto: only where the memory that is free when the run "
-        "begins does not do without, and it is said; offload: and keep its input in host memory until then",
+        description="recompute each layer in the backward pass; keep_attention: all of it but attention, whose "
+        "output is kept; offload: and keep its input in host memory until then; auto: none, all but attention, or "
+        "all, as the memory that is free when the run begins allows, and it is said",
     )
     layer_chunk: Count | None = Field(
         default=None,
@@ -75,6 +80,6 @@ class ModelConfig(Section):
         return self
 
     @property
-    def recomputation(self) -> bool | Literal["offload"]:
+    def recomputation(self) -> Recomputation:
         """What `activation_checkpointing` may come to: `auto` may recompute."""
-        return "offload" if self.activation_checkpointing == "offload" else bool(self.activation_checkpointing)
+        return True if self.activation_checkpointing == "auto" else self.activation_checkpointing

@@ -22,6 +22,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from anchorline.errors import UserError
+from torchtrain.config import Recomputation
+from torchtrain.modeling.kept_attention import checkpointing
 from torchtrain.modeling.source import first_line
 
 if TYPE_CHECKING:
@@ -46,12 +48,12 @@ def check_compiler(device: torch.device) -> None:
         ) from None
 
 
-def compile_layers(model: "PreTrainedModel", recompute: bool) -> None:
+def compile_layers(model: "PreTrainedModel", recomputation: Recomputation) -> None:
     """Let a model's decoder layers run compiled while it trains. Nothing is compiled before its first step.
 
     Args:
         model: its layers are set up for recomputation in the backward pass (`load_for_training` does so).
-        recompute: whether they are to be recomputed.
+        recomputation: what of them is computed again, in memory of the device.
 
     Raises:
         UserError: none of its modules hands a layer's forward over.
@@ -62,8 +64,10 @@ def compile_layers(model: "PreTrainedModel", recompute: bool) -> None:
             f"model.fused compile: {model.config.model_type} has no decoder layers that can be compiled one by one; "
             "set model.fused to none"
         )
+    how = checkpointing(recomputation)
+    run = functools.partial(checkpoint, _run, **how) if recomputation else _run
     for module in layers:
-        setattr(module, _HANDS_OVER, _run_and_recompute if recompute else _run)
+        setattr(module, _HANDS_OVER, run)
     _expect(len(layers))
 
 
@@ -84,10 +88,6 @@ def _run(forward: Callable[..., Any], *args: Any) -> Any:
     if (layer := getattr(forward, "__self__", None)) is not None:
         forward, args = forward.__func__, (layer, *args)  # type: ignore[attr-defined]
     return _compile(forward)(*args, **keywords)
-
-
-def _run_and_recompute(forward: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(_run, forward, *args, use_reentrant=False)
 
 
 @functools.cache

@@ -108,9 +108,9 @@ def set_up_layers(loaded: "PreTrainedModel", model: ModelConfig) -> None:
     """
     save_memory(loaded, model)
     if model.fused == "compile":
-        if not model.activation_checkpointing:
+        if not model.recomputation:
             hand_layers_over(loaded)
-        compile_layers(loaded, recompute=bool(model.activation_checkpointing))
+        compile_layers(loaded, model.recomputation)
 
 
 def load_for_evaluation(

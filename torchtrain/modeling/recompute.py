@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config import ModelConfig
+from torchtrain.config import ModelConfig, Recomputation
 from torchtrain.modeling.chunks import chunk_layers
+from torchtrain.modeling.kept_attention import checkpointing
 from torchtrain.modeling.offload import HostMemory
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | None = None) -> None:
-    """Set up activation checkpointing, its offload, and chunks of layers. Where `auto` may recompute layers it does.
+    """Set up activation checkpointing, what it keeps and where, and chunks of layers. `auto` counts as true.
 
     Args:
         model: any causal language model.
@@ -25,7 +26,7 @@ def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | Non
         chunk_layers(model, settings.layer_chunk, most)
     if not settings.activation_checkpointing:
         return
-    hand_layers_over(model)
+    hand_layers_over(model, settings.recomputation)
     if settings.activation_checkpointing == "offload":
         host = HostMemory()
         for module in model.modules():
@@ -33,8 +34,8 @@ def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | Non
                 module._gradient_checkpointing_func = host.checkpoint  # pyright: ignore
 
 
-def hand_layers_over(model: "PreTrainedModel") -> None:
+def hand_layers_over(model: "PreTrainedModel", recomputation: Recomputation = True) -> None:
     """Let each layer hand its forward, while it trains, to torch's checkpoint, or to what is put in that place."""
     # Renamed within the versions we support; both take the arguments of torch's checkpoint first.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    enable(checkpointing(recomputation))

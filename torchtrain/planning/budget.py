@@ -36,7 +36,7 @@ from torch import nn
 
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
-from torchtrain.config import LEAST_STAGE, Config
+from torchtrain.config import LEAST_STAGE, Config, Recomputation
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET
 from torchtrain.modeling.check import check_config
@@ -357,7 +357,7 @@ class _Layout(NamedTuple):
     """What of a run `fastest` chooses."""
 
     offload: str
-    recomputed: bool | str
+    recomputed: Recomputation
     chunk: int | None
     stage: int
 
@@ -382,7 +382,8 @@ class _Layout(NamedTuple):
 
 def _layouts(stages: int, chunk: int, now: _Layout) -> Iterator[_Layout]:
     """Yield layouts, each dearer to have than those before it, and last the one that there is."""
-    for kept in (((False, None), (True, None)), ((True, chunk),), (("offload", chunk),)):
+    keep: Recomputation = "keep_attention"
+    for kept in (((False, None), (keep, None), (True, None)), ((keep, chunk), (True, chunk)), (("offload", chunk),)):
         for offload, (recomputed, tokens), stage in product(LEAST_STAGE, kept, range(stages)):
             yield _Layout(offload, recomputed, tokens, stage)
     yield now
@@ -400,7 +401,8 @@ def _revise(config: Config, section: str, values: dict[str, Any]) -> Config | No
 def _changes(config: Config, processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for stage in range(config.distributed.zero_stage + 1, 4):
         yield "distributed", {"zero_stage": stage}
-    yield "model", {"activation_checkpointing": True}
+    for recomputed in ("keep_attention", True):
+        yield "model", {"activation_checkpointing": recomputed}
     yield "train", {"micro_batch": 1}
     for shared in range(config.distributed.sequence_parallel + 1, processes + 1):
         if processes % shared == 0:

@@ -15,7 +15,8 @@ embedding, the first layer's q, k and v, needs no gradient of what it takes eith
 The machine does more (`FlopCounter.executed`):
 
     2 x R x tokens + 4 x L x H x D x live pairs    where activation checkpointing computes each layer again; R counts
-                                                   its matrices but the last, whose result no gradient needs
+                                                   its matrices but the last, whose result no gradient needs; without
+                                                   the second term where attention's output is kept
     2 x C x tokens                                 where layers are not, and `model.layer_chunk` computes what its
                                                    backward pass needs of an MLP again; C counts gate and up
     2 x L x H x D x live pairs                     where attention is one fused kernel, whose backward pass computes the
@@ -35,6 +36,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
+from torchtrain.config import Recomputation
 from torchtrain.modeling.chunks import multiplied_again
 from torchtrain.modeling.head import head_of
 from torchtrain.modeling.whole import whole_shape
@@ -105,7 +107,7 @@ class FlopCounter:
         labelled: int,
         live_pairs: int,
         *,
-        recomputed: bool,
+        recomputed: Recomputation,
         fused: bool = True,
     ) -> int:
         """Return the FLOPs of matrix products that the device runs for the same.
@@ -114,11 +116,11 @@ class FlopCounter:
             tokens: as `flops`.
             labelled: as `flops`.
             live_pairs: as `flops`; of a kernel that computes whole blocks more than live pairs is run.
-            recomputed: under activation checkpointing.
+            recomputed: what activation checkpointing computes again.
             fused: attention is a kernel that keeps no scores.
         """
         again = 2 * (self.recomputed_weights if recomputed else self.chunked_weights) * tokens
-        again += 4 * self.attention_width * live_pairs if recomputed else 0
+        again += 4 * self.attention_width * live_pairs if recomputed not in (False, "keep_attention") else 0
         scores = 2 * self.attention_width * live_pairs if fused else 0
         return self.flops(tokens, labelled, live_pairs) + again + scores
 

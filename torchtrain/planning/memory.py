@@ -32,6 +32,7 @@ from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.chunks import used_by
 from torchtrain.modeling.head import head_of, hidden_states
+from torchtrain.modeling.kept_attention import SHAPES
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.source import read_by_library
 from torchtrain.planning.gathering import Use, count_gathered
@@ -348,13 +349,21 @@ class _Shared:
     ranks: int
 
 
+@torch.library.custom_op(SHAPES, mutates_args=())
+def _kernel(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Make an output and a log-sum-exp, as one operation."""
+    return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float32)
+
+
+_kernel.register_fake(lambda q_NHD, k_MKD, v_MKD: _kernel._init_fn(q_NHD, k_MKD, v_MKD))
+
+
 class _Flash(torch.autograd.Function):
     """What FlashAttention makes and keeps: output and log-sum-exp; in the backward pass three gradients."""
 
     @staticmethod
     def forward(ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor) -> Tensor:
-        out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
-        lse_HN = q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float32)
+        out_NHD, lse_HN = _kernel(q_NHD, k_MKD, v_MKD)
         ctx.save_for_backward(q_NHD, k_MKD, v_MKD, out_NHD, lse_HN)
         return out_NHD
 

@@ -1,4 +1,4 @@
-"""`model.activation_checkpointing: auto`: layers are recomputed where free memory does not hold what they would keep.
+"""`model.activation_checkpointing: auto`: of layers as little is recomputed as free memory allows.
 
 The same numbers come out either way. All processes do as the one with least memory must.
 """
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtrain.config import Config, ModelConfig
+from torchtrain.config import Config, ModelConfig, Recomputation
 from torchtrain.distributed.world import World, here_beside
+from torchtrain.modeling.kept_attention import can_keep
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,28 +21,47 @@ _SHARE = 0.85
 _GIB = 2**30
 
 
-def choose_recomputation(config: Config, model_config: "PretrainedConfig", world: World) -> tuple[ModelConfig, str]:
+_SAID: dict[Recomputation, str] = {
+    False: "none recomputed",
+    "keep_attention": "recomputed in the backward pass, but for attention",
+    True: "recomputed in the backward pass",
+}
+
+
+def choose_recomputation(
+    config: Config, model_config: "PretrainedConfig", engine: str, world: World
+) -> tuple[ModelConfig, str]:
     """Return the model's settings with `auto` decided, and what was chosen in words; empty where nothing was.
 
     Args:
         config: the run's.
         model_config: what `torchtrain.modeling.rope.extend` returned.
+        engine: of attention.
         world: this rank's place.
     """
     if config.model.activation_checkpointing != "auto":
         return config.model, ""
     from torchtrain.planning import budget
 
-    model = config.model.model_copy(update={"activation_checkpointing": False})
-    needed = budget.memory(config.model_copy(update={"model": model}), budget.Shapes(model_config), world.size)
-    free = free_memory(world.device)
-    bytes_needed = needed.gpu if world.device.type == "cuda" else needed.gpu + needed.host // world.size
-    (fitting,) = world.sum([float(bytes_needed <= _SHARE * free)])
-    fits = fitting == world.size
-    chosen = config.model.model_copy(update={"activation_checkpointing": not fits})
-    what = "none recomputed" if fits else "recomputed in the backward pass"
+    shapes, free = budget.Shapes(model_config), free_memory(world.device)
+
+    def bytes_with(recomputation: Recomputation) -> int:
+        model = config.model.model_copy(update={"activation_checkpointing": recomputation})
+        needed = budget.memory(config.model_copy(update={"model": model}), shapes, world.size)
+        return needed.gpu if world.device.type == "cuda" else needed.gpu + needed.host // world.size
+
+    def fits(recomputation: Recomputation) -> bool:
+        (fitting,) = world.sum([float(bytes_with(recomputation) <= _SHARE * free)])
+        return fitting == world.size
+
+    chosen: Recomputation = True
+    if fits(False):
+        chosen = False
+    elif can_keep(engine) and fits("keep_attention"):
+        chosen = "keep_attention"
     found = f"{free / _GIB:.1f} GiB are free" if free else "how much is free is not told here"
-    return chosen, f"{what}: keeping them takes {bytes_needed / _GIB:.1f} GiB, {found}"
+    said = f"{_SAID[chosen]}: keeping them takes {bytes_with(False) / _GIB:.1f} GiB, {found}"
+    return config.model.model_copy(update={"activation_checkpointing": chosen}), said
 
 
 def free_memory(device: torch.device) -> int:

@@ -37,6 +37,7 @@ from torchtrain.distributed.threads import share_cores
 from torchtrain.distributed.world import ALONE, World, here
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.compilation import check_compiler
+from torchtrain.modeling.kept_attention import check_can_keep
 from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
@@ -91,6 +92,8 @@ def set_up(
     length = config.pack.sequence_length
     if engine == "dense":
         check_tokens(length)
+    if config.model.recomputation == "keep_attention":
+        check_can_keep(engine)
 
     trusted = config.model.trust_remote_code
     source = resolve_source(config.model.source, config.data.cache, say, trust_remote_code=trusted)
@@ -131,7 +134,7 @@ def set_up(
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer, split)
 
-    settings, recomputation = choose_recomputation(config, model_config, world)
+    settings, recomputation = choose_recomputation(config, model_config, engine, world)
     say(f"loading {config.model.source}")
     # ZeRO 3 has no room for the whole model anywhere, so it is cut up while it is read.
     cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None

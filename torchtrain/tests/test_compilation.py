@@ -47,11 +47,14 @@ def graphs(monkeypatch):
     torch.compiler.reset()
 
 
-def test_a_run_and_one_that_goes_on_learn_what_they_would_without_where_graphs_compute_the_same(graphs, fresh):
+@pytest.mark.parametrize("recomputed", ["true", "keep_attention"])
+def test_a_run_and_one_that_goes_on_learn_what_they_would_without_where_graphs_compute_the_same(
+    graphs, fresh, recomputed
+):
     train, folder = fresh
     same = ("train.micro_batch=2", "save.every=1")
     train(str(folder / "plain"), *same)
-    train(str(folder / "fused"), *same, COMPILE, "model.activation_checkpointing=true")
+    train(str(folder / "fused"), *same, COMPILE, f"model.activation_checkpointing={recomputed}")
     assert len(graphs) == 4
     left = content(folder / "fused")
     kept = [f"{name}/model/model.safetensors" for name in ("fused", "plain")]
@@ -124,7 +127,7 @@ def test_a_model_without_layers_is_refused():
     with pytest.raises(
         UserError, match=r"model\.fused compile: flat has no decoder layers .* set model\.fused to none"
     ):
-        compile_layers(model, recompute=False)
+        compile_layers(model, False)
 
 
 def test_the_bench_has_a_loop_that_is_compiled_and_no_other_is(graphs, tree):

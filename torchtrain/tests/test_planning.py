@@ -273,7 +273,7 @@ def test_7b_at_128k_fits_on_eight_gpus_of_80_gib_in_the_papers_setting(call):
 @given(
     processes=st.sampled_from([1, 2, 4, 6, 8]),
     stage=st.integers(0, 3),
-    checkpointing=st.booleans(),
+    checkpointing=st.sampled_from([False, "keep_attention", True]),
     micro_batch=st.sampled_from([1, 2, 4]),
     shared=st.sampled_from([1, 2]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
@@ -316,7 +316,7 @@ def test_the_fastest_is_the_first_that_fits_of_what_costs_ever_more(tmp_path, sh
     costs = [
         (offload, recomputed, stage)
         for offload in ("none", "optimizer", "all")
-        for recomputed in ("false", "true")
+        for recomputed in ("false", "keep_attention", "true")
         for stage in (0, 1, 2, 3)
         if stage >= {"none": 0, "optimizer": 1, "all": 3}[offload]
     ]
@@ -435,7 +435,12 @@ def test_published_shapes_are_packaged_and_all_are_listed():
 
 def test_llama3_70b_on_32_ranks_fits_by_plan():
     """ZeRO 3 and Ulysses over eight ranks, everything on the GPUs."""
-    overrides = ["model.source=meta-llama/Meta-Llama-3-70B", "distributed.offload=none", "distributed.zero_stage=3"]
+    overrides = [
+        "model.source=meta-llama/Meta-Llama-3-70B",
+        "distributed.offload=none",
+        "distributed.zero_stage=3",
+        CHECKPOINTING,
+    ]
     config = load_config(CONFIGS / "paper" / "llama3-8b-128k-anchor.yaml", overrides)
     own = budget.model_config(config)
     held = budget.memory(config, Shapes(own), 32)

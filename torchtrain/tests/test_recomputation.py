@@ -20,29 +20,40 @@ def config(tree, write_config):
     return lambda *overrides: load_config(write_config(tree), ["model.activation_checkpointing=auto", *overrides])
 
 
-def needed(config, model_folder):
-    """Bytes of a run that recomputes nothing, on a CPU, where device and host are one."""
-    model = config.model.model_copy(update={"activation_checkpointing": False})
+def needed(config, model_folder, recomputed):
+    """Bytes of a run, on a CPU, where device and host are one."""
+    model = config.model.model_copy(update={"activation_checkpointing": recomputed})
     shapes = budget.Shapes(open_config(str(model_folder())))
     held = budget.memory(config.model_copy(update={"model": model}), shapes, 1)
     return held.gpu + held.host
 
 
-@pytest.mark.parametrize(("share", "recomputed"), [(0.9, False), (1.1, True)])
-def test_what_is_kept_must_fit_with_room_to_spare(config, model_folder, monkeypatch, share, recomputed):
-    loaded = config()
-    free = needed(loaded, model_folder) / recomputation._SHARE / share
+@pytest.mark.parametrize(
+    ("kept", "share", "engine", "recomputed", "told"),
+    [
+        (False, 0.99, "sdpa", False, "none recomputed: "),
+        (False, 1.01, "sdpa", "keep_attention", "recomputed in the backward pass, but for attention: "),
+        ("keep_attention", 0.99, "sdpa", "keep_attention", "recomputed in the backward pass, but for attention: "),
+        ("keep_attention", 1.01, "sdpa", True, "recomputed in the backward pass: "),
+        ("keep_attention", 0.99, "flex", True, "recomputed in the backward pass: "),
+    ],
+)
+def test_what_is_kept_must_fit_with_room_to_spare(
+    config, model_folder, monkeypatch, kept, share, engine, recomputed, told
+):
+    loaded = config("pack.sequence_length=4096")
+    free = needed(loaded, model_folder, kept) / recomputation._SHARE / share
     monkeypatch.setattr(recomputation, "free_memory", lambda device: int(free))
-    settings, said = choose_recomputation(loaded, open_config(str(model_folder())), World())
+    settings, said = choose_recomputation(loaded, open_config(str(model_folder())), engine, World())
     assert settings == loaded.model.model_copy(update={"activation_checkpointing": recomputed})
-    assert said.startswith("recomputed in the backward pass: " if recomputed else "none recomputed: ")
+    assert said.startswith(f"{told}keeping them takes {needed(loaded, model_folder, False) / 2**30:.1f} GiB")
     assert said.endswith("GiB are free")
 
 
 def test_all_processes_do_as_the_one_with_least_memory_must(config, model_folder, monkeypatch):
     monkeypatch.setattr(recomputation, "free_memory", lambda device: 2**40)
     monkeypatch.setattr(World, "sum", lambda self, values: [values[0] * self.size - 1])  # of another, it does not fit
-    settings, _ = choose_recomputation(config(), open_config(str(model_folder())), World(0, 2))
+    settings, _ = choose_recomputation(config(), open_config(str(model_folder())), "sdpa", World(0, 2))
     assert settings.activation_checkpointing is True
 
 
@@ -60,7 +71,7 @@ def test_the_run_does_what_was_chosen_and_says_so(config, monkeypatch, free):
 def test_nothing_is_chosen_or_said_that_was_not_asked(tree, write_config, monkeypatch):
     monkeypatch.setattr(recomputation, "free_memory", None)
     loaded = load_config(write_config(tree))
-    assert choose_recomputation(loaded, None, World()) == (loaded.model, "")  # type: ignore[arg-type]
+    assert choose_recomputation(loaded, None, "sdpa", World()) == (loaded.model, "")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"model\.activation_checkpointing"):
         load_config(write_config(tree), ["model.activation_checkpointing=always"])
 
