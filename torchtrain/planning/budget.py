@@ -382,8 +382,12 @@ class _Layout(NamedTuple):
 
 def _layouts(stages: int, chunk: int, now: _Layout) -> Iterator[_Layout]:
     """Yield layouts, each dearer to have than those before it, and last the one that there is."""
-    keep: Recomputation = "keep_attention"
-    for kept in (((False, None), (keep, None), (True, None)), ((keep, chunk), (True, chunk)), (("offload", chunk),)):
+    ways: tuple[tuple[tuple[Recomputation, int | None], ...], ...] = (
+        ((False, None), ("keep_attention", None), (True, None)),
+        (("keep_attention", chunk), (True, chunk)),
+        (("offload", chunk),),
+    )
+    for kept in ways:
         for offload, (recomputed, tokens), stage in product(LEAST_STAGE, kept, range(stages)):
             yield _Layout(offload, recomputed, tokens, stage)
     yield now
