@@ -18,7 +18,6 @@ from ropestudy.report.answers import (
     WORSE,
     actions,
     bias_rows,
-    findings,
     small_table,
     where_of,
 )
@@ -30,6 +29,7 @@ from ropestudy.report.effects import difference_of, exponent_of, mean_of, quotie
 from ropestudy.report.figure import Figure, write_png
 from ropestudy.report.figures_context import TEXTS
 from ropestudy.report.figures_sites import rank
+from ropestudy.report.findings import CASE_HEADS, case_rows, findings
 from ropestudy.report.html import figures_of
 from ropestudy.report.select import (
     baseline,
@@ -83,7 +83,7 @@ def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | No
         ACTIONS_SAY,
         _actions(results),
         "## What was found",
-        "\n".join(f"{place}. {one}" for place, one in enumerate(findings(results), start=1)),
+        _found(results),
         *_shown(drawn, "dose"),
         "## The paper's claims",
         CLAIMS_SAY,
@@ -98,7 +98,7 @@ def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | No
             f"## A second model: {second.title}",
             _where(second),
             _actions(second),
-            "\n".join(f"{place}. {one}" for place, one in enumerate(findings(second), start=1)),
+            _found(second),
             *_judged("The paper's claims, of the second model", paper_claims(second)),
             *_judged("Beyond them, of the second model", [*cause_claims(second), *context_claims(second)]),
             *_tables(second),
@@ -150,8 +150,13 @@ def _same(rows: Sequence[Sequence[str]], number: int) -> bool:
     return number > 0 and rows[number][0] == rows[number - 1][0]
 
 
+def _found(results: Results) -> str:
+    return "\n".join(f"{place}. **{one.head}** {one.says}" for place, one in enumerate(findings(results), start=1))
+
+
 def _tables(results: Results) -> list[str]:
     return [
+        _table("What was found, case by case", CASE_HEADS, case_rows(results)),
         _table("Whole setups, plain text", OUTCOME_HEADS, small_table(results, "setup", "text")),
         _table("Whole setups, copied keys", (*OUTCOME_HEADS, *COPY_HEADS), small_table(results, "setup", "copy")),
         _table("Doses, copied keys", (*OUTCOME_HEADS, *COPY_HEADS), small_table(results, "dose", "copy")),

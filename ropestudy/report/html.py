@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from anchorline.page import count
 from anchorline.page import render as render_page
-from ropestudy.report.answers import ITEM, actions, findings
+from ropestudy.report.answers import actions
 from ropestudy.report.claims import Claim
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
@@ -17,6 +17,7 @@ from ropestudy.report.figures_context import context_figures
 from ropestudy.report.figures_dose import dose_figures
 from ropestudy.report.figures_paper import paper_figures
 from ropestudy.report.figures_sites import sites_figures
+from ropestudy.report.findings import CASE_HEADS, case_rows, findings
 from ropestudy.report.select import number
 from ropestudy.schema import Results
 
@@ -54,7 +55,8 @@ def render(results: Results) -> str:
         facts=_facts(results),
         versions=results.environment.versions,
         lede=_lede(results, paper),
-        findings=[_in_a_line(one) for one in findings(results)],
+        findings=findings(results),
+        found=Table("findings", "What was found, case by case", CASE_HEADS, case_rows(results)),
         actions=_actions(results),
         read=READ,
         shares=SHARES,
@@ -68,11 +70,6 @@ def render(results: Results) -> str:
         number=number,
         sortable=_sortable,
     )
-
-
-def _in_a_line(finding: str) -> str:
-    """A finding without Markdown's marks."""
-    return finding.replace("**", "").replace(f":{ITEM}", ": ").replace(ITEM, "; ")
 
 
 def _actions(results: Results) -> Table | None:

@@ -1,7 +1,8 @@
 """What to do and what was found, by the study's numbers."""
 
-from ropestudy.report.answers import actions, findings, small_table
+from ropestudy.report.answers import actions, small_table
 from ropestudy.report.docs import numbers
+from ropestudy.report.findings import case_rows, findings
 from ropestudy.schema import Stat
 from ropestudy.tests.by_hand import BF16, FLASH, TOKENS, outcome, outputs_alone, study
 
@@ -21,14 +22,20 @@ def test_findings_have_a_number_each_and_none_is_of_position_0():
     found = findings(outputs_alone())
     assert len(found) == 5
     # Of two rows of 14 tokens 0.8 are right in float64; 0.01 and 0.25 of the 28 are lost.
-    assert "7 mantissa bits of q and k (bf16's) lost a net 0 of 22" in found[0]
-    assert "3 mantissa bits of q and k (e4m3's, range not limited) lost a net 7 of 22 copies" in found[0]
-    assert "net of what it gains: 3 bits 0.312 (0.278 to 0.357); 7 bits 0.0125" in found[0]
-    assert "At 99,999 float64 itself copies less than half" in found[0]
-    assert "with TF32 the KL is 1,000 times as large" in found[2]
-    assert "in the same direction in every text (90 % of the squared error; other tokens 0 %)" in found[3]
-    assert "fp8 has up to 20 times the KL of bf16. Rounding before RoPE leaves 0.5 of that" in found[4]
-    assert not any("9" in line.partition("**")[0] for line in found)
+    assert "7 mantissa bits of q and k (bf16's) lose 0.0125" in found[0].head
+    assert "3 mantissa bits of q and k (e4m3's, range not limited) lose 0.312 (0.278 to 0.357)" in found[0].head
+    assert "Parts of the 22 copies" in found[0].says
+    assert "At 99,999 float64 itself copies less than half" in found[0].says
+    assert "leave 0.9 of the outputs' distance from float64" in found[1].head
+    assert "with TF32 the outputs' KL is up to 1,000 times as large" in found[2].head
+    assert "in a direction that texts share: 0.9 of the mean square" in found[3].head
+    assert "fp8 has up to 20 times the KL of bf16" in found[4].head
+    assert "leaves 0.5 of that: it helps in 1 of 1" in found[4].says
+    assert all(one.head.count("(") <= 4 and one.cases for one in found), "one number or two"
+    rows = case_rows(outputs_alone())
+    assert len(rows) == sum(len(one.cases) for one in found)
+    assert ["5", "rounding before RoPE: left of fp8's KL", "32 tokens ending at 8,192", "0.5"] in rows
+    assert not any("ending at 32" in where for _, _, where, _ in rows), "of position 0"
     only_zero = study(*(outcome(name, 1.0, start=0) for name in (BF16, FLASH, "fa3_fp8", "fa3_fp8_before")))
     assert findings(only_zero) == []
     assert actions(only_zero)[1] == []
@@ -43,9 +50,9 @@ def test_where_float32_s_angles_reach_bf16_is_extrapolated_and_checked():
         for name, kl_ in (("fp32", fp32), ("paper_bf16_angles64", 1.0), (BF16, 1.0), (f"{BF16}_tf32", 2.0))
     ]
     (found,) = findings(study(*records))
-    assert "with about the square of the position (exponent 2, 8,192 to 1,048,576) and equals that of bf16" in found
-    assert "with exact angles near 8.39e6 positions" in found
-    assert "measured at 16,777,216 it is 4 times that" in found
+    assert "with about the square of the position (exponent 2, 8,192 to 1,048,576) and equals that" in found.says
+    assert "with exact angles near 8.39e6 positions" in found.says
+    assert "measured at 16,777,216 it is 4 times that" in found.says
 
 
 def test_what_is_not_finished_is_named():
@@ -57,10 +64,10 @@ def test_only_what_does_harm_is_told_never_to_be_rounded():
     """What multiplies the KL by less than `do not` asks for stands in no headline."""
     setups = [outcome(BF16, 1e-3), outcome(f"{BF16}_inv_freq", 1.14e-3)]
     (found,) = findings(study(*setups))
-    assert "**Rounding what makes angles is not seen to do harm.**" in found
+    assert found.head == "Rounding what makes angles is not seen to do harm."
     (found,) = findings(study(*setups, outcome(f"{BF16}_tf32", 2e-3)))
-    assert "with TF32 the KL is 2 times" in found.partition(".**")[0]
-    assert "inverse" not in found.partition(".**")[0]
+    assert "with TF32 the outputs' KL is up to 2 times" in found.head
+    assert "inverse" not in found.head
 
 
 def test_copies_that_float64_does_not_make_are_no_part_that_is_lost():
