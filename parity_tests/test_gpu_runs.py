@@ -102,6 +102,11 @@ def test_a_run_that_is_killed_resumes_with_the_same_bits(place, straight):
     assert_same(place.folder / "killed", straight)
 
 
+def test_a_run_that_keeps_attention_has_the_same_bits(place, straight):
+    kept = train(place, "kept", "model.activation_checkpointing=keep_attention")
+    assert np.array_equal(losses(kept), losses(straight))
+
+
 @pytest.mark.parametrize("engine", ["flash3", "flash4", "flex", "sdpa"])
 def test_a_run_by_every_engine(place, straight, exact, engine):
     name = f"engine-{engine}"
@@ -146,8 +151,12 @@ def test_a_run_whose_rows_all_gpus_share(place):
     assert_errs_no_more(losses(shared), alone, exact)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 16}], ids=["every weight", "adapters"])
-def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property, lora):
+@pytest.mark.parametrize(
+    ("recomputed", "lora"),
+    [(True, None), ("keep_attention", None), (True, {"rank": 16})],
+    ids=["every weight", "attention kept", "adapters"],
+)
+def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property, recomputed, lora):
     """Of 0.3 G weights at 32K tokens. The allocator's fragments are not counted on either side."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "head_dim": 64}
     config = LlamaConfig(
@@ -169,7 +178,7 @@ def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property, lora):
         None,
         tmp_path / "model",
         documents,
-        model={"attention": "flash", "activation_checkpointing": True, "lora": lora},
+        model={"attention": "flash", "activation_checkpointing": recomputed, "lora": lora},
         pack={"sequence_length": 32_768, "variant": "anchor"},
         train={"steps": 3, "sequences_per_step": 2, "learning_rate": 1e-4, "schedule": "constant"},
         data={"sources": [{"files": str(documents)}], "cache": str(tmp_path / "cache"), "held_out_share": 0.1},
