@@ -2,8 +2,9 @@
 
 python -m benchmarks.training_again --document docs/training-experiment.md
 
-The earlier runs stand in `results/training-experiment-earlier.csv` (losses by position, means over documents, as the
-document then had them), the later ones in `results/training-experiment.json`.
+The runs stand in `results/training-experiment.json`. They were made in two other ways: earlier, which stands in
+`results/training-experiment-earlier.csv` (losses by position, means over documents, as the document then had them); and
+with the loss in chunks of another size, in `results/training-experiment-chunks.json`.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from torchtrain.experiment.spec import PairedRun, load_experiment
 EXPERIMENT = Path(__file__).resolve().parents[1] / "configs" / "experiments" / "rope_training.yaml"
 RESULTS = Path(__file__).resolve().parent / "results"
 EARLIER, LATER = RESULTS / "training-experiment-earlier.csv", RESULTS / "training-experiment.json"
+CHUNKS, CHUNK = RESULTS / "training-experiment-chunks.json", "run.train.loss_chunk=128"
 PLACE = MarkedPlace("<!-- made by benchmarks/training_again -->", "<!-- end of benchmarks/training_again -->")
 FROM = 256  # position
 
@@ -32,7 +34,11 @@ def main() -> None:
     parser.add_argument("--document", type=Path, required=True)
     document = parser.parse_args().document
     text = read_marked(document, [PLACE])
-    save(document, PLACE.put(text, "\n".join(tables(read_earlier(EARLIER), read_later(LATER)))).encode())
+    again = {
+        "another processor, an earlier trainer": read_earlier(EARLIER),
+        "the loss in chunks of 128 tokens for 256": read_later(CHUNKS, CHUNK),
+    }
+    save(document, PLACE.put(text, "\n".join(tables(again, read_later(LATER)))).encode())
 
 
 def read_earlier(path: Path) -> dict[PairedRun, float]:
@@ -49,33 +55,34 @@ def read_earlier(path: Path) -> dict[PairedRun, float]:
     }
 
 
-def read_later(path: Path) -> dict[PairedRun, float]:
+def read_later(path: Path, *overrides: str) -> dict[PairedRun, float]:
     """Return the same of an experiment's measurements after its first stage, which is the earlier runs' last."""
-    experiment = load_experiment(EXPERIMENT)
+    experiment = load_experiment(EXPERIMENT, list(overrides))
     measured = read_records(experiment, path).measured
     named = {cell: f"{cell.name}-step-{experiment.stages[0]}" for cell in experiment.cells()}
     losses = loss_from(FROM)
     return {cell: float(np.mean(losses(measured[name]))) for cell, name in named.items() if name in measured}
 
 
-def tables(earlier: Mapping[PairedRun, float], later: Mapping[PairedRun, float]) -> list[str]:
-    """Return what runs of both times differ by, and what a contrast is in each."""
+def tables(again: Mapping[str, Mapping[PairedRun, float]], later: Mapping[PairedRun, float]) -> list[str]:
+    """Return what runs differ by that were made in other ways again, and what a contrast then is in each."""
     lines = [
-        "| arithmetic | runs made twice | differ by, median | root of the mean square | most |",
-        "| --- | --- | --- | --- | --- |",
+        "| made again by | arithmetic | runs | differ by, median | root of the mean square | most |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    both = [run for run in earlier if run in later]
-    for arithmetic in dict.fromkeys(run.arithmetic for run in both):
-        moved = np.abs([later[run] - earlier[run] for run in both if run.arithmetic == arithmetic])
-        rms = float(np.sqrt((moved**2).mean()))
-        lines.append(f"| {arithmetic} | {len(moved)} | {np.median(moved):.5f} | {rms:.5f} | {moved.max():.5f} |")
-    lines += ["", "| `anchor` - `intra` | seed | earlier | later |", "| --- | --- | --- | --- |"]
-    for run in both:
-        intra = run._replace(variant="intra")
-        if run.variant == "anchor" and intra in both:
-            told = [f"{times[run] - times[intra]:+.4f}" for times in (earlier, later)]
-            lines.append(f"| {run.arithmetic} | {run.seed} | {' | '.join(told)} |")
-    return lines
+    contrasts = ["", "| made again by | `anchor` - `intra` | seed | then | here |", "| --- | --- | --- | --- | --- |"]
+    for way, others in again.items():
+        both = [run for run in others if run in later]
+        for arithmetic in dict.fromkeys(run.arithmetic for run in both):
+            moved = np.abs([later[run] - others[run] for run in both if run.arithmetic == arithmetic])
+            told = [np.median(moved), np.sqrt((moved**2).mean()), moved.max()]
+            lines.append(f"| {way} | {arithmetic} | {len(moved)} | {' | '.join(f'{x:.5f}' for x in told)} |")
+        for run in both:
+            intra = run._replace(variant="intra")
+            if run.variant == "anchor" and intra in both:
+                told = [f"{times[run] - times[intra]:+.4f}" for times in (others, later)]
+                contrasts.append(f"| {way} | {run.arithmetic} | {run.seed} | {' | '.join(told)} |")
+    return lines + contrasts
 
 
 if __name__ == "__main__":

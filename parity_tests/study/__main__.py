@@ -1,5 +1,6 @@
 """The command: see `parity_tests.study`."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -26,13 +27,14 @@ def main(
 ) -> None:
     """The precision study with attention from a torch model."""
     disable_progress_bar()
+    command = shlex.join(["python", "-m", "parity_tests.study", *sys.argv[1:]])
 
     def advance(line: str, done: int, total: int) -> None:
         print(f"[{done}/{total}] {line}", file=sys.stderr)
 
     try:
         loaded = load_study(config, overrides or [])
-        found = run_torch_study(loaded, out, implementation, dtype, advance, " ".join(sys.argv))
+        found = run_torch_study(loaded, out, implementation, dtype, advance, command)
     except KeyboardInterrupt:
         raise Leave("interrupted; finished sequences are kept, and the same command goes on", INTERRUPTED) from None
     print(f"{len(found.records)} records in {out / RESULTS}")

@@ -3,7 +3,7 @@ by the geometric mean of the quotients of the same texts, because a few texts ho
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,24 +116,60 @@ def advise(effect: Effect) -> str:
 
 
 def actions(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of the table from setup to action: each change of each setup, and wherever it was measured
-    away from position 0 what to do and how many times the KL it leaves.
+    """Return heads and rows of the whole table from setup to action: each change of each setup, and wherever it was
+    measured away from position 0 what to do and how many times the KL it leaves.
     """
     away = away_from_0(results)
-    rows = []
-    for setup in SETUPS:
-        for change in setup.changes:
-            cells = []
-            for _, here in away:
-                if setup.condition in here and change.condition in here:
-                    after, before = (here[name].outputs.kl.values for name in (change.condition, setup.condition))
-                    left = fold_of(after, before)
-                    cells.append(f"**{advise(left)}** {left}")
-                else:
-                    cells.append("")
-            if any(cells):
-                rows.append([setup.words, change.words, *cells, change.cost])
     places = [where_of(*at, next(iter(here.values())).tokens) for at, here in away]
+
+    def cells(setup: KernelSetup, change: Change) -> list[str]:
+        left = [_left_by(setup, change, here) for _, here in away]
+        return ["" if fold is None else f"**{advise(fold)}** {fold}" for fold in left]
+
+    return _from_setup_to_action(places, cells)
+
+
+def brief_actions(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return the same by how long a row is, for the lengths of which both were measured: its last tokens, whose keys
+    are near, and its ends, whose keys are as far away as they can be. Where a study has no such length, all of it.
+    """
+    away = away_from_0(results)
+    by_length: dict[int, list[tuple[str, dict[str, Outcome]]]] = {}
+    for (start, gap), here in away:
+        length = start + gap + next(iter(here.values())).tokens
+        by_length.setdefault(length, []).append(("far" if gap else "near", here))
+    whole = {length: cases for length, cases in sorted(by_length.items()) if len(cases) == 2}
+    if not whole:
+        return actions(results)
+
+    def cells(setup: KernelSetup, change: Change) -> list[str]:
+        return [_near_and_far(setup, change, cases) for cases in whole.values()]
+
+    return _from_setup_to_action([f"{length:,} positions" for length in whole], cells)
+
+
+def _near_and_far(setup: KernelSetup, change: Change, cases: Sequence[tuple[str, dict[str, Outcome]]]) -> str:
+    """`**never**: near 626, far 80.7`, or each with a word of its own where they differ."""
+    left = [(side, fold) for side, here in sorted(cases, reverse=True) if (fold := _left_by(setup, change, here))]
+    said = {advise(fold) for _, fold in left}
+    if len(said) == 1:
+        return f"**{said.pop()}**: {', '.join(f'{side} {fold}' for side, fold in left)}"
+    return ", ".join(f"{side} **{advise(fold)}** {fold}" for side, fold in left)
+
+
+def _left_by(setup: KernelSetup, change: Change, here: Mapping[str, Outcome]) -> Effect | None:
+    """How many times the KL a change leaves in a setting; None where one of both was not measured."""
+    if setup.condition not in here or change.condition not in here:
+        return None
+    after, before = (here[name].outputs.kl.values for name in (change.condition, setup.condition))
+    return fold_of(after, before)
+
+
+def _from_setup_to_action(
+    places: Sequence[str], cells: Callable[[KernelSetup, Change], list[str]]
+) -> tuple[list[str], list[list[str]]]:
+    made = [(setup, change, cells(setup, change)) for setup in SETUPS for change in setup.changes]
+    rows = [[setup.words, change.words, *told, change.cost] for setup, change, told in made if any(told)]
     return ["setup", "change", *places, "cost"], rows
 
 

@@ -18,6 +18,7 @@ from ropestudy.report.answers import (
     WORSE,
     actions,
     bias_rows,
+    brief_actions,
     small_table,
     where_of,
 )
@@ -81,7 +82,7 @@ def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | No
         _where(results),
         "## What to do",
         ACTIONS_SAY,
-        _actions(results),
+        _actions("From setup to action", *brief_actions(results)),
         "## What was found",
         _found(results),
         *_shown(drawn, "dose"),
@@ -97,7 +98,7 @@ def numbers(results: Results, drawn: Sequence[Figure] = (), second: Results | No
         parts += [
             f"## A second model: {second.title}",
             _where(second),
-            _actions(second),
+            _actions("From setup to action", *brief_actions(second)),
             _found(second),
             *_judged("The paper's claims, of the second model", paper_claims(second)),
             *_judged("Beyond them, of the second model", [*cause_claims(second), *context_claims(second)]),
@@ -110,9 +111,9 @@ ACTIONS_SAY = (
     "Each cell says how many times as far from float64 the outputs are after the change (KL; 1: no difference, 0.5: "
     f"half as far), with its interval over texts. **do**: the interval lies below {BETTER}; **do not**: above "
     f"{WORSE}; **never**: above {MUCH:g}; **no matter**: between the first two; **not settled**: it spans one of them. "
-    "*T tokens ending at N*: all keys are within T positions of their queries, and the last token stands at "
-    "position N - 1; *keys N farther away*: a row is cut in two, and N positions lie between its halves. **For long "
-    "rows read the *farther away* columns.**"
+    "A row of N positions has both: *near*, its last tokens, with keys among themselves; *far*, its first tokens and "
+    "its last, with nothing between. In the tables below these are *T tokens ending at N* and *keys N farther away*. "
+    "**A change must be right for both.**"
 )
 CLAIMS_SAY = (
     "A verdict counts bf16 forward passes of the pretrained model away from position 0 where there are any; other "
@@ -138,11 +139,8 @@ def _judged(title: str, claims: Sequence[Claim]) -> list[str]:
     return [_verdicts(title, [claim for claim in claims if claim.cases]), named]
 
 
-def _actions(results: Results) -> str:
-    heads, rows = actions(results)
-    return _table(
-        "From setup to action", heads, [["", *row[1:]] if _same(rows, n) else row for n, row in enumerate(rows)]
-    )
+def _actions(title: str, heads: Sequence[str], rows: Sequence[list[str]]) -> str:
+    return _table(title, heads, [["", *row[1:]] if _same(rows, n) else row for n, row in enumerate(rows)])
 
 
 def _same(rows: Sequence[Sequence[str]], number: int) -> bool:
@@ -156,6 +154,7 @@ def _found(results: Results) -> str:
 
 def _tables(results: Results) -> list[str]:
     return [
+        _actions("From setup to action, everywhere", *actions(results)),
         _table("What was found, case by case", CASE_HEADS, case_rows(results)),
         _table("Whole setups, plain text", OUTCOME_HEADS, small_table(results, "setup", "text")),
         _table("Whole setups, copied keys", (*OUTCOME_HEADS, *COPY_HEADS), small_table(results, "setup", "copy")),

@@ -1,6 +1,6 @@
 """What to do and what was found, by the study's numbers."""
 
-from ropestudy.report.answers import actions, small_table
+from ropestudy.report.answers import actions, brief_actions, small_table
 from ropestudy.report.docs import numbers
 from ropestudy.report.findings import case_rows, findings
 from ropestudy.schema import Stat
@@ -16,6 +16,20 @@ def test_what_to_do_follows_from_the_numbers():
     assert said["rotate in float32, round once"] == "**do** 0.5"
     assert said["keep q and k in float32"] == "**no matter** 0.9"
     assert said["stay in bf16"] == "**do** 0.05"
+
+
+def test_what_to_do_is_told_by_the_length_of_a_row():
+    """Of two cases of a length: one verdict where they agree, two where they do not; of a length with one, nothing."""
+    names = {BF16: (1e-3, 1e-3), f"{BF16}_tf32": (1.0, 1.0), f"{BF16}_inv_freq": (1e-3, 1.3e-3)}
+    records = [outcome(name, near) for name, (near, _) in names.items()]
+    records += [outcome(name, far, start=0, gap=8192 - TOKENS) for name, (_, far) in names.items()]
+    records += [outcome(name, 1.0, start=0, gap=1024) for name in names]
+    heads, rows = brief_actions(study(*records))
+    assert heads == ["setup", "change", "8,192 positions", "cost"]
+    said = {change: cell for _, change, cell, _ in rows}
+    assert said["let TF32 multiply positions"] == "**never**: near 1,000, far 1,000"
+    assert said["let inv_freq become bf16"] == "near **no matter** 1, far **do not** 1.3"
+    assert brief_actions(outputs_alone()) == actions(outputs_alone())
 
 
 def test_findings_have_a_number_each_and_none_is_of_position_0():

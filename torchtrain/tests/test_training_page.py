@@ -42,9 +42,12 @@ def test_runs_made_twice_are_paired_by_what_they_are():
     intra, anchor = PairedRun("float32", "intra", 0), PairedRun("float32", "anchor", 0)
     earlier = {intra: 5.0, anchor: 5.5, PairedRun("float32", "full", 0): 9.0}
     later = {anchor: 5.6, intra: 4.7, PairedRun("bfloat16", "intra", 0): 9.0}
-    lines = training_again.tables(earlier, later)
-    assert lines[2] == "| float32 | 2 | 0.20000 | 0.22361 | 0.30000 |"
-    assert lines[-1] == "| float32 | 0 | +0.5000 | +0.9000 |"
+    lines = training_again.tables({"then": earlier, "otherwise": {anchor: 5.6}}, later)
+    assert lines[2:4] == [
+        "| then | float32 | 2 | 0.20000 | 0.22361 | 0.30000 |",
+        "| otherwise | float32 | 1 | 0.00000 | 0.00000 | 0.00000 |",
+    ]
+    assert lines[-1] == "| then | float32 | 0 | +0.5000 | +0.9000 |"
 
 
 def test_earlier_losses_are_weighted_by_the_width_of_their_bands(tmp_path):
