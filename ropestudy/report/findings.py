@@ -40,7 +40,7 @@ FORMATS = "bf16 has 7 mantissa bits, fp16 and TF32 10, e4m3 3, e5m2 2"
 
 
 @dataclass(frozen=True)
-class Case:
+class FindingCase:
     """One number of a finding."""
 
     what: str
@@ -49,17 +49,17 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Finding:
+class StudyFinding:
     """A sentence with its number, what it rests on in a few more, and every case that was measured."""
 
     head: str
     says: str
-    cases: tuple[Case, ...]
+    cases: tuple[FindingCase, ...]
 
 
-def findings(results: Results) -> list[Finding]:
+def findings(results: Results) -> list[StudyFinding]:
     """Return what was found, most useful first: as many as the study has records for."""
-    asked: tuple[Callable[[Results], Finding | None], ...] = (_cliff, _rope_in_bf16, _angles, _bias, _fp8)
+    asked: tuple[Callable[[Results], StudyFinding | None], ...] = (_cliff, _rope_in_bf16, _angles, _bias, _fp8)
     return [found for ask in asked if (found := ask(results)) is not None]
 
 
@@ -80,7 +80,7 @@ def spread(effects: Sequence[Effect]) -> str:
     return f"{between([one.value for one in effects])} in {len(effects)} cases (intervals from {ends})"
 
 
-def _cliff(results: Results) -> Finding | None:
+def _cliff(results: Results) -> StudyFinding | None:
     """How many bits copying needs, at the farthest distance at which float64 copies."""
     rows = [one for one in outcomes(results, "dose", "copy") if one.site == "q and k" and copies(one)]
     if not rows:
@@ -96,14 +96,15 @@ def _cliff(results: Results) -> Finding | None:
     tried, exact = _copies_right(rows[0]), mean_of(values_of(rows[0].outputs.right_p))
     failing = sorted({one.gap for one in outcomes(results, "dose", "copy") if not copies(one)})
     beyond = f" At {' and '.join(f'{g:,}' for g in failing)} float64 itself copies less than half." if failing else ""
-    return Finding(
+    return StudyFinding(
         f"Of the keys that float64 copies from {gap:,} positions before, {' and '.join(heads)}."
         if heads
         else "How many bits copying needs is not settled by these formats.",
         f"Parts of the {tried:,.0f} copies, net of what rounding gains, with q and k rounded after the rotation and "
         f"all else in float32; float64 copies {exact} of the keys.{beyond} {FORMATS}.",
         tuple(
-            Case(f"copies lost, {one.mantissa_bits} bits", f"key {gap:,} before", _lost_in_words(one)) for one in rows
+            FindingCase(f"copies lost, {one.mantissa_bits} bits", f"key {gap:,} before", _lost_in_words(one))
+            for one in rows
         ),
     )
 
@@ -123,7 +124,7 @@ def _copies_right(one: Outcome) -> float:
     return one.sequences * (one.tokens // 2 - 2) * mean_of(values_of(one.outputs.right_p)).value
 
 
-def _rope_in_bf16(results: Results) -> Finding | None:
+def _rope_in_bf16(results: Results) -> StudyFinding | None:
     """What the rotation's own roundings are worth, away from position 0."""
     of_error, of_kl = "left of attention's own error", "left of the outputs' KL"
     errors: list[tuple[Effect, str, str]] = []
@@ -143,19 +144,19 @@ def _rope_in_bf16(results: Results) -> Finding | None:
         return None
     first, base, where = folds[0]
     less = f" Of attention's own error they leave {spread([one for one, *_ in errors])}." if errors else ""
-    return Finding(
+    return StudyFinding(
         f"Rotation, q and k in float32 leave {first} of the outputs' distance from float64: what the rest of the "
         "network rounds remains.",
         f"KL, {base}, {where}. They leave {spread([one for one, *_ in folds])}.{less}",
         tuple(
-            Case(f"{what}, {base}", where, str(effect))
+            FindingCase(f"{what}, {base}", where, str(effect))
             for what, told in ((of_error, errors), (of_kl, folds))
             for effect, base, where in told
         ),
     )
 
 
-def _angles(results: Results) -> Finding | None:
+def _angles(results: Results) -> StudyFinding | None:
     """What must never be rounded."""
     told: dict[str, list[tuple[Effect, str]]] = {}
     for at, here in away_from_0(results):
@@ -178,11 +179,11 @@ def _angles(results: Results) -> Finding | None:
         if heads
         else "Rounding what makes angles is not seen to do harm."
     )
-    return Finding(
+    return StudyFinding(
         head,
         f"KL with over KL without, in transformers' eager bf16. {'; '.join(parts)}.{_float32(results)}",
         tuple(
-            Case(f"{words}: times the KL of hf_eager_bf16", where, str(fold))
+            FindingCase(f"{words}: times the KL of hf_eager_bf16", where, str(fold))
             for words, found in told.items()
             for fold, where in found
         ),
@@ -220,7 +221,7 @@ def _float32(results: Results) -> str:
     return f"{text}."
 
 
-def _bias(results: Results) -> Finding | None:
+def _bias(results: Results) -> StudyFinding | None:
     """The signed error of the first column."""
     rows = [one for one in of_kind(results, SignedBias) if (one.start, one.gap) != (0, 0)]
     if not rows:
@@ -231,13 +232,13 @@ def _bias(results: Results) -> Finding | None:
     for one in rows:
         where = where_of(one.start, one.gap, one.tokens)
         of = f"{one.condition}, {one.mask}"
-        cases.append(Case(f"common to all texts, {of}", where, str(common_share(one.first))))
-        cases.append(Case(f"its size in logits, {of}", where, str(rms_of(one.first))))
+        cases.append(FindingCase(f"common to all texts, {of}", where, str(common_share(one.first))))
+        cases.append(FindingCase(f"its size in logits, {of}", where, str(rms_of(one.first))))
         if one.alone and one.whole and one.alone.nll_p and one.alone.nll_q:
             added.append(difference_of(one.alone.nll_q.values, one.alone.nll_p.values))
             parts.append(fold_of(one.alone.kl.values, one.whole.kl.values))
-            cases.append(Case(f"loss that it adds alone, nats, {of}", where, str(added[-1])))
-            cases.append(Case(f"its part of the condition's KL, {of}", where, str(parts[-1])))
+            cases.append(FindingCase(f"loss that it adds alone, nats, {of}", where, str(added[-1])))
+            cases.append(FindingCase(f"its part of the condition's KL, {of}", where, str(parts[-1])))
     head = (
         f"bf16 errs on the first token's logit in a direction that texts share: {own} of the mean square is common to "
         f"all, of other tokens' {others}."
@@ -252,10 +253,10 @@ def _bias(results: Results) -> Finding | None:
             f" Alone it adds to the loss, in nats, {spread(added)}; the interval lies above 0 in {above}, below it in "
             f"{below}. It makes {spread(parts)} of the condition's KL."
         )
-    return Finding(head, says, tuple(cases))
+    return StudyFinding(head, says, tuple(cases))
 
 
-def _fp8(results: Results) -> Finding | None:
+def _fp8(results: Results) -> StudyFinding | None:
     """fp8 against bf16, and after against before the rotation."""
     more: list[tuple[Effect, str]] = []
     orders: list[tuple[Effect, str]] = []
@@ -269,12 +270,12 @@ def _fp8(results: Results) -> Finding | None:
         return None
     worst, where = max(more, key=lambda one: one[0].value)
     helps = sum(effect.high < BETTER for effect, _ in orders)
-    return Finding(
+    return StudyFinding(
         f"fp8 has up to {worst} times the KL of bf16 ({where}).",
         f"q, k and v in e4m3 with a scale a head, P in e4m3. It has {spread([effect for effect, _ in more])}. Rounding "
         f"before RoPE leaves {spread([effect for effect, _ in orders])} of that: it helps in {helps} of {len(orders)}.",
         tuple(
-            Case(what, where, str(effect))
+            FindingCase(what, where, str(effect))
             for what, told in (("fp8: times the KL of bf16", more), ("rounding before RoPE: left of fp8's KL", orders))
             for effect, where in told
         ),
