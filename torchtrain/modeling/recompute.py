@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from anchorline.errors import UserError
 from torchtrain.config import ModelConfig, Recomputation
 from torchtrain.modeling.chunks import chunk_layers
 from torchtrain.modeling.kept_attention import checkpointing
@@ -20,7 +21,7 @@ def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | Non
         most: as `chunk_layers`.
 
     Raises:
-        UserError: the model has layers that `model.layer_chunk` does not know.
+        UserError: the model has layers that `model.layer_chunk` does not know, or that cannot be recomputed.
     """
     if settings.layer_chunk is not None:
         chunk_layers(model, settings.layer_chunk, most)
@@ -35,7 +36,16 @@ def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | Non
 
 
 def hand_layers_over(model: "PreTrainedModel", recomputation: Recomputation = True) -> None:
-    """Let each layer hand its forward, while it trains, to torch's checkpoint, or to what is put in that place."""
+    """Let each layer hand its forward, while it trains, to torch's checkpoint, or to what is put in that place.
+
+    Raises:
+        UserError: transformers recomputes no layers of this model.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"model.activation_checkpointing: transformers recomputes no layers of {model.config.model_type}; set it "
+            "to false, and model.fused to none"
+        )
     # Renamed within the versions we support; both take the arguments of torch's checkpoint first.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable(checkpointing(recomputation))

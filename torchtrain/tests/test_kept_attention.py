@@ -131,6 +131,14 @@ def test_a_flash_attn_that_hides_its_kernel_is_refused(monkeypatch, seen):
     kept_attention.check_can_keep("sdpa")
 
 
+@pytest.mark.parametrize("how", [True, "keep_attention", "offload", "auto"])
+def test_a_family_that_cannot_recompute_is_refused(how):
+    model = tiny_model()
+    model.supports_gradient_checkpointing = False  # as jetmoe and ctrl say of themselves
+    with pytest.raises(UserError, match=r"activation_checkpointing: .* no layers of llama; set it to false"):
+        save_memory(model, ModelConfig(source="x", activation_checkpointing=how))
+
+
 def test_every_kernel_is_known_to_torch_or_to_flash_attn():
     """A name that is written wrong keeps nothing, in silence."""
     importlib.import_module("torch.nn.attention.varlen")  # registers one
