@@ -6,6 +6,7 @@ Legend: S shifts · L layers · H heads · T tokens of a row.
 import _thread
 import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from ropestudy.pieces import probabilities
 from ropestudy.report.__main__ import app as render
 from ropestudy.schema import EmulationCheck, PerToken, ShiftPairs, read_results
 from ropestudy.spec import load_study
-from ropestudy.text import RowArrays
+from ropestudy.text import RowArrays, read_pool
 from torchtrain.modeling.smollm2 import smollm2_folder
 
 TOKENS = 48
@@ -317,6 +318,20 @@ def test_studies_are_shown_together_if_all_is_the_same(given, tmp_path):
     ):
         refused = CliRunner().invoke(render, [own, "--beside", made(name, override)])
         assert (refused.exit_code, line in refused.stderr) == (2, True), refused.stderr
+
+
+@pytest.mark.parametrize("override", ["text.tokens=200", "frequency={tokens: 200, sequences: 1}"])
+def test_its_texts_are_the_studys_however_long_these_must_be(given, tmp_path, override):
+    """A study beside another reads the documents that the other took, which follow from all of its sections."""
+    texts = [json.loads(line)["text"] for line in Path(given.config.text.source).read_text().splitlines()]
+    longer = [f"{text} {text}" for text in texts[:2]]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in (*texts, *longer)))
+    where = [*given.where[:1], f"text.source={tmp_path / 'text.jsonl'}", "shift_pairs.sequences=2", override]
+    config = load_study(given.file, where)
+    found = run_torch_study(config, tmp_path / "out", "sdpa", "float32")
+    pretrained = study.load_pretrained(config.model)
+    assert found.text.documents == read_pool(config.text, pretrained.tokenizer, 2, 200, config.seed).names
+    assert found.text.documents != read_pool(config.text, pretrained.tokenizer, 2, WIDE_TOKENS, config.seed).names
 
 
 def test_a_mistake_is_one_line_and_marks_no_folder(given, tmp_path, monkeypatch, capsys):

@@ -23,7 +23,7 @@ from ropestudy.cells import fingerprint
 from ropestudy.measures import Sample, columns, difference, sample
 from ropestudy.models import Pretrained, load_pretrained
 from ropestudy.run import CELLS, RESULTS, TellCell, claim, describe, environment, write_config
-from ropestudy.spec import SHORTEST, ShiftPairsConfig, StudyConfig
+from ropestudy.spec import SHORTEST, ShiftPairsConfig, StudyConfig, longest
 from ropestudy.text import RowArrays, read_pool, row
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -132,7 +132,8 @@ def run_torch_study(
     marked = config.model_copy(update={"title": f"{config.title} (torch {implementation} {dtype})"})
     claim(marked, out)
     pretrained = load_pretrained(config.model)
-    pool = read_pool(config.text, pretrained.tokenizer, section.sequences, section.tokens, config.seed)
+    tokens = config.text.tokens or max(map(longest, config.experiments.values()))  # as `ropestudy.run`: the same texts
+    pool = read_pool(config.text, pretrained.tokenizer, section.sequences, tokens, config.seed)
     taken = min(section.sequences, section.propagated_sequences or section.sequences)
     rows = [row(pool, i, section.tokens, pretrained.bos, config.text.bos) for i in range(taken)]
     model, returned = load_torch(config, pretrained, implementation, dtype)
