@@ -153,8 +153,9 @@ def _found(results: Results) -> str:
 
 
 def _tables(results: Results) -> list[str]:
+    whole = actions(results)
     return [
-        _actions("From setup to action, everywhere", *actions(results)),
+        _actions("From setup to action, everywhere", *whole) if whole != brief_actions(results) else "",
         _table("What was found, case by case", CASE_HEADS, case_rows(results)),
         _table("Whole setups, plain text", OUTCOME_HEADS, small_table(results, "setup", "text")),
         _table("Whole setups, copied keys", (*OUTCOME_HEADS, *COPY_HEADS), small_table(results, "setup", "copy")),

@@ -30,6 +30,8 @@ def test_what_to_do_is_told_by_the_length_of_a_row():
     assert said["let TF32 multiply positions"] == "**never**: near 1,000, far 1,000"
     assert said["let inv_freq become bf16"] == "near **no matter** 1, far **do not** 1.3"
     assert brief_actions(outputs_alone()) == actions(outputs_alone())
+    assert "### From setup to action, everywhere" in numbers(study(*records))
+    assert "everywhere" not in numbers(outputs_alone()), "once is enough"
 
 
 def test_findings_have_a_number_each_and_none_is_of_position_0():
