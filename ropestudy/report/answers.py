@@ -107,12 +107,16 @@ def loss_added(one: Outcome) -> Effect | None:
 
 
 def advise(effect: Effect) -> str:
-    """Say whether a change should be made that leaves so many times the KL."""
+    """Say whether a change should be made that leaves so many times the KL. An interval that spans a margin settles
+    nothing there: `no harm` leaves open whether it helps, `no help` whether it harms.
+    """
     if effect.high < BETTER:
         return "do"
     if effect.low > WORSE:
         return "never" if effect.low > MUCH else "do not"
-    return "no matter" if effect.within(BETTER, WORSE) else "not settled"
+    if effect.within(BETTER, WORSE):
+        return "no matter"
+    return "no harm" if effect.high <= WORSE else "no help" if effect.low >= BETTER else "not settled"
 
 
 def actions(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -149,12 +153,9 @@ def brief_actions(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def _near_and_far(setup: KernelSetup, change: Change, cases: Sequence[tuple[str, dict[str, Outcome]]]) -> str:
-    """`**never**: near 626, far 80.7`, or each with a word of its own where they differ."""
+    """`near **never** 626`, and below it what is far."""
     left = [(side, fold) for side, here in sorted(cases, reverse=True) if (fold := _left_by(setup, change, here))]
-    said = {advise(fold) for _, fold in left}
-    if len(said) == 1:
-        return f"**{said.pop()}**: {', '.join(f'{side} {fold}' for side, fold in left)}"
-    return ", ".join(f"{side} **{advise(fold)}** {fold}" for side, fold in left)
+    return "<br>".join(f"{side} **{advise(fold)}** {fold}" for side, fold in left)
 
 
 def _left_by(setup: KernelSetup, change: Change, here: Mapping[str, Outcome]) -> Effect | None:

@@ -1,7 +1,12 @@
 """What to do and what was found, by the study's numbers."""
 
-from ropestudy.report.answers import actions, brief_actions, small_table
+import math
+
+import pytest
+
+from ropestudy.report.answers import actions, advise, brief_actions, small_table
 from ropestudy.report.docs import numbers
+from ropestudy.report.effects import Effect
 from ropestudy.report.findings import case_rows, findings
 from ropestudy.schema import Stat
 from ropestudy.tests.by_hand import BF16, FLASH, TOKENS, outcome, outputs_alone, study
@@ -27,11 +32,27 @@ def test_what_to_do_is_told_by_the_length_of_a_row():
     heads, rows = brief_actions(study(*records))
     assert heads == ["setup", "change", "8,192 positions", "cost"]
     said = {change: cell for _, change, cell, _ in rows}
-    assert said["let TF32 multiply positions"] == "**never**: near 1,000, far 1,000"
-    assert said["let inv_freq become bf16"] == "near **no matter** 1, far **do not** 1.3"
+    assert said["let TF32 multiply positions"] == "near **never** 1,000<br>far **never** 1,000"
+    assert said["let inv_freq become bf16"] == "near **no matter** 1<br>far **do not** 1.3"
     assert brief_actions(outputs_alone()) == actions(outputs_alone())
-    assert "### From setup to action, everywhere" in numbers(study(*records))
-    assert "everywhere" not in numbers(outputs_alone()), "once is enough"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (0.5, 0.7, "do"),
+        (0.7, 0.9, "no harm"),
+        (0.7, 1.25, "no harm"),
+        (0.85, 1.2, "no matter"),
+        (0.7, 1.3, "not settled"),
+        (0.8, 1.3, "no help"),
+        (0.9, 3.0, "no help"),
+        (1.3, 3.0, "do not"),
+        (2.1, 3.0, "never"),
+    ],
+)
+def test_an_interval_says_what_it_leaves_open(low, high, word):
+    assert advise(Effect(math.sqrt(low * high), low, high, 8)) == word
 
 
 def test_findings_have_a_number_each_and_none_is_of_position_0():

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from anchorline.page.colours import DARK, LIGHT
 from ropestudy import report
 from ropestudy.report import __main__ as again
-from ropestudy.report.docs import BEGIN, COMMANDS_BEGIN, COMMANDS_END, END, FIGURES, numbers, refresh
+from ropestudy.report.claims_paper import paper_claims
+from ropestudy.report.docs import BEGIN, COMMANDS_BEGIN, COMMANDS_END, END, FIGURES, every_number, numbers, refresh
 from ropestudy.report.html import SHARES, figures_of, render
 from ropestudy.schema import ByFrequency, Results, Score, read_results, write_results
 from ropestudy.tests.by_hand import BF16, FLASH, claims, frequency, mask_pair, outputs_alone, pairs, score, study, whole
@@ -122,6 +123,26 @@ def test_the_page_and_the_document_show_them():
     assert text.count("### From setup to action") == 2
     assert "figures/precision-dose.png" in text
     assert "## A second model" in text
+    assert "| setup | condition |" not in text, "every case is in the other file"
+    all_of_it = every_number(outputs_alone(), "precision.md", outputs_alone())
+    assert all_of_it.count("### From setup to action, everywhere") == 2
+    assert all_of_it.count("### What was found, case by case") == 2
+
+
+def test_a_verdict_stands_beside_the_second_model_s():
+    """By the claim, not by the place in the list: what was not measured of one shifts no verdict of the other."""
+    own, second = whole(), study(score("baseline", 0.01), score("baseline", 0.02, condition="fp32"))
+    text = numbers(own, (), second)
+    claims = {claim.says: claim for claim in paper_claims(second)}
+    seen = 0
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if cells[0] in claims and len(cells) == 4:
+            assert cells[3] == claims[cells[0]].verdict
+            seen += 1
+    assert seen == sum(bool(claim.cases) for claim in paper_claims(own))
+    assert "| claim | verdict | number | second model |" in text
+    assert "second model |" not in numbers(own)
 
 
 def test_results_of_version_1_are_read(tmp_path):
@@ -135,7 +156,7 @@ def test_results_of_version_1_are_read(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps(old), encoding="utf-8")
     found = read_results(tmp_path / "results.json")
     assert (found.schema_version, found.records[0].gap) == (1, 0)
-    assert "### Whole presets" in numbers(found)
+    assert "### Whole presets" in every_number(found, "precision.md")
 
 
 # -- docs/precision.md -------------------------------------------------------------------------------------------------
@@ -149,14 +170,20 @@ def test_the_document_s_numbers_are_replaced(tmp_path):
     refresh(whole(), file)
     text = file.read_text("utf-8")
     assert (text.splitlines()[0], text.splitlines()[-1]) == ("before", "after")
-    assert numbers(whole(), [one for one in figures_of(whole()) if one.name in FIGURES]) in text
+    shown = [one for one in figures_of(whole()) if one.name in FIGURES]
+    assert numbers(whole(), shown, None, "precision-numbers.md") in text
+    assert "(precision-numbers.md)" in text
     assert "obsolete" not in text
     assert f"{COMMANDS_BEGIN}\n\n    jaxref study configs/study/tiny.yaml\n\n{COMMANDS_END}" in text
-    assert "| split q and k | 32 tokens ending at 32 | 0.1 |" in text
+    every = (tmp_path / "precision-numbers.md").read_text("utf-8")
+    assert every == every_number(whole(), "precision.md")
+    assert "| split q and k | 32 tokens ending at 32 | 0.1 |" in every
 
 
-def test_every_row_of_a_table_has_as_many_cells_as_its_head():
-    text = numbers(outputs_alone(), (), whole())
+@pytest.mark.parametrize(
+    "text", [numbers(outputs_alone(), (), whole()), every_number(whole(), "a.md", outputs_alone())]
+)
+def test_every_row_of_a_table_has_as_many_cells_as_its_head(text):
     for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
 
@@ -166,6 +193,7 @@ def test_a_document_without_its_marks_is_refused(tmp_path):
     file.write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match=r"precision\.md"):
         refresh(whole(), file)
+    assert [each.name for each in tmp_path.iterdir()] == ["precision.md"]
     assert file.read_text("utf-8") == "nothing"
 
 
