@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from anchorline import settings
 from anchorline.errors import UserError
+from anchorline.files import entry_of
 from torchtrain.checkpoint.folder import step_of
 from torchtrain.cli import app
 from torchtrain.config import Source
@@ -35,6 +36,7 @@ from torchtrain.experiment.spec import (
     load_experiment,
 )
 from torchtrain.run.folder import RunFolder
+from torchtrain.run.outputs import Outputs
 from torchtrain.tests.measurements import measurement
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
@@ -265,30 +267,35 @@ def test_an_experiment_stops_at_a_stage_and_is_reported(made, tmp_path, monkeypa
 
 
 FAKE = """
-import json, shutil, signal, sys, time
+import os, re, shutil, signal, sys, time
 from pathlib import Path
-import yaml
-from anchorline.files import entry_of, replace_file
-from torchtrain.run.folder import RunFolder
-from torchtrain.tests.measurements import measurement
-from torchtrain.run.outputs import Outputs
 verb, what = sys.argv[3:]
-run = RunFolder(what if verb == "resume" else yaml.safe_load(Path(what).read_text())["run"]["folder"])
-if "{fails}" in run.path.name:
+run = Path(what if verb == "resume" else re.search("folder: (.*)", Path(what).read_text())[1])
+if "{fails}" in run.name:
     sys.exit("gone wrong")
-export = run.exports / "step-00000001"
+left = Path({left!r})
 if verb == "train":
-    export.mkdir(parents=True)
-    replace_file(run.record, b"{{}}")  # whole or not at all, as a run's
+    (run / "exports" / "step-00000001").mkdir(parents=True)
+    shutil.copy(left / "run.json", run / "run.json~")
+    os.replace(run / "run.json~", run / "run.json")  # whole or not at all, as a run's
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as torchrun ends
     time.sleep(100)
-run.model.mkdir()
-(run.model / "config.json").write_text("{{}}")
-outputs = Outputs(models={{"model": {{"config.json": entry_of(run.model / "config.json")}}}})
-outputs.write(run.outputs, finished=8)
+shutil.copytree(left / "model", run / "model")
+shutil.copy(left / "outputs.json", run / "outputs.json")
 with open({calls!r}, "a") as calls:
-    calls.write(run.path.name + "\\n")
+    calls.write(run.name + "\\n")
 """
+
+
+def leave_a_run(path: Path) -> None:
+    """What a finished run leaves, by the classes that read it; the launcher copies it, and imports nothing."""
+    run = RunFolder(path)
+    run.model.mkdir(parents=True)
+    run.record.write_text("{}")
+    (run.model / "config.json").write_text("{}")
+    outputs = Outputs(models={"model": {"config.json": entry_of(run.model / "config.json")}})
+    outputs.write(run.outputs, finished=8)
+    assert (run.record.name, run.outputs.name, run.model.name) == ("run.json", "outputs.json", "model")
 
 
 @pytest.fixture
@@ -304,11 +311,12 @@ def fake(made, tmp_path, monkeypatch):
         running, "_MEASURE", (sys.executable, "-c", copy + f"shutil.copy({str(result)!r}, sys.argv[-1])")
     )
     monkeypatch.setattr(running, "_SECONDS_BETWEEN_LOOKS", 0.02)
+    leave_a_run(tmp_path / "left")
 
     def run(fails: str, **how):
         said: list[str] = []
         file = tmp_path / "fake.py"
-        file.write_text(FAKE.format(fails=fails, calls=str(calls)))
+        file.write_text(FAKE.format(fails=fails, calls=str(calls), left=str(tmp_path / "left")))
         experiment = load_experiment(made, ["arithmetics=[bfloat16,float32]", "variants=[intra,anchor]"])
         try:
             run_experiment(experiment, tmp_path / "out", launch=[sys.executable, str(file)], say=said.append, **how)
