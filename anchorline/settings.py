@@ -29,6 +29,7 @@ _MOST_NAMES = 16  # in `section.key`
 _TOO_DEEP = f"values are nested more than {_MOST_DEPTH} deep"
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 _STRING = "tag:yaml.org,2002:str"
+_NOT_YAML = "not valid YAML"
 
 Tree = dict[str, Any]
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -40,6 +41,7 @@ _NUMBERS = {
         r"^([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
     ),
 }
+_OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,11 +91,14 @@ def load(
     except OSError as error:
         reason = one_line(error.strerror or error).lower()
         raise UserError(f"config {name}: {reason}; give a YAML file that can be read") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"config {name}: byte {error.start:,} is not UTF-8; save the file as UTF-8") from None
     except ValueError as error:
         raise UserError(f"config {name}: {one_line(error)}") from None
     if not isinstance(found, dict):
         sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
-        raise UserError(f"config {name}: expected sections such as {sections}, found {type(found).__name__}")
+        held = "is empty" if found is None else f"holds {_KINDS.get(cast(type, type(found)), 'a value')}"
+        raise UserError(f"config {name}: {held}; give sections such as {sections}")
     tree = upgrade(cast("Tree", found))
     for override in overrides:
         _override(tree, override, example)
@@ -124,9 +129,21 @@ def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
 
 def explain(schema: type[BaseModel], error: ValidationError) -> str:
     """Return one line for all of a ValidationError: the field, the value, what is allowed."""
-    shown = [_explain_one(schema, item) for item in error.errors(include_url=False)[:_MOST_SHOWN]]
-    more = f"; and {error.error_count() - _MOST_SHOWN} more" if error.error_count() > _MOST_SHOWN else ""
+    told: dict[str, list[str]] = {}  # a union says once of each member what it is not
+    for item in error.errors(include_url=False):
+        what, fix = _explain_one(schema, item)
+        told.setdefault(what, []).append(fix)
+    shown = [f"{what}{_either(fixes)}" for what, fixes in list(told.items())[:_MOST_SHOWN]]
+    more = f"; and {len(told) - _MOST_SHOWN} more" if len(told) > _MOST_SHOWN else ""
     return one_line("; ".join(shown)) + more
+
+
+def _either(fixes: Sequence[str]) -> str:
+    """`give 'auto', an integer or a list`; what is no `give` stands by itself."""
+    *first, last = [fix.removeprefix(_GIVE) for fix in dict.fromkeys(fixes) if fix.startswith(_GIVE)] or [""]
+    others = [fix for fix in dict.fromkeys(fixes) if not fix.startswith(_GIVE)]
+    given = f"{_GIVE}{', '.join(first)}{' or ' if first else ''}{last}" if last else ""
+    return "; ".join(filter(None, [*others, given]))
 
 
 def _parse(text: bytes) -> Any:
@@ -140,7 +157,7 @@ def _parse(text: bytes) -> Any:
         _check(loader, node)
         return cast(Any, loader.construct_document(node))
     except yaml.YAMLError as error:
-        raise UserError(f"not valid YAML: {quoted_reason(error)}") from None
+        raise UserError(f"{_NOT_YAML}: {quoted_reason(error)}") from None
     except RecursionError:
         raise UserError(_TOO_DEEP) from None
     finally:
@@ -176,6 +193,8 @@ def _check_scalar(loader: _Loader, node: yaml.ScalarNode, place: str) -> None:
         if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError(f"{place}: {quoted(text)} holds NUL or half a surrogate pair; remove it")
         return
+    if node.tag in _NUMBERS and _OCTAL.fullmatch(text):
+        raise UserError(f"{place}: {quoted(text)}: a 0 in front makes a number octal in YAML; leave it out")
     if loader.resolve(yaml.ScalarNode, text, (True, False)) != node.tag:
         raise UserError(f"{place}: {quoted(text)} does not fit its tag; leave the tag out")
     if node.tag in _NUMBERS and len(text) > _MOST_DIGITS:
@@ -218,6 +237,8 @@ def _override(tree: Tree, override: str, example: str) -> None:
     try:
         value = _parse(text.encode("utf-8", "surrogatepass"))
     except ValueError as error:
+        if isinstance(error, UserError) and not str(error).startswith(_NOT_YAML):
+            raise UserError(f"override {quoted(override)}: {str(error).removeprefix('line 1: ')}") from None
         raise UserError(
             f"override {quoted(override)}: {quoted(text)} is not a YAML value; quote it ({quoted_reason(error)})"
         ) from None
@@ -233,7 +254,8 @@ def _index(items: list[Any], name: str, dotted: str) -> int:
     return int(name)
 
 
-def _explain_one(schema: type[BaseModel], item: Any) -> str:
+def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
+    """Return the place and the value, and what is allowed there."""
     kind, loc = item["type"], item["loc"]
     location, inner = _locate(schema, loc[:-1] if kind == "extra_forbidden" else loc)
     # A model that a validator made tells of its own fields, which the schema does not lead to.
@@ -244,13 +266,44 @@ def _explain_one(schema: type[BaseModel], item: Any) -> str:
         nearest = difflib.get_close_matches(key[:100].lower().replace("-", "_"), known, n=1, cutoff=0.5)
         nearest = [former] if former else nearest
         hint = f"did you mean {'.'.join([*location, nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
-        return f"{'.'.join([*location, quoted(key)[1:-1]])}: unknown key; {hint}"
-    message = quoted_reason(item["msg"].removeprefix("Value error, "))
+        return f"{'.'.join([*location, quoted(key)[1:-1]])}: ", f"unknown key; {hint}"
     if kind == "missing":
-        return f"{where}: missing; add it"
+        return f"{where}: ", "missing; add it"
     if kind == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where}: {quoted(item['input'])}: {message}"
+        return f"{where}: " if where else "", quoted_reason(item["msg"].removeprefix("Value error, "))
+    wanted = _WANTED.get(kind)
+    fix = f"{_GIVE}{wanted.format(**item.get('ctx', {}))}" if wanted else quoted_reason(item["msg"])
+    return f"{where}: {_as_typed(item['input'])}: ", fix
+
+
+_GIVE = "give "
+_KINDS: dict[type, str] = {int: "a number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
+_WANTED = {  # by pydantic's name of a mistake
+    "string_type": "a text (quoted, where YAML reads something else)",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "list_type": "a list such as [a, b]",
+    "tuple_type": "a list such as [a, b]",
+    "dict_type": "a section such as {{key: value}}",
+    "model_type": "a section such as {{key: value}}",
+    "model_attributes_type": "a section such as {{key: value}}",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+}
+
+
+def _as_typed(value: Any) -> str:
+    """Return a value as YAML has it where Python's word is another."""
+    return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else quoted(value)
 
 
 def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:

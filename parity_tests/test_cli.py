@@ -44,7 +44,7 @@ def test_another_computation_exits_with_1_and_says_where():
         (["--rope", "yarrn"], "rope: 'yarrn'"),
         (["--engine", "flahs"], "unknown engine"),
         (["--dtype", "fp8"], "dtype: 'fp8'"),
-        (["--tokens", "3"], "tokens: 3: Input should be greater"),
+        (["--tokens", "3"], "tokens: 3: give "),
         (["--stages", "forwards"], "stages.0: 'forwards'"),
         (["--case", "x"], "--case: needs a configuration"),
         (["none.yaml"], "config none.yaml: no such file"),

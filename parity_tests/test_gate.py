@@ -101,19 +101,19 @@ def test_ci_covers_what_it_promises():
     ("text", "overrides", "says"),
     [
         ("title: t\nmatrix: [{modl: llama}]", [], "matrix.0.modl: unknown key; did you mean matrix.0.model?"),
-        ("title: t\nmatrix: [{dtype: fp8}]", [], "matrix.0.dtype.0: 'fp8': Input should be 'float32'"),
+        ("title: t\nmatrix: [{dtype: fp8}]", [], "matrix.0.dtype.0: 'fp8': give 'float32'"),
         ("title: t\nmatrix: [{variant: anchr}]", [], "variant 'anchr'"),
         ("title: t\nmatrix: [{}, {}]", [], "llama-anchor-keep-sdpa-float32-t53-s0 is asked for twice"),
         ("title: t", [], "no case"),
         ("matrix: [{}]", [], "title: missing"),
         ("title: [", [], "config"),
-        ("- a", [], "expected sections such as `title:`"),
+        ("- a", [], "holds a list; give sections such as `title:`"),
         ("title: t\ntitle: u", [], "stands twice"),
         ("title: t\nmatrix: [{}]", ["matrix.1.tokens=40"], "'1' is not an index"),
         (
             "title: t\nmatrix: [{}]",
             ["matrix.0.tokens=4"],
-            "matrix.0.tokens.0: 4: Input should be greater than or equal to 32",
+            "matrix.0.tokens.0: 4: give 32 or more",
         ),
     ],
 )

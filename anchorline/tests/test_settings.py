@@ -79,7 +79,7 @@ def test_what_only_looks_like_a_number_or_a_date_is_text(load, text):
     assert load(f"part: {{name: {text}}}").part.name == text
 
 
-@pytest.mark.parametrize(("text", "value"), [("0x1f", 31), ("0b11", 3), ("1_000", 1000), ("+5", 5), ("010", 8)])
+@pytest.mark.parametrize(("text", "value"), [("0x1f", 31), ("0b11", 3), ("1_000", 1000), ("+5", 5), ("0", 0)])
 def test_whole_numbers(load, text, value):
     assert load(f"part: {{count: {text}}}").part.count == value
 
@@ -114,25 +114,26 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("part: {count: 1}\npart: {count: 2}", "line 2: key 'part' stands twice"),
         ("<<: {part: {count: 1}}", "<<: unknown key"),
         ("part: {count: 0x_}", "is not a number"),
-        ("part: {count: 09}", "is not a number"),
+        ("part: {count: 09}", "a 0 in front makes a number octal"),
+        ("part: {count: 010}", "'010': a 0 in front makes a number octal in YAML; leave it out"),
         ("part: {count: 9999999999999999999999999}", "does not fit into 64 bits"),
         (f"part: {{count: {'1' * 50_000}}}", "longer than any number"),
-        (f"part: {{count: 1{':1' * 20_000}}}", "should be a valid integer"),
+        (f"part: {{count: 1{':1' * 20_000}}}", "give an integer"),
         (f"part: {{share: 1.{'1' * 50_000}}}", "longer than any number"),
         ("part: {share: 1e400}", "finite number"),
         ("part: {share: .nan}", "finite number"),
         ('part: {name: "\\0"}', "holds NUL or half a surrogate pair"),
         ('part: {name: "\\ud800"}', "holds NUL or half a surrogate pair"),
-        ("part: {name: \ud800}", "utf-8"),
-        (b"part: {name: \xff}", "utf-8"),
-        ("part: {}".encode("utf-16"), "utf-8"),
+        ("part: {name: \ud800}", "byte 13 is not UTF-8"),
+        (b"part: {name: \xff}", "byte 13 is not UTF-8; save the file as UTF-8"),
+        ("part: {}".encode("utf-16"), "byte 0 is not UTF-8"),
         ("a: 1\n---\nb: 2", "single document"),
         ("%YAML 9.9\n---\na: 1", "version"),
         ("".join(f"k{i}: 1\n" for i in range(5_000)), "and 4992 more"),
         (f"{'k' * 30_000}: 1", "not valid YAML"),
         (f"? {'k' * 30_000}\n: 1", "unknown key"),
         (f"part: {{numbers: [{'x,' * 20_000}]}}", "and 19992 more"),
-        (f"part: {{count: {'x' * 50_000}}}", "should be a valid integer"),
+        (f"part: {{count: {'x' * 50_000}}}", "give an integer"),
     ],
 )
 def test_files_that_are_refused(load, text, message):
@@ -154,7 +155,12 @@ def test_files_that_are_refused(load, text, message):
         ("part.name=\udc80", "is not a YAML value"),
         ("part.name=\0", "is not a YAML value"),
         ("part.\udc80=1", "part"),
-        ("part.count=" + "9" * 25, "does not fit into 64 bits"),
+        ("part.count=" + "9" * 25, "'9{25}' does not fit into 64 bits; give a smaller number$"),
+        ("part.count=010", "a 0 in front makes a number octal"),
+        ("part.count=1.5", r"part\.count: 1\.5: give an integer$"),
+        ("part.name=no", r"part\.name: false: give a text \(quoted, where YAML reads something else\)$"),
+        ("part.name=", r"part\.name: nothing: give a text"),
+        ("part=true", r"part: true: give a section such as \{key: value\}$"),
         ("part.count={a: 1, a: 2}", "stands twice"),
         ("part.name.x=1", "'name' holds a value, not a section"),
         ("pair." + ".".join(["a"] * 14) + "=1", "pair: "),
