@@ -97,7 +97,7 @@ def load(
         raise UserError(f"config {name}: {one_line(error)}") from None
     if not isinstance(found, dict):
         sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
-        held = "is empty" if found is None else f"holds {_KINDS.get(cast(type, type(found)), 'a value')}"
+        held = "is empty" if found is None else f"holds {_kind_of(found)}"
         raise UserError(f"config {name}: {held}; give sections such as {sections}")
     tree = upgrade(cast("Tree", found))
     for override in overrides:
@@ -299,6 +299,10 @@ _WANTED = {  # by pydantic's name of a mistake
     "less_than": "less than {lt}",
     "less_than_equal": "{le} or less",
 }
+
+
+def _kind_of(value: object) -> str:
+    return _KINDS.get(type(value), "a value")
 
 
 def _as_typed(value: Any) -> str:
