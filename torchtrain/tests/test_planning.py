@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from gguf import GGUFReader
 from hypothesis import assume, given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from torchtrain.cli import app
 from torchtrain.config import ModelConfig, TrainConfig, load_config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.zero import BUCKET
+from torchtrain.modeling.smollm2 import gguf_file
 from torchtrain.modeling.source import PUBLISHED, published_models, resolve_source
 from torchtrain.planning import budget
 from torchtrain.planning.flops import FlopCounter
@@ -416,6 +418,28 @@ def test_the_shapes_of_llama_3_2_1b_have_its_weights(tree, write_config):
     assert weights == published_models()[config.model.source]
 
 
+def test_the_demo_is_planned_without_a_conversion(tmp_path, monkeypatch):
+    """Its shape stands beside the paper's models', and is the one that the package's file tells."""
+    monkeypatch.setattr("torchtrain.modeling.source.smollm2_folder", lambda *_: pytest.fail("smollm2 was converted"))
+    config = load_config(CONFIGS / "demo.yaml", [f"data.cache={tmp_path}"])
+    weights = sum(p.numel() for p in Shapes(budget.model_config(config)).model(config.model).parameters())
+    shape = json.loads((PUBLISHED / "smollm2" / "config.json").read_text())
+    file = GGUFReader(gguf_file())
+    assert weights == published_models()["smollm2"] == sum(int(tensor.n_elements) for tensor in file.tensors)
+    for told, name in {
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "block_count": "num_hidden_layers",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.freq_base": "rope_theta",
+        "context_length": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+    }.items():
+        assert file.fields[f"llama.{told}"].contents() == shape[name], name
+
+
 def test_a_folder_goes_before_a_published_model_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "Qwen/Qwen1.5-1.8B"
@@ -425,7 +449,7 @@ def test_a_folder_goes_before_a_published_model_of_the_same_name(tmp_path, monke
 
 
 def test_published_shapes_are_packaged_and_all_are_listed():
-    there = {str(path.parent.relative_to(PUBLISHED)) for path in PUBLISHED.glob("*/*/config.json")}
+    there = {str(path.parent.relative_to(PUBLISHED)) for path in PUBLISHED.rglob("config.json")}
     assert there == set(published_models())
     packaged = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     patterns = packaged["torchtrain.modeling"]
