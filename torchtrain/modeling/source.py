@@ -31,9 +31,9 @@ _SETTINGS = (
 )
 _ADAPTER = "adapter_config.json"  # PEFT's; transformers looks for it in every model's folder
 _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_template.jinja")
-# The shapes of the paper's models and of the demo's, for planning without a hub or a conversion: index.json has how many
-# weights each has, a folder of its id the config.json published there, without dtype and versions. They are typed in, not
-# fetched: a test holds the number of weights.
+# The shapes of the paper's models and of the demo's, for planning without a hub or a conversion: index.json has how
+# many weights each has, a folder of its id the config.json published there, without dtype and versions. They are typed
+# in, not fetched: a test holds the number of weights.
 PUBLISHED = Path(__file__).parent / "published"
 # Where a config leaves these, building or running the model would take for ever, or end in an overflow.
 _SIZES = {
