@@ -288,7 +288,7 @@ _WANTED = {  # by pydantic's name of a mistake
     "float_type": "a number",
     "float_parsing": "a number",
     "finite_number": "a finite number",
-    "list_type": "a list such as [a, b]",
+    "list_type": "a list such as [a, b], or []",
     "tuple_type": "a list such as [a, b]",
     "dict_type": "a section such as {{key: value}}",
     "model_type": "a section such as {{key: value}}",

@@ -53,6 +53,9 @@ def find_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[Path]:
             continue
         if not path.name.endswith(kinds) or not os.path.isfile(path):
             known = f"{' or '.join((', '.join(kinds[:-1]), kinds[-1]))} " if kinds[0] else ""
+            if path == expand(pattern) and path.is_dir():
+                each = quoted(str(path / f"*{kinds[0]}"))
+                raise UserError(f"data.sources: files {quoted(pattern)} is a folder; give its files, such as {each}")
             raise UserError(
                 f"data.sources: {quoted(path)} is not a regular {known}file; narrow files {quoted(pattern)}"
             )

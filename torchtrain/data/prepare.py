@@ -25,7 +25,7 @@ from torchtrain.config import DataConfig, Source
 from torchtrain.data.corpus import read, source_files
 from torchtrain.data.encode import special_tokens_of
 from torchtrain.data.remote import FileInfo, is_url
-from torchtrain.data.store import SourceCount, TokenStore
+from torchtrain.data.store import HEADER, SourceCount, TokenStore
 from torchtrain.data.tokenise import PreparationProgress, Tokeniser, token_bytes_of
 from torchtrain.data.writer import StoreWriter, take_over
 
@@ -94,6 +94,11 @@ def _open_prepared(data: DataConfig) -> TokenStore:
     folder = expand(data.prepared or "")
     if not folder.exists():
         raise UserError(f"{shown}: is not there; make it: torchtrain prepare CONFIG --out {folder}")
+    if not (folder / HEADER).is_file():
+        raise UserError(
+            f"{shown}: holds no finished token store ({HEADER} is missing); make one elsewhere: torchtrain prepare "
+            "CONFIG --out FOLDER"
+        )
     store = TokenStore.open(folder)
     if store.header is None or store.header.made_of is None:
         raise UserError(f"{shown}: was not made by torchtrain prepare; give such a store, or data.sources alone")

@@ -30,6 +30,9 @@ _SETTINGS = (
     "model.safetensors.index.json",
 )
 _ADAPTER = "adapter_config.json"  # PEFT's; transformers looks for it in every model's folder
+# Ends of the files that a tokenizer is made from.
+_TOKENIZERS = (".model", ".tiktoken", "vocab.json", "vocab.txt", "tekken.json")
+_MOST_TOKENIZER_BYTES = 1 << 28
 _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "model.safetensors", "chat_template.jinja")
 # The shapes of the paper's models and of the demo's, for planning without a hub or a conversion: index.json has how
 # many weights each has, a folder of its id the config.json published there, without dtype and versions. They are typed
@@ -208,12 +211,34 @@ def open_tokenizer(source: str, trust_remote_code: bool = False) -> "PreTrainedT
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with read_by_library(source, "no tokenizer", trust_remote_code):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
+    try:
+        with read_by_library(source, "no tokenizer", trust_remote_code):
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+    except UserError:
+        _explain_tokenizer(source)
+        raise
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         name = type(tokenizer).__name__
         raise UserError(f"model.source {quoted(source)}: {name} is a slow tokenizer; convert it to a tokenizer.json")
     return tokenizer
+
+
+def _explain_tokenizer(source: str) -> None:
+    """Say it better than the library, where a folder holds no tokenizer, or one that is no JSON.
+
+    Raises:
+        UserError: it does.
+    """
+    folder = Path(source)
+    whole = folder / "tokenizer.json"
+    if whole.is_file():
+        read_json(whole, f"model.source {quoted(source)}", most=_MOST_TOKENIZER_BYTES)
+    elif folder.is_dir() and not any(path.name.endswith(_TOKENIZERS) for path in folder.iterdir()):
+        raise UserError(
+            f"model.source {quoted(source)}: the folder holds no tokenizer; put the model's tokenizer.json there"
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.planning import budget
@@ -35,8 +35,14 @@ class Pace:
     def __post_init__(self) -> None:
         """Raise UserError where it is said in more ways than one, or in half of one."""
         ways = sum(way is not None for way in (self.tokens_per_second, self.measured, self.mfu))
-        if ways > 1 or (self.mfu is None) != (self.gpu is None):
+        if ways > 1:
             raise UserError("--tokens-per-second, --measured, --gpu with --mfu: give one of the three")
+        if self.mfu is not None and self.gpu is None:
+            raise UserError(f"--mfu {self.mfu:g}: give --gpu, too, whose peak it is a share of")
+        if self.gpu is not None and self.mfu is None:
+            raise UserError(f"--gpu {quoted(self.gpu)}: give --mfu, too, the share of its peak that a run reaches")
+        if self.measured is not None and not self.measured.is_dir():
+            raise UserError(f"--measured {quoted(self.measured)}: there is no such folder; give a run's")
 
     def seconds(self, work: Work, processes: int) -> float | None:
         """Return how long a run takes, or None where it is not said.

@@ -253,7 +253,10 @@ def test_a_tokenizer_of_another_model(call, tree, tmp_path):
 
 def test_no_tokenizer(call, tmp_path):
     tiny_model().save_pretrained(tmp_path / "bare")
-    assert "no tokenizer" in one_line(call("train", f"model.source={tmp_path / 'bare'}"))
+    told = one_line(call("train", f"model.source={tmp_path / 'bare'}"))
+    assert "the folder holds no tokenizer; put the model's tokenizer.json there" in told
+    (tmp_path / "bare" / "tokenizer.json").write_text("{")
+    assert "tokenizer.json is not " in one_line(call("train", f"model.source={tmp_path / 'bare'}"))
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ def refusal(source: Source) -> str:
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     assert "matches no file" in refusal(Source(files=str(tmp_path / "*.jsonl")))
+    assert "is a folder; give its files, such as " in refusal(Source(files=str(tmp_path)))
     (tmp_path / "a.txt").write_text("x")
     assert "a.txt is not a regular .jsonl, .jsonl.gz, .jsonl.zst or .parquet file" in refusal(
         Source(files=str(tmp_path / "*"))

@@ -528,10 +528,12 @@ def test_time_from_a_measured_run(call, tree, write_config, model_folder, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mfu", "0.4"], "--gpu with --mfu: give one of the three"),
+        (["--mfu", "0.4"], "--mfu 0.4: give --gpu, too, whose peak it is a share of"),
+        (["--gpu", "A100"], "--gpu 'A100': give --mfu, too, the share of its peak"),
+        (["--measured", "/nowhere"], "--measured /nowhere: there is no such folder; give a run's"),
         (["--tokens-per-second", "5", "--gpu", "A100", "--mfu", "0.4"], "give one of the three"),
         (["--gpu", "Abacus", "--mfu", "0.4"], "--gpu 'Abacus': no peak is known"),
-        (["--measured", "/no/such/run"], "--measured /no/such/run: holds no run"),
+        (["--measured", "/"], "--measured /: holds no run of two steps"),
         (["-n", "3"], "train.sequences_per_step 2: no multiple of 3"),
         (
             ["-n", "3", "distributed.sequence_parallel=3"],

@@ -388,7 +388,10 @@ def open_as_a_run(data: DataConfig, tokenizer: Any) -> None:
             r"is of other sources or settings than this config's; prepare it again, or remove data\.s",
         ),
         ("data.sources.0.domain_field=null", r"is of other sources or settings"),
-        ("data.prepared=cache", r"holds no finished token store"),
+        (
+            "data.prepared=cache",
+            r"data\.prepared 'cache': holds no finished token store \(store\.json .*; make one else",
+        ),
     ],
 )
 def test_a_store_of_something_else_is_refused(tree, write_config, tmp_path, monkeypatch, override, message):
