@@ -88,25 +88,37 @@ def _cliff(results: Results) -> StudyFinding | None:
     gap = max(one.gap for one in rows)
     rows = sorted((one for one in rows if one.gap == gap), key=lambda one: one.mantissa_bits or 0)
     by_bits = {one.mantissa_bits: one for one in rows}
-    heads = [
-        f"{bits} mantissa bits of q and k ({whose}) lose {_lost_in_words(by_bits[bits])}"
+    named = [
+        f"{bits} ({whose}) lose {_lost_in_words(by_bits[bits])}"
         for bits, whose in ((7, "bf16's"), (3, "e4m3's, range not limited"))
         if bits in by_bits
     ]
+    unseen = _bits_without_loss(rows)
+    loses = "at every number of" if unseen is None else f"nothing that can be seen down to {unseen}"
     tried, exact = _copies_right(rows[0]), mean_of(values_of(rows[0].outputs.right_p))
     failing = sorted({one.gap for one in outcomes(results, "dose", "copy") if not copies(one)})
     beyond = f" At {' and '.join(f'{g:,}' for g in failing)} float64 itself copies less than half." if failing else ""
     return StudyFinding(
-        f"Of the keys that float64 copies from {gap:,} positions before, {' and '.join(heads)}."
-        if heads
-        else "How many bits copying needs is not settled by these formats.",
-        f"Parts of the {tried:,.0f} copies, net of what rounding gains, with q and k rounded after the rotation and "
-        f"all else in float32; float64 copies {exact} of the keys.{beyond} {FORMATS}.",
+        f"Copying a key from {gap:,} positions before loses {loses} mantissa bits of q and k"
+        f"{': ' if named else ''}{', '.join(named)}.",
+        f"Parts of the {tried:,.0f} copies that float64 gets right, net of what rounding gains (below 0 it gains more); "
+        "q and k are rounded after the rotation, all else is float32. "
+        f"Float64 copies {exact} of the keys.{beyond} {FORMATS}.",
         tuple(
             FindingCase(f"copies lost, {one.mantissa_bits} bits", f"key {gap:,} before", _lost_in_words(one))
             for one in rows
         ),
     )
+
+
+def _bits_without_loss(rows: Sequence[Outcome]) -> int | None:
+    """The fewest bits from which on no interval lies above 0; None where that of the most does. rows: by their bits."""
+    fewest = None
+    for one in reversed(rows):
+        if right_lost(one).low > 0:
+            break
+        fewest = one.mantissa_bits
+    return fewest
 
 
 def _lost_in_words(one: Outcome) -> str:
