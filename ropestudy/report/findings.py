@@ -101,7 +101,7 @@ def _cliff(results: Results) -> StudyFinding | None:
     return StudyFinding(
         f"Copying a key from {gap:,} positions before loses {loses} mantissa bits of q and k"
         f"{': ' if named else ''}{', '.join(named)}.",
-        f"Parts of the {tried:,.0f} copies that float64 gets right, net of what rounding gains (below 0 it gains more); "
+        f"Parts of {tried:,.0f} copies that float64 gets right, net of what rounding gains (below 0 it gains more); "
         "q and k are rounded after the rotation, all else is float32. "
         f"Float64 copies {exact} of the keys.{beyond} {FORMATS}.",
         tuple(

@@ -64,7 +64,7 @@ def test_findings_have_a_number_each_and_none_is_of_position_0():
     )
     assert "7 (bf16's) lose 0.0125" in found[0].head
     assert "3 (e4m3's, range not limited) lose 0.312 (0.278 to 0.357)" in found[0].head
-    assert "Parts of the 22 copies" in found[0].says
+    assert "Parts of 22 copies" in found[0].says
     copied = {"task": "copy", "gap": 8000, "start": 0, "site": "q and k"}
     doses = [
         outcome(f"q and k, {bits} bits", 1.0, "dose", mantissa_bits=bits, lost=lost, **copied)
