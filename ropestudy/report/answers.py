@@ -51,8 +51,8 @@ SETUPS = (
         "hf_eager_bf16",
         (
             Change("FlashAttention-2 instead", "flash_bf16", "none"),
-            Change("let inv_freq become bf16", "hf_eager_bf16_inv_freq", "none"),
-            Change("let TF32 multiply positions", "hf_eager_bf16_tf32", "none"),
+            Change("let inv_freq become bf16", "hf_eager_bf16_inv_freq", "none: model.to(bfloat16) does it"),
+            Change("let TF32 multiply positions", "hf_eager_bf16_tf32", "none: a flag of torch allows it"),
         ),
     ),
     KernelSetup(
