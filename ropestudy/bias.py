@@ -74,7 +74,7 @@ class BiasCell:
             (final_hidden(decoder, *given, EXACT, block, others_SLH), EXACT),
             (final_hidden(decoder, *given, condition(self.case.condition), block), condition(self.case.condition)),
         ]
-        alone, whole = divergences_of_rows(decoder, hidden, rows.documents_T, rows.targets)
+        alone, whole = divergences_of_rows(decoder, hidden, rows.counted_T, rows.targets)
         return {f"{ALONE} {n}": one for n, one in enumerate(alone)} | {f"{WHOLE} {n}": x for n, x in enumerate(whole)}
 
 

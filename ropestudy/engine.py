@@ -192,6 +192,7 @@ def divergences_of_rows(
     """Return, for each of `hidden` but the first, the divergence of its outputs from the first one's, row by row.
 
     hidden: (`final_hidden` [S, T, M], its condition).
+    documents_T: of the outputs that count; the others have `PADDING`.
     """
     pairs = [(Run(0, 0), Run(i, 0)) for i in range(1, len(hidden))]
     found: list[list[DivergenceSample]] = [[] for _ in pairs]

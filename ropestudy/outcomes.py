@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxref.mask import PADDING
 from ropestudy import schema
 from ropestudy.cells import Bench, CellResult, Experiment
 from ropestudy.conditions import EXACT, Condition, condition, dose, on_alone
 from ropestudy.engine import divergences_of_rows, final_hidden
 from ropestudy.measures import DivergenceSample, divergence
 from ropestudy.spec import DoseConfig, OutcomesConfig, Setting, SitesConfig
-from ropestudy.text import copy_row, open_gap, row
+from ropestudy.text import NO_TARGET, copy_row, open_gap, row
 
 SHARING = 12  # conditions in a cell: each shares its float64 run
 
@@ -45,17 +46,20 @@ class OutcomeCell:
             (final_hidden(decoder, rows.ids, rows.positions, rows.documents_T, one, bench.config.block), one)
             for one in (EXACT, *self.asked)
         ]
-        found = divergences_of_rows(decoder, hidden, rows.documents_T, rows.targets)
+        found = divergences_of_rows(decoder, hidden, rows.counted_T, rows.targets)
         return CellResult(samples={}, divergences=_named(self.conditions, found), lengths=(self.tokens,))
 
 
 class RowsOfText(NamedTuple):
-    """Arrays [S, T] int64 of a setting, and the document ids [T] that all share."""
+    """Arrays [S, T] int64 of a setting, and the document ids [T] that all share: of attention, and of the outputs that
+    count. Of a row cut in two those are the second half's: queries of the first see no key far away.
+    """
 
     ids: np.ndarray
     positions: np.ndarray
     targets: np.ndarray
     documents_T: np.ndarray
+    counted_T: np.ndarray
 
     @staticmethod
     def make(bench: Bench, tokens: int, sequences: int, setting: Setting) -> "RowsOfText":
@@ -70,7 +74,10 @@ class RowsOfText(NamedTuple):
                 targets = one.targets
             made.append((one.ids, open_gap(one.positions, setting.gap) + setting.start, targets))
         ids, positions, targets = (np.stack(arrays) for arrays in zip(*made, strict=True))
-        return RowsOfText(ids, positions, targets, np.ones(tokens, np.int64))
+        documents_T = np.ones(tokens, np.int64)
+        counts_T = np.arange(tokens) >= (tokens // 2 if setting.gap else 0)
+        targets = np.where(counts_T, targets, NO_TARGET)
+        return RowsOfText(ids, positions, targets, documents_T, np.where(counts_T, documents_T, PADDING))
 
 
 def _named(names: list[str], found: list[list[DivergenceSample]]) -> dict[str, DivergenceSample]:

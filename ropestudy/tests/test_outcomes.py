@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from jaxref.model import head_logits
 from jaxref.rounding import preset
 from jaxref.tests.decoders import tiny
 from ropestudy.bias import Bias, BiasCell, gram
@@ -17,6 +18,7 @@ from ropestudy.engine import Row, Stream, compare, divergences_of_rows, final_hi
 from ropestudy.methods import add_offset, round_per_head
 from ropestudy.models import Pretrained
 from ropestudy.outcomes import OutcomeCell, Outcomes, RowsOfText
+from ropestudy.pieces import restrict
 from ropestudy.spec import BiasCase, BiasConfig, DoseConfig, Setting, StudyConfig
 from ropestudy.text import NO_TARGET, Pool, copy_row, open_gap, packed_row, row
 
@@ -36,12 +38,12 @@ def bench() -> Bench:
 
 def test_rows_together_are_rows_alone(bench):
     """A row's loss and divergence do not depend on what is computed beside it, and are `compare`'s own."""
-    setting = Setting(start=40, gap=100)
+    setting = Setting(start=40)
     cell = OutcomeCell("setups", TOKENS, ROWS, setting, (condition("hf_eager_bf16"), condition("fa3_fp8")))
     found = bench.run(cell).divergences
     for number in range(ROWS):
         one = row(POOL, number, TOKENS, BOS, "first")
-        positions = open_gap(one.positions, 100)[None] + 40
+        positions = one.positions[None] + 40
         given = Row(one.ids, one.documents, targets_T=one.targets)
         streams = [Stream(EXACT, positions), Stream(condition("hf_eager_bf16"), positions)]
         _, (alone,) = compare(bench.decoder("pretrained"), given, streams, [], [((0, 0), (1, 0))])
@@ -63,6 +65,35 @@ def test_the_loss_is_that_of_the_next_token(bench):
         right = np.mean([logs[t].argmax() == ids_T[t + 1] for t in range(TOKENS - 1)])
         assert one.right_q == pytest.approx(right)
         assert one.kl == 0
+
+
+@pytest.mark.parametrize("task", ["text", "copy"])
+def test_of_a_row_cut_in_two_the_queries_that_see_far_keys_count(bench, task):
+    """The first half's outputs are those of a row without a gap, and stand in no number of one with it."""
+    decoder, bf16 = bench.decoder("pretrained"), condition("hf_eager_bf16")
+    found = {}
+    for gap in (0, 50):
+        rows = RowsOfText.make(bench, TOKENS, ROWS, Setting(gap=gap, task=task))
+        given = (rows.ids, rows.positions, rows.documents_T)
+        hidden = [(final_hidden(decoder, *given, one, TOKENS), one) for one in (EXACT, bf16)]
+        ends = [
+            np.stack([np.asarray(head_logits(decoder.head, row, restrict(one, ("logits",))), np.float64) for row in x])
+            for x, one in hidden
+        ]
+        p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in ends)
+        found[gap] = (np.exp(p) * (p - q)).sum(-1), p, rows
+    kl_ST, p_STV, rows = found[50]
+    half = TOKENS // 2
+    np.testing.assert_allclose(kl_ST[:, :half], found[0][0][:, :half], rtol=1e-12)
+    assert (rows.targets[:, :half] < 0).all()
+    assert (found[0][2].targets[:, :half] >= 0).any() == (task == "text")
+    cell = OutcomeCell("setups", TOKENS, ROWS, Setting(gap=50, task=task), (bf16,))
+    samples = bench.run(cell).divergences
+    for number in range(ROWS):
+        one = samples[f"hf_eager_bf16: row {number}"]
+        assert one.kl == pytest.approx(kl_ST[number, half:].mean(), rel=1e-6)
+        told = [(t, target) for t, target in enumerate(rows.targets[number]) if target >= 0]
+        assert one.nll_p == pytest.approx(-np.mean([p_STV[number, t, target] for t, target in told]), rel=1e-9)
 
 
 def test_signed_errors_against_a_twin(bench):
