@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ropestudy.report.effects import (
+    LEVEL,
     Effect,
     bootstrap,
     common_share,
@@ -17,62 +18,65 @@ from ropestudy.report.effects import (
     known,
     mean_of,
     rms_of,
+    student,
     typical_of,
 )
 from ropestudy.report.select import number, of_kind
 from ropestudy.schema import Outcome, Results, SignedBias, Stat
 
-BETTER, WORSE = 0.8, 1.25  # a fifth: what is closer to 1 makes no difference worth a change
-MUCH = 2.0
+BETTER, WORSE = 0.8, 1.25  # a fifth: what is closer to 1 makes no difference worth an action
 HALF = 0.5
+EAGER, FLASH, FP8 = "hf_eager_bf16", "flash_bf16", "fa3_fp8"
 
 
 @dataclass(frozen=True)
-class Change:
-    """What somebody may do to a setup: another condition, in words, and what it costs."""
+class SetupAction:
+    """What somebody may do: from one condition to another, in words, and what it costs."""
 
     words: str
-    condition: str
+    before: str
+    after: str
     cost: str
 
 
 @dataclass(frozen=True)
 class KernelSetup:
-    """A way to compute attention, and what may be changed in it."""
+    """A way to compute attention, and what may be done about it."""
 
     words: str
-    condition: str
-    changes: tuple[Change, ...]
+    actions: tuple[SetupAction, ...]
 
 
 SETUPS = (
     KernelSetup(
         "transformers, eager, bf16",
-        "hf_eager_bf16",
         (
-            Change("FlashAttention-2 instead", "flash_bf16", "none"),
-            Change("let inv_freq become bf16", "hf_eager_bf16_inv_freq", "none: model.to(bfloat16) does it"),
-            Change("let TF32 multiply positions", "hf_eager_bf16_tf32", "none: a flag of torch allows it"),
+            SetupAction("take FlashAttention-2", EAGER, FLASH, "its package, and a GPU"),
+            SetupAction("keep inv_freq in float32", f"{EAGER}_inv_freq", EAGER, "load with dtype=, not model.to()"),
+            SetupAction("keep positions out of TF32", f"{EAGER}_tf32", EAGER, "no TF32 where angles are made"),
         ),
     ),
     KernelSetup(
         "FlashAttention-2, bf16 (FlashAttention-3 in bf16 rounds alike)",
-        "flash_bf16",
         (
-            Change("rotate in float32, round once", "paper_bf16", "a fused rotary kernel"),
-            Change("the same with float64 angles", "paper_bf16_angles64", "a table made once"),
-            Change("keep q and k in float32", "flash_bf16_fp32_qk", "no kernel takes them; twice the bytes"),
+            SetupAction(
+                "rotate in float32, round q and k once", FLASH, "paper_bf16",
+                "`model.rotation: float32` here, or a fused rotary kernel",
+            ),
+            SetupAction("that, with angles in float64", FLASH, "paper_bf16_angles64", "that, and a table made once"),
+            SetupAction("never round q and k", FLASH, "flash_bf16_fp32_qk", "no kernel takes them; twice the bytes"),
         ),
     ),
     KernelSetup(
         "FlashAttention-3, fp8",
-        "fa3_fp8",
         (
-            Change("stay in bf16", "flash_bf16", "half the speed of the products"),
-            Change("round before RoPE", "fa3_fp8_before", "a kernel that rotates what it reads; q k in bf16"),
+            SetupAction("go back to bf16", FP8, FLASH, "matrix products at half the speed"),
+            SetupAction(
+                "round before RoPE", FP8, f"{FP8}_before", "a kernel that rotates what it reads; q k^T stays in bf16"
+            ),
         ),
     ),
-)
+)  # fmt: skip
 
 
 def where_of(start: int, gap: int, tokens: int) -> str:
@@ -107,71 +111,155 @@ def loss_added(one: Outcome) -> Effect | None:
 
 
 def advise(effect: Effect) -> str:
-    """Say whether a change should be made that leaves so many times the KL. An interval that spans a margin settles
-    nothing there: `no harm` leaves open whether it helps, `no help` whether it harms.
+    """Say whether something should be done that leaves so many times the KL. `may help` and `may harm`: the interval
+    reaches over one margin alone.
     """
     if effect.high < BETTER:
         return "do"
     if effect.low > WORSE:
-        return "never" if effect.low > MUCH else "do not"
+        return "do not"
     if effect.within(BETTER, WORSE):
         return "no matter"
-    return "no harm" if effect.high <= WORSE else "no help" if effect.low >= BETTER else "not settled"
+    return "may help" if effect.high <= WORSE else "may harm" if effect.low >= BETTER else "not settled"
+
+
+@dataclass(frozen=True)
+class ActionCase:
+    """What an action does in a setting: how many times the KL it leaves, what it adds to the loss, and whether the
+    verdict holds with all intervals of a table at once.
+    """
+
+    kl: Effect
+    loss: Effect | None
+    holds_with_all: bool
+
+    def written(self, digits: int = 3) -> str:
+        """`**do** 0.0595 (0.05 to 0.07), loss -0.02 (-0.03 to -0.01)`: bold is what holds with all."""
+        word = advise(self.kl)
+        said = f"{f'**{word}**' if self.holds_with_all else word} {self.kl.written(digits)}"
+        return said if self.loss is None else f"{said}, loss {self.loss.written(digits)}"
 
 
 def actions(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of the whole table from setup to action: each change of each setup, and wherever it was
-    measured away from position 0 what to do and how many times the KL it leaves.
+    """Return heads and rows of the whole table from setup to action: what each leaves of the KL wherever it was
+    measured away from position 0.
     """
     away = away_from_0(results)
     places = [where_of(*at, next(iter(here.values())).tokens) for at, here in away]
-
-    def cells(setup: KernelSetup, change: Change) -> list[str]:
-        left = [_left_by(setup, change, here) for _, here in away]
-        return ["" if fold is None else f"**{advise(fold)}** {fold}" for fold in left]
-
-    return _from_setup_to_action(places, cells)
+    tried = _Tried([here for _, here in away])
+    own = [_own_loss(here) for _, here in away]
+    return _from_setup_to_action(places, own, lambda action: [_one(tried, action, here) for _, here in away])
 
 
 def brief_actions(results: Results) -> tuple[list[str], list[list[str]]]:
     """Return the same by how long a row is, for the lengths of which both were measured: its last tokens, whose keys
     are near, and its ends, whose keys are as far away as they can be. Where a study has no such length, all of it.
     """
-    away = away_from_0(results)
-    by_length: dict[int, list[tuple[str, dict[str, Outcome]]]] = {}
-    for (start, gap), here in away:
-        length = start + gap + next(iter(here.values())).tokens
-        by_length.setdefault(length, []).append(("far" if gap else "near", here))
-    whole = {length: cases for length, cases in sorted(by_length.items()) if len(cases) == 2}
+    whole = _by_length(results)
     if not whole:
         return actions(results)
+    tried = _Tried([here for cases in whole.values() for _, here in cases])
 
-    def cells(setup: KernelSetup, change: Change) -> list[str]:
-        return [_near_and_far(setup, change, cases) for cases in whole.values()]
+    def cells(action: SetupAction) -> list[str]:
+        return [
+            "<br>".join(f"{side} {said}" for side, here in cases if (said := _one(tried, action, here, 2)))
+            for cases in whole.values()
+        ]
 
-    return _from_setup_to_action([f"{length:,} positions" for length in whole], cells)
-
-
-def _near_and_far(setup: KernelSetup, change: Change, cases: Sequence[tuple[str, dict[str, Outcome]]]) -> str:
-    """`near **never** 626`, and below it what is far."""
-    left = [(side, fold) for side, here in sorted(cases, reverse=True) if (fold := _left_by(setup, change, here))]
-    return "<br>".join(f"{side} **{advise(fold)}** {fold}" for side, fold in left)
+    own = ["<br>".join(f"{side} {_own_loss(here, 2)}" for side, here in cases) for cases in whole.values()]
+    return _from_setup_to_action([f"{length:,} positions" for length in whole], own, cells)
 
 
-def _left_by(setup: KernelSetup, change: Change, here: Mapping[str, Outcome]) -> Effect | None:
-    """How many times the KL a change leaves in a setting; None where one of both was not measured."""
-    if setup.condition not in here or change.condition not in here:
-        return None
-    after, before = (here[name].outputs.kl.values for name in (change.condition, setup.condition))
-    return fold_of(after, before)
+def in_short(results: Results) -> str:
+    """Return what the brief table comes to: which actions help wherever they were tried, which somewhere, which
+    nowhere; by the verdicts that hold with all intervals at once.
+    """
+    places = [here for cases in _by_length(results).values() for _, here in cases]
+    places = places or [here for _, here in away_from_0(results)]
+    tried, told = _Tried(places), dict[str, list[str]]()
+    for setup in SETUPS:
+        for action in setup.actions:
+            cases = [case for here in places if (case := tried.case(action, here))]
+            if not cases:
+                continue
+            helps = sum(case.holds_with_all and advise(case.kl) == "do" for case in cases)
+            harms = sum(case.holds_with_all and advise(case.kl) == "do not" for case in cases)
+            rank = "harm" if harms else "all" if helps == len(cases) else "some" if helps else "none"
+            in_some = f" ({helps} of {len(cases)})" if rank == "some" else ""
+            told.setdefault(rank, []).append(f"{action.words}{in_some}")
+    heads = {
+        "all": "Shown to help wherever it was tried",
+        "some": "Shown to help in some of these cases, to harm in none",
+        "harm": "Shown to harm somewhere",
+        "none": "Not shown to help anywhere",
+    }
+    return " ".join(f"**{head}:** {'; '.join(told[rank])}." for rank, head in heads.items() if rank in told)
+
+
+class _Tried:
+    """Every case of some settings, which know how many they are together."""
+
+    def __init__(self, places: Sequence[Mapping[str, Outcome]]) -> None:
+        asked = [(action, here) for setup in SETUPS for action in setup.actions for here in places]
+        self.number = sum({action.before, action.after} <= here.keys() for action, here in asked)
+
+    def case(self, action: SetupAction, here: Mapping[str, Outcome]) -> ActionCase | None:
+        """What an action does in a setting; None where one of both was not measured."""
+        if not {action.before, action.after} <= here.keys():
+            return None
+        before, after = here[action.before].outputs, here[action.after].outputs
+        kl = fold_of(after.kl.values, before.kl.values)
+        strict = fold_of(after.kl.values, before.kl.values, 1 - (1 - LEVEL) / max(1, self.number))
+        loss = difference_of(after.nll_q.values, before.nll_q.values) if after.nll_q and before.nll_q else None
+        return ActionCase(kl, loss, advise(strict) == advise(kl))
+
+
+def _one(tried: _Tried, action: SetupAction, here: Mapping[str, Outcome], digits: int = 3) -> str:
+    case = tried.case(action, here)
+    return case.written(digits) if case else ""
+
+
+def _by_length(results: Results) -> dict[int, list[tuple[str, dict[str, Outcome]]]]:
+    """Settings by how long a row is, near first, where there are both."""
+    found: dict[int, list[tuple[str, dict[str, Outcome]]]] = {}
+    for (start, gap), here in away_from_0(results):
+        length = start + gap + next(iter(here.values())).tokens
+        found.setdefault(length, []).append(("far" if gap else "near", here))
+    return {length: sorted(cases, key=lambda case: case[0] == "far") for length, cases in sorted(found.items())
+            if len(cases) == 2}  # fmt: skip
+
+
+def _own_loss(here: Mapping[str, Outcome], digits: int = 3) -> str:
+    """Float64's loss, the same beside every condition."""
+    stats = [one.outputs.nll_p for one in here.values() if one.outputs.nll_p]
+    return student(stats[0].values).written(digits) if stats else ""
+
+
+def own_loss(results: Results) -> str:
+    """Say in a sentence how well the model foretells the text at all, where its rows stand nearest to position 0; empty
+    where no loss was taken.
+    """
+    near = [here for at, here in away_from_0(results) if not at[1]]
+    vocabulary = results.model.config.get("vocab_size")
+    if not near or not _own_loss(near[0]) or not isinstance(vocabulary, int):
+        return ""
+    return (
+        f" Float64 itself has a loss of {_own_loss(near[0])} nats a token on this text; guessing has "
+        f"{number(math.log(vocabulary))}."
+    )
+
+
+OWN_LOSS = "float64's own loss, nats a token"
 
 
 def _from_setup_to_action(
-    places: Sequence[str], cells: Callable[[KernelSetup, Change], list[str]]
+    places: Sequence[str], own: Sequence[str], cells: Callable[[SetupAction], list[str]]
 ) -> tuple[list[str], list[list[str]]]:
-    made = [(setup, change, cells(setup, change)) for setup in SETUPS for change in setup.changes]
-    rows = [[setup.words, change.words, *told, change.cost] for setup, change, told in made if any(told)]
-    return ["setup", "change", *places, "cost"], rows
+    made = [(setup, action, cells(action)) for setup in SETUPS for action in setup.actions]
+    rows = [[setup.words, action.words, *told, action.cost] for setup, action, told in made if any(told)]
+    if rows and any(own):
+        rows.insert(0, [OWN_LOSS, "", *own, ""])
+    return ["setup", "action", *places, "cost (not measured)"], rows
 
 
 def away_from_0(results: Results) -> list[tuple[tuple[int, int], dict[str, Outcome]]]:

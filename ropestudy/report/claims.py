@@ -98,6 +98,8 @@ class Claim:
     cases: Sequence[Comparison] = field(default_factory=tuple)
     note: str = ""
     about_shares: bool = False  # the page adds what a column's share can be
+    by: str = ""  # the factor by which its numbers are told apart
+    names: bool = False  # the note says what the values of `by` are
 
     @property
     def main(self) -> Sequence[Comparison]:
@@ -122,6 +124,13 @@ class Claim:
         return _depends(self.main) if self.verdict == "depends" else ""
 
     @property
+    def tally(self) -> str:
+        """How many of the main cases say what; empty where they all say the same."""
+        said = {words: sum(case.yes is answer for case in self.main) for answer, words in COUNTED.items()}
+        told = [f"{words} in {n}" for words, n in said.items() if n]
+        return f"{', '.join(told)} of {len(self.main)}" if len(told) > 1 else ""
+
+    @property
     def exceptions(self) -> str:
         """Which cases say otherwise than the verdict; empty if none does."""
         expected = {"holds": True, "does not hold": False}.get(self.verdict)
@@ -135,16 +144,25 @@ class Claim:
         if not self.cases:
             return ""
         own = self.main
-        if len(own) == 1:
-            told = f"{own[0].effect}"
+        values = list(dict.fromkeys(case.where.get(self.by, "") for case in own)) if self.by else []
+        if len(values) > 1:
+            parts = {value: [case for case in own if case.where.get(self.by, "") == value] for value in values}
+            told = "; ".join(f"{value} {_range(cases)}" for value, cases in parts.items())
         else:
-            low, high = min(case.effect.low for case in own), max(case.effect.high for case in own)
-            told = f"{between([case.number for case in own])} ({count(len(own), 'case')}"
-            ranged = math.isfinite(low + high) and any(case.effect.low < case.effect.high for case in own)
-            told += f"; intervals from {number(low)} to {number(high)})" if ranged else ")"
+            told = _range(own)
         places = list(dict.fromkeys(case.at for case in own if case.at))
         at = f" ({'' if all(case.at for case in own) else 'in part '}{'; '.join(places)})" if places else ""
         return f"{self.number_is[:1].upper()}{self.number_is[1:]}: {told}{at}"
+
+
+def _range(cases: Sequence[Comparison]) -> str:
+    """One number with its interval, or the range of several."""
+    if len(cases) == 1:
+        return str(cases[0].effect)
+    low, high = min(case.effect.low for case in cases), max(case.effect.high for case in cases)
+    told = f"{between([case.number for case in cases])} ({count(len(cases), 'case')}"
+    ranged = math.isfinite(low + high) and any(case.effect.low < case.effect.high for case in cases)
+    return told + (f"; intervals from {number(low)} to {number(high)})" if ranged else ")")
 
 
 def ratio(a: Stat, b: Stat) -> Effect:

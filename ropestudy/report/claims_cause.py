@@ -11,6 +11,7 @@ from ropestudy.report.select import baseline, is_half, number, of_kind, scores, 
 from ropestudy.schema import ByFrequency, EmulationCheck, Results, Score
 
 TOGETHER = ", "  # between the sites of a score that are left out together
+HARM = "bf16 inverse frequencies"  # tried beside the remedies, and none
 HALF_LEFT = 0.5  # "to blame", "works": without it, or with it, less than half is left
 
 
@@ -206,7 +207,7 @@ def _remedy_cases(results: Results, which: str) -> list[Comparison]:
     cases = []
     for r in scores(results, "remedy"):
         whole = baseline(results, r)
-        if whole is None:
+        if whole is None or r.condition.endswith(HARM):
             continue
         factors = {"preset": r.base or "", "remedy": r.condition.removeprefix(f"{r.base}: ")}
         factors |= {"positions": positions_of(r)}

@@ -12,6 +12,7 @@ from ropestudy.report.select import is_half, of_kind, scores, share
 from ropestudy.schema import ByLength, Difference, OwnError, Results, ShiftPairs
 
 ONE_TENTH_MORE = 1.1
+FARTHEST = 2**20  # tokens: the longest rows that anyone trains on
 
 
 def context_claims(results: Results) -> list[Claim]:
@@ -85,18 +86,26 @@ def grows_with_position(results: Results) -> Claim:
     cases = []
     for r in _own_errors(results):
         zero = next(p for p in r.points if p.shift == 0)
-        most = max(r.points, key=lambda p: p.error.row.mean)
-        cases.append(above(where(r, mode=r.mode), ratio(moved(most.error), moved(zero.error)), 2))
+        for what, points in (
+            (f"up to {FARTHEST:,}", [p for p in r.points if 0 < p.shift <= FARTHEST]),
+            ("beyond", [p for p in r.points if p.shift > FARTHEST]),
+        ):
+            if points:
+                most = max(points, key=lambda p: p.error.row.mean)
+                cases.append(
+                    above(where(r, mode=r.mode, position=what), ratio(moved(most.error), moved(zero.error)), 2)
+                )
     last = max((p.shift for r in _own_errors(results) for p in r.points), default=0)
     return Claim(
         "position",
         "The error more than doubles with the position",
         "own finding",
-        f"Of all shifts{f' up to {last:,}' if last else ''} the one farthest from float64 is more than twice as far "
-        "as shift 0.",
+        f"Of all shifts up to {FARTHEST:,}, and of those beyond{f' up to {last:,}' if last > FARTHEST else ''}, the "
+        "one farthest from float64 is more than twice as far as shift 0.",
         "largest distance from float64 over that at shift 0",
         "position",
         cases,
+        by="position",
     )
 
 

@@ -5,7 +5,7 @@ records.
 from collections.abc import Iterator, Sequence
 
 from ropestudy.report.claims import Claim, Comparison, above, below, moved, ratio
-from ropestudy.report.effects import Effect, exponent_of, exponents_apart, known, mean_of
+from ropestudy.report.effects import Effect, exponent_of, exponents_apart, fold_of, known, mean_of
 from ropestudy.report.select import at_other_end, between, is_half, of_kind, one_rounding, paper_shift, scores, times
 from ropestudy.schema import ByLength, Difference, MaskPair, PerToken, Record, Results, Score, ShiftPairs
 
@@ -29,9 +29,7 @@ def paper_claims(results: Results) -> list[Claim]:
         grows(results),
         only_the_first_grows(results),
         reset_matters(results),
-        reset_helps(results),
-        anchor_helps(results),
-        anchor_helps_beyond_isolation(results),
+        *closer(results),
     ]
 
 
@@ -161,6 +159,8 @@ def amplified(results: Results) -> Claim:
         "models" if any(r.model != "pretrained" for r in controls) else "shift",
         cases,
         note="; ".join(f"{name}: {words}" for name, words in results.model.initialisations.items()),
+        by="model",
+        names=True,
     )
 
 
@@ -284,57 +284,70 @@ def reset_matters(results: Results) -> Claim:
     )
 
 
-def reset_helps(results: Results) -> Claim:
-    """Section 3."""
-    return _closer(
-        results,
-        "reset-helps",
-        "Resetting positions helps: attention is closer to float64",
-        "intra_reset",
-        "intra",
-        "section 3",
-    )
+def closer(results: Results) -> list[Claim]:
+    """Sections 3 and 4: a mask against another, by the attention and by the outputs."""
+    found = []
+    for key, says, mask, than, section in (
+        ("reset-helps", "Resetting positions helps", "intra_reset", "intra", "section 3"),
+        ("anchor-helps", "Anchoring helps", "anchor", "full", "section 4"),
+        # What isolation alone does taken off: under full a query sees more keys.
+        (
+            "anchor-over-intra", "Anchoring helps beyond isolating documents", "anchor", "intra",
+            "section 4, held against isolation alone",
+        ),
+    ):  # fmt: skip
+        found.append(
+            _attention_closer(
+                results, key, f"{says}: attention is closer to float64 than {than}'s", mask, than, section
+            )
+        )
+        found.append(_outputs_closer(results, f"{key}-outputs", f"{says}: the outputs are, too", mask, than, section))
+    return found
 
 
-def anchor_helps(results: Results) -> Claim:
-    """Section 4."""
-    return _closer(
-        results,
-        "anchor-helps",
-        "Anchoring helps: attention is closer to float64 than full attention's",
-        "anchor",
-        "full",
-        "section 4",
-    )
+CAUTION = "What is judged is rounding. What training makes of a mask is not measured here."
 
 
-def anchor_helps_beyond_isolation(results: Results) -> Claim:
-    """Section 4, with what isolation alone does taken off: under full a query sees more keys."""
-    return _closer(
-        results,
-        "anchor-over-intra",
-        "Anchoring helps beyond isolating documents: attention is closer to float64 than intra's",
-        "anchor",
-        "intra",
-        "section 4, held against isolation alone",
-    )
-
-
-def _closer(results: Results, key: str, says: str, mask: str, than: str, section: str) -> Claim:
-    rows, cases = scores(results, "mask"), []
+def _pairs(results: Results, mask: str, than: str) -> Iterator[tuple[Score, Score]]:
+    """Every score under one mask, and that of the same arithmetic and positions under another."""
+    rows = scores(results, "mask")
     for r in rows:
         same = (r.condition, r.tokens, r.d1, r.gap)
         other = next((s for s in rows if s.mask == than and (s.condition, s.tokens, s.d1, s.gap) == same), None)
         if r.mask == mask and other and is_half(r.condition):
-            for what, a, b in (("error against float64", r.error, other.error), ("shift error", r.shift, other.shift)):
-                cases += [
-                    below(
-                        where(r, mode=mode, measure=what, positions=positions_of(r)),
-                        ratio(moved(a[mode]), moved(b[mode])),
-                        1,
-                    )
-                    for mode in a
-                ]
+            yield r, other
+
+
+def _outputs_closer(results: Results, key: str, says: str, mask: str, than: str, section: str) -> Claim:
+    cases = [
+        below(where(r, positions=positions_of(r)), fold_of(r.kl_error.kl.values, other.kl_error.kl.values), 1)
+        for r, other in _pairs(results, mask, than)
+    ]
+    return Claim(
+        key,
+        says,
+        f"the paper's {section}",
+        f"The outputs under {mask} have less KL from float64's under the same mask than those under {than} (geometric "
+        "mean of the texts' quotients, below 1).",
+        f"KL, {mask} over {than}",
+        "masks",
+        cases,
+        note=CAUTION if cases else "",
+    )
+
+
+def _attention_closer(results: Results, key: str, says: str, mask: str, than: str, section: str) -> Claim:
+    cases = []
+    for r, other in _pairs(results, mask, than):
+        for what, a, b in (("error against float64", r.error, other.error), ("shift error", r.shift, other.shift)):
+            cases += [
+                below(
+                    where(r, mode=mode, measure=what, positions=positions_of(r)),
+                    ratio(moved(a[mode]), moved(b[mode])),
+                    1,
+                )
+                for mode in a
+            ]
     return Claim(
         key,
         says,
@@ -344,5 +357,5 @@ def _closer(results: Results, key: str, says: str, mask: str, than: str, section
         f"{mask} over {than}",
         "masks",
         cases,
-        note="What is judged is rounding. What training makes of a mask is not measured here." if cases else "",
+        note=CAUTION if cases else "",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from anchorline.files import replace_file
 from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page import count
-from ropestudy.report.answers import BETTER, MUCH, WORSE, brief_actions
+from ropestudy.report.answers import BETTER, WORSE, brief_actions, in_short, own_loss
 from ropestudy.report.claims import Claim
 from ropestudy.report.claims_cause import cause_claims
 from ropestudy.report.claims_context import context_claims
@@ -73,6 +73,7 @@ def numbers(
     parts = [
         f"{_where(results)} Every table stands in [{tables_in}]({tables_in}).",
         "## What to do",
+        in_short(results),
         ACTIONS_SAY,
         actions_table("From setup to action", *brief_actions(results)),
         "## What was found",
@@ -102,6 +103,10 @@ def every_number(results: Results, document: str, second: Results | None = None)
         f"What they mean, and how they were measured, is said in [{document}]({document}); this file is made with it, "
         "whole, by the same command.",
     ]
+    asked = [
+        (claim.says, claim.criterion, claim.source, claim.note) for each in _claims(results).values() for claim in each
+    ]
+    parts += [table("How each claim is judged", ("claim", "it holds where", "who says it", "note"), asked)]
     for study in filter(None, (results, second)):
         parts += [f"## {study.title}", _where(study), *tables(study)]
     if second is not None:
@@ -119,19 +124,20 @@ def _claims(results: Results) -> dict[str, list[Claim]]:
 
 
 ACTIONS_SAY = (
-    "Each cell says how many times as far from float64 the outputs are after the change (KL; 1: no difference, 0.5: "
-    f"half as far), with its interval over texts. **do**: the interval lies below {BETTER}; **do not**: above "
-    f"{WORSE}; **never**: above {MUCH:g}; **no matter**: between the first two. An interval that spans one of them "
-    f"leaves something open: **no harm**, below {WORSE}, leaves open whether it helps; **no help**, above {BETTER}, "
-    "whether it harms; **not settled** both. "
-    "A row of N positions has two ends: *near*, its last tokens, with keys among themselves; *far*, its first tokens "
-    "and its last, with nothing between. Elsewhere these are *T tokens ending at N* and *keys N farther away*. "
-    "**A change must be right for both.**"
+    "A cell says what an action leaves of the outputs' distance from float64 (KL: 1 all of it, 0.5 half) and what it "
+    "adds to the loss (nats a token; below 0 is better), each with its interval. "
+    f"**do**: the interval of the KL lies below {BETTER}; **do not**: above {WORSE}; **no matter**: between them; *may "
+    "help*, *may harm*: it reaches over one of them; *not settled*: over both. A word is bold where it holds with all "
+    "intervals of the table at once (Bonferroni), plain where it holds by itself. A row of N positions has two ends: "
+    "*near*, its last tokens, with keys among themselves; *far*, a query at its end and keys at its beginning, with "
+    "nothing between them: there float64's own loss, in the first line, says how little of a model is left to spoil. "
+    "An action must be right at both."
 )
 CLAIMS_SAY = (
     "A verdict counts bf16 forward passes of the pretrained model away from position 0 where there are any; other "
     "cases are in brackets. Where there are none, *at position 0* stands behind the number. It is *not settled* where "
-    "an interval spans the margin."
+    "an interval spans the margin, which the tables' file names. What is judged is rounding; what training makes of a "
+    "mask is not."
 )
 SECOND_SAYS = "*Second model* is its verdict on the same claim, by its own cases."
 
@@ -156,11 +162,15 @@ def _judged(title: str, claims: Sequence[Claim], others: Sequence[Claim] | None 
         for claim in claims
         if claim.cases
     ]
-    return [table(title, ("claim", "verdict", "number", *(["second model"] if others else [])), rows), named]
+    words = "\n".join(
+        f"*{claim.says}:* {claim.note}." for claim in claims if claim.cases and claim.names and claim.note
+    )
+    return [table(title, ("claim", "verdict", "number", *(["second model"] if others else [])), rows), words, named]
 
 
 def _verdict(claim: Claim) -> str:
     verdict = claim.verdict + (f" on {claim.depends}" if claim.depends else "")
+    verdict += f" ({claim.tally})" if claim.tally and not claim.depends else ""
     return verdict + (f" (over all cases, by {claim.exceptions})" if claim.exceptions else "")
 
 
@@ -176,8 +186,9 @@ def _where(results: Results) -> str:
     left = [f"{name} {ready} of {whole}" for name, (ready, whole) in results.cells.items() if ready < whole]
     unfinished = f" Not finished, and not shown: {', '.join(left)} cells." if left else ""
     return (
-        f"Measured on {results.created[:10]} ({results.title}): {results.model.source}, "
+        f"Put together on {results.created[:10]} ({results.title}): {results.model.source}, "
         f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text "
-        f"{results.text.source}; {sequences} sequences of {', '.join(seen)} tokens; {environment.hardware}, JAX on "
-        f"{environment.device}, computing {results.seconds:,.0f} s; {commit}.{unfinished}"
+        f"{results.text.source}; {sequences} sequences of {', '.join(seen)} tokens; {environment.hardware}, "
+        f"JAX on {environment.device}, computing {results.seconds:,.0f} s, at commit {commit}."
+        f"{own_loss(results)}{unfinished}"
     )

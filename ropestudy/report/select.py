@@ -80,8 +80,8 @@ def unique(values: Sequence[R] | Sequence[str]) -> list:
     return list(dict.fromkeys(values))
 
 
-def number(value: float) -> str:
-    """Three significant digits: `0.0123`, `1.23e-5`, `1,230`."""
+def number(value: float, digits: int = 3) -> str:
+    """Three significant digits, or as many as asked for: `0.0123`, `1.23e-5`, `1,230`."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -89,13 +89,13 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     if abs(value) < 1000:
-        value = float(f"{value:.3g}")  # 999.9 becomes 1,000 and not 1e+03
+        value = float(f"{value:.{digits}g}")  # 999.9 becomes 1,000 and not 1e+03
     if 1e-3 <= abs(value) < 1000:
-        return f"{value:.3g}"
+        return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"
     if 1000 <= abs(value) < 1e6:
         return f"{value:,.0f}"
-    digits, exponent = f"{value:.2e}".split("e")
-    return f"{digits}e{int(exponent)}"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def between(values: Sequence[float]) -> str:

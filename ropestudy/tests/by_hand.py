@@ -141,7 +141,7 @@ def emulation(ratio: float) -> EmulationCheck:
 
 
 def packed(mask: str, row: float) -> Score:
-    return score("mask", row, row, mask=mask, base=BF16)
+    return score("mask", row, row, mask=mask, base=BF16, kl_error=kl(row))
 
 
 def study(*records: Any, **fields: Any) -> Results:
@@ -236,11 +236,12 @@ def outputs_alone() -> Results:
         outcome("fa3_fp8_before", 1e-2), outcome(f"{BF16}_tf32", 1.0), outcome(f"{BF16}_inv_freq", 1.3e-3),
         outcome("flash_bf16_fp32_qk", 9e-4), outcome(BF16, 7.0, start=0), outcome("fa3_fp8", 9.0, start=0),
         *(
-            outcome(f"q and k, {bits} bits", 2.0**-bits, "dose", site="q and k", mantissa_bits=bits, task="copy",
-                    gap=8000, start=0, lost=lost)
+            outcome(f"all of RoPE, {bits} bits", 2.0**-bits, "dose", site="all of RoPE", mantissa_bits=bits,
+                    task="copy", gap=8000, start=0, lost=lost)
             for bits, lost in ((3, 0.25), (7, 0.01))
         ),
-        outcome("q and k, 7 bits", 2.0, "dose", site="q and k", mantissa_bits=7, task="copy", gap=99_999, right=0.1),
+        outcome("all of RoPE, 7 bits", 2.0, "dose", site="all of RoPE", mantissa_bits=7, task="copy", gap=99_999,
+                right=0.1),
         outcome("on table", 1e-4, "site", site="table"),
         bias(0.9),
     )  # fmt: skip

@@ -36,6 +36,21 @@ def test_an_interval_holds_the_truth_as_often_as_eight_texts_allow():
     assert 0.80 < np.mean(held) < 0.97
 
 
+def test_students_interval_against_a_table_and_how_often_it_holds_the_truth():
+    """t of 7 degrees of freedom has 2.3646 at 97.5 per cent, and 4.7853 at 99.9."""
+    x = RANDOM.normal(size=8)
+    error = x.std(ddof=1) / 8**0.5
+    found = difference_of(x.tolist(), [0.0] * 8)
+    assert (found.low, found.high) == pytest.approx((x.mean() - 2.364624 * error, x.mean() + 2.364624 * error))
+    assert effects.student(x.tolist(), 0.998).high == pytest.approx(x.mean() + 4.785290 * error)
+    fold = effects.fold_of(np.exp(x).tolist(), [1.0] * 8)
+    assert (fold.low, fold.high) == pytest.approx((np.exp(found.low), np.exp(found.high)))
+    held = [e.low <= 0 <= e.high for e in (effects.student(RANDOM.normal(size=8).tolist()) for _ in range(2000))]
+    assert np.mean(held) == pytest.approx(0.95, abs=0.02)
+    assert str(effects.fold_of([4.0], [2.0])) == "2 (one text)"
+    assert effects.typical_of([0.0, 3.0]).value == 0
+
+
 def test_what_is_paired_is_compared_text_by_text():
     x = RANDOM.lognormal(sigma=2, size=8)
     found = quotient_of((3 * x).tolist(), x.tolist())

@@ -119,7 +119,7 @@ def test_the_page_and_the_document_show_them():
     page, text = render(outputs_alone()), numbers(outputs_alone(), figures_of(outputs_alone()), outputs_alone())
     for shown in (unescape(page), text):
         assert "From setup to action" in shown
-        assert "fp8 has up to 20 times" in shown
+        assert "fp8 makes up to 20 times" in shown
     assert text.count("### From setup to action") == 2
     assert "figures/precision-dose.png" in text
     assert "## A second model" in text

@@ -119,6 +119,41 @@ TRIED["by-length"] = (
 )  # fmt: skip
 
 
+for _key in ("reset-helps", "anchor-helps", "anchor-over-intra"):
+    TRIED[f"{_key}-outputs"] = TRIED[_key]
+
+
+def test_a_mask_may_bring_attention_closer_and_not_the_outputs():
+    full, anchor = packed("full", 0.02), packed("anchor", 0.01)
+    found = claims(study(full, anchor.model_copy(update={"kl_error": kl(0.03)})))
+    assert (found["anchor-helps"].verdict, found["anchor-helps-outputs"].verdict) == ("holds", "does not hold")
+
+
+def test_what_grows_beyond_every_row_does_not_grow_in_them():
+    record = own_error(1.0, 1.1)
+    far = record.points[-1].model_copy(update={"shift": 2**23, "error": diff(0.05)})
+    claim = claims(study(record.model_copy(update={"points": [*record.points, far]})))["position"]
+    assert [case.yes for case in claim.cases] == [False, True]
+    assert "up to 1,048,576 1.1" in claim.numbers
+    assert "beyond 5" in claim.numbers
+
+
+def test_a_verdict_of_many_cases_tells_how_many_say_what():
+    small, large = pairs(AT / 2), pairs(2 * AT, tokens=64)
+    claim = claims(study(large, small))["not-relative"]
+    assert claim.tally.startswith("yes in ")
+    assert claims(study(large))["not-relative"].tally == ""
+
+
+def test_what_is_no_remedy_is_counted_among_none():
+    remedy, harm = (
+        score("remedy", x, x, condition=f"{BF16}: {name}", base=BF16)
+        for name, x in (("fp32 q and k", 0.004), ("bf16 inverse frequencies", 0.2))
+    )
+    claim = claims(study(BASE, remedy, harm))["remedies-error"]
+    assert {case.where["remedy"] for case in claim.cases} == {"fp32 q and k"}
+
+
 def test_every_claim_is_tried():
     assert set(TRIED) == set(claims(study()))
 
