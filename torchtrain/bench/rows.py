@@ -28,7 +28,9 @@ class Corpus:
 
     def __init__(self, config: BenchConfig) -> None:
         trusted = config.tokenizer.trust_remote_code
-        source = resolve_source(config.tokenizer.source, config.data.cache, weights=False, trust_remote_code=trusted)
+        source = resolve_source(
+            config.tokenizer.source, config.data.cache, needs="tokenizer", trust_remote_code=trusted
+        )
         self.tokenizer: PreTrainedTokenizerFast = open_tokenizer(source, trusted)
         check_tokenizer(self.tokenizer, len(self.tokenizer))
         self.store: TokenStore = prepare(config.data, self.tokenizer)

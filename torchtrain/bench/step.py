@@ -253,7 +253,7 @@ def _peak(modelled: ModelledStep) -> float:
 
 def _model(config: BenchConfig, modelled: ModelledStep, peak: float, corpus: Corpus) -> list[dict[str, Any]]:
     """Return days per billion tokens by the FLOP model, with the live pairs that the corpus has at each length."""
-    source = resolve_source(modelled.model, config.data.cache, weights=False)
+    source = resolve_source(modelled.model, config.data.cache, needs="config")
     own = open_config(source)
     counter = FlopCounter.of(Shapes(own).model(ModelConfig(source=modelled.model)))
     rows = []

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
@@ -56,8 +56,7 @@ def resolve_source(
     cache: str | Path,
     say: Callable[[str], None] = logger.info,
     *,
-    weights: bool = True,
-    published: bool = True,
+    needs: Literal["config", "tokenizer", "weights"] = "weights",
     trust_remote_code: bool = False,
 ) -> str:
     """Return a folder that transformers can load, every file of settings in it read once.
@@ -66,15 +65,15 @@ def resolve_source(
         source: `model.source`: `smollm2`, a folder with a config.json, or a hub id.
         cache: where `smollm2` is converted to.
         say: takes the line that the conversion begins, or that the hub is asked.
-        weights: whether they are needed, too: a hub's are then fetched. Without them the shapes that come with this
-            package stand for the hub's,
-        published: unless this is false: they come without a tokenizer.
+        needs: what is opened of it; of a hub only that is fetched. For the config alone the shapes that come with this
+            package stand for the hub's and for `smollm2`'s: they have neither tokenizer nor weights.
         trust_remote_code: whether the model's own code is needed, too.
 
     Raises:
         UserError: none of the three, a damaged file, an adapter beside a model; or `smollm2` cannot be made.
     """
-    if not weights and published and (shapes := find_published(source)) is not None:
+    weights = needs == "weights"
+    if needs == "config" and (shapes := find_published(source)) is not None:
         return str(shapes)
     if source == SMOLLM2:
         return str(smollm2_folder(cache, say))

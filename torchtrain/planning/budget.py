@@ -120,7 +120,7 @@ def model_config(config: Config) -> "PretrainedConfig":
         UserError: as `set_up`.
     """
     trusted = config.model.trust_remote_code
-    source = resolve_source(config.model.source, config.data.cache, weights=False, trust_remote_code=trusted)
+    source = resolve_source(config.model.source, config.data.cache, needs="config", trust_remote_code=trusted)
     own = open_config(source, trusted)
     check_config(own, config.pack.sequence_length)
     check_heads(config, own)

@@ -33,7 +33,7 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
     out = resolve("--out", out)
     settings = preparation.tokenizer
     source = resolve_source(
-        settings.source, preparation.data.cache, say, weights=False, trust_remote_code=settings.trust_remote_code
+        settings.source, preparation.data.cache, say, needs="tokenizer", trust_remote_code=settings.trust_remote_code
     )
     tokenizer = open_tokenizer(source, settings.trust_remote_code)
     for number, one in enumerate(preparation.data.sources):

@@ -64,7 +64,7 @@ def count_steps(rows: Sequence[RowStatistics], model: str, cache: str) -> list[S
     Raises:
         UserError: the model's config.json cannot be read.
     """
-    config = open_config(resolve_source(model, cache, lambda line: None, weights=False))
+    config = open_config(resolve_source(model, cache, lambda line: None, needs="config"))
     counter = FlopCounter.of(Shapes(config).model(ModelConfig(source=model)))
     steps = []
     for row in rows:

@@ -439,7 +439,7 @@ def test_the_configs_that_come_with_it_are_valid():
         config = load_bench(CONFIGS / f"{name}.yaml")
         assert config.step is not None
         for model in config.memory.models:
-            assert Shapes(open_config(str(budget.resolve_source(model, "cache", weights=False)))).model(
+            assert Shapes(open_config(str(budget.resolve_source(model, "cache", needs="config")))).model(
                 ModelConfig(source=model)
             )
 

@@ -440,12 +440,21 @@ def test_the_demo_is_planned_without_a_conversion(tmp_path, monkeypatch):
         assert file.fields[f"llama.{told}"].contents() == shape[name], name
 
 
+@pytest.mark.parametrize("source", ["smollm2", "Qwen/Qwen1.5-1.8B"])
+def test_published_shapes_stand_for_no_tokenizer(source, tmp_path, monkeypatch):
+    """They have none: whoever opens one asks the hub, or converts."""
+    monkeypatch.setattr("torchtrain.modeling.source.smollm2_folder", lambda *_: "converted")
+    monkeypatch.setattr("anchorline.hub.find_model", lambda *_, **__: tmp_path)
+    assert resolve_source(source, tmp_path, needs="config") == str(PUBLISHED / source)
+    assert resolve_source(source, tmp_path, needs="tokenizer") in ("converted", str(tmp_path))
+
+
 def test_a_folder_goes_before_a_published_model_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "Qwen/Qwen1.5-1.8B"
-    assert resolve_source(name, tmp_path, weights=False) == str(PUBLISHED / name)
+    assert resolve_source(name, tmp_path, needs="config") == str(PUBLISHED / name)
     tiny_config().save_pretrained(tmp_path / name)
-    assert resolve_source(name, tmp_path, weights=False) == name
+    assert resolve_source(name, tmp_path, needs="config") == name
 
 
 def test_published_shapes_are_packaged_and_all_are_listed():

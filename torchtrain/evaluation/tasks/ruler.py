@@ -32,7 +32,7 @@ def _dataset(task: str, **metadata: Any) -> dict[str, Any]:
             raise UserError(f"anchorline_{task}: {name} is not in --metadata or --model_args; add it")
     samples = metadata.get("samples")
     suite = load_suite(metadata["suite"], [] if samples is None else [f"samples={samples}"])
-    tokenizer = open_tokenizer(resolve_source(str(source), suite.cache, weights=False, published=False))
+    tokenizer = open_tokenizer(resolve_source(str(source), suite.cache, needs="tokenizer"))
     try:
         made = open_samples(task, int(metadata["length"]), suite.samples, tokenizer, Materials(suite))
     except MissingMaterialError as error:
