@@ -47,6 +47,7 @@ def evaluate(
         from torchtrain.evaluation.compare import tables_of_run
         from torchtrain.evaluation.evaluate import Checkpoint
         from torchtrain.evaluation.evaluate import evaluate as measure
+        from torchtrain.evaluation.results import NotRun
         from torchtrain.evaluation.tables import print_tables
         from torchtrain.run.trained import last_models, read_training
 
@@ -69,6 +70,9 @@ def evaluate(
         )
         print_tables(tables_of_run(results))
         print(f"results in {folder}")
+        if all(isinstance(one, NotRun) for one in results):
+            print("nothing ran: every task's material is missing, as told above", file=sys.stderr)
+            raise typer.Exit(1)
 
 
 def compare(

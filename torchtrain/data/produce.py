@@ -22,7 +22,7 @@ from anchorline.files import PARTIAL, commit, read_json, replace_file
 from torchtrain.config import Preparation
 from torchtrain.data.corpus import source_name
 from torchtrain.data.prepare import check_documents, check_shares, fingerprint, identity, tokenizer_identity
-from torchtrain.data.store import SourceCount, TokenStore
+from torchtrain.data.store import HEADER, SourceCount, TokenStore
 from torchtrain.data.tasks import FAILURES, Task, digest_of, list_tasks
 from torchtrain.data.tokenise import PreparationProgress
 from torchtrain.data.writer import join_shards
@@ -83,13 +83,15 @@ def produce(
         return _show(preparation, tokenizer, tasks, work, out.name)
     with _locked(out, say):
         if os.path.lexists(out):
+            if not (out / HEADER).is_file():
+                raise UserError(f"--out {quoted(out)}: is there, and no token store; give the name of a new folder")
             store = _finished(out, name)
             _clear(work)  # of a process that died after the store was whole
             bad = sum(count.bad_records for count in store.sources)
             on_progress(PreparationProgress("tokens reused", len(store), store.token_count, bad))
             return store
         if work.exists():
-            _check_plan(work, plan)
+            _take_over(work, plan)
         with _named(out):
             (work / SHARDS).mkdir(parents=True, exist_ok=True)
             replace_file(work / PLAN, json.dumps(plan, indent=1).encode() + b"\n")
@@ -130,9 +132,11 @@ def _named(out: Path) -> Iterator[None]:
 @contextmanager
 def _locked(out: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Wait until no other process prepares the same folder."""
-    lock = FileLock(out.with_name(f".{out.name}.lock"))
+    name = out.with_name(f".{out.name}.lock")
+    lock = FileLock(name)
     with _named(out):
         out.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(name, os.O_CREAT | os.O_RDWR, 0o666))  # a lock that cannot be made is waited for for ever
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -180,15 +184,31 @@ def _clear(work: Path) -> None:
         work.rmdir()
 
 
-def _check_plan(work: Path, plan: dict[str, Any]) -> None:
+def _take_over(work: Path, plan: dict[str, Any]) -> None:
+    """Go on with what is there, if it is of this plan; where nothing of another is worth keeping, remove it.
+
+    Raises:
+        UserError: documents of something else are done there.
+    """
     if (work / PLAN).exists() and read_json(work / PLAN) == plan:
         return
     if not (work / PLAN).exists() and not [path for path in work.rglob("*") if path != work / SHARDS]:
         return  # of a process that died at once
+    if (work / PLAN).exists() and not any(_documents(path) for path in (work / SHARDS).glob("*")):
+        _clear(work)
+        return
     raise UserError(
         f"{quoted(work)}: holds a preparation of something else (sources, their files, settings or tokenizer have "
         "changed); remove it, or choose another --out"
     )
+
+
+def _documents(shard: Path) -> int:
+    """How many documents a task left; one whose shard cannot be read may have left some."""
+    try:
+        return len(TokenStore.open(shard))
+    except UserError:
+        return 1
 
 
 def _executor(

@@ -414,6 +414,8 @@ def _notes(runs: list[Measured], benchmark: str) -> list[str]:
 
 def _tell(run: Measured) -> str:
     some: Mapping[object, Sequence[TaskResult | PerplexityResult]] = {**run.found, **run.perplexity}
+    if not some:
+        return "nothing ran"
     results = next(iter(some.values()))
     names = ", ".join(result.checkpoint if result.step is None else f"step {result.step:,}" for result in results)
     anchor = f", anchor {results[0].settings.anchor} before each prompt" if results[0].settings.anchor else ""

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -11,9 +12,11 @@ from pydantic import Field, field_validator, model_validator
 
 from anchorline import settings
 from anchorline.errors import UserError, quoted
+from anchorline.files import expand
 from torchtrain.config import MOST_TOKENS, Count, Name, PathText, Section, Source
 
 EXAMPLE = "samples=20"  # of an override, for messages
+SUITE = Path("configs/eval/ruler.yaml")  # the default of `--suite`, from the repository's folder
 
 # Tokens a model may generate, and whether all answers count, each by its share, or any of them does: RULER's own.
 Metric = Literal["all", "any"]
@@ -245,9 +248,16 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
     """Read a suite's YAML.
 
     Raises:
-        UserError: as `anchorline.settings.load`.
+        UserError: as `anchorline.settings.load`; or a folder of material is named, and is not there.
     """
-    return settings.load(Suite, path, overrides, example=EXAMPLE)
+    if not os.path.lexists(path) and Path(path) == SUITE:
+        raise UserError(f"--suite: the default {SUITE} is not here; go to the repository's folder, or name a suite")
+    suite = settings.load(Suite, path, overrides, example=EXAMPLE)
+    for name in Suite.model_fields:
+        folder = getattr(getattr(suite, name), "folder", None)
+        if folder is not None and not expand(folder).is_dir():
+            raise UserError(f"{name}.folder {quoted(folder)}: there is no such folder; correct it or leave it out")
+    return suite
 
 
 def parse_lengths(text: str) -> list[int]:

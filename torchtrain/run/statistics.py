@@ -22,6 +22,7 @@ from anchorline.page.colours import SERIES
 from torchtrain.config import ModelConfig
 from torchtrain.data import TokenStore
 from torchtrain.data.statistics import ROW_LENGTHS, Histogram, RowStatistics, StoreStatistics, statistics_of
+from torchtrain.data.store import HEADER
 from torchtrain.modeling.source import open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.planning.memory import Shapes
@@ -88,6 +89,8 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     Raises:
         UserError: there is no store, or the folder cannot be written.
     """
+    if not (folder / HEADER).is_file():
+        raise UserError(f"{quoted(folder)}: is no finished token store; give a folder with {HEADER}")
     store = TokenStore.open(folder)
     told = statistics_of(store, row_lengths or ROW_LENGTHS)
     steps = count_steps(told.rows, model, "cache")

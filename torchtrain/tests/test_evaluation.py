@@ -1,15 +1,21 @@
 """A suite, the models that it is asked of, and the benchmarks' section of it."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers import processors
+from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from benchmarks.evaluation import with_section
+from torchtrain.cli import app
 from torchtrain.evaluation.evaluate import Checkpoint, evaluate
 from torchtrain.evaluation.prompt_tokens import check_tokenizer
-from torchtrain.evaluation.suite import Suite
+from torchtrain.evaluation.suite import SUITE, Suite, load_suite
 from torchtrain.run.trained import last_models
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_section_of_the_benchmarks_is_written_alone():
@@ -47,6 +53,30 @@ def test_a_suite_is_strict():
         with pytest.raises(ValueError, match=f"vllm: {name} cannot be set there"):
             Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {name: value}})
     assert Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {"tensor_parallel_size": 2}}).vllm
+
+
+def test_material_that_is_named_and_not_there_is_refused(tmp_path, monkeypatch):
+    for name in ("mmlu", "hellaswag", "longbench"):
+        with pytest.raises(UserError, match=rf"{name}\.folder 'nope': there is no such folder; correct it or leave it"):
+            load_suite(ROOT / "configs" / "eval" / "short.yaml", [f"{name}={{folder: nope}}"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"--suite: the default configs/eval/ruler\.yaml is not here; go to the repos"):
+        load_suite(SUITE)
+
+
+def test_a_suite_of_which_nothing_ran_is_no_success(tmp_path):
+    """And its folder is compared, and says so."""
+    tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("tasks: [hellaswag]\n")
+    arguments = ["evaluate", str(tmp_path / "model"), "--suite", str(suite), "--lengths", "512"]
+    told = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
+    assert told.exit_code == 1, told.output
+    assert "nothing ran: every task's material is missing" in told.stderr
+    told = CliRunner().invoke(app, ["compare", str(tmp_path / "out")])
+    assert told.exit_code in (0, 1)
+    assert told.exception is None or isinstance(told.exception, SystemExit)
 
 
 def test_the_last_models_of_a_run_are_found_by_step(tmp_path):

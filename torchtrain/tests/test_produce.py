@@ -199,16 +199,40 @@ def test_what_another_preparation_left_is_not_gone_on_with(preparation, tmp_path
     work = tmp_path / "new.partial"
     work.mkdir()
     (work / PLAN).write_text("{}")
+    (work / SHARDS / "00000").mkdir(parents=True)
     with pytest.raises(
         UserError, match=r"new\.partial: holds a preparation of something else .*; remove it, or choose"
     ):
         produce(preparation, word_tokenizer(), tmp_path / "new")
-    assert os.listdir(work) == [PLAN]
+    assert sorted(os.listdir(work)) == [PLAN, SHARDS]
     # One that ended before it began is no other; and what a user laid there stays.
     (work / PLAN).unlink()
-    (work / SHARDS).mkdir()
+    (work / SHARDS / "00000").rmdir()
     produce(preparation, word_tokenizer(), tmp_path / "new", lambda line: (work / "mine").touch() or None)
     assert os.listdir(work) == ["mine"]
+
+
+def test_a_preparation_that_found_nothing_stands_in_the_way_of_none(preparation, tmp_path):
+    """A wrong path is mended by the same command."""
+    (tmp_path / "empty.jsonl").write_text("")
+    none = [preparation.data.sources[1].model_copy(update={"files": f"{tmp_path}/empty.jsonl"})]
+    empty = preparation.model_copy(update={"data": preparation.data.model_copy(update={"sources": none})})
+    with pytest.raises(UserError, match="empty"):
+        produce(empty, word_tokenizer(), tmp_path / "out")
+    assert (tmp_path / "out.partial" / PLAN).is_file()
+    produce(preparation, word_tokenizer(), tmp_path / "out").verify()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_out_that_is_something_of_the_users_is_refused_and_stays(preparation, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder"):
+        with pytest.raises(UserError, match=rf"--out .*{name}: is there, and no token store; give the name of a new"):
+            produce(preparation, word_tokenizer(), tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(UserError, match=r"--out /proc/store cannot be written: .*; choose another folder"):
+        produce(preparation, word_tokenizer(), Path("/proc/store"))
 
 
 def test_a_document_that_cannot_be_cut_is_named_by_its_place(preparation, tmp_path, monkeypatch):

@@ -113,4 +113,4 @@ def test_the_verb_writes_json_and_a_page_and_prints_tables(tmp_path):
     assert "mathdefault" not in page
     again = call(cli.app, ["stats", str(tmp_path / "nowhere")])
     assert again.exit_code == 2
-    assert "holds no finished token store" in again.stderr
+    assert "nowhere: is no finished token store; give a folder with store.json" in again.stderr
