@@ -178,12 +178,14 @@ def tokens(results: Results) -> Figure | None:
         ]
         thin = [Line(line.name, line.x, line.y, colour=line.colour, thin=True) for line in drawn]
         panels.append(
-            Panel(f"D by column, {words}", lines(thin, f"column (token), from 1; {ends}", "its part of D", log_x=True))
+            Panel(
+                f"D by column, {words}", lines(thin, f"column (token), from 1; {ends}", "D of the column", log_x=True)
+            )
         )
         columns = {
-            "share of D (n-weighted)": [r.difference.first_share.mean for r in own],
-            "share of D, every n = 1": [r.difference.first_share_unweighted.mean for r in own],
-            "share of the attention mass": [r.difference.first_mass_unweighted.mean for r in own],
+            "share of D (eq. 5: over the queries that see it)": [r.difference.first_share.mean for r in own],
+            "share of D, not divided by them": [r.difference.first_share_unweighted.mean for r in own],
+            "share of the attention": [r.difference.first_mass_unweighted.mean for r in own],
         }
         series = [Dots(name, values) for name, values in columns.items()]
         panels.append(
@@ -201,8 +203,8 @@ def tokens(results: Results) -> Figure | None:
     if not panels:
         return None
     caption = (
-        "The paper's figure 1, middle: each column's part of D (means over sequences, logarithmic across), and what "
-        "the first column's part is of the whole, beside the attention it receives. The broken line stands at a "
+        "The paper's figure 1, middle: D of each column (means over sequences, logarithmic across), and what "
+        "share of all columns the first has, beside the attention it receives. The broken line stands at a "
         f"half. {_of(records)}."
     )
     heads = (
@@ -228,6 +230,8 @@ def length(results: Results) -> Figure | None:
         if not own:
             continue
         x = "tokens"
+        whole = own
+        own = [r for r in own if is_half(r.condition)] or own  # float32's would leave no room to see them grow
         first = [
             of_stats(name_of(r), [p.tokens for p in r.points], [p.shift.d_logit_first for p in r.points]) for r in own
         ]
@@ -264,7 +268,7 @@ def length(results: Results) -> Figure | None:
             [name_of(r), r.mode, p.tokens, p.sequences, p.shift.d_logit_first.mean, p.shift.d_logit_first.std,
              p.shift.d_logit_rest.mean, p.shift.first_share.mean, p.shift.row.mean,
              p.error.row.mean if p.error else math.nan]
-            for r in own
+            for r in whole
             for p in r.points
         ]  # fmt: skip
     if not panels:
@@ -273,7 +277,8 @@ def length(results: Results) -> Figure | None:
     caption = (
         f"The paper's figure 1, right, {ends}, and every other column beside the first: a column's mean |difference "
         "of logits| over the queries that see it, summed over layers and heads. Below: what one query sees move, "
-        "which does not grow by counting. Means over sequences, bars one standard deviation. "
+        "which does not grow by counting. Means over sequences, bars one standard deviation (none column by column, "
+        "where the middle and the last one are other tokens at each length). "
         f"{count(records[0].sequences, 'sequence')} at each length."
     )
     heads = ("run", "mode", "tokens", "sequences", "D_logit, first", "std", "D_logit, mean of others",
