@@ -1,4 +1,6 @@
-"""Render a finished study again from its results.json: `python -m ropestudy.report runs/study`."""
+"""Render a finished study again from its results.json: `python -m ropestudy.report runs/study`; or from the compact
+file of one.
+"""
 
 from functools import reduce
 from pathlib import Path
@@ -9,8 +11,9 @@ import typer
 from anchorline.command import Command
 from anchorline.errors import UserError
 from ropestudy.report import write_report
+from ropestudy.report.compact import read_study, write_compact
 from ropestudy.report.docs import refresh
-from ropestudy.schema import Results, read_results
+from ropestudy.schema import Results
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -18,7 +21,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command("study", cls=Command)
 def render(
     folder: Annotated[
-        Path, typer.Argument(help="folder of a study; its results.json is read, the page is written there")
+        Path,
+        typer.Argument(
+            help="folder of a study; its results.json is read, the page is written there. Or a file that --compact "
+            "wrote: then --document alone is made"
+        ),
     ],
     beside: Annotated[
         list[Path] | None,
@@ -36,15 +43,22 @@ def render(
         Path | None,
         typer.Option(help="a Markdown file, such as docs/precision.md, whose numbers and figures are made anew"),
     ] = None,
+    compact: Annotated[
+        Path | None,
+        typer.Option(help="write what was measured here, in a few hundred kilobytes: every text's own numbers"),
+    ] = None,
 ) -> None:
     """Render a finished study again; nothing is computed."""
-    results = read_results(folder / "results.json")
+    results = read_study(folder)
     for other in beside or []:
-        results = merge_results(results, read_results(other / "results.json"))
+        results = merge_results(results, read_study(other))
+    if compact is not None:
+        write_compact(results, compact)
     if document is not None:
-        others = [read_results(other / "results.json") for other in second or []]
+        others = [read_study(other) for other in second or []]
         refresh(results, document, reduce(merge_results, others) if others else None)
-    print(write_report(results, folder))
+    if folder.is_dir():
+        print(write_report(results, folder))
 
 
 def merge_results(results: Results, other: Results) -> Results:

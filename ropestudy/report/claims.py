@@ -161,7 +161,7 @@ def _range(cases: Sequence[Comparison]) -> str:
         return str(cases[0].effect)
     low, high = min(case.effect.low for case in cases), max(case.effect.high for case in cases)
     told = f"{between([case.number for case in cases])} ({count(len(cases), 'case')}"
-    ranged = math.isfinite(low + high) and any(case.effect.low < case.effect.high for case in cases)
+    ranged = math.isfinite(low + high) and any(number(x.effect.low) != number(x.effect.high) for x in cases)
     return told + (f"; intervals from {number(low)} to {number(high)})" if ranged else ")")
 
 

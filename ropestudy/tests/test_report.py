@@ -2,6 +2,7 @@
 
 import csv
 import json
+import lzma
 import re
 from collections import Counter
 from html import unescape
@@ -14,6 +15,7 @@ from anchorline.page.colours import DARK, LIGHT
 from ropestudy import report
 from ropestudy.report import __main__ as again
 from ropestudy.report.claims_paper import paper_claims
+from ropestudy.report.compact import read_study, write_compact
 from ropestudy.report.docs import BEGIN, COMMANDS_BEGIN, COMMANDS_END, END, FIGURES, every_number, numbers, refresh
 from ropestudy.report.html import SHARES, figures_of, render
 from ropestudy.schema import ByFrequency, Results, Score, read_results, write_results
@@ -195,6 +197,32 @@ def test_a_document_without_its_marks_is_refused(tmp_path):
         refresh(whole(), file)
     assert [each.name for each in tmp_path.iterdir()] == ["precision.md"]
     assert file.read_text("utf-8") == "nothing"
+
+
+def test_the_document_is_made_again_from_a_compact_file(tmp_path):
+    """Of a few kilobytes: the same text, byte by byte, as from the same numbers in full."""
+    (tmp_path / "study").mkdir()
+    write_results(whole(), tmp_path / "study" / "results.json")
+    file = tmp_path / "whole.json.xz"
+    run = CliRunner().invoke
+    assert run(again.app, [str(tmp_path / "study"), "--compact", str(file)]).exit_code == 0
+    found = read_study(file)
+    assert numbers(found) == numbers(whole())
+    assert every_number(found, "a.md") == every_number(whole(), "a.md")
+    document = tmp_path / "precision.md"
+    document.write_text(f"{BEGIN}\n{END}\n{COMMANDS_BEGIN}\n{COMMANDS_END}\n", encoding="utf-8")
+    result = run(again.app, [str(file), "--document", str(document)])
+    assert result.exit_code == 0, result.output
+    assert "## What to do" in document.read_text("utf-8")
+    before = file.read_bytes()
+    write_compact(found, file)
+    assert file.read_bytes() == before, "what is compact stays as it is"
+    for damaged in (before[:-20], b"", b"x" * 100, lzma.compress(b"{}")):
+        file.write_bytes(damaged)
+        refused = run(again.app, [str(file)])
+        assert refused.exit_code == 2
+        (line,) = refused.stderr.splitlines()
+        assert "whole.json.xz: no compact results of schema version" in line
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
