@@ -83,6 +83,18 @@ def resolve(field: str, path: str | Path) -> Path:
         raise UserError(f"{said}: no folder can have this name; choose another") from None
 
 
+def resolve_folder(field: str, path: str | Path) -> Path:
+    """Return the same of a folder that is there, or can come there.
+
+    Raises:
+        UserError: as `resolve`; or a file has this name.
+    """
+    found = resolve(field, path)
+    if os.path.lexists(found) and not found.is_dir():
+        raise UserError(f"{field} {quoted(str(path))}: is a file; give the name of a folder")
+    return found
+
+
 def open_file(path: Path) -> FileIO:
     """Open a file to read: a regular one (a pipe would make us wait).
 

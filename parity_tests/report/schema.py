@@ -116,6 +116,8 @@ def write_report(report: Report, path: Path) -> None:
 
 def read_report(path: Path) -> Report:
     """Read a report. Raises UserError, one line: no file, not JSON, not this version of the schema."""
+    if path.is_dir():
+        raise UserError(f"report {path}: is a folder; give the report.json in it")
     if not path.is_file():
         raise UserError(f"report {path}: no such file")
     try:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from anchorline.errors import UserError, quoted
-from anchorline.files import read_json, resolve
+from anchorline.files import read_json, resolve_folder
 from torchtrain.bench import attention, memory, step
 from torchtrain.bench.baseline import compare_with
 from torchtrain.bench.clock import open_clock
@@ -51,7 +51,7 @@ def run(what: What, config: BenchConfig, out: Path, check: Path | None, say: Cal
     Raises:
         UserError: a setting, the folder or the earlier result cannot be used; nothing was measured.
     """
-    folder = resolve("--out", out)
+    folder = resolve_folder("--out", out)
     before = None if check is None else read_result(check, what)
     clock = open_clock(config.device, config.threads)
     settings = config.model_dump(mode="json", include={*_ALIKE, "repeats", what})

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from anchorline.errors import UserError, quoted
-from anchorline.files import resolve
+from anchorline.files import resolve, resolve_folder
 from anchorline.marked import read_marked
 from torchtrain.commands.arguments import MOST, Overrides
 from torchtrain.commands.ending import one_speaks
@@ -59,7 +59,7 @@ def evaluate(
             checkpoints = [Checkpoint(name, step, str(folder), training) for name, step, folder in found]
         elif last > 1:
             raise UserError(f"--last {last}: {quoted(target)} is not a run's folder; leave it out")
-        folder = resolve("--out", out or f"{target.rstrip('/')}-evaluation")
+        folder = resolve_folder("--out", out or f"{target.rstrip('/')}-evaluation")
         results = measure(
             checkpoints,
             chosen,
@@ -127,7 +127,7 @@ def compare(
 
         figures = figures_of(measured)
         if out is not None:
-            folder = resolve("--out", out)
+            folder = resolve_folder("--out", out)
             write_tables(tables, facts, folder, "torchtrain compare " + shlex.join(runs), figures)
             print(f"tables in {folder}")
         if document is not None:
@@ -153,7 +153,7 @@ def lm_eval_log(
         from torchtrain.evaluation.lm_eval_log import write_log
         from torchtrain.evaluation.measured import read_measured
 
-        folder, place = resolve("--out", out), resolve("--cache", cache)
+        folder, place = resolve_folder("--out", out), resolve("--cache", cache)
         measured = read_measured(run, last)
         written = write_log(measured, folder, place, lambda line: print(line, file=sys.stderr, flush=True))
         print("\n".join(map(str, written)))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from anchorline.errors import UserError, quoted
-from anchorline.files import resolve
+from anchorline.files import resolve, resolve_folder
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, Overrides
 from torchtrain.commands.ending import one_speaks
 
@@ -50,7 +50,7 @@ def experiment(
         from torchtrain.experiment.report import PLACE, write_report
         from torchtrain.experiment.running import receive, run_experiment
 
-        folder = resolve("--out", out)
+        folder = resolve_folder("--out", out)
         if document is not None:
             read_marked(document, [PLACE])  # before hours of work
         try:

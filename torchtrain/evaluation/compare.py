@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from torchtrain.evaluation.intervals import (
     are_equal,
     documents_interval,
@@ -66,8 +66,9 @@ def compare(
         UserError: a folder holds no results or damaged ones; or runs were not measured alike.
     """
     runs = [read_measured(str(folder), last) for folder in folders]
-    if len({run.name for run in runs}) != len(runs):
-        raise UserError("RUN: two have one name, and a table could not tell them apart; rename a folder")
+    names = [run.name for run in runs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"RUN: two are called {quoted(twice)}, and a table could not tell them apart; rename a folder")
     for other in runs[1:]:
         check_alike(runs[0], other)
         if other.checkpoints != runs[0].checkpoints:

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from anchorline.errors import quoted
-from anchorline.files import resolve
+from anchorline.files import resolve_folder
 from torchtrain.config import Preparation
 from torchtrain.data.produce import Submitted, produce
 from torchtrain.modeling.source import open_tokenizer, resolve_source
@@ -30,7 +30,7 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    out = resolve("--out", out)
+    out = resolve_folder("--out", out)
     settings = preparation.tokenizer
     source = resolve_source(
         settings.source, preparation.data.cache, say, needs="tokenizer", trust_remote_code=settings.trust_remote_code

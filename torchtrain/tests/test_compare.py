@@ -119,7 +119,7 @@ def test_what_is_no_result_is_one_line(tmp_path):
     save_results(tmp_path / "a", task_result())
     with pytest.raises(UserError, match=r"holds no results; first: torchtrain evaluate"):
         compare([tmp_path / "a", tmp_path / "none"])
-    with pytest.raises(UserError, match="two have one name"):
+    with pytest.raises(UserError, match="two are called "):
         compare([tmp_path / "a", tmp_path / "a"])
     place = tmp_path / "a" / "model" / "fwe-1024.json"
     text = place.read_text()

@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from anchorline.errors import UserError
-from anchorline.files import resolve
+from anchorline.errors import UserError, quoted
+from anchorline.files import resolve, resolve_folder
+from torchtrain.cli import app
 from torchtrain.config import load_config
 from torchtrain.run import folder as folder_module
 from torchtrain.run import recipe
@@ -82,6 +84,21 @@ def test_what_is_resolved():
     here = Path.cwd()
     assert resolve("f", "a/../b") == here / "b"
     assert resolve("f", "~") == Path.home().resolve()
+
+
+def test_an_out_that_is_a_file_is_refused_and_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert resolve_folder("--out", tmp_path / "new") == tmp_path / "new"
+    file = str(tmp_path / "file")
+    for command in (
+        ["bench", "attention", "configs/bench/cpu.yaml"],
+        ["experiment", "configs/experiments/rope_training.yaml"],
+        ["prepare", "configs/data/slimpajama-128k.yaml"],
+    ):
+        told = CliRunner().invoke(app, [*command, "--out", file])
+        assert told.exit_code == 2, command
+        assert f"--out {quoted(file)}: is a file; give the name of a folder" in told.stderr
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_run_beside_strangers(fresh):
