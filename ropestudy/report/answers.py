@@ -26,6 +26,7 @@ from ropestudy.schema import Outcome, Results, SignedBias, Stat
 
 BETTER, WORSE = 0.8, 1.25  # a fifth: what is closer to 1 makes no difference worth an action
 HALF = 0.5
+SETTLED = ("do", "do not", "no matter")
 EAGER, FLASH, FP8 = "hf_eager_bf16", "flash_bf16", "fa3_fp8"
 
 
@@ -211,7 +212,7 @@ class _Tried:
         kl = fold_of(after.kl.values, before.kl.values)
         strict = fold_of(after.kl.values, before.kl.values, 1 - (1 - LEVEL) / max(1, self.number))
         loss = difference_of(after.nll_q.values, before.nll_q.values) if after.nll_q and before.nll_q else None
-        return ActionCase(kl, loss, advise(strict) == advise(kl))
+        return ActionCase(kl, loss, advise(strict) == advise(kl) in SETTLED)
 
 
 def _one(tried: _Tried, action: SetupAction, here: Mapping[str, Outcome], digits: int = 3) -> str:

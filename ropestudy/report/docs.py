@@ -189,6 +189,6 @@ def _where(results: Results) -> str:
         f"Put together on {results.created[:10]} ({results.title}): {results.model.source}, "
         f"{count(results.model.parameters, 'parameter')} rounded to {results.model.weights}; text "
         f"{results.text.source}; {sequences} sequences of {', '.join(seen)} tokens; {environment.hardware}, "
-        f"JAX on {environment.device}, computing {results.seconds:,.0f} s, at commit {commit}."
+        f"JAX on {environment.device.partition(':')[0]}, computing {results.seconds:,.0f} s, at commit {commit}."
         f"{own_loss(results)}{unfinished}"
     )

@@ -206,13 +206,13 @@ def _loss(after: OutputDivergence, before: OutputDivergence) -> Effect | None:
 
 
 def _losses(found: Sequence[Effect | None]) -> str:
-    """`and adds -0.002 to 0.003 nats to the loss (above 0 in 0, below in 1)`."""
+    """`and the loss changes by -0.002 to 0.003 nats (interval above 0 in 0, below in 1)`."""
     told = [one for one in found if one is not None]
     if not told:
         return "the loss not taken"
     above, below = sum(one.low > 0 for one in told), sum(one.high < 0 for one in told)
     return (
-        f"and adds {between([one.value for one in told])} nats to the loss (interval above 0 in {above}, below in "
+        f"and the loss changes by {between([one.value for one in told])} nats (interval above 0 in {above}, below in "
         f"{below})"
     )
 
@@ -337,8 +337,8 @@ def _bias(results: Results) -> StudyFinding | None:
     )
     if parts:
         says += (
-            f" Alone it adds {spread(added)} nats to the loss (interval above 0 in {above}, below in {below}) and "
-            f"makes {spread(parts)} of the condition's KL."
+            f" What it alone adds to the loss, in nats: {spread(added)}, the interval above 0 in {above}, below in "
+            f"{below}; its part of the condition's KL: {spread(parts)}."
         )
     masked = [f"{one.mask} {rms_of(one.first)}" for one in of_kind(results, SignedBias) if one.mask != "full"]
     if masked:
@@ -373,8 +373,9 @@ def _fp8(results: Results) -> StudyFinding | None:
             )
     return StudyFinding(
         f"fp8 makes up to {worst} times the error of bf16 in the outputs ({where}).",
-        f"q, k and v in e4m3 with a scale a head, P in e4m3. Its KL is {spread([one for one, *_ in more])} times "
-        f"bf16's, {_losses([loss for *_, loss in more])}. Rounding before RoPE leaves of that {'; '.join(sides)}.",
+        "q, k and v in e4m3 with a scale a head, P in e4m3. Its KL over bf16's is "
+        f"{spread([one for one, *_ in more])}, {_losses([loss for *_, loss in more])}. "
+        f"Rounding before RoPE leaves of that {'; '.join(sides)}.",
         tuple(
             FindingCase(what, where, str(effect))
             for what, told in (("fp8: times the KL of bf16", more), ("rounding before RoPE: left of fp8's KL", orders))
