@@ -1,4 +1,4 @@
-"""What has a digest is read and checked: a token store, or all of a run."""
+"""What has a digest is read and checked: a token store, or all of a run; and that a run's config can be read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -10,6 +10,7 @@ from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import FileEntry, differs, entry_of, expand
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.config_history import load_config_of_run
 from torchtrain.data.store import HEADER, TokenStore
 from torchtrain.modeling.load import digest_weights, weight_files
 from torchtrain.run.folder import RunFolder
@@ -52,6 +53,9 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
 def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
     checkpoints = Checkpoints(run.checkpoints)
     steps: list[int] = []
+    yield from _bad(
+        run.config.name, lambda: load_config_of_run(run.config)
+    )  # which has no digest, and which resume reads
     yield from _bad("checkpoints", lambda: steps.extend(checkpoints.steps()))
     if not steps:
         yield from _bad("checkpoints", lambda: _check_none_was_saved(run))

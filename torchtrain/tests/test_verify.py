@@ -40,6 +40,13 @@ def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
     store = Path(record["config"]["data"]["cache"]) / "corpus" / record["corpus_fingerprint"]
     assert findings(store) == ["True tokens"]
 
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text("{")
+    (bad, *others) = list(verify_folder(run))
+    assert str(bad).startswith("BAD  config.yaml: ")
+    assert all(found.good for found in others)
+    (run / "config.yaml").write_text(config)
+
     flip(next((run / "checkpoints" / "step-00000004").glob("state-*")))
     flip(run / "metrics.jsonl")
     flip(run / "model" / "model.safetensors")
