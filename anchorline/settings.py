@@ -272,7 +272,8 @@ def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
     if kind == "value_error":
         return f"{where}: " if where else "", quoted_reason(item["msg"].removeprefix("Value error, "))
     wanted = _WANTED.get(kind)
-    fix = f"{_GIVE}{wanted.format(**item.get('ctx', {}))}" if wanted else quoted_reason(item["msg"])
+    bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in item.get("ctx", {}).items()}
+    fix = f"{_GIVE}{wanted.format(**bounds)}" if wanted else quoted_reason(item["msg"])
     return f"{where}: {_as_typed(item['input'])}: ", fix
 
 

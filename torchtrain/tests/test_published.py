@@ -202,7 +202,7 @@ def test_a_model_as_it_was_published_is_known_by_its_hub_id(tmp_path, published)
         ({"columns": [4096, 8192]}, "full has 1 numbers for 2 columns"),
         ({"columns": ["fwe"]}, "ruler_11 has no column 'fwe'"),
         ({"rows": {"ful": [50.0]}}, "variant 'ful'"),
-        ({"rows": {"full": [500.0]}}, "less than or equal to 100"),
+        ({"rows": {"full": [500.0]}}, "give 100 or less"),
         ({"training": None}, "model and training stand together"),
         ({"length": 4096}, "length belongs to ruler_tasks"),
         ({"unsaid": {}}, "unsaid has no ruler_11"),
