@@ -13,7 +13,7 @@ Upstream: transformers/modeling_rope_utils.py. NTK-aware scaling: github.com/jqu
 import copy
 from typing import TYPE_CHECKING, Any
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from torchtrain.config import PAPER_ROPE_THETA, RopeConfig
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
         UserError: the length is beyond the model's, and theta is not raised nor the factor large enough to reach it; a
             factor below 1; lists of another length than half a head; a model without RoPE, or with one set of
             parameters per layer type; a linear model whose original length is open; a type that the model's own config
-            class changes.
+            class changes, or that transformers does not know.
     """
     held: int = config.max_position_embeddings
     own: dict[str, Any] | None = getattr(config, "rope_parameters", None)
@@ -57,6 +57,8 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
         if length > held:
             raise _too_long(length, held)
         return changed
+    if rope.type == "keep":
+        _check_known(config, own["rope_type"])
     if keeps and length <= held and rope.original_max_position_embeddings is None:
         return changed
 
@@ -75,6 +77,18 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
     _record_original_length(changed, original)
     _check_read_back(changed)
     return changed
+
+
+def _check_known(config: "PretrainedConfig", rope_type: str) -> None:
+    """Refuse a type that transformers cannot make frequencies of; of a model with code of its own nothing is known."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    if rope_type not in known and not getattr(config, "auto_map", None):
+        raise UserError(
+            f"rope: the model's config.json has rope_type {quoted(rope_type)}, which transformers does not know "
+            f"({', '.join(known)}): mend it there, or give rope.type"
+        )
 
 
 def check_resets(config: "PretrainedConfig", length: int) -> None:

@@ -257,6 +257,16 @@ def test_longrope_lists_must_have_half_a_heads_length():
         extend(tiny_config(), rope, LENGTH)
 
 
+def test_a_type_that_transformers_does_not_know_is_refused_unless_it_is_replaced():
+    config = tiny_config()
+    config.rope_parameters = {"rope_type": "banana", "rope_theta": 1e4}
+    with pytest.raises(UserError, match="rope_type 'banana', which transformers does not know"):
+        extend(config, RopeConfig(), 16)
+    assert extend(config, RopeConfig(type="yarn"), LENGTH).rope_parameters["rope_type"] == "yarn"
+    config.auto_map = {"AutoModelForCausalLM": "its.own"}
+    assert extend(config, RopeConfig(), 16).rope_parameters["rope_type"] == "banana"
+
+
 def test_a_model_without_plain_rope_can_only_be_kept():
     from transformers import GPT2Config
 
