@@ -10,6 +10,7 @@ A command adds its own (143 of a run that SIGTERM stopped) by raising `Leave`.
 """
 
 import errno
+import importlib.util
 import math
 import os
 import platform
@@ -28,6 +29,7 @@ MISTAKE, BUG, INTERRUPTED = 2, 70, 130
 
 # What a disk or the system may answer to anyone's write or read, with a file's name or without one.
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE}
+_EXTRAS = {"torchtrain": "torch", "jaxref": "jax", "parity": "jax,torch"}  # that each command is installed with
 _REPORTED = ("anchorline", "torch", "transformers", "jax")
 
 
@@ -109,6 +111,11 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
             f"memory ran out: {str(error) or 'the system gives no more'}; ask for less, or take a larger machine",
             1,
         )
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if name not in _EXTRAS or not package or importlib.util.find_spec(package) is not None:
+            _bug(name)
+        _leave(name, f"the package {package} is not installed: pip install 'anchorline[{_EXTRAS[name]}]'", MISTAKE)
     except OSError as error:
         if error.errno == errno.EPIPE:
             _leave(name, "", 1)  # who reads our output has seen enough

@@ -66,3 +66,20 @@ def test_the_trainer_imports_without_datasets():
     code = "import sys; sys.modules['datasets'] = None; import torchtrain.cli, torchtrain.run.recipe"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "arguments", "missing", "extra"),
+    [
+        ("torchtrain.cli", "torchtrain", ["train", "configs/demo.yaml"], "torch", "torch"),
+        ("torchtrain.cli", "torchtrain", ["plan", "configs/demo.yaml"], "transformers", "torch"),
+        ("ropestudy.cli", "jaxref", ["mask"], "numpy", "jax"),
+        ("parity_tests.cli", "parity", ["run", "configs/parity/ci.yaml"], "jax", "jax,torch"),
+        ("parity_tests.cli", "parity", ["zoo"], "torch", "jax,torch"),
+    ],
+)
+def test_a_command_whose_packages_are_missing_says_what_to_install(module, command, arguments, missing, extra):
+    code = f"import sys; sys.modules[{missing!r}] = None; from {module} import main; main()"
+    run = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    said = f"{command}: the package {missing} is not installed: pip install 'anchorline[{extra}]'\n"
+    assert (run.returncode, run.stderr) == (2, said)

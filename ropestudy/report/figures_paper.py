@@ -279,7 +279,7 @@ def length(results: Results) -> Figure | None:
         "of logits| over the queries that see it, summed over layers and heads. Below: what one query sees move, "
         "which does not grow by counting. Means over sequences, bars one standard deviation (none column by column, "
         "where the middle and the last one are other tokens at each length). "
-        f"{count(records[0].sequences, 'sequence')} at each length."
+        f"{_sequences(records)} at each length."
     )
     heads = ("run", "mode", "tokens", "sequences", "D_logit, first", "std", "D_logit, mean of others",
              "first column's share of D", "moved per query", "distance from float64 per query")  # fmt: skip
@@ -291,6 +291,16 @@ def length(results: Results) -> Figure | None:
         [Table("length", "By length", heads, rows)],
         in_shares=True,
     )
+
+
+def _sequences(records: Sequence[ByLength]) -> str:
+    """How many sequences each line is a mean of, and which where that differs."""
+    names: dict[int, list[str]] = {}
+    for r in records:
+        names.setdefault(r.sequences, []).append(name_of(r))
+    if len(names) == 1:
+        return count(records[0].sequences, "sequence")
+    return "; ".join(f"{', '.join(dict.fromkeys(held))}: {count(n, 'sequence')}" for n, held in names.items())
 
 
 def _columns(record: ByLength) -> list[Line]:

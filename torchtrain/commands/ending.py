@@ -37,10 +37,6 @@ def one_speaks() -> Iterator[None]:
         raise Leave(str(error), 1) from None
     except Terminated as error:
         raise Leave(str(error), TERMINATED) from None
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("torchtrain", "anchorline"):
-            raise
-        raise Leave(f"the package {error.name} is not installed: pip install 'anchorline[torch]'", MISTAKE) from None
     except RuntimeError as error:
         if not _is_memory(error):
             raise
