@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from parity_tests.tolerance import judge
-from torchtrain.attention import attend, half_on_cpu, make_plan
+from torchtrain.attention import attend, half_on_cpu, make_plan, products_on_cpu
 
 T, H, K, D = 4096, 2, 1, 16
 NAMES = ("out", "dq", "dk", "dv")
@@ -45,7 +45,8 @@ def judged(attention, dtype):
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_float32(dtype, tiles, monkeypatch):
-    monkeypatch.setattr(half_on_cpu, "has_tiles", lambda: tiles)
+    for module in (half_on_cpu, products_on_cpu):
+        monkeypatch.setattr(module, "has_tiles", lambda: tiles)
     plan = make_plan(torch.ones(1, T, dtype=torch.long))
     verdicts = judged(lambda q, k, v: attend(q, k, v, plan, engine="sdpa")[0], dtype)
     assert all(verdict.passed for verdict in verdicts.values()), verdicts
@@ -63,3 +64,78 @@ def test_what_is_kept_is_in_half_precision():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         half_on_cpu.attend_half(*(x.transpose(1, 2).requires_grad_() for x in (q, k, v)), scale=D**-0.5)
     assert [x.dtype for x in kept] == [torch.bfloat16] * 4 + [torch.float32]
+
+
+def precision():
+    return torch.backends.mkldnn.matmul.fp32_precision
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """Return the shapes and settings under which torch's kernel is called, forwards and backwards, without tiles."""
+    calls = []
+    for name in ("", "_backward"):
+        full = f"_scaled_dot_product_flash_attention_for_cpu{name}"
+        kernel = getattr(torch.ops.aten, full)
+
+        def called(*tensors, kernel=kernel, **options):
+            calls.append((tensors[0].shape[2], precision()))
+            return kernel(*tensors, **options)
+
+        monkeypatch.setattr(torch.ops.aten, full, called)
+    for module in (half_on_cpu, products_on_cpu):
+        monkeypatch.setattr(module, "has_tiles", lambda: False)
+    return calls
+
+
+def step(tokens):
+    x = torch.randn(1, 2, tokens, 16, dtype=torch.bfloat16, requires_grad=True)
+    half_on_cpu.attend_half(x, x, x, 0.25).sum().backward()
+
+
+def test_onednn_multiplies_for_long_documents_where_it_does_not_round(handed, monkeypatch):
+    least = products_on_cpu.LEAST_TOKENS
+    monkeypatch.setattr(products_on_cpu, "keeps_float32", lambda: True)
+    for tokens in (least - 1, least):
+        step(tokens)
+    assert handed == [(least - 1, "none")] * 2 + [(least, "bf16")] * 2
+    assert precision() == "none"
+
+    handed.clear()
+    monkeypatch.setattr(products_on_cpu, "keeps_float32", lambda: False)
+    step(least)
+    assert handed == [(least, "none")] * 2
+
+
+def test_tiles_are_never_asked_to_round(handed, monkeypatch):
+    monkeypatch.setattr(products_on_cpu, "has_tiles", lambda: True)
+    step(products_on_cpu.LEAST_TOKENS)
+    assert {setting for _, setting in handed} == {"none"}
+
+
+def test_a_product_that_is_rounded_is_seen(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a.bfloat16(), b.bfloat16()).float())
+    assert not products_on_cpu.keeps_float32.__wrapped__()
+
+
+@pytest.mark.skipif(products_on_cpu.has_tiles(), reason="tiles round")
+def test_nothing_is_rounded_here():
+    assert products_on_cpu.keeps_float32()
+
+
+@pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
+def test_a_setting_of_the_users_is_left_as_it_was(handed, chosen, monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(chosen)
+    try:
+        step(products_on_cpu.LEAST_TOKENS)
+
+        def fail(*_, **__):
+            raise RuntimeError("no kernel")
+
+        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", fail)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            step(products_on_cpu.LEAST_TOKENS)
+        assert torch.get_float32_matmul_precision() == chosen
+    finally:
+        torch.set_float32_matmul_precision(before)

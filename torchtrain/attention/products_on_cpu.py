@@ -1,0 +1,59 @@
+"""Which library multiplies float32 matrices inside torch's attention kernel on a CPU: oneDNN, where that is exact.
+
+torch hands a kernel's blocks to MKL, which on an AMD processor takes its AVX2 kernel. To oneDNN it hands them when they
+may be rounded to bfloat16 first. oneDNN does round where the processor multiplies tiles of bfloat16 (AMX), and nowhere
+else: without tiles the same float32 products come out, about twice as fast on an AMD EPYC with AVX-512 (docs/LOG.md).
+So it is asked where there are no tiles, and where a product that a rounding would change is seen not to change.
+
+Upstream: aten/src/ATen/native/CPUBlas.cpp (gemm), aten/src/ATen/native/mkldnn/Matmul.cpp (use_mkldnn_bf32_matmul).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from threading import RLock
+
+import torch
+
+LEAST_TOKENS = 512  # of a document: shorter ones lose more by oneDNN's calls than they gain
+_ALONE = RLock()  # the setting is the process's, and goes back to what it was
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether the processor multiplies tiles of bfloat16."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def exact_products(tokens: int) -> Iterator[None]:
+    """Have oneDNN multiply in the block, if it does not round here and documents have so many tokens.
+
+    Sums come in another order than MKL's; nothing else differs.
+    """
+    if tokens < LEAST_TOKENS or has_tiles() or not keeps_float32():
+        yield
+        return
+    with _handed_to_onednn():
+        yield
+
+
+@cache
+def keeps_float32() -> bool:
+    """Whether oneDNN, allowed to round what it multiplies to bfloat16, leaves it as it is."""
+    fine_MK = torch.full((256, 64), 1 + 2.0**-20)
+    with _handed_to_onednn():
+        # The kernel's own blocks: queries by keys, and probabilities by values.
+        return all(bool((x @ torch.eye(x.shape[1])).eq(x).all()) for x in (fine_MK, fine_MK.repeat(1, 8)))
+
+
+@contextmanager
+def _handed_to_onednn() -> Iterator[None]:
+    products = torch.backends.mkldnn.matmul
+    with _ALONE:
+        before = products.fp32_precision
+        products.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            products.fp32_precision = before
