@@ -225,7 +225,7 @@ def length(results: Results) -> Figure | None:
     """Figure 1, right, with all columns beside the first; and what grows apart from it."""
     records = of_kind(results, ByLength)
     panels, rows = [], []
-    for mode, words in MODES.items():
+    for mode in MODES:
         own = [r for r in records if r.mode == mode]
         if not own:
             continue
@@ -246,14 +246,13 @@ def length(results: Results) -> Figure | None:
             if any(p.error for p in r.points)
         ]
         panels += [
-            Panel(f"D_logit of the first column, {words}", lines(first, x, "D_logit (eq. 6)", log_x=True)),
+            Panel(f"D_logit of the first column, {mode}", lines(first, x, "D_logit (eq. 6)", log_x=True)),
             Panel(f"The mean of all other columns, {mode}", lines(rest, x, "D_logit", log_x=True)),
         ]
-        panels += [
-            Panel(f"Column by column, {name_of(r)}, {mode}", lines(_columns(r), x, "D_logit", log_x=True))
-            for r in own
-            if is_half(r.condition)
-        ]
+        longest = max(own, key=lambda r: max(p.tokens for p in r.points))
+        if is_half(longest.condition):
+            named = f"Column by column, {name_of(longest)}, {mode}"
+            panels.append(Panel(named, lines(_columns(longest), x, "D_logit", log_x=True)))
         panels.append(
             Panel(
                 f"Probability moved per query by the shift, {mode}",
