@@ -41,15 +41,22 @@ def exact_products(tokens: int) -> Iterator[None]:
 @cache
 def keeps_float32() -> bool:
     """Whether oneDNN, allowed to round what it multiplies to bfloat16, leaves it as it is."""
-    fine_MK = torch.full((256, 64), 1 + 2.0**-20)
-    with _handed_to_onednn():
-        # The kernel's own blocks: queries by keys, and probabilities by values.
-        return all(bool((x @ torch.eye(x.shape[1])).eq(x).all()) for x in (fine_MK, fine_MK.repeat(1, 8)))
+    # The kernel's own blocks: queries by keys, and probabilities by values.
+    with _handed_to_onednn(), torch.autocast("cpu", enabled=False), torch.no_grad():
+        return all(_is_exact(*shape) for shape in ((256, 64, 512), (256, 512, 64)))
+
+
+def _is_exact(rows: int, inner: int, columns: int) -> bool:
+    """Whether a product comes out whose factors and result bfloat16 does not hold and float32 does."""
+    # Whatever the process's own dtype and device are.
+    fine_MK = torch.full((rows, inner), 1 + 2.0**-20, dtype=torch.float32, device="cpu")
+    same_KN = torch.eye(inner, columns, dtype=torch.float32, device="cpu")
+    return bool((fine_MK @ same_KN)[:, :inner].eq(1 + 2.0**-20).all())
 
 
 @contextmanager
 def _handed_to_onednn() -> Iterator[None]:
-    products = torch.backends.mkldnn.matmul
+    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _ALONE:
         before = products.fp32_precision
         products.fp32_precision = "bf16"

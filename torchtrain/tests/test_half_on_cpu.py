@@ -118,9 +118,20 @@ def test_a_product_that_is_rounded_is_seen(monkeypatch):
     assert not products_on_cpu.keeps_float32.__wrapped__()
 
 
+def test_a_product_that_is_rounded_is_seen_whatever_the_process_computes_in(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a.bfloat16(), b.bfloat16()).float())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert not products_on_cpu.keeps_float32.__wrapped__()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.skipif(products_on_cpu.has_tiles(), reason="tiles round")
-def test_nothing_is_rounded_here():
-    assert products_on_cpu.keeps_float32()
+@pytest.mark.parametrize("surroundings", [torch.no_grad(), torch.autocast("cpu", torch.bfloat16)])
+def test_nothing_is_rounded_here(surroundings):
+    with surroundings:
+        assert products_on_cpu.keeps_float32.__wrapped__()
 
 
 @pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
