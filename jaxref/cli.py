@@ -218,12 +218,16 @@ def whole_numbers(option: str, given: str) -> list[int]:
 
 
 def _without_tag(variant: str) -> tuple[str, bool]:
-    """Take one `+tag` off: to the mask a tag is part of its document, only longer."""
+    """Take `+tag` off: to the mask a tag is part of its document, only longer."""
+    from jaxref.layout import VARIANTS
+
     base, *extras = variant.split("+")
-    if "tag" not in extras:
-        return variant, False
-    extras.remove("tag")
-    return "+".join([base, *extras]), True
+    if base not in VARIANTS or sorted(extras) not in ([], ["interleave"], ["interleave", "tag"], ["tag"]):
+        raise UserError(
+            f"variant: {quoted(variant)}; give {', '.join(VARIANTS)}, each alone, with +tag, with +interleave or with "
+            "both"
+        )
+    return variant.replace("+tag", ""), "tag" in extras
 
 
 def _theta(theta: str) -> float:
