@@ -9,7 +9,7 @@ with the loss in chunks of another size, in `results/training-experiment-chunks.
 
 import argparse
 import csv
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +82,26 @@ def tables(again: Mapping[str, Mapping[PairedRun, float]], later: Mapping[Paired
             if run.variant == "anchor" and intra in both:
                 told = [f"{times[run] - times[intra]:+.4f}" for times in (others, later)]
                 contrasts.append(f"| {way} | {run.arithmetic} | {run.seed} | {' | '.join(told)} |")
+        contrasts += _what_bf16_adds(way, both, others, later)
     return lines + contrasts
+
+
+def _what_bf16_adds(
+    way: str, both: Sequence[PairedRun], others: Mapping[PairedRun, float], later: Mapping[PairedRun, float]
+) -> Iterator[str]:
+    """Yield the page's main contrast as it was then and is here, of the seeds whose four runs were all made twice."""
+    signs = {
+        ("bfloat16", "anchor"): 1, ("bfloat16", "intra"): -1, ("float32", "anchor"): -1, ("float32", "intra"): 1,
+    }  # fmt: skip
+    each: list[list[float]] = []
+    for seed in sorted({run.seed for run in both}):
+        runs = {PairedRun(*of, seed): sign for of, sign in signs.items()}
+        if all(run in both for run in runs):
+            each.append([sum(sign * times[run] for run, sign in runs.items()) for times in (others, later)])
+            yield f"| {way} | bfloat16 - float32 | {seed} | {' | '.join(f'{x:+.4f}' for x in each[-1])} |"
+    if len(each) > 1:
+        told = " | ".join(f"{x:+.4f}" for x in np.mean(each, axis=0))
+        yield f"| {way} | bfloat16 - float32 | mean | {told} |"
 
 
 if __name__ == "__main__":

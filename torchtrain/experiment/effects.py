@@ -178,9 +178,25 @@ def loss_from(position: int) -> Outcome:
     return outcome
 
 
-def copy_loss(found: Measurement) -> Sequence[float]:
-    """The outcome: mean loss of a passage that stands there a second time, over all distances."""
-    return np.array(found.copies).mean(axis=1).tolist()
+def loss_in(number: int) -> Outcome:
+    """Return the outcome: mean loss of the tokens of one band."""
+    return lambda found: [losses[number] for losses in found.losses]
+
+
+def second_time(number: int | None = None) -> Outcome:
+    """Return the outcome: loss of a passage that stood in the row before, less its loss the first time. Below 0 the
+    model copies.
+
+    Args:
+        number: of the distance; None: the mean over all.
+    """
+
+    def outcome(found: Measurement) -> Sequence[float]:
+        copies = np.array(found.copies)
+        again = copies.mean(axis=1) if number is None else copies[:, number]
+        return (again - np.array(found.passages)).tolist()
+
+    return outcome
 
 
 def rounding_cost(found: Measurement) -> float | None:

@@ -16,14 +16,16 @@ from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page import figure_style
 from anchorline.page.colours import SERIES
 from torchtrain.experiment.effects import (
+    CONFIDENCE,
     Contrast,
     Estimate,
     Outcome,
     contrasts,
-    copy_loss,
     estimate,
     loss_from,
+    loss_in,
     rounding_cost,
+    second_time,
 )
 from torchtrain.experiment.measuring import Measurement, read_measurement
 from torchtrain.experiment.records import NAME, write_records
@@ -87,7 +89,8 @@ def read_all(experiment: TrainingExperiment, folder: Folder) -> _Measured:
 def _outcomes(experiment: TrainingExperiment) -> list[tuple[str, Outcome]]:
     """Return what is told of each contrast."""
     first = experiment.measure.bands[min(1, len(experiment.measure.bands) - 1)]
-    return [(f"loss at positions from {first:,} on", loss_from(first)), ("loss of a copied passage", copy_loss)]
+    again = "loss of a passage the second time, less the first"
+    return [(f"loss at positions from {first:,} on", loss_from(first)), (again, second_time())]
 
 
 def _estimates(experiment: TrainingExperiment, measured: _Measured, outcome: Outcome) -> Iterator[Estimate]:
@@ -115,12 +118,14 @@ def _lines(experiment: TrainingExperiment, measured: _Measured, figure: str) -> 
     yield ""
     yield f"![Each contrast with its interval]({figure})"
     margin = experiment.measure.margin
+    over_seeds: list[Estimate] = []
     for title, outcome in _outcomes(experiment):
         yield ""
         yield f"### {title[0].upper()}{title[1:]}"
         yield ""
         rows = []
         for one in _estimates(experiment, measured, outcome):
+            over_seeds += [one] if len(one.seeds) > 1 else []
             rows.append(
                 [
                     one.contrast.name,
@@ -136,6 +141,14 @@ def _lines(experiment: TrainingExperiment, measured: _Measured, figure: str) -> 
             ["contrast", "what it asks", "nats a token", "95 per cent", "over", "tokens a run", f"margin {margin:g}"],
             rows,
         )
+    if over_seeds:
+        beside = sum(one.low > 0 or one.high < 0 for one in over_seeds)
+        yield ""
+        yield (
+            f"Of these {len(over_seeds)} intervals {beside} leave out 0; were all effects none, "
+            f"{len(over_seeds) * (1 - CONFIDENCE):.1f} of them would by chance."
+        )
+    yield from _in_parts(experiment, measured)
     yield ""
     yield "### Every run"
     yield ""
@@ -149,18 +162,64 @@ def _lines(experiment: TrainingExperiment, measured: _Measured, figure: str) -> 
         )
 
 
+def _in_parts(experiment: TrainingExperiment, measured: _Measured) -> Iterator[str]:
+    """Yield the same contrasts by position and by distance: effects that the means over these may hide."""
+    some = next(iter(measured.values()))
+    bands = [(_named(*band), loss_in(number)) for number, band in enumerate(some.bands)]
+    distances = [(f"{distance:,} tokens", second_time(number)) for number, distance in enumerate(some.distances)]
+    margin = experiment.measure.margin
+    for title, outcomes in (
+        ("Loss by position", bands),
+        ("Loss of a passage the second time, less the first, by how far back the first stands", distances),
+    ):
+        yield ""
+        yield f"### {title}"
+        yield ""
+        yield (
+            f"Bold: the interval lies beyond {margin:g} on one side. It is not corrected for how many there are; of "
+            "twenty one misses by chance."
+        )
+        yield ""
+        columns = [
+            {one.contrast.name: one for one in _estimates(experiment, measured, outcome)} for _, outcome in outcomes
+        ]
+        rows = [[name, *(_told(column[name], margin) for column in columns)] for name in columns[0]]
+        yield from _table(["contrast", *(head for head, _ in outcomes)], rows)
+    yield ""
+    yield f"The same of single runs, the least and the most: {_least_and_most(measured)}."
+
+
+def _least_and_most(measured: _Measured) -> str:
+    """Tell by distance between what the means of single runs lie, in nats: whether any model copies."""
+    told = []
+    for number, distance in enumerate(next(iter(measured.values())).distances):
+        means = [sum(values) / len(values) for values in map(second_time(number), measured.values())]
+        told.append(f"{min(means):+.3f} to {max(means):+.3f} from {distance:,} tokens back")
+    return ", ".join(told)
+
+
+def _told(one: Estimate, margin: float) -> str:
+    told = f"{one.mean:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
+    return f"**{told}**" if one.verdict(margin) in ("more", "less") else told
+
+
+def _named(first: int, end: int) -> str:
+    return f"{first:,}-{end - 1:,}"
+
+
 def _runs(experiment: TrainingExperiment, measured: _Measured, tokens: int) -> Iterator[str]:
     bands = next(iter(measured.values())).bands
     distances = next(iter(measured.values())).distances
     rows = []
     for (cell, step), found in measured.items():
         means = [sum(column) / len(column) for column in zip(*found.losses, strict=True)]
+        passage = sum(found.passages) / len(found.passages)
         copied = [sum(column) / len(column) for column in zip(*found.copies, strict=True)]
         rows.append(
             [cell.arithmetic, cell.variant, f"{cell.seed}", f"{step * tokens:,}"]
-            + [f"{mean:.4f}" for mean in (*means, *copied)]
+            + [f"{mean:.4f}" for mean in (*means, passage, *copied)]
         )
-    head = [f"{first:,}-{end - 1:,}" for first, end in bands] + [f"copy {distance:,}" for distance in distances]
+    head = [_named(*band) for band in bands] + ["passage", *(f"again {distance:,}" for distance in distances)]
     yield from _table(["arithmetic", "variant", "seed", "tokens", *head], rows)
 
 

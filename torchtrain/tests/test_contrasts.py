@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torchtrain.experiment.effects import contrasts, copy_loss, estimate, loss_from
+from torchtrain.experiment.effects import contrasts, estimate, loss_from, loss_in, second_time
 from torchtrain.experiment.spec import PairedRun
 from torchtrain.tests.measurements import measurement
 
@@ -48,7 +48,7 @@ def test_an_arithmetics_cost_is_taken_over_all_variants_too():
     found = {
         one.contrast.name: one
         for contrast in contrasts(["bfloat16", "float32"], ["intra", "anchor"])
-        if (one := estimate(contrast, measured, copy_loss, 4)) is not None
+        if (one := estimate(contrast, measured, second_time(), 4)) is not None
     }
     each = [found[f"bfloat16 - float32, {variant}"].each for variant in ("intra", "anchor")]
     over_all = found["bfloat16 - float32, mean of 2 masks"]
@@ -60,9 +60,10 @@ def test_an_arithmetics_cost_is_taken_over_all_variants_too():
 
 def test_one_seed_has_the_interval_of_its_documents():
     measured = measured_cells((3,))
-    found = estimate(contrasts(["bfloat16", "float32"], ["intra"])[0], measured, copy_loss, 4)
+    found = estimate(contrasts(["bfloat16", "float32"], ["intra"])[0], measured, second_time(), 4)
     assert found is not None
-    pairs = [np.array(measured[PairedRun(a, "intra", 3), 4].copies).mean(axis=1) for a in ("bfloat16", "float32")]
+    runs = [measured[PairedRun(a, "intra", 3), 4] for a in ("bfloat16", "float32")]
+    pairs = [np.array(run.copies).mean(axis=1) - run.passages for run in runs]
     interval = stats.ttest_rel(*pairs).confidence_interval(0.95)
     np.testing.assert_allclose([found.low, found.high], interval)
     assert found.over == "5 documents, one seed"
@@ -80,10 +81,10 @@ def test_one_seed_has_the_interval_of_its_documents():
 )
 def test_a_verdict_is_where_the_interval_lies(low, high, says):
     measured = measured_cells((0, 1))
-    alone = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured_cells((4,)), copy_loss, 4)
+    alone = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured_cells((4,)), second_time(), 4)
     assert alone is not None
     assert type(alone)(**(vars(alone) | {"low": low, "high": high})).verdict(0.01) == "one seed"
-    found = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured, copy_loss, 4)
+    found = estimate(contrasts(["float32"], ["intra", "anchor"])[0], measured, second_time(), 4)
     assert found is not None
     assert type(found)(**(vars(found) | {"low": low, "high": high})).verdict(0.01) == says
 
@@ -95,3 +96,15 @@ def test_every_contrast_of_paired_runs_sums_to_nothing():
         assert sum(abs(weight) for weight in contrast.weights.values()) in (2, 4), contrast
     names = {contrast.name for contrast in contrasts(["bfloat16"], ["intra", "anchor"])}
     assert names == {"anchor - intra, bfloat16"}
+
+
+def test_parts_of_an_outcome_have_it_for_their_mean():
+    run = measured_cells((3,))[PairedRun("float32", "intra", 3), 4]
+    bands = [number for number, (first, _) in enumerate(run.bands) if first >= 8]
+    widths = [run.bands[number][1] - run.bands[number][0] for number in bands]
+    np.testing.assert_allclose(
+        np.average([loss_in(number)(run) for number in bands], axis=0, weights=widths), loss_from(8)(run)
+    )
+    each = [second_time(number)(run) for number in range(len(run.distances))]
+    np.testing.assert_allclose(np.mean(each, axis=0), second_time()(run))
+    np.testing.assert_allclose(each[0], np.array(run.copies)[:, 0] - run.passages)

@@ -250,12 +250,12 @@ def test_an_experiment_stops_at_a_stage_and_is_reported(made, tmp_path, monkeypa
     found = json.loads(folder.measurement(cell, 1).read_text())
     assert np.isfinite(found["losses"]).all()
     document = tmp_path / "page.md"
-    document.write_text(f"before\n{PLACE.begin}\nold\n{PLACE.end}\nafter\n")
+    document.write_text(f"before\n{PLACE.begin}\nof last time\n{PLACE.end}\nafter\n")
     report = write_report(experiment, out, document)
     assert "| 768 | 0 | 1 |" in report.read_text()
     head, _, rest = document.read_text().partition(PLACE.begin)
     assert (head, rest.partition(PLACE.end)[2]) == ("before\n", "\nafter\n")
-    assert "old" not in rest
+    assert "of last time" not in rest
     assert (tmp_path / "figures" / "page.svg").read_bytes() == (out / "effects.svg").read_bytes()
     said.clear()
     run_experiment(experiment, out, workers=1, stages=1, say=said.append)

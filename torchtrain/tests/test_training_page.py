@@ -16,23 +16,32 @@ PAGE = ROOT / "docs" / "training-experiment.md"
 
 
 @pytest.fixture
-def copy(tmp_path):
-    (tmp_path / "docs").mkdir()
-    return Path(shutil.copy(PAGE, tmp_path / "docs" / PAGE.name))
+def copies(tmp_path):
+    """Return a function that copies a page and returns where its copy is."""
+
+    def copy(page):
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        return Path(shutil.copy(page, tmp_path / "docs" / page.name))
+
+    return copy
 
 
-def test_its_report_is_made_of_its_measurements(tmp_path, copy):
-    options = ["--only-report", "--measured", str(training_again.LATER), "--document", str(copy)]
+@pytest.mark.parametrize(("name", "overrides"), [("training-experiment", [])])
+def test_its_report_is_made_of_its_measurements(tmp_path, copies, name, overrides):
+    page = ROOT / "docs" / f"{name}.md"
+    copy = copies(page)
+    options = ["--only-report", "--measured", str(training_again.RESULTS / f"{name}.json"), "--document", str(copy)]
     result = CliRunner().invoke(
-        app, ["experiment", str(training_again.EXPERIMENT), "--out", str(tmp_path / "runs"), *options]
+        app, ["experiment", str(training_again.EXPERIMENT), *overrides, "--out", str(tmp_path / "runs"), *options]
     )
     assert result.exit_code == 0, result.output
-    assert copy.read_text() == PAGE.read_text()
-    figure = Path("figures") / f"{PAGE.stem}.svg"
-    assert (copy.parent / figure).read_bytes() == (PAGE.parent / figure).read_bytes()
+    assert copy.read_text() == page.read_text()
+    figure = Path("figures") / f"{page.stem}.svg"
+    assert (copy.parent / figure).read_bytes() == (page.parent / figure).read_bytes()
 
 
-def test_its_runs_made_twice_are_of_both_results(copy, monkeypatch):
+def test_its_runs_made_twice_are_of_both_results(copies, monkeypatch):
+    copy = copies(PAGE)
     monkeypatch.setattr(sys, "argv", ["training_again", "--document", str(copy)])
     training_again.main()
     assert copy.read_text() == PAGE.read_text()
@@ -48,6 +57,15 @@ def test_runs_made_twice_are_paired_by_what_they_are():
         "| otherwise | float32 | 1 | 0.00000 | 0.00000 | 0.00000 |",
     ]
     assert lines[-1] == "| then | float32 | 0 | +0.5000 | +0.9000 |"
+    bf16 = {run._replace(arithmetic="bfloat16", seed=seed): loss for run, loss in earlier.items() for seed in (0, 1)}
+    both = bf16 | {run._replace(seed=seed): loss for run, loss in earlier.items() for seed in (0, 1)}
+    here = both | {anchor._replace(arithmetic="bfloat16"): 5.75}
+    lines = training_again.tables({"then": both}, here)
+    assert lines[-3:] == [
+        "| then | bfloat16 - float32 | 0 | +0.0000 | +0.2500 |",
+        "| then | bfloat16 - float32 | 1 | +0.0000 | +0.0000 |",
+        "| then | bfloat16 - float32 | mean | +0.0000 | +0.1250 |",
+    ]
 
 
 def test_earlier_losses_are_weighted_by_the_width_of_their_bands(tmp_path):
