@@ -4,6 +4,7 @@ A report is made of whatever has been measured; it says how far that is.
 """
 
 import io
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -262,7 +263,7 @@ def _draw(experiment: TrainingExperiment, measured: _Measured) -> str:
                     capsize=2,
                     linewidth=1.2,
                 )
-            axes.set_title(title, fontsize=8.5)
+            axes.set_title(textwrap.fill(title, 36), fontsize=8.5)
             axes.set_xlabel("nats a token")
         panels[0].set_yticks(range(len(names)), [one.name for one in names])
         panels[0].invert_yaxis()
