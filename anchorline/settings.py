@@ -99,20 +99,20 @@ def load(
         sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
         held = "is empty" if found is None else f"holds {_kind_of(found)}"
         raise UserError(f"config {name}: {held}; give sections such as {sections}")
-    tree = cast("Tree", found)
-    _check_kind(schema, tree, name)
-    tree = upgrade(tree)
+    tree = upgrade(cast("Tree", found))
     for override in overrides:
         _override(tree, override, example)
-    return validate(schema, prepare(tree), f"config {name}")
+    tree = prepare(tree)
+    _check_kind(schema, tree, name)
+    return validate(schema, tree, f"config {name}")
 
 
-def _check_kind(schema: type[BaseModel], found: Tree, name: str) -> None:
+def _check_kind(schema: type[BaseModel], tree: Tree, name: str) -> None:
     """Refuse at once a file that another command reads: it lacks sections, and has others of its own."""
     fields = schema.model_fields
-    needed = [field for field, info in fields.items() if info.is_required() and field not in found]
-    others = [key for key in found if key not in fields and key not in getattr(schema, "FORMER_NAMES", {})]
-    if schema.model_config.get("extra") == "forbid" and needed and len(others) > 1 and 2 * len(others) > len(found):
+    needed = [field for field, info in fields.items() if info.is_required() and field not in tree]
+    others = [key for key in tree if key not in fields and key not in getattr(schema, "FORMER_NAMES", {})]
+    if schema.model_config.get("extra") == "forbid" and needed and len(others) > 1 and 2 * len(others) > len(tree):
         raise UserError(
             f"config {name}: it is no file of this command, which needs {_listed(needed)} and knows no "
             f"{_listed(others)}; give one of its own"
