@@ -26,8 +26,8 @@ def attach(model: _Model, engine: str = "auto") -> _Model:
 
     The implementation is set and read back, the separation of documents checked on 11 tokens (`check_separation`), and
     the engine that will run told in one line. From then on the model also refuses what `anchor` alone cannot see:
-    `document_ids` while another implementation is set, and labels that are already shifted; and takes an attention mask
-    that is all ones.
+    `document_ids` while another implementation is set, labels that are already shifted, and labels that transformers
+    would shift over the ends of documents; and takes an attention mask that is all ones.
 
     Args:
         model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
@@ -108,12 +108,17 @@ def _check_masks(
 
 
 def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse labels that are already shifted, which transformers shifts once more: looked for in the first batch."""
+    """Refuse labels that transformers should not shift, and would: looked at until a batch had what tells."""
     labels, tokens = kwargs.get("labels"), _tokens(args, kwargs)
-    if labels is None or kwargs.get("shift_labels") is not None or tokens is None or tokens.is_floating_point():
+    if labels is None or kwargs.get("shift_labels") is not None or tokens is None:
         return
-    if getattr(model, "_anchor_saw_labels", False):
-        return
+    if not tokens.is_floating_point() and not getattr(model, "_anchor_saw_labels", False):
+        _check_shifted(model, labels, tokens)
+    _check_document_ends(model, labels, kwargs.get("document_ids"))
+
+
+def _check_shifted(model: nn.Module, labels: Tensor, tokens: Tensor) -> None:
+    """Refuse labels that are already shifted, which transformers shifts once more."""
     model._anchor_saw_labels = True  # type: ignore[assignment]
     used = labels != IGNORED
     shifted = (labels[:, :-1] == tokens[:, 1:]) | ~used[:, :-1]
@@ -122,6 +127,22 @@ def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             "labels: each is already the next token, and transformers shifts labels by one more; pass them twice, as "
             "labels=shift_labels, shift_labels=shift_labels"
         )
+
+
+def _check_document_ends(model: nn.Module, labels: Tensor, document_ids: Tensor | None) -> None:
+    """Refuse targets beyond a document's end, until a batch had such an end and none. The anchor may have one: what
+    follows it is what a model says first.
+    """
+    if document_ids is None or document_ids.shape != labels.shape or getattr(model, "_anchor_saw_ends", False):
+        return
+    ends = (document_ids[:, :-1] > 0) & (document_ids[:, 1:] != document_ids[:, :-1])
+    if bool((ends & (labels[:, 1:] != IGNORED)).any()):
+        raise UserError(
+            "labels: transformers shifts them over the ends of documents, so that the last token of one learns the "
+            f"first of the next; set them to {IGNORED} where a document or padding begins, or pass "
+            "labels=shift_labels, shift_labels=shift_labels"
+        )
+    model._anchor_saw_ends = bool(ends.any())  # type: ignore[assignment]
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

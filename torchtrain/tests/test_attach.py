@@ -234,13 +234,39 @@ def test_labels_that_are_shifted_already_are_refused_and_the_right_call_is_right
 )
 def test_labels_as_transformers_wants_them_pass(unshifted):
     model, inputs = torchtrain.attach(tiny()), batch()
-    model(**inputs, labels=unshifted(inputs["input_ids"]))
+    labels = unshifted(inputs["input_ids"]).clone()
+    labels[:, 6] = -100  # where the second document begins
+    model(**inputs, labels=labels)
 
 
 def test_a_constant_row_is_no_sign_of_shifted_labels():
     model, inputs = torchtrain.attach(tiny()), batch()
     inputs["input_ids"][:] = 7
-    model(**inputs, labels=inputs["input_ids"])
+    labels = inputs["input_ids"].clone()
+    labels[:, 6] = -100
+    model(**inputs, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("documents", "ignored"),
+    [
+        ([1] * 6 + [2] * 6, 6),
+        ([0] + [1] * 5 + [2] * 6, 6),  # what follows the anchor may be learnt
+        ([0] + [1] * 8 + [-1] * 3, 9),
+    ],
+)
+def test_labels_that_would_be_shifted_over_the_end_of_a_document_are_refused(documents, ignored):
+    model, inputs = torchtrain.attach(tiny()), batch()
+    labels = inputs["input_ids"]
+    model(**inputs | {"document_ids": torch.ones_like(labels)}, labels=labels)  # one document has no end inside
+    inputs["document_ids"] = torch.tensor([documents])
+    said = refused(lambda: model(**inputs, labels=labels))
+    assert said.startswith("labels: transformers shifts them over the ends of documents")
+    shift_labels = shifted_labels(inputs)
+    model(**inputs, labels=shift_labels, shift_labels=shift_labels)
+    labels = labels.clone()
+    labels[:, ignored] = -100
+    model(**inputs, labels=labels)
 
 
 def test_a_mask_of_ones_is_looked_at_once(monkeypatch):
