@@ -7,7 +7,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/pyt
 # Containers tend to set it, and every process would compile all that it imports: 5 of its first 8 seconds, measured.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test gate readers rivals families check format lock clean
+.PHONY: help setup train test gate readers rivals families check format lock clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,8 +66,11 @@ lock:  ## write requirements.txt, the hashes of what constraints.txt names (PyTo
 	@sed -e '/^# Not installed/,$$d' -e '/^torch==/d' constraints.txt | uv pip compile - --no-deps --generate-hashes --universal \
 		--python-version 3.11 --no-annotate --custom-compile-command 'make lock' --quiet --output-file requirements.txt
 
-clean:  ## remove runs and caches, keep .venv
-	rm -rf runs cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove what tools cache; runs, models and .venv stay
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+
+distclean: clean  ## remove runs and cache, too: trained models, checkpoints and converted weights
+	rm -rf runs cache
 
 setup: .venv/.installed  ## create .venv and install everything into it
 

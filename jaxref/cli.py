@@ -1,6 +1,7 @@
-"""The command line: print or draw what the oracle holds, convert models. How it ends is `anchorline.command`'s.
+"""The verbs of the command `jaxref` that need the oracle alone: print or draw what it holds, convert models. How it
+ends is `anchorline.command`'s.
 
-The command `jaxref` is `ropestudy.cli`, which adds the study to these.
+The command itself is `ropestudy.cli`, which adds study and ring to these.
 """
 
 import sys

@@ -5,8 +5,8 @@ With truth computed in float64 and a reference that makes the candidate's roundi
     error(candidate, truth) <= 2 x error(reference, truth) + one rounding of the truth's own size
 
 where error is the root mean square of the difference over the array, and one rounding is the unit roundoff of the
-candidate's dtype times the root mean square of the truth. Integers, masks, plans and positions compare exactly. No
-other tolerance stands anywhere in this repository, and this one is never loosened.
+candidate's dtype times the root mean square of the truth. Integers, masks, plans and positions compare exactly. What
+a model computes is judged by no other tolerance in this repository, and this one is never loosened.
 
 FlashAttention's tests take the largest difference instead, and 3 where a gradient is concerned. Two correct float32
 implementations of one gradient differ by more than 2 in their single worst element in one array of a hundred, by no

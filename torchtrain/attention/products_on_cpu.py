@@ -1,4 +1,5 @@
-"""Which library multiplies float32 matrices inside torch's attention kernel on a CPU: oneDNN, where that is exact.
+"""Which library multiplies float32 matrices inside torch's attention kernel on a CPU, where a model is in half
+precision: oneDNN, where that is exact.
 
 torch hands a kernel's blocks to MKL, which on an AMD processor takes its AVX2 kernel. To oneDNN it hands them when they
 may be rounded to bfloat16 first. oneDNN does round where the processor multiplies tiles of bfloat16 (AMX), and nowhere

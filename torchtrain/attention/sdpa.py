@@ -1,5 +1,5 @@
-"""Engine `sdpa`: one `scaled_dot_product_attention` for each batch of segments of like length. Portable, and the slow
-obvious twin of `flash`.
+"""Engine `sdpa`: one `scaled_dot_product_attention` for each batch of segments of like length. Portable; judged, as
+`flash` is, beside `dense` and the oracle.
 
 It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so wants square inputs: each document
 brings the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra

@@ -46,12 +46,15 @@ if TYPE_CHECKING:
 
 # Dense bfloat16 peak in FLOP/s with float32 accumulation, from NVIDIA's data sheets; the first name that fits counts.
 _PEAKS = {
+    "GB200": 2500e12,
     "B200": 2250e12,
     "GH200": 989e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
     "A100": 312e12,
     "A800": 312e12,
     "A40": 150e12,
