@@ -13,6 +13,7 @@ from torchtrain.experiment.spec import PairedRun
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "training-experiment.md"
+SLOWER = ["run.train.learning_rate=2.0e-5", "variants=[intra,anchor]"]  # as its page says
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def copies(tmp_path):
     return copy
 
 
-@pytest.mark.parametrize(("name", "overrides"), [("training-experiment", [])])
+@pytest.mark.parametrize(("name", "overrides"), [("training-experiment", []), ("training-experiment-2e-5", SLOWER)])
 def test_its_report_is_made_of_its_measurements(tmp_path, copies, name, overrides):
     page = ROOT / "docs" / f"{name}.md"
     copy = copies(page)
@@ -38,6 +39,13 @@ def test_its_report_is_made_of_its_measurements(tmp_path, copies, name, override
     assert copy.read_text() == page.read_text()
     figure = Path("figures") / f"{page.stem}.svg"
     assert (copy.parent / figure).read_bytes() == (page.parent / figure).read_bytes()
+
+
+def test_the_page_says_how_its_experiment_was_asked_for():
+    assert (
+        " ".join(f"'{given}'" if "[" in given else given for given in SLOWER)
+        in (ROOT / "docs" / "training-experiment-2e-5.md").read_text()
+    )
 
 
 def test_its_runs_made_twice_are_of_both_results(copies, monkeypatch):
