@@ -27,8 +27,8 @@ run() {
     echo "==> tests marked gpu: $name"
     timeout -s INT -k 10 "$seconds" "$python" -m pytest "$@" -m gpu -q --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
 }
-run engines 150 parity_tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py
-run runs 240 parity_tests/test_gpu_runs.py
+run engines 150 parity_tests/tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py
+run runs 240 parity_tests/tests/test_gpu_runs.py
 
 bench() {
     echo "==> torchtrain bench $1"

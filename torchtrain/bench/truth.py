@@ -2,7 +2,7 @@
 
     error(candidate, truth) <= 2 x error(reference, truth) + one rounding of the truth's own size
 
-with root mean squares, truth in float64, and a reference that rounds as the candidate may. `parity_tests/test_bench.py`
+with root mean squares, truth in float64, and a reference that rounds as the candidate may. `test_bench.py`
 holds the two together.
 """
 

@@ -1,4 +1,4 @@
-"""`model.fused: compile` in whole runs, and where it cannot be; what is compiled: `parity_tests/test_compiled.py`."""
+"""`model.fused: compile` in whole runs, and where it cannot be; see also `parity_tests/tests/test_compiled.py`."""
 
 import functools
 import subprocess

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from parity_tests.commands import describe
 
-PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
+PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 
 
 def test_the_command_lines_are_those_of_the_page():

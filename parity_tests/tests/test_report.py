@@ -18,7 +18,7 @@ from parity_tests.report.html import ListedCase, headline, place, ratio, render
 from parity_tests.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, plot, where_over
 from parity_tests.report.schema import Case, Divergence, Environment, Measure, Profile, Report
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 TOKENS, LAYERS, FAULTY, SINCE = 1024, 12, 7, 512
 TAPS = (

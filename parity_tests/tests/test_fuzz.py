@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.fuzz.kinds import KINDS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EACH = 2  # inputs of a kind
 
 

@@ -1,6 +1,6 @@
 """`model.fused: compile` judged by the one rule, Inductor's kernels included: all families, dtypes and rotations.
 
-    python -m parity_tests.compiled [FAMILY ...]      # about a minute each, most of it a C++ compiler's
+    python -m parity_tests.tests.compiled [FAMILY ...]      # about a minute each, most of it a C++ compiler's
 
 Truth is the same model with the same weights in float64, the allowance what the plain model errs. Judged are hidden
 states and the gradient of every weight, at positions up to 131,071.

@@ -21,7 +21,7 @@ import torchtrain
 from jaxref.loss import batch_nll
 from jaxref.rounding import preset
 from parity_tests.oracle import oracle_of, preset_name
-from parity_tests.test_distributed import SETTINGS, batch_of, model_of
+from parity_tests.tests.test_distributed import SETTINGS, batch_of, model_of
 from parity_tests.tolerance import judge
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.tests import distributed_worker as worker

@@ -11,7 +11,7 @@ from benchmarks.bench_page import write
 from parity_tests.tolerance import judge
 from torchtrain.bench.truth import error_ratio
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*-cpu.json"))
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity_tests.attention_by_hand import (
+from parity_tests.check import check_attention, declare
+from parity_tests.tests.attention_by_hand import (
     ONE,
     causal,
     interleaved_heads,
@@ -20,7 +21,6 @@ from parity_tests.attention_by_hand import (
     with_gradient,
     with_mask,
 )
-from parity_tests.check import check_attention, declare
 from torchtrain.attention import attend, visible_BTT
 
 FEW = ["intra", "anchor_of_five", "padded_end_anchor", "rows"]

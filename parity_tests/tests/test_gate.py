@@ -420,7 +420,7 @@ def test_a_kept_case_depends_on_what_computes_it_and_on_nothing_else(copied, tmp
         try:
             assert taken_after()
             assert not taken_after(
-                *("parity_tests/report/html.py", "parity_tests/report/page.css", "parity_tests/test_gate.py"),
+                *("parity_tests/report/html.py", "parity_tests/report/page.css", "parity_tests/tests/test_gate.py"),
                 *(
                     "parity_tests/cli.py",
                     "parity_tests/check.py",

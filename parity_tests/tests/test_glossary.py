@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "glossary.md"
 TERMS = re.findall(r"^- \*\*(.+?)\*\*: (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 NAMES = sorted(

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity_tests.attention_by_hand import ONE, Module, by_mask, causal, right, same, with_mask
 from parity_tests.check import NotTheSame, attention, check_attention, declare
 from parity_tests.checking.cases import FEATURES, LAYOUTS
+from parity_tests.tests.attention_by_hand import ONE, Module, by_mask, causal, right, same, with_mask
 from torchtrain.attention import attend
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 

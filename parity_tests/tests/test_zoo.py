@@ -51,7 +51,7 @@ def test_every_bug_says_what_it_is_and_where_it_happened():
 
 
 def test_the_documented_kill_table_has_every_bug():
-    page = Path(__file__).parents[1].joinpath("docs", "zoo.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[2].joinpath("docs", "zoo.md").read_text(encoding="utf-8")
     assert [name for name in BUGS if f"(`{name}`)" not in page] == []
 
 

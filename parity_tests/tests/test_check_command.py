@@ -4,24 +4,24 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.attention_by_hand import ONE, by_mask
 from parity_tests.check import attention, check_attention, check_command
 from parity_tests.checking.cases import LAYOUTS
 from parity_tests.pytest_helper import attention_cases
+from parity_tests.tests.attention_by_hand import ONE, by_mask
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUICK = {"layouts": ["intra"], "dtypes": ["float32"], "heads": ["4/2"]}
 
 
 def test_the_command_says_same(capsys):
-    assert check_command("parity_tests.attention_by_hand:by_mask", **QUICK) == 0
+    assert check_command("parity_tests.tests.attention_by_hand:by_mask", **QUICK) == 0
     out = capsys.readouterr().out
     assert "SAME: by_mask: 1 case on 1 layout; out, dq, dk, dv within their allowance" in out
     assert "intra" in out
 
 
 def test_the_command_says_different(capsys):
-    assert check_command("parity_tests.attention_by_hand:interleaved_heads", library="torch", **QUICK) == 1
+    assert check_command("parity_tests.tests.attention_by_hand:interleaved_heads", library="torch", **QUICK) == 1
     assert "It looks like this: GQA heads in the wrong order" in capsys.readouterr().out
 
 
@@ -35,10 +35,10 @@ def test_the_command_takes_a_file(capsys):
     [
         ("nowhere.at_all:f", "no module named 'nowhere' here"),
         ("parity_tests.nothing:f", "no module named 'parity_tests.nothing' here"),
-        ("parity_tests.attention_by_hand:rigth", "has no 'rigth'; did you mean 'right'?"),
-        ("parity_tests.attention_by_hand:ONE", "is not callable, but a dict"),
-        ("parity_tests.attention_by_hand:Module", "is a class"),
-        ("parity_tests.attention_by_hand", "expected module:function"),
+        ("parity_tests.tests.attention_by_hand:rigth", "has no 'rigth'; did you mean 'right'?"),
+        ("parity_tests.tests.attention_by_hand:ONE", "is not callable, but a dict"),
+        ("parity_tests.tests.attention_by_hand:Module", "is a class"),
+        ("parity_tests.tests.attention_by_hand", "expected module:function"),
         ("nothing.py:f", "no such file"),
         ("FOLDER/broken.py:f", "importing it raises ZeroDivisionError: division by zero"),
         ("FOLDER/leaves.py:f", "importing it raises SystemExit: 3"),
@@ -56,7 +56,7 @@ def test_a_target_that_cannot_be_loaded_is_one_line(target, says, tmp_path, caps
 
 
 def test_bad_heads_on_the_command_line_are_one_line(capsys):
-    assert check_command("parity_tests.attention_by_hand:by_mask", heads=["4x2"]) == 2
+    assert check_command("parity_tests.tests.attention_by_hand:by_mask", heads=["4x2"]) == 2
     assert "heads: '4x2'; give query heads / key-value heads, as in 4/2" in capsys.readouterr().err
 
 

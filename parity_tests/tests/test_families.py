@@ -9,7 +9,7 @@ import torch
 from parity_tests import families
 from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, FamilyRow
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
 def rows_of_the_page() -> dict[str, FamilyRow]:

@@ -28,7 +28,7 @@ from parity_tests.study.__main__ import main
 from parity_tests.study.beside import Attended, PairSums, side_by_side
 from parity_tests.study.emulation import Emulated, check_row, emulation_record, oracle_qk, shift_verdict
 from parity_tests.study.run import run_torch_study
-from parity_tests.test_smollm2 import CACHE
+from parity_tests.tests.test_smollm2 import CACHE
 from ropestudy import smollm2
 from ropestudy.conditions import CONDITIONS
 from ropestudy.engine import Pair, Row, Stream, compare

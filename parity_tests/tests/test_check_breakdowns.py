@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity_tests.attention_by_hand import ONE, right, softmax_attention
 from parity_tests.check import NotTheSame, check_attention, declare
+from parity_tests.tests.attention_by_hand import ONE, right, softmax_attention
 from torchtrain.attention import visible_BTT
 
 

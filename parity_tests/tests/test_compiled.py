@@ -1,4 +1,4 @@
-"""`model.fused: compile`: what Inductor is handed. `python -m parity_tests.compiled` judges what it makes of that.
+"""`model.fused: compile`: what Inductor is handed. `parity_tests.tests.compiled` judges the result.
 
 A backend that runs the graph as it is computes bit for bit what the model does by itself, so every bit that differs
 would be a fault of how the layers are compiled.
@@ -14,7 +14,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from parity_tests.compiled import far_batches, model_of, train_on
+from parity_tests.tests.compiled import far_batches, model_of, train_on
 from torchtrain.modeling import compilation
 from torchtrain.modeling.head import hidden_states
 

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtrain
 from jaxref.weights import load_hf, to_arrays
-from parity_tests.layers import compare_layers
 from parity_tests.models import text_batch
 from parity_tests.oracle import oracle_of
+from parity_tests.tests.layers import compare_layers
 from torchtrain.modeling.smollm2 import smollm2_folder
 
-CACHE = Path(__file__).parents[1] / "cache"
+CACHE = Path(__file__).parents[2] / "cache"
 
 
 @pytest.fixture(scope="module")

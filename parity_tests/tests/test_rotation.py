@@ -12,9 +12,9 @@ import torchtrain
 from anchorline.errors import UserError
 from jaxref.rope import rotate
 from jaxref.rounding import preset
-from parity_tests.layers import compare_layers
 from parity_tests.models import FAMILIES, packed_batch, tiny_model
 from parity_tests.taps import capture_taps
+from parity_tests.tests.layers import compare_layers
 from parity_tests.tolerance import judge
 from torchtrain.attention.hf import implementation_name, watch_queries
 from torchtrain.modeling.rotation import check_rotation, rotate_in_float32

@@ -1,0 +1,1 @@
+"""The tests of the judge, and of what it says of the trainer against the oracle."""
