@@ -1,10 +1,10 @@
 """The zoo: real bugs as small reversible patches of the candidate, to ask a gate which of them it catches.
 
-A bug is one file in `parity_tests/zoo/bugs/`; its stem is the bug's name. It holds
+A bug is one variable of a file in `parity_tests/zoo/bugs/`; the variable's name is the bug's name:
 
-    BUG = Bug(what="...", where="...", stage="forward", apply=..., likely={"rope": "yarn"})
+    rope_theta = Bug(what="...", where="...", stage="forward", apply=..., likely={"rope": "yarn"})
 
-and nothing else has to know of it. A bug touches torchtrain, transformers or torch, never oracle or judge.
+Nothing else has to know of it. A bug touches torchtrain, transformers or torch, never oracle or judge.
 """
 
 import importlib
@@ -30,7 +30,7 @@ class Bug:
         apply: makes a context manager; inside, the candidate has the bug; after it, it is bitwise what it was.
         likely: fields of a case, with the values under which the bug shows; cases that have them are tried first.
         caught_by: the configuration that catches it where CI's cannot: a path below the repository's root.
-        name: the stem of the bug's file, filled in by `discover`.
+        name: the name of the bug's variable, filled in by `discover`.
     """
 
     what: str
@@ -48,8 +48,9 @@ def discover() -> Mapping[str, Bug]:
     from parity_tests.zoo import bugs as package
 
     found = {}
-    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
-        bug = importlib.import_module(f"{package.__name__}.{module.name}").BUG
-        assert isinstance(bug, Bug), f"{module.name}.BUG is not a Bug"
-        found[module.name] = replace(bug, name=module.name)
-    return MappingProxyType(found)
+    for module in pkgutil.iter_modules(package.__path__):
+        for name, bug in vars(importlib.import_module(f"{package.__name__}.{module.name}")).items():
+            if isinstance(bug, Bug):
+                assert name not in found, f"two bugs are named {name}"
+                found[name] = replace(bug, name=name)
+    return MappingProxyType(dict(sorted(found.items())))

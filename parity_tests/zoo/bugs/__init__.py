@@ -1,1 +1,1 @@
-"""One file a bug; see `parity_tests.zoo`."""
+"""Bugs by the stage in which each shows first; see `parity_tests.zoo`."""

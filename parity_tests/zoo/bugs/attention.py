@@ -1,0 +1,322 @@
+"""Bugs of the forward pass: masks, heads, softmax and what reaches an attention engine."""
+
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3 import modeling_qwen3
+
+from parity_tests.zoo import Bug, plain
+from parity_tests.zoo.patch import attention, documents, every_engine
+from torchtrain.attention.plan import AttentionPlan
+from torchtrain.marks import ANCHOR
+
+
+def _first_only(document_ids_BT: Tensor) -> Tensor:
+    return document_ids_BT.masked_fill(document_ids_BT == 0, 1)
+
+
+# The anchor belongs to the first document, and only that one sees it.
+anchor_for_first_document = Bug(
+    what="anchor visible to one document only",
+    where=(
+        "what intra-document masking does with a row's BOS, left on under AnchorAttention (arXiv "
+        "2411.13476 compares the two)"
+    ),
+    stage="forward",
+    apply=lambda: documents(_first_only),
+    likely={"variant": "anchor"},
+)
+
+
+def _first_row_only(document_ids_BT: Tensor) -> Tensor:
+    return torch.cat([document_ids_BT[:1], document_ids_BT[1:].masked_fill(document_ids_BT[1:] == 0, 1)])
+
+
+# Only the first row of a batch has its anchor in front of its documents.
+anchor_of_first_row = Bug(
+    what="anchor only in the first row",
+    where="seen in reviews: a batch flattened to one packed row, of which only index 0 is taken for the anchor",
+    stage="forward",
+    apply=lambda: documents(_first_row_only),
+    likely={"variant": "anchor"},
+)
+
+
+def _causal_sees_next_attend(
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, None]:
+    ids_BT = plan.document_ids_BT
+    same_BTT = (ids_BT[:, :, None] == ids_BT[:, None, :]) & (ids_BT >= 0)[:, None, :]
+    next_BTT = same_BTT.triu(1).tril(1)[:, None, None]
+    return plain.attend(
+        q_BTHD, k_BTKD, v_BTKD, plan, scale, lambda logits, mask: plain.softmax(logits, mask | next_BTT)
+    )
+
+
+# The mask is open one place above its diagonal: every token sees the one it is to predict.
+causal_sees_next = Bug(
+    what="causal mask off by one: the next token is seen",
+    where="triu(diagonal=2) for triu(diagonal=1), seen in reviews; the training loss falls to nothing",
+    stage="forward",
+    apply=lambda: every_engine(_causal_sees_next_attend),
+)
+
+
+def _causal_top_left_attend(
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, None]:
+    ids_BT = plan.document_ids_BT
+    index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    anchors_B11 = (ids_BT == ANCHOR).sum(1)[:, None, None]
+    # The query's own place among its keys, were it aligned top-left, is A before where it stands.
+    late_BTT = (ids_BT > ANCHOR)[:, :, None] & (index_T[None, None, :] > index_T[None, :, None] - anchors_B11)
+    late_BTT &= (ids_BT > ANCHOR)[:, None, :]
+
+    def probabilities(logits: Tensor, mask: Tensor) -> Tensor:
+        return plain.softmax(logits, mask & ~late_BTT[:, None, None])
+
+    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, scale, probabilities)
+
+
+# Causal masking aligned top-left where queries meet the anchor's keys and their own: each sees A keys too few.
+causal_top_left = Bug(
+    what="causal mask aligned top-left",
+    where=(
+        "flash-attention before 2.1 (issues 282, 351, 402) and torch's "
+        "scaled_dot_product_attention(is_causal=True) to this day"
+    ),
+    stage="forward",
+    apply=lambda: every_engine(_causal_top_left_attend),
+    likely={"variant": "anchor"},
+)
+
+
+def _late(document_ids_BT: Tensor) -> Tensor:
+    before_BT, here_BT = document_ids_BT[:, :-1], document_ids_BT[:, 1:]
+    late_BT = torch.where((before_BT > 0) & (here_BT > 0), before_BT, here_BT)
+    return torch.cat([document_ids_BT[:, :1], late_BT], dim=1)
+
+
+# Every boundary of cu_seqlens lies one token late: a document's first token belongs to the document before.
+cu_seqlens_off_by_one = Bug(
+    what="cu_seqlens off by one",
+    where="EvaByte issue 10 (document mask off by a token); flash-attention issue 880 asks about the leading 0",
+    stage="forward",
+    apply=lambda: documents(_late),
+    likely={"variant": ("anchor", "intra")},
+)
+
+
+def _one_document(document_ids_BT: Tensor) -> Tensor:
+    return document_ids_BT.clamp(max=1)
+
+
+# Documents of a row attend to one another: what transformers' detection of packing does under a cache, put straight
+# into the plan, since our own code path asks for no cache and passes the documents itself.
+documents_leak = Bug(
+    what="documents leak into one another",
+    where=(
+        "transformers detects packing only without cache and mask (PR 46634, profam issue 495); TRL "
+        "issue 1230, nanoVLM PR 204"
+    ),
+    stage="forward",
+    apply=lambda: documents(_one_document),
+    likely={"variant": ("anchor", "intra")},
+)
+
+
+def _alone(document_ids_BT: Tensor) -> Tensor:
+    first_BT = torch.zeros_like(document_ids_BT, dtype=torch.bool)
+    first_BT[:, 1:] = (document_ids_BT[:, 1:] != document_ids_BT[:, :-1]) & (document_ids_BT[:, 1:] > 0)
+    alone = document_ids_BT.amax() + torch.arange(1, document_ids_BT.shape[1] + 1, device=document_ids_BT.device)
+    return torch.where(first_BT, alone, document_ids_BT)
+
+
+# The first token of each document is seen by itself alone.
+first_token_dropped = Bug(
+    what="first token of each document cut off",
+    where="masks built from BOS tokens: swiss-ai Megatron-LM PR 45 has an option by which no token attends to BOS",
+    stage="forward",
+    apply=lambda: documents(_alone),
+    likely={"variant": ("anchor", "intra")},
+)
+
+
+def _gqa_heads_tiled(attend):
+    def tile(q: Tensor, k: Tensor, v: Tensor, plan, **options):
+        groups = q.shape[2] // k.shape[2]
+        k, v = (x.repeat(1, 1, groups, 1) for x in (k, v))
+        return attend(q, k, v, plan, **options)
+
+    return tile
+
+
+# Key/value heads are tiled (0 1 0 1) where each should serve a run of neighbouring query heads (0 0 1 1).
+gqa_heads_tiled = Bug(
+    what="key/value heads repeated in the wrong order",
+    where="the ONNX Attention operator's own definition used Tile (PR 7274); axlearn PR 842",
+    stage="forward",
+    apply=lambda: attention(_gqa_heads_tiled),
+)
+
+
+def _keys_and_values_swapped(attend):
+    return lambda q, k, v, plan, **options: attend(q, v, k, plan, **options)
+
+
+# Keys and values change places.
+keys_and_values_swapped = Bug(
+    what="keys and values swapped",
+    where=(
+        "fused projections split in the wrong order: ChatLearn PR 277 (qkv of grouped heads); seen in reviews of caches"
+    ),
+    stage="forward",
+    apply=lambda: attention(_keys_and_values_swapped),
+)
+
+
+def _without_last(document_ids_BT: Tensor) -> Tensor:
+    last_B1 = document_ids_BT.amax(dim=1, keepdim=True)
+    return torch.where((document_ids_BT == last_B1) & (last_B1 > 1), -1, document_ids_BT)
+
+
+# cu_seqlens without its last entry: the last document has no segment and gets no output.
+last_document_dropped = Bug(
+    what="last document dropped",
+    where=(
+        "seen in reviews: boundaries taken from document starts with the end of the row forgotten "
+        "(flash-attention issue 1661 asks what then happens)"
+    ),
+    stage="forward",
+    apply=lambda: documents(_without_last),
+    likely={"variant": ("anchor", "intra")},
+)
+
+
+def _lse_without_anchor_attend(
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, None]:
+    ids_BT = plan.document_ids_BT
+    foreign_BTT = ((ids_BT == ANCHOR)[:, None, :] & (ids_BT > ANCHOR)[:, :, None])[:, None, None]
+
+    def probabilities(logits: Tensor, mask: Tensor) -> Tensor:
+        right = logits.masked_fill(~mask, -1e30).logsumexp(-1, keepdim=True)
+        without_anchor = logits.masked_fill(~mask | foreign_BTT, -1e30).logsumexp(-1, keepdim=True)
+        return plain.softmax(logits, mask) * (right - without_anchor).exp()
+
+    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, scale, probabilities)
+
+
+# Anchor and document are attended apart and merged, with a log-sum-exp that lacks the anchor's part.
+lse_without_anchor = Bug(
+    what="log-sum-exp without the anchor",
+    where=(
+        "seen in reviews; how to merge parts by their log-sum-exp is asked in ring-flash-attention "
+        "issue 20, was wrong in NATTEN (PR 299)"
+    ),
+    stage="forward",
+    apply=lambda: every_engine(_lse_without_anchor_attend),
+    likely={"variant": "anchor"},
+)
+
+
+def _mask_added_attend(
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, None]:
+    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, scale, lambda logits, mask: (logits + mask).softmax(-1))
+
+
+# A boolean mask is added to the scores: hidden keys get 0, visible ones 1.
+mask_added = Bug(
+    what="boolean mask added to the scores",
+    where="transformers' eager attention with a 4D boolean mask (PR 41443), speculators PR 691, diffusers issue 14342",
+    stage="forward",
+    apply=lambda: every_engine(_mask_added_attend),
+)
+
+
+def _one_more(document_ids_BT: Tensor) -> Tensor:
+    return torch.where(document_ids_BT < 0, document_ids_BT.amax() + 1, document_ids_BT)
+
+
+# Padding is one more document: it attends, to the anchor too, and is not zero.
+padding_visible = Bug(
+    what="padding attends",
+    where="FlashAttention patches that ignore the padding mask: LLM-Workshop issue 1, accelerate issue 1864",
+    stage="forward",
+    apply=lambda: documents(_one_more),
+    likely={"variant": ("anchor", "intra", "full")},
+)
+
+
+def _probabilities(logits: Tensor, mask: Tensor) -> Tensor:
+    logits = logits.masked_fill(~mask, -1e30)
+    exponentials = (logits - logits.amax(-1, keepdim=True)).exp().bfloat16() * mask
+    total = exponentials.sum(-1, keepdim=True)  # in bfloat16 too
+    return (exponentials / total.clamp(min=1)).to(logits.dtype)
+
+
+def _probabilities_rounded_before_sum_attend(
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, None]:
+    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, scale, _probabilities)
+
+
+# exp(score - max) is rounded to bfloat16 before it is summed, so that the sum divides by something else.
+probabilities_rounded_before_sum = Bug(
+    what="P rounded before its sum",
+    where=(
+        "softmax in the inputs' dtype, which transformers upcasts against (dtype=torch.float32 in "
+        "every eager attention); seen in reviews of kernels"
+    ),
+    stage="forward",
+    apply=lambda: every_engine(_probabilities_rounded_before_sum_attend),
+    likely={"dtype": "float32"},
+)
+
+
+_qk_norm_after_rope_attend = modeling_qwen3.Qwen3Attention.forward
+_rotate = modeling_qwen3.apply_rotary_pos_emb
+
+
+def _qk_norm_after_rope_forward(self, *args, **kwargs):
+    norms = self.q_norm.forward, self.k_norm.forward
+
+    def rotate_then_norm(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return tuple(norm(x) for norm, x in zip(norms, _rotate(q, k, cos, sin), strict=True))
+
+    with (
+        patch.object(self.q_norm, "forward", lambda x: x),
+        patch.object(self.k_norm, "forward", lambda x: x),
+        patch.object(modeling_qwen3, "apply_rotary_pos_emb", rotate_then_norm),
+    ):
+        return _qk_norm_after_rope_attend(self, *args, **kwargs)
+
+
+# Qwen3's norms of q and k after the rotation. Without their weights the two would commute.
+qk_norm_after_rope = Bug(
+    what="q and k normed after RoPE",
+    where=(
+        "models do both: Qwen3 and Gemma 3 norm before, Hunyuan after (OLMo issue 806); nanochat "
+        "issue 743 calls the other order a bug"
+    ),
+    stage="forward",
+    apply=lambda: patch.object(modeling_qwen3.Qwen3Attention, "forward", _qk_norm_after_rope_forward),
+    likely={"model": "qwen3"},
+)
+
+
+def _softmax_scale_missing(attend):
+    return lambda q, k, v, plan, **options: attend(q, k, v, plan, **options | {"scale": 1.0})
+
+
+# Scores are not divided by the root of the head's size.
+softmax_scale_missing = Bug(
+    what="softmax scale missing",
+    where=(
+        "scale arguments that were dropped on their way: tt-metal issue 33304, SKaiNET issue 860, Megatron-LM PR 3698"
+    ),
+    stage="forward",
+    apply=lambda: attention(_softmax_scale_missing),
+)

@@ -1,0 +1,178 @@
+"""Bugs of the forward pass: weights, norms, the MLP and the residual."""
+
+import re
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity_tests.zoo import Bug
+from parity_tests.zoo.patch import in_every_family, loaded_weights
+
+# Linear layers without their bias; of the families here, Qwen2's q, k and v have one.
+attention_bias_dropped = Bug(
+    what="attention bias dropped",
+    where="Qwen2 through loaders made for Llama: ANEForge PR 253, OminiX-MLX PR 7, Fast-LLM PR 398, candle-vllm PR 167",
+    stage="forward",
+    apply=lambda: patch.object(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
+    likely={"model": "qwen2"},
+)
+
+
+_embed = nn.Embedding.forward
+
+# Embeddings times the root of the width.
+embedding_scaled = Bug(
+    what="embedding scaled by sqrt(width)",
+    where="Gemma scales, Llama does not: code shared between the two (seen in reviews of ports)",
+    stage="forward",
+    apply=lambda: patch.object(nn.Embedding, "forward", lambda self, ids: _embed(self, ids) * self.embedding_dim**0.5),
+)
+
+
+def _gate_and_up_swapped_forward(self, x):
+    return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
+
+
+# The activation stands on the wrong half of a fused projection.
+gate_and_up_swapped = Bug(
+    what="gate and up swapped",
+    where="mlx-lm PR 767: silu(x) * gate for silu(gate) * x; OpenVINO PR 32683",
+    stage="forward",
+    apply=lambda: in_every_family("MLP", "forward", lambda _: _gate_and_up_swapped_forward),
+)
+
+
+def _gelu_for_silu_forward(self, x):
+    return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+
+# GELU in the MLP's gate.
+gelu_for_silu = Bug(
+    what="GELU for SiLU",
+    where=(
+        "activations taken from the wrong field of a config: Megatron-Bridge PR 4661 (Gemma), TensorRT-LLM issue 10446"
+    ),
+    stage="forward",
+    apply=lambda: in_every_family("MLP", "forward", lambda _: _gelu_for_silu_forward),
+)
+
+
+def _roll(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    layers = 1 + max((int(i) for i in re.findall(r"layers\.(\d+)\.", " ".join(state_dict))), default=0)
+
+    def name_next(name: str) -> str:
+        return re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{(int(match[1]) + 1) % layers}.", name)
+
+    return {name: state_dict[name_next(name)] for name in state_dict}
+
+
+# Each layer gets the weights of the next, the last those of the first.
+layers_off_by_one = Bug(
+    what="layers' weights off by one",
+    where="checkpoints numbered from 1 and pipeline stages with an offset, seen in reviews of converters",
+    stage="forward",
+    apply=lambda: loaded_weights(_roll),
+)
+
+
+def _residual_in_half(original):
+    def forward(self, hidden_states, *args, **kwargs):
+        return original(self, hidden_states, *args, **kwargs).bfloat16().to(hidden_states.dtype)
+
+    return forward
+
+
+# The residual stream is kept in bfloat16 between layers of a float32 model.
+residual_in_half = Bug(
+    what="residual stream in bf16",
+    where="autocast around a float32 model, and offloaded activations in half precision (seen in reviews)",
+    stage="forward",
+    apply=lambda: in_every_family("DecoderLayer", "forward", _residual_in_half),
+    likely={"dtype": "float32"},
+)
+
+
+def _rmsnorm_epsilon_default_forward(self, x: Tensor) -> Tensor:
+    epsilon = 1e-5 if self.variance_epsilon == 1e-6 else 1e-6
+    wide = x.float()
+    return self.weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
+
+
+# Epsilon 1e-5, the layer's default, where the config says 1e-6 (and the other way round).
+rmsnorm_epsilon_default = Bug(
+    what="RMSNorm's epsilon 1e-5 for 1e-6",
+    where="MinivLLM PR 82: Qwen3's 1e-6 never reached the layer",
+    stage="forward",
+    apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_default_forward),
+    likely={"dtype": "float32"},
+)
+
+
+def _rmsnorm_epsilon_outside_forward(self, x: Tensor) -> Tensor:
+    wide = x.float()
+    normed = wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+    return self.weight * normed.to(x.dtype)
+
+
+# x / (rms(x) + eps) for x / sqrt(mean(x^2) + eps).
+rmsnorm_epsilon_outside = Bug(
+    what="RMSNorm's epsilon outside the root",
+    where=(
+        "the RMSNorm paper's own code adds eps to the root (arXiv 1910.07467), Llama's does not; "
+        "ports mix them (seen in reviews)"
+    ),
+    stage="forward",
+    apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_epsilon_outside_forward),
+    likely={"dtype": "float32"},
+)
+
+
+def _rmsnorm_in_half_forward(self, x: Tensor) -> Tensor:
+    half = x.bfloat16()
+    variance = half.pow(2).mean(-1, keepdim=True)
+    return self.weight * (half * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
+
+
+# Squares and their mean in bfloat16.
+rmsnorm_in_half = Bug(
+    what="RMSNorm computed in bf16",
+    where="lightning-thunder issue 1713 (the upcast was missing), torch issue 189581",
+    stage="forward",
+    apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_in_half_forward),
+    likely={"dtype": "float32"},
+)
+
+
+def _rmsnorm_weight_before_cast_forward(self, x: Tensor) -> Tensor:
+    wide = (self.weight * x).float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+
+
+# The weight is multiplied in before the cast to float32, and so enters the mean square.
+rmsnorm_weight_before_cast = Bug(
+    what="RMSNorm's weight multiplied before the cast",
+    where=(
+        "where the weight stands relative to the casts is argued in transformers issue 30236 and "
+        "TransformerEngine issue 1132"
+    ),
+    stage="forward",
+    apply=lambda: in_every_family("RMSNorm", "forward", lambda _: _rmsnorm_weight_before_cast_forward),
+)
+
+
+_NAME = "model.layers.1.self_attn.o_proj.weight"
+
+
+def _transpose(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    return state_dict | ({_NAME: state_dict[_NAME].T.contiguous()} if _NAME in state_dict else {})
+
+
+# A square weight is loaded transposed: no shape complains.
+weight_transposed = Bug(
+    what="a layer's weight loaded transposed",
+    where="GPT-2's Conv1D weights in nn.Linear, JAX kernels [in, out] in torch; tinygrad PR 18103 (gpt-oss)",
+    stage="forward",
+    apply=lambda: loaded_weights(_transpose),
+)
