@@ -28,6 +28,13 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use: all of the machine's where the system does not limit them."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def version(package: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:

@@ -185,7 +185,8 @@ class _StateFile:
     def __enter__(self) -> Self:
         self._handle = os.open(self._path, os.O_RDONLY)
         try:
-            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is wanted ahead
+            if hasattr(os, "posix_fadvise"):  # macOS has none
+                os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is wanted ahead
             length = int.from_bytes(self._read(0, bytearray(8)), "little")
             if not length <= os.fstat(self._handle).st_size - 8:
                 raise ValueError("its header is cut off")

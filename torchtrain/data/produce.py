@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from anchorline.environment import usable_cores
 from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 from anchorline.files import PARTIAL, commit, read_json, replace_file
 from torchtrain.config import Preparation
@@ -224,7 +225,7 @@ def _executor(
 
     logger.remove()  # what is said on this side, we say
     settings = preparation.prepare
-    workers = min(settings.workers or len(os.sched_getaffinity(0)), len(tasks))
+    workers = min(settings.workers or usable_cores(), len(tasks))
     pipeline = [
         blocks.ReadRecords(preparation.data.sources, tasks),
         blocks.WriteShard(

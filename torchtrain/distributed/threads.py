@@ -2,10 +2,9 @@
 run on one core.
 """
 
-import os
-
 import torch
 
+from anchorline.environment import usable_cores
 from torchtrain.config import DistributedConfig
 from torchtrain.distributed.world import here_beside
 
@@ -22,7 +21,7 @@ def share_cores(distributed: DistributedConfig, device: torch.device) -> str | N
     """
     if distributed.offload == "none" or device.type != "cuda":
         return None
-    cores, processes = len(os.sched_getaffinity(0)), here_beside()
+    cores, processes = usable_cores(), here_beside()
     before, threads = torch.get_num_threads(), max(1, cores // processes)
     if threads == before:
         return None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from anchorline import settings
+from anchorline.environment import usable_cores
 from anchorline.errors import UserError, one_line, quoted
 from anchorline.files import PARTIAL, replace_file
 from torchtrain.checkpoint.folder import step_of
@@ -119,7 +120,7 @@ def run_experiment(
         if records is not None:
             take_over(experiment, folder, records, read_rows(folder.rows).digest)
         _check_measured(experiment, folder)
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         threads = None if launch else max(1, cores // workers)
         processes, failed = _Processes(), dict[PairedRun, str]()
         work = _Work(folder, experiment.stages[-1], threads, launch, processes)
@@ -227,7 +228,7 @@ def _check_measured(experiment: TrainingExperiment, folder: Folder) -> None:
 @contextmanager
 def _hangups_end() -> Iterator[None]:
     """Take a terminal that is closed as SIGTERM: the runs are no processes of the terminal's group."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGHUP"):
         yield
         return
     before = signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))

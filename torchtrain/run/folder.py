@@ -114,12 +114,7 @@ class RunFolder:
     def _check_writable(self) -> None:
         """Make something where ours will stand: permissions alone do not tell (root, read-only disks, /proc)."""
         nearest = next(place for place in (self.path, *self.path.absolute().parents) if os.path.lexists(place))
-        try:
-            os.close(os.open(nearest, os.O_TMPFILE | os.O_WRONLY))  # nothing that an interruption would leave
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-            os.rmdir(tempfile.mkdtemp(dir=nearest))
+        os.rmdir(tempfile.mkdtemp(dir=nearest))
 
     def _check_content(self, replace: bool, ours: bool = False) -> None:
         """Check what the folder holds; `ours`: this process holds the run."""

@@ -1,6 +1,5 @@
 """One process at a time writes a run's folder. The system drops the lock when its holder ends, however it ends."""
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +8,11 @@ from pathlib import Path
 
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import open_file
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 _ATTEMPTS, _SECONDS_BETWEEN = 5, 0.2
 
@@ -52,7 +56,7 @@ def claim(path: Path) -> Iterator[int]:
         UserError: another process holds it, or its disk has no locks.
         OSError: it cannot be made.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags, 0o666)
     try:
         take(path, handle)
@@ -74,7 +78,7 @@ def take(path: Path, handle: int) -> None:
         UserError: another process holds it or has removed it; or its disk has no locks.
     """
     for attempt in range(_ATTEMPTS):
-        if _try(path, handle, fcntl.LOCK_EX):
+        if _try(path, handle):
             if _same(path, handle):
                 return
             break
@@ -97,7 +101,7 @@ def is_held(record: Path) -> bool:
         UserError: its disk has no locks.
     """
     with open_file(record) as file:
-        return not _try(record, file.fileno(), fcntl.LOCK_SH)
+        return not _try(record, file.fileno(), shared=True)
 
 
 def at_work(record: Path) -> str:
@@ -105,9 +109,11 @@ def at_work(record: Path) -> str:
     return f"run.folder {record.parent}: another process is at work in it; stop that, or choose another folder"
 
 
-def _try(record: Path, handle: int, kind: int) -> bool:
+def _try(record: Path, handle: int, shared: bool = False) -> bool:
+    if fcntl is None:
+        raise UserError(f"run.folder {record.parent}: this system has no file locks; on Windows, use WSL")
     try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
