@@ -17,7 +17,7 @@ from jax import lax
 from jax.lax import Precision
 
 from jaxref.mask import visible
-from jaxref.rounding import Rounding
+from jaxref.rounding import ACCUMULATED, Rounding, cut_to
 
 
 def attention(
@@ -111,7 +111,7 @@ def masked_logits(
     """Return scaled logits [B, K, G, Q, T] in the carrier, -inf where the bool `mask`, broadcastable to them, is
     false.
     """
-    qk_BKGQT = rounding.round("qk", _einsum("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD))
+    qk_BKGQT = rounding.round("qk", _accumulate("bqkgd,btkgd->bkgqt", q_BQKGD, k_BTKGD, (4, 4), rounding))
     return jnp.where(mask, rounding.round("scaled", qk_BKGQT * scale), -jnp.inf)
 
 
@@ -133,7 +133,7 @@ def _eager(
     """Compute softmax, then P V; the backward pass is JAX's own."""
     weights, total, lse_BKGQ = softmax_parts(masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale), mask)
     probs = rounding.round("probs", weights / total[..., None])
-    pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", probs, v_BTKGD))
+    pv_BKGQD = rounding.round("pv", _accumulate("bkgqt,btkgd->bkgqd", probs, v_BTKGD, (4, 1), rounding))
     return rounding.round("attn_out", pv_BKGQD), lse_BKGQ
 
 
@@ -145,7 +145,8 @@ def _flash(
     at the end.
     """
     weights, total, lse_BKGQ = softmax_parts(masked_logits(q_BQKGD, k_BTKGD, mask, rounding, scale), mask)
-    pv_BKGQD = rounding.round("pv", _einsum("bkgqt,btkgd->bkgqd", rounding.round("probs", weights), v_BTKGD))
+    weights = rounding.round("probs", weights)
+    pv_BKGQD = rounding.round("pv", _accumulate("bkgqt,btkgd->bkgqd", weights, v_BTKGD, (4, 1), rounding))
     return rounding.round("attn_out", pv_BKGQD / total[..., None]), lse_BKGQ
 
 
@@ -176,6 +177,26 @@ def _flash_backward(rounding: Rounding, scale: float, saved: Any, cotangents: An
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _accumulate(equation: str, x: jax.Array, y: jax.Array, axes: tuple[int, int], rounding: Rounding) -> jax.Array:
+    """Return the product; where `rounding` has an accumulator, its running sum over the axes is cut step by step."""
+    if rounding.accumulator is None:
+        return _einsum(equation, x, y)
+    bits, steps = rounding.accumulator, -(-x.shape[axes[0]] // ACCUMULATED)
+
+    def split(array: jax.Array, axis: int) -> jax.Array:
+        front = jnp.moveaxis(array, axis, 0)
+        front = jnp.pad(front, [(0, steps * ACCUMULATED - len(front)), *[(0, 0)] * (front.ndim - 1)])
+        return jnp.moveaxis(front.reshape(steps, ACCUMULATED, *front.shape[1:]), 1, axis + 1)
+
+    x_steps, y_steps = split(x, axes[0]), split(y, axes[1])
+    nothing = jnp.zeros(jax.eval_shape(partial(_einsum, equation), x_steps[0], y_steps[0]).shape, x.dtype)
+
+    def step(total: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return cut_to(total + _einsum(equation, *terms), bits), None
+
+    return lax.scan(step, nothing, (x_steps, y_steps))[0]
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -1,9 +1,10 @@
-"""The verbs of the command `jaxref` that need the oracle alone: print or draw what it holds, convert models. How it
-ends is `anchorline.command`'s.
+"""The command `jaxref`: print or draw what the oracle holds, convert models; and the verbs that other packages add.
 
-The command itself is `ropestudy.cli`, which adds study and ring to these.
+How a verb ends is `anchorline.command`'s.
 """
 
+import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from anchorline.command import finite, make_app
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json
 
+PLUGINS = ("ropestudy.cli",)  # modules above this package that add verbs to `app` when they are imported
 app = make_app("jaxref", "Anchorline's oracle: the right number, and which rounding moves it.")
 
 MOST_TOKENS = 64  # of a drawing: a line of it fits a wide terminal
@@ -206,6 +208,19 @@ def convert(
     print(run(source, target))
 
 
+def load_app() -> typer.Typer:
+    """Return the command with the verbs of the plug-ins that are installed."""
+    for plugin in PLUGINS:
+        if importlib.util.find_spec(plugin.split(".")[0]) is not None:
+            importlib.import_module(plugin)
+    return app
+
+
+def main() -> None:
+    """Entry point of the command `jaxref`."""
+    load_app()()
+
+
 def whole_numbers(option: str, given: str) -> list[int]:
     """Return the numbers that an option gives between commas.
 
@@ -247,3 +262,9 @@ def _read_config(path: Path) -> dict:
     if not ("head_dim" in config or "hidden_size" in config):
         raise UserError(f"config: {quoted(path)} is not the config.json of a model: it has no hidden_size")
     return config
+
+
+if __name__ == "__main__":
+    from jaxref.cli import main as run_main  # the plug-ins add their verbs to this module under its own name
+
+    run_main()

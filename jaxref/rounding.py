@@ -34,7 +34,8 @@ Formats are those of `FORMATS` and any `eXmY`, X exponent and Y mantissa bits, a
 ties to even, overflow to infinity, subnormals kept. Two names mean what hardware has under them: `e4m3` is OCP's, whose
 largest number is 448 and which has no infinity (overflow is NaN), and the `_sat` formats give their largest number in
 place of overflow, as the conversion instructions of GPUs do. `tf32` is rounded to nearest too, which tensor cores that
-cut the last bits off do not. Matrix products accumulate in the carrier, whose sum order is XLA's. In a float32 carrier
+cut the last bits off do not. Matrix products accumulate in the carrier, whose sum order is XLA's, unless `accumulator`
+gives the sums of attention fewer bits. In a float32 carrier
 `fp32` adds nothing, and compiled code may contract a product and a sum into one FMA; in a float64 carrier it is IEEE
 float32 exactly, for + - x / and square roots.
 
@@ -98,6 +99,7 @@ FORMATS = {
 _ANY = re.compile(r"e([1-9]\d?)m([1-9]\d?)", re.ASCII)  # one spelling each: e4m03 is not another e4m3
 MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 11, 52  # float64's, the widest carrier
 CARRIERS = ("float64", "float32")
+ACCUMULATED = 32  # terms that one instruction of Hopper's tensor cores adds, of fp8 operands
 
 Format = str | None  # a name of `FORMATS` or `eXmY`; None is not rounded
 
@@ -122,6 +124,8 @@ class Rounding:
     normalise: `before_pv` divides by the softmax sum and then multiplies by V, as eager code does. `after_pv`
         multiplies V by exp(logit - max), rounded at `probs`, and divides the result, as FlashAttention-2 does (arXiv
         2307.08691, section 3.1); the backward pass is FlashAttention-2's too.
+    accumulator: significant bits of the running sums of QK^T and P V in attention's forward pass, which are cut
+        towards zero after every `ACCUMULATED` terms, as tensor cores do with fp8 operands; None: the carrier's.
 
     Raises UserError for a carrier, format or order that does not exist.
     """
@@ -148,11 +152,15 @@ class Rounding:
     residual: Format = None
     logits: Format = None
     normalise: Literal["before_pv", "after_pv"] = "before_pv"
+    accumulator: int | None = None
 
     def __post_init__(self) -> None:
         known = {"carrier": CARRIERS, "normalise": ("before_pv", "after_pv")}
         for name, value in vars(self).items():
-            if name in known:
+            if name == "accumulator":
+                if value is not None and not 2 <= value <= 24:
+                    raise UserError(f"accumulator: {value} significant bits; give 2 to 24, or None")
+            elif name in known:
                 if value not in known[name]:
                     raise UserError(f"{name}: {value!r} is unknown; choose from {', '.join(known[name])}")
             elif value is not None and not (isinstance(value, str) and find_format(value)):
@@ -188,13 +196,21 @@ class Rounding:
         return replace(self, **dict.fromkeys(sites))
 
 
-SITES = tuple(field.name for field in fields(Rounding) if field.name not in ("carrier", "normalise"))
+NO_SITES = ("carrier", "normalise", "accumulator")
+SITES = tuple(field.name for field in fields(Rounding) if field.name not in NO_SITES)
 
 
 def _check_names(names: Any) -> None:
     for name in names:
-        if name not in (*SITES, "carrier", "normalise"):
+        if name not in (*SITES, *NO_SITES):
             raise UserError(f"{name}: no such site; the sites are {', '.join(SITES)}")
+
+
+def cut_to(x: jax.Array, bits: int) -> jax.Array:
+    """Return float32 or float64 `x` cut towards zero to so many significant bits; dtype unchanged, no gradient."""
+    integer = {4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
+    dropped = jnp.finfo(x.dtype).nmant + 1 - bits
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, integer) >> dropped << dropped, x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -33,11 +33,11 @@ Exit codes, of all three:
 
 def load_apps() -> dict[str, typer.Typer]:
     """Return the three commands by name."""
+    import jaxref.cli
     import parity_tests.cli
-    import ropestudy.cli
     import torchtrain.cli
 
-    return {"torchtrain": torchtrain.cli.app, "jaxref": ropestudy.cli.app, "parity": parity_tests.cli.app}
+    return {"torchtrain": torchtrain.cli.app, "jaxref": jaxref.cli.load_app(), "parity": parity_tests.cli.app}
 
 
 def describe() -> str:

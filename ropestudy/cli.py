@@ -1,4 +1,4 @@
-"""The command `jaxref`: the oracle's own (`jaxref.cli`), the study, and what a ring of processes does to a model."""
+"""Verbs that this package adds to the command `jaxref`: the study, and what a ring of processes does to a model."""
 
 import shlex
 import sys
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from anchorline.command import INTERRUPTED, Leave
-from jaxref.cli import MOST_POSITION, app, whole_numbers
+from jaxref.cli import MOST_POSITION, app, main, whole_numbers
 
 
 @app.command()
@@ -49,11 +49,11 @@ def study(
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
                 bar.update(task, completed=done, total=total)
 
-            found = run_study(resolved, out, advance, command)
+            results = run_study(resolved, out, advance, command)
     except KeyboardInterrupt:
         raise Leave("interrupted; finished cells are kept, and the same command goes on", INTERRUPTED) from None
-    print(f"{len(found.records)} records in {out / RESULTS}")
-    print(f"report: {write_report(found, out)}")
+    print(f"{len(results.records)} records in {out / RESULTS}")
+    print(f"report: {write_report(results, out)}")
 
 
 @app.command()
@@ -100,11 +100,6 @@ def ring(
         numbers = (f"{line.largest:.4g}", f"{line.mean:.4g}", f"{line.argmax_differs:.2%}", f"{line.error:.4g}")
         table.add_row(str(line.ranks), *numbers)
     Console().print(table)
-
-
-def main() -> None:
-    """Entry point of the command `jaxref`."""
-    app()
 
 
 if __name__ == "__main__":

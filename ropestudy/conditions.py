@@ -76,6 +76,16 @@ def _name_conditions() -> dict[str, Condition]:
             f"FlashAttention-3 in fp8: q, k, v in e4m3 with a scale per head, q and k rounded {where}",
             "flash_bf16",
         )
+    # Tensor cores add fp8 products with fewer bits than float32's 24: 14 on Hopper (arXiv 2412.19437, section 3.5.2).
+    for bits in (14, 22):
+        fp8_sums = found["fa3_fp8"]
+        found[f"fa3_fp8_acc{bits}"] = Condition(
+            f"fa3_fp8_acc{bits}",
+            fp8_sums.rounding.replace(accumulator=bits),
+            fp8_sums.method,
+            f"{fp8_sums.about}; running sums of QK^T and P V cut to {bits} significant bits every 32 terms",
+            "fa3_fp8",
+        )
     return found
 
 

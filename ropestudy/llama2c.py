@@ -21,7 +21,6 @@ from anchorline.command import Command
 from anchorline.errors import UserError, quoted
 from anchorline.files import read_file, write_file
 from jaxref.folders import write_folder
-from ropestudy.smollm2 import half_split
 
 SUFFIXES = (".data", ".bin")
 THETA, EPS, BOS = 10000.0, 1e-5, 1
@@ -74,6 +73,11 @@ def convert(
         for name, content in (("config.json", whole), ("tokenizer_config.json", about)):
             write_file(made / name, (json.dumps(content, indent=2) + "\n").encode())
     print(f"{folder}: {sum(array.size for array in arrays.values()):,} parameters")
+
+
+def half_split(array: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of each head as Hugging Face rotates them, half a head apart; in the file neighbours rotate."""
+    return array.reshape(heads, -1, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
 
 
 def _config(header: tuple[int, ...]) -> dict[str, Any]:

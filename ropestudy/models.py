@@ -5,6 +5,8 @@ models.
 """
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,10 @@ from tokenizers import Tokenizer
 
 from anchorline import hub
 from anchorline.errors import UserError, quoted, quoted_reason
-from anchorline.files import expand, read_json
+from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
 from jaxref.weights import cast, from_arrays, load_hf, parameter_shapes, to_arrays
-from ropestudy import llama2c, smollm2
 from ropestudy.spec import ModelConfig
 
 # Matrices are [outputs, inputs]: fan_in is the last axis. The embedding's is its width, as torch computes it.
@@ -58,18 +59,11 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
 
     Raises UserError, one line: no such model, an architecture that the oracle does not know, no tokenizer.json.
     """
-    if model.source == "smollm2":
-        folder = smollm2.converted_folder(model.cache)
-        if folder is None:
-            config_json, arrays, tokenizer = smollm2.read_gguf()
-            config = DecoderConfig.from_hf(config_json)
-            return _pretrained(model, config_json, from_arrays(config, arrays), tokenizer, config_json["bos_token_id"])
-    elif (file := expand(model.source)).suffix in llama2c.SUFFIXES and file.is_file():
-        config_json, arrays, tokenizer = llama2c.read_llama2c(file)
-        config = DecoderConfig.from_hf(config_json)
-        return _pretrained(model, config_json, from_arrays(config, arrays), tokenizer, config_json["bos_token_id"])
-    else:
-        folder = _folder(model.source)
+    folder = (
+        smollm2_folder(model.cache)
+        if model.source == "smollm2"
+        else hub.find_model(model.source, "model.source", ("*.json", *hub.WEIGHTS))
+    )
     try:
         config_json = read_json(folder / "config.json", "model.source")
         _, decoder = load_hf(folder)
@@ -99,8 +93,18 @@ def _pretrained(
     return Pretrained(config_json, decoder.config, kept, tokenizer, bos, digest.hexdigest())
 
 
-def _folder(source: str) -> Path:
-    return hub.find_model(source, "model.source", ("*.json", *hub.WEIGHTS))
+def smollm2_folder(cache: str) -> Path:
+    """Return the folder of SmolLM2-135M that the trainer converts once. The trainer is run as a process of its own,
+    because nothing of it may be imported here.
+
+    Raises UserError: the trainer, or a package that it converts with, is not installed.
+    """
+    run = subprocess.run(
+        [sys.executable, "-m", "torchtrain.modeling.smollm2", cache], capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        raise UserError((run.stderr.strip().splitlines() or ["model.source: 'smollm2' cannot be converted"])[-1])
+    return Path(run.stdout.splitlines()[-1])
 
 
 def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int | None:

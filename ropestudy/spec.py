@@ -40,8 +40,7 @@ class ModelConfig(_Strict):
 
     source: str = Field(
         default="smollm2",
-        description="smollm2, a folder with config.json and safetensors, a checkpoint of llama2.c (.data, .bin), or a "
-        "hub id",
+        description="smollm2, a folder with config.json and safetensors, or a hub id",
     )
     weights: Literal["bfloat16", "float16", "float32", "stored"] = Field(
         default="bfloat16",

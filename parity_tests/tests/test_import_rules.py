@@ -73,7 +73,7 @@ def test_the_trainer_imports_without_datasets():
     [
         ("torchtrain.cli", "torchtrain", ["train", "configs/demo.yaml"], "torch", "torch"),
         ("torchtrain.cli", "torchtrain", ["plan", "configs/demo.yaml"], "transformers", "torch"),
-        ("ropestudy.cli", "jaxref", ["mask"], "numpy", "jax"),
+        ("jaxref.cli", "jaxref", ["mask"], "numpy", "jax"),
         ("parity_tests.cli", "parity", ["run", "configs/parity/ci.yaml"], "jax", "jax,torch"),
         ("parity_tests.cli", "parity", ["zoo"], "torch", "jax,torch"),
     ],

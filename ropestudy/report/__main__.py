@@ -1,104 +1,63 @@
-"""Render a finished study again from its results.json: `python -m ropestudy.report runs/study`; or from the compact
-file of one.
+"""`python -m ropestudy.report STUDY...`: make a study's tables, figures and page again, keep it in a compact file, or
+fill a page that is written by hand with the numbers of kept studies.
 """
 
-from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from anchorline.command import Command
-from anchorline.errors import UserError
+from anchorline.files import replace_file
 from ropestudy.report import write_report
 from ropestudy.report.compact import read_study, write_compact
-from ropestudy.report.docs import refresh
+from ropestudy.report.numbers import Numbers, fill_page, make_numbers
 from ropestudy.schema import Results
+
+KEPT = {
+    "": "precision.json.xz",
+    "second.": "precision-second.json.xz",
+    "fp8.": "precision-fp8.json.xz",
+}  # prefix of the keys, and the kept study they are made from
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command("study", cls=Command)
-def render(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            help="folder of a study; its results.json is read, the page is written there. Or a file that --compact "
-            "wrote: then --document alone is made"
-        ),
-    ],
-    beside: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="folder of a study of the same model on the same text (parity_tests.study): shown in the same page"
-        ),
-    ] = None,
-    second: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="folder of a study of another model, whose tables follow in the document; several are merged"
-        ),
-    ] = None,
-    document: Annotated[
-        Path | None,
-        typer.Option(help="a Markdown file, such as docs/precision.md, whose numbers and figures are made anew"),
-    ] = None,
-    compact: Annotated[
-        Path | None,
-        typer.Option(help="write what was measured here, in a few hundred kilobytes: every text's own numbers"),
-    ] = None,
+@app.command("report", cls=Command)
+def report(
+    study: Annotated[Path | None, typer.Argument(help="folder of a study, or the compact file of one")] = None,
+    out: Annotated[Path | None, typer.Option(help="where the report is written; else the study's folder")] = None,
+    compact: Annotated[Path | None, typer.Option(help="write the study here in a few hundred kilobytes")] = None,
+    page: Annotated[Path | None, typer.Option(help="a Markdown file to fill with the kept studies' numbers")] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="print the key and the text of every number")] = False,
 ) -> None:
-    """Render a finished study again; nothing is computed."""
-    results = read_study(folder)
-    for other in beside or []:
-        results = merge_results(results, read_study(other))
-    if compact is not None:
-        write_compact(results, compact)
-    if document is not None:
-        others = [read_study(other) for other in second or []]
-        refresh(results, document, reduce(merge_results, others) if others else None)
-    if folder.is_dir():
-        print(write_report(results, folder))
+    """Make a study's report again; nothing is computed."""
+    if study is not None:
+        results = read_study(study)
+        if compact is not None:
+            write_compact(results, compact)
+        folder = out or (study if study.is_dir() else None)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            print(write_report(results, folder))
+    if keys or page is not None:
+        numbers = kept_numbers()
+        if keys:
+            for key, text in numbers.items():
+                print(f"{key}: {text}")
+        if page is not None:
+            replace_file(page, fill_page(page.read_text(encoding="utf-8"), numbers).encode())
 
 
-def merge_results(results: Results, other: Results) -> Results:
-    """Return the first study with the records of the second.
-
-    Raises UserError: they are not of the same weights in the same dtype, or do not read the same text: its first
-    documents, BOS and seed.
-    """
-    count = min(len(results.text.documents), len(other.text.documents))
-    for what, mine, theirs in (
-        ("model", results.model.sha256, other.model.sha256),
-        ("model.weights", results.model.weights, other.model.weights),
-        ("seed", _said(results, "seed"), _said(other, "seed")),
-        ("text.bos", _said(results, "text", "bos"), _said(other, "text", "bos")),
-        ("BOS", results.text.bos, other.text.bos),
-        ("text", results.text.documents[:count], other.text.documents[:count]),
-    ):
-        if mine != theirs:
-            raise UserError(f"--beside: {other.title!r} is of another {what}; give a study of the same")
-    sections = {name: value for name, value in other.config.items() if value is not None}
-    return results.model_copy(
-        update={
-            "records": [*results.records, *other.records],
-            "config": sections | {name: value for name, value in results.config.items() if value is not None},
-            "command": "\n".join(dict.fromkeys([*results.command.split("\n"), other.command])),
-            "seconds": results.seconds + other.seconds,
-            "cells": other.cells | {name: n for name, n in results.cells.items() if n[0] or name not in other.cells},
-            "model": results.model.model_copy(
-                update={"initialisations": results.model.initialisations | other.model.initialisations}
-            ),
-        }
-    )
+def kept_numbers() -> Numbers:
+    """Return the numbers of all kept studies in benchmarks/results."""
+    return {key: text for prefix in KEPT for key, text in make_numbers(read_kept(prefix), prefix).items()}
 
 
-def _said(results: Results, *keys: str) -> Any:
-    """What its configuration says of a field; None if nothing."""
-    found: Any = results.config
-    for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+def read_kept(prefix: str) -> Results:
+    """Read the kept study of a prefix."""
+    return read_study(RESULTS / KEPT[prefix])
 
 
 if __name__ == "__main__":

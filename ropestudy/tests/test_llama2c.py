@@ -12,8 +12,6 @@ from anchorline.errors import UserError
 from jaxref.decoder_config import DecoderConfig
 from jaxref.weights import from_arrays, load_hf, to_arrays
 from ropestudy.llama2c import PIECES_FROM, convert, read_llama2c
-from ropestudy.models import load_pretrained
-from ropestudy.spec import ModelConfig
 
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, POSITIONS = 8, 12, 2, 2, 1, 16
 HEAD = WIDTH // HEADS
@@ -74,12 +72,6 @@ def test_every_parameter_is_read_to_its_name(tmp_path: Path, tied: bool):
     assert tokenizer.encode("ab", add_special_tokens=False).tokens == [" ab"]
     assert tokenizer.encode("b\n", add_special_tokens=False).tokens == [" ", "b", "<0x0A>"]
     assert tokenizer.decode(tokenizer.encode("ab ☃").ids) == " ab ☃"
-
-
-def test_a_study_takes_such_a_file(tmp_path: Path):
-    (tmp_path / "m.bin").write_bytes(written()[0])
-    found = load_pretrained(ModelConfig(source=str(tmp_path / "m.bin")))
-    assert (found.bos, found.config.rope.theta) == (1, 10000)
 
 
 @pytest.mark.parametrize("cut", [0, 20, 28, 1000, -1])

@@ -9,7 +9,7 @@ import pytest
 
 from jaxref.attention import attention
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
-from jaxref.rounding import SITES, Rounding, preset
+from jaxref.rounding import NO_SITES, SITES, Rounding, preset
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of
 from jaxref.weights import to_arrays
@@ -143,7 +143,7 @@ def test_column_logits_are_the_means_of_a_column():
 
 def test_every_site_is_switched_on_and_off_alone():
     """A site that someone adds to `Rounding` is in the factorial without a word."""
-    sites = {field.name for field in fields(Rounding)} - {"carrier", "normalise"}
+    sites = {field.name for field in fields(Rounding)} - set(NO_SITES)
     assert {one.site for one in on_alone("bf16")} == sites
     for one in on_alone("bf16"):
         changed = {site for site in SITES if getattr(one.rounding, site) is not None}

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -131,3 +132,10 @@ def _take_the_first(target: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not target.is_dir():
             raise
+
+
+if __name__ == "__main__":  # `jaxref study` runs this to have the folder: it may not import the trainer
+    try:
+        print(smollm2_folder(sys.argv[1]))
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,170 @@
+"""The study's figures, by matplotlib alone: each function draws one from a study's records, or returns None."""
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from anchorline.files import replace_file
+from ropestudy.report.effects import mean_of, typical_of
+from ropestudy.schema import ByLength, Outcome, PerToken, Record, Results, ShiftPairs
+
+MODES = ("local", "propagated")
+FORMATS = {2: "e5m2", 3: "e4m3", 7: "bf16", 10: "fp16, TF32"}
+SMALLEST = 1e-30  # exact zeros cannot stand on a logarithmic axis
+PANEL = (4.8, 3.4)  # inches
+
+
+def write_figures(results: Results, folder: Path) -> list[Path]:
+    """Write `shift.png`, `samples.png`, `tokens.png`, `length.png` and `dose.png`, where the study has records for it;
+    return their paths.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for name, draw in FIGURES.items():
+        figure = draw(results)
+        if figure is not None:
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format="png", dpi=110)
+            made.append(folder / f"{name}.png")
+            replace_file(made[-1], drawn.getvalue())
+    return made
+
+
+def draw_shift(results: Results) -> Figure | None:
+    """The paper's figure 1, left: D between shift d1 and shift 16."""
+    records = [one for one in results.records if isinstance(one, ShiftPairs)]
+
+    colours = _colours(records)
+
+    def panel(axes: Any, mode: str) -> None:
+        for record in (one for one in records if one.mode == mode):
+            points = _against(record, _paper_shift(results))
+            values = [mean_of(one.d.values) for _, one in points]
+            y = [max(one.value, SMALLEST) for one in values]
+            bars = [min(one.high - one.value, value * 0.9) for one, value in zip(values, y, strict=True)]
+            style = {"color": colours[_label(record)], "marker": "o", "markersize": 3, "linewidth": 1}
+            axes.errorbar([d for d, _ in points], y, bars, label=_label(record), **style)
+        axes.set(xscale="symlog", yscale="log", xlabel=f"d1 (d2 = {_paper_shift(results)})", ylabel="D (eq. 5)")
+
+    return _by_mode(records, panel)
+
+
+def draw_samples(results: Results) -> Figure | None:
+    """The paper's appendix: the same, every text by itself."""
+    records = [one for one in results.records if isinstance(one, ShiftPairs)]
+
+    colours = _colours(records)
+
+    def panel(axes: Any, mode: str) -> None:
+        for record in (one for one in records if one.mode == mode):
+            points = _against(record, _paper_shift(results))
+            for text in range(record.sequences):
+                y = [max(one.d.values[text], SMALLEST) for _, one in points]
+                name = _label(record) if text == 0 else None
+                axes.plot([d for d, _ in points], y, color=colours[_label(record)], linewidth=0.6, label=name)
+        axes.set(xscale="symlog", yscale="log", xlabel=f"d1 (d2 = {_paper_shift(results)})", ylabel="D (eq. 5)")
+
+    return _by_mode(records, panel)
+
+
+def draw_tokens(results: Results) -> Figure | None:
+    """The paper's figure 1, middle: D of each column."""
+    records = [one for one in results.records if isinstance(one, PerToken)]
+
+    colours = _colours(records)
+
+    def panel(axes: Any, mode: str) -> None:
+        for record in (one for one in records if one.mode == mode):
+            y = [max(one, SMALLEST) for one in record.columns.d]
+            axes.plot(range(1, len(y) + 1), y, color=colours[_label(record)], linewidth=0.9, label=_label(record))
+        axes.set(xscale="log", yscale="log", xlabel="column (token), from 1", ylabel="D of the column")
+
+    return _by_mode(records, panel)
+
+
+def draw_length(results: Results) -> Figure | None:
+    """The paper's figure 1, right: D_logit of the first column (full lines) and the mean of all others (broken)."""
+    records = [one for one in results.records if isinstance(one, ByLength)]
+
+    colours = _colours(records)
+
+    def panel(axes: Any, mode: str) -> None:
+        for record in (one for one in records if one.mode == mode):
+            x = [one.tokens for one in record.points]
+            first = [max(one.shift.d_logit_first.mean, SMALLEST) for one in record.points]
+            rest = [max(one.shift.d_logit_rest.mean, SMALLEST) for one in record.points]
+            axes.plot(x, first, color=colours[_label(record)], marker="o", markersize=3, label=_label(record))
+            axes.plot(x, rest, color=colours[_label(record)], linestyle="--", marker="s", markersize=3)
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="D_logit (eq. 6)")
+        axes.set_title(f"{mode}; broken: mean of the other columns", fontsize=9)
+
+    return _by_mode(records, panel)
+
+
+def draw_dose(results: Results) -> Figure | None:
+    """KL from float64 by the mantissa bits of one site; the dotted lines are formats."""
+    records = [one for one in results.records if isinstance(one, Outcome) and one.group == "dose"]
+    if not records:
+        return None
+    gaps = list(dict.fromkeys((one.task, one.gap) for one in records))
+    figure = Figure(figsize=(PANEL[0] * min(3, len(gaps)), PANEL[1] * -(-len(gaps) // 3)), layout="constrained")
+    all_axes = figure.subplots(-(-len(gaps) // 3), min(3, len(gaps)), squeeze=False, sharey=True).ravel()
+    for axes, (task, gap) in zip(all_axes, gaps, strict=False):
+        here = [one for one in records if (one.task, one.gap) == (task, gap)]
+        for site in dict.fromkeys(one.site for one in here):
+            own = sorted((one for one in here if one.site == site), key=lambda one: one.mantissa_bits or 0)
+            bits = [one.mantissa_bits or 0 for one in own]
+            values = [max(typical_of(one.outputs.kl.values).value, SMALLEST) for one in own]
+            axes.plot(bits, values, marker="o", markersize=3, label=site)
+        for bits, name in FORMATS.items():
+            axes.axvline(bits, color="gray", linestyle=":", linewidth=0.8)
+            axes.annotate(name, (bits, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=7, ha="right")
+        axes.set(yscale="log", xlabel="bits of mantissa", ylabel="KL from float64, nats")
+        axes.set_title(f"{task}, keys {gap:,} positions away", fontsize=9)
+    all_axes[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+FIGURES = {
+    "shift": draw_shift,
+    "samples": draw_samples,
+    "tokens": draw_tokens,
+    "length": draw_length,
+    "dose": draw_dose,
+}
+
+
+def _by_mode(records: Sequence[Any], panel: Callable[[Any, str], None]) -> Figure | None:
+    modes = [mode for mode in MODES if any(one.mode == mode for one in records)]
+    if not modes:
+        return None
+    figure = Figure(figsize=(PANEL[0] * len(modes), PANEL[1] + 0.6), layout="constrained")
+    for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):
+        axes.set_title(mode, fontsize=9)
+        panel(axes, mode)
+    named = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    return figure
+
+
+def _colours(records: Sequence[Record]) -> dict[str, str]:
+    """Return one colour for each label, the same in every panel."""
+    return {name: f"C{place}" for place, name in enumerate(dict.fromkeys(_label(one) for one in records))}
+
+
+def _against(record: ShiftPairs, end: int) -> list[tuple[int, Any]]:
+    """Return (other shift, difference) of every pair that has `end`; D is symmetric."""
+    found = [(one.d1 if one.d2 == end else one.d2, one.difference) for one in record.pairs if end in (one.d1, one.d2)]
+    return sorted(found, key=lambda point: point[0])
+
+
+def _paper_shift(results: Results) -> int:
+    return int((results.config.get("shift_pairs") or {}).get("d2", 16))
+
+
+def _label(record: Record) -> str:
+    model = "" if record.model == "pretrained" else f"{record.model} "
+    return model + record.condition + ("" if record.attention_from == "oracle" else f" ({record.attention_from})")

@@ -1,0 +1,36 @@
+"""docs/precision.md: every number in its prose comes from the kept studies."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from anchorline.errors import UserError
+from ropestudy.report.__main__ import kept_numbers
+from ropestudy.report.numbers import MARKER, fill_page
+
+PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
+# What a number of a result looks like; positions, bits and sizes are whole numbers without a unit.
+RESULT = re.compile(r"\d+\.\d+|\d+(?:\.\d+)?e-\d+|\d+ ?%")
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_holds_the_numbers_of_the_kept_studies(page):
+    assert len(MARKER.findall(page)) > 100
+    assert fill_page(page, kept_numbers()) == page
+
+
+def test_no_number_of_a_result_is_written_by_hand(page):
+    prose = MARKER.sub("", page.split("## Methods")[0])
+    prose = re.sub(r"\(?arXiv \d+\.\d+|https?://\S+|`[^`]*`|section [\d.]+", "", prose)
+    quoted = {"95%", "91%", "13%"}  # the level of the intervals, and another engine's measurement
+    assert [found for found in RESULT.findall(prose) if found not in quoted] == []
+
+
+def test_an_unknown_key_is_refused():
+    with pytest.raises(UserError, match=r"'no\.such' is unknown"):
+        fill_page("<!-- n: no.such -->1<!-- /n -->", {})
