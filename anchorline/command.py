@@ -139,7 +139,22 @@ def _check_arguments(args: Sequence[str]) -> None:
             )
 
 
+def _has_no_platform() -> bool:
+    """Whether JAX cannot start on the platform that JAX_PLATFORMS names. JAX says so in many ways, an assertion too."""
+    jax = sys.modules.get("jax")
+    if jax is None or not os.environ.get("JAX_PLATFORMS"):
+        return False
+    try:
+        jax.devices()
+    except Exception:
+        return True
+    return False
+
+
 def _bug(name: str) -> NoReturn:
+    if _has_no_platform():
+        platforms = quoted(os.environ["JAX_PLATFORMS"])
+        _leave(name, f"JAX_PLATFORMS: {platforms} is not on this machine; unset it, or say cpu", MISTAKE)
     traceback.print_exc()
     known = ", ".join(f"{package} {number}" for package in _REPORTED if (number := version(package)))
     _leave(

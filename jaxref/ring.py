@@ -38,7 +38,9 @@ def zigzag(tokens: int, ranks: int) -> np.ndarray:
     github.com/zhuzilin/ring-flash-attention).
     Raises UserError unless 2 R divides T.
     """
-    if ranks < 1 or tokens % (2 * ranks):
+    if ranks < 1:
+        raise UserError(f"ranks: {ranks}; give 1 or more")
+    if tokens % (2 * ranks):
         raise UserError(
             f"ranks: {tokens} tokens do not divide into twice {ranks} chunks; give a multiple of {2 * ranks}"
         )

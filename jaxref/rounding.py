@@ -168,6 +168,8 @@ class Rounding:
                     f"{name}: {value!r} is unknown; choose from None, {', '.join(FORMATS)} or eXmY with 2 to "
                     f"{MOST_EXPONENT_BITS} exponent and 1 to {MOST_MANTISSA_BITS} mantissa bits"
                 )
+            elif value is not None and find_format(value).mantissa_bits > jnp.finfo(self.carrier).nmant:
+                raise UserError(f"{name}: {value!r} has more mantissa bits than its carrier, {self.carrier}")
 
     @property
     def dtype(self) -> Any:

@@ -108,6 +108,8 @@ def make_cases(
         raise UserError(f"heads: {heads}; give (query heads, key/value heads) with the first a multiple of the second")
     if head_dim < 1:
         raise UserError(f"head_dim: {head_dim}; give a positive number")
+    if seed < 0:
+        raise UserError(f"seed: {seed}; give 0 or a positive number")
     return [
         CheckCase(LAYOUTS[name], h, k, head_dim, dtype, seed) for name in layouts for dtype in dtypes for h, k in heads
     ]

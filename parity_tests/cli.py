@@ -93,8 +93,13 @@ def run(
 def diff(
     a: Annotated[Path, typer.Argument(help="report.json of the earlier run")],
     b: Annotated[Path, typer.Argument(help="report.json of the later run")],
+    gone: Annotated[
+        list[str] | None, typer.Option(help="what the later may lack: a case, or case:array; * is any text")
+    ] = None,
 ) -> None:
-    """Show what moved between two reports. Exits with 1 if a case got worse, is missing, or is new and does not pass.
+    """Show what moved between two reports.
+
+    Exits with 1 if a case got worse, if a case or an array that was judged is gone, or if a new case does not pass.
 
     Example: parity diff runs/before/report.json runs/after/report.json
     """
@@ -104,10 +109,11 @@ def diff(
     from parity_tests.report.schema import read_report
 
     with _interruptible():
-        found = differences.diff(read_report(a), read_report(b))
+        found = differences.diff(read_report(a), read_report(b), gone or ())
     Console().print(differences.show(found))
     counts = f"{found.same} with the same verdict, {len(found.better)} better, {len(found.worse)} worse"
-    missing = f", {len(found.only_a)} missing" if found.only_a else ""
+    missing = f", {len(found.gone)} gone" if found.gone else ""
+    missing += "" if found.judged else ", nothing was judged in both"
     new = f", {len(found.only_b)} new" if found.only_b else ""
     print(f"{'WORSE' if found.got_worse else 'NO WORSE'}: {counts}{missing}{new}")
     if found.got_worse:
@@ -123,7 +129,7 @@ def check(
     head_dim: Annotated[int, typer.Option(help="size of a head")] = 16,
     backward: Annotated[bool, typer.Option(help="judge gradients too")] = True,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one")] = None,
-    seed: Annotated[int, typer.Option(help="of q, k and v")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of q, k and v")] = 0,
     library: Annotated[str | None, typer.Option(help="torch or jax")] = None,
     layout: Annotated[str | None, typer.Option(help="order of the axes it takes: BTHD, BHTD, ...")] = None,
     documents: Annotated[str | None, typer.Option(help="how it is told of documents: document_ids, plan, ...")] = None,
@@ -159,6 +165,9 @@ def zoo(
     config: Annotated[Path, typer.Argument(help="the gate to try")] = Path("configs/parity/ci.yaml"),
     bugs: Annotated[list[str] | None, typer.Argument(help="names of bugs; all of them")] = None,
     table: Annotated[Path | None, typer.Option(help="write the kill table to this file as Markdown too")] = None,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="print every bug and where it happened; run nothing")
+    ] = False,
 ) -> None:
     """Run a gate against every bug of the zoo and print which case catches which.
 
@@ -168,6 +177,12 @@ def zoo(
     """
     from rich.console import Console
 
+    if list_only:
+        from parity_tests.zoo import discover
+
+        for bug in discover().values():
+            print(f"{bug.name} ({bug.stage}): {bug.what}. {bug.where}")
+        return
     with _interruptible():
         from anchorline.errors import UserError
         from anchorline.files import save

@@ -17,6 +17,7 @@ Legend: B batch · T tokens of a row · V vocabulary.
 
 import argparse
 import contextlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -267,35 +268,55 @@ def _alone(model: Any) -> str:
 
 HEAD = """# Families under `anchor`
 
-Made by `make families` with transformers {version}: every model type that `AutoModelForCausalLM` knows, as a tiny
-random model in float64. {right} are right, {refused} refused, {not_built} not built, {wrong} wrong.
+`make families` makes this page. It builds a tiny random model in float64 of every model type that
+`AutoModelForCausalLM` knows (transformers {version}) and judges it: {right} are right, {refused} refused, {not_built}
+not built, {wrong} wrong.
 
-- **right**: `torchtrain.attach` takes it; logits and the gradients of every module are those of its own eager
-  attention, given the same rule as a 4D float mask, by the error rule (weight and bias of a module as one array: a
-  key's bias alone moves every score of a query alike where there is no RoPE, so its gradient is zero but for rounding);
-  and no gradient of any token reaches one that it may not see: exactly zero.
-- **refused**: by `torchtrain.attach`, with this line. A family whose refusal names a setting runs where that setting
-  allows it.
-- **not built**: no tiny model of it could be made from its config's defaults here. `attach` judges the model that you
+- **Right**: `torchtrain.attach` takes the model. Its logits and the gradients of every module are those of the family's
+  own eager attention with the same rule as a 4D float mask, by the error rule. No gradient of a token reaches a token
+  that it may not see: exactly zero.
+- **Refused**: `torchtrain.attach` refuses the model and says why. A family whose refusal names a setting
+  runs where that setting allows it.
+- **Not built**: no tiny model could be made from the family's default config here. `attach` judges the model that you
   have.
 
-The last column is `model.set_attn_implementation("anchor")` without `attach`: refused at the first call, separate,
-ignored (so that `document_ids` do nothing), or a leak in silence.
+Call `torchtrain.attach`, not `model.set_attn_implementation("anchor")` alone. The last column says what the latter
+does to a family that is not right: it refuses at the first call, it ignores `document_ids`, or it leaks in silence.
 
-| family | verdict | why | without `attach` |
+| families | verdict | why | without `attach` |
 | --- | --- | --- | --- |"""
+
+# What the reasons of many families have in common.
+_REASONS = {
+    r".*by config.layer_types, which.*": "its config names layers that are not attention",
+    r"attach: \w+ computes attention in its own way.*": "computes attention in its own way",
+    r".* carries one document into another.*": "a layer that is not attention carries one document into another",
+    r"document_ids: \w+ was given them and does not.*": "a layer does not hand document_ids on to its attention",
+    r"attention: expected q .*": "heads of v are smaller than heads of q and k",
+}
 
 
 def page(rows: list[FamilyRow]) -> str:
-    """The table as Markdown."""
+    """The table as Markdown: families that have all in common stand in one row."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (RIGHT, REFUSED, NOT_BUILT, WRONG)}
     numbers = {verdict.lower().replace(" ", "_"): number for verdict, number in count.items()}
-    head = HEAD.format(version=transformers.__version__, **numbers)
-    return "\n".join([head, *(_table_row(row) for row in rows), ""])
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        groups.setdefault((row.verdict, shorten(row.why), row.alone), []).append(row.family)
+    order = [WRONG, RIGHT, REFUSED, NOT_BUILT]
+    lines = [HEAD.format(version=transformers.__version__, **numbers)]
+    for (verdict, why, alone), families in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
+        cells = (", ".join(families), verdict, why, alone)
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
 
 
-def _table_row(row: FamilyRow) -> str:
-    return "| " + " | ".join(x.replace("|", "/") for x in (row.family, row.verdict, row.why, row.alone)) + " |"
+def shorten(why: str) -> str:
+    """A reason without the names of one family's classes and layers."""
+    for pattern, short in _REASONS.items():
+        if re.fullmatch(pattern, why):
+            return short
+    return why.partition(";")[0]
 
 
 @contextlib.contextmanager

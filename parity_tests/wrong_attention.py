@@ -7,21 +7,24 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]  # of JAX, so that a mistake has its gradients too
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
     """Everything attention depends on; a mistake changes one field."""
 
-    q_BHTD: np.ndarray
-    k_BHTD: np.ndarray  # one copy for each query head
-    v_BHTD: np.ndarray
+    q_BHTD: jax.Array
+    k_BHTD: jax.Array  # one copy for each query head
+    v_BHTD: jax.Array
     mask_BTT: np.ndarray
     scale: float
 
@@ -40,22 +43,21 @@ def attention_on(
         scale: default D ** -0.5.
         order: which key/value head a query head reads: `grouped` (right), `interleaved` or `first` (wrong).
     """
-    q, k, v = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+    q, k, v = (jnp.asarray(x, jnp.float64).swapaxes(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
     H, K = q.shape[1], k.shape[1]
     head_H = {"grouped": np.arange(H) // (H // K), "interleaved": np.arange(H) % K, "first": np.zeros(H, int)}[order]
     factor = q.shape[3] ** -0.5 if scale is None else scale
     return AttentionInputs(q, k[:, head_H], v[:, head_H], visible_BQJ(document_ids_BT), factor)
 
 
-def softmax(attention: AttentionInputs) -> tuple[np.ndarray, np.ndarray]:
+def softmax(attention: AttentionInputs) -> tuple[Any, Any]:
     """Probabilities [B, H, T, T] and log-sum-exp [B, H, T]; 0 and -inf where nothing is seen."""
     logits = attention.q_BHTD @ attention.k_BHTD.swapaxes(2, 3) * attention.scale
-    logits = np.where(attention.mask_BTT[:, None], logits, -np.inf)
-    top = logits.max(-1, keepdims=True, initial=-np.inf)
-    weights = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
+    logits = jnp.where(attention.mask_BTT[:, None], logits, -jnp.inf)
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
     total = weights.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        return weights / np.where(total > 0, total, 1.0), (top + np.log(total))[..., 0]
+    return weights / jnp.where(total > 0, total, 1.0), (top + jnp.log(total))[..., 0]
 
 
 def forward(attention: AttentionInputs) -> Arrays:
@@ -64,58 +66,62 @@ def forward(attention: AttentionInputs) -> Arrays:
     return {"out": (p @ attention.v_BHTD).swapaxes(1, 2), "lse": lse}
 
 
-def forward_mistakes(
-    q_BTHD: np.ndarray, k_BTKD: np.ndarray, v_BTKD: np.ndarray, document_ids_BT: np.ndarray, scale: float | None = None
-) -> Iterator[tuple[str, Callable[[], Arrays]]]:
-    """Words of every wrong forward pass, and a function that computes it: as `forward`, some without `lse`.
+# q [B, T, H, D], k and v [B, T, K, D] -> `out`, and `lse` where the mistake changes it in a known way.
+WrongPass = Callable[[Any, Any, Any], Arrays]
+
+
+def wrong_passes(document_ids_BT: np.ndarray, scale: float) -> Iterator[tuple[str, WrongPass]]:
+    """Words of every wrong forward pass, and a differentiable function that computes it in float64.
 
     Where a mistake makes no difference (heads in another order where there is one head, say) it gives the right result.
     """
-    given = (q_BTHD, k_BTKD, v_BTKD, document_ids_BT, scale)
-    right = attention_on(*given)
-    default = q_BTHD.shape[3] ** -0.5
+
+    def inputs(q: Any, k: Any, v: Any, order: str = "grouped") -> AttentionInputs:
+        return attention_on(q, k, v, document_ids_BT, scale, order)
+
     for words, mask in wrong_masks(document_ids_BT):
-        yield words, lambda mask=mask: forward(replace(right, mask_BTT=mask))
+        yield words, lambda q, k, v, mask=mask: forward(replace(inputs(q, k, v), mask_BTT=mask))
     for words, wrong in (
-        ("the softmax scale is missing (1 where it should be head_dim ** -0.5)", 1.0),
-        ("the scale that is passed is ignored", default),
-        ("the scale is applied twice", right.scale**2),
-        ("exp2 without the factor log2(e)", right.scale * np.log(2.0)),
+        ("the softmax scale is missing (1 where it should be head_dim ** -0.5)", lambda default: 1.0),
+        ("the scale that is passed is ignored", lambda default: default),
+        ("the scale is applied twice", lambda default: scale**2),
+        ("exp2 without the factor log2(e)", lambda default: scale * np.log(2.0)),
     ):
-        yield words, lambda wrong=wrong: forward(replace(right, scale=wrong))
+        yield words, lambda q, k, v, wrong=wrong: forward(replace(inputs(q, k, v), scale=wrong(q.shape[3] ** -0.5)))
     yield (
         "GQA heads in the wrong order: query head h reads key/value head h % K, not h // (H / K)",
-        lambda: forward(attention_on(*given, order="interleaved")),
+        lambda q, k, v: forward(inputs(q, k, v, "interleaved")),
     )
-    yield "every query head reads key/value head 0", lambda: forward(attention_on(*given, order="first"))
+    yield "every query head reads key/value head 0", lambda q, k, v: forward(inputs(q, k, v, "first"))
     yield (
         "all heads are given out in another order (interleaved with the groups)",
-        lambda: _reorder(right, k_BTKD.shape[2]),
+        lambda q, k, v: _reorder(inputs(q, k, v), k.shape[2]),
     )
-    yield "k is used in place of v", lambda: forward(replace(right, v_BHTD=right.k_BHTD))
-    yield "k and v are swapped", lambda: forward(replace(right, k_BHTD=right.v_BHTD, v_BHTD=right.k_BHTD))
-    yield "the softmax is not normalised", lambda: _leave_unnormalised(right)
-    yield "the softmax is taken over the queries", lambda: _over_queries(right)
-    yield "the output is all zeros", lambda: {"out": np.zeros_like(q_BTHD, dtype=np.float64)}
+    yield "k is used in place of v", lambda q, k, v: forward(inputs(q, k, k))
+    yield "k and v are swapped", lambda q, k, v: forward(inputs(q, v, k))
+    yield "the softmax is not normalised", lambda q, k, v: _leave_unnormalised(inputs(q, k, v))
+    yield "the softmax is taken over the queries", lambda q, k, v: _over_queries(inputs(q, k, v))
+    yield "the output is all zeros", lambda q, k, v: {"out": jnp.zeros_like(q, dtype=jnp.float64)}
 
 
 def _reorder(right: AttentionInputs, kv_heads: int) -> Arrays:
     H = right.q_BHTD.shape[1]
     order = np.arange(H).reshape(kv_heads, H // kv_heads).T.reshape(-1)
-    found = forward(right)
-    return {"out": found["out"][:, :, order], "lse": found["lse"][:, order]}
+    grouped = forward(right)
+    return {"out": grouped["out"][:, :, order], "lse": grouped["lse"][:, order]}
 
 
 def _leave_unnormalised(right: AttentionInputs) -> Arrays:
     p, lse = softmax(right)
-    return {"out": (p * np.exp(lse)[..., None] @ right.v_BHTD).swapaxes(1, 2)}
+    return {"out": (p * jnp.exp(lse)[..., None] @ right.v_BHTD).swapaxes(1, 2)}
 
 
 def _over_queries(right: AttentionInputs) -> Arrays:
-    logits = np.where(right.mask_BTT[:, None], right.q_BHTD @ right.k_BHTD.swapaxes(2, 3) * right.scale, -np.inf)
-    weights = np.exp(logits - logits.max(initial=0.0, where=np.isfinite(logits)))
+    logits = jnp.where(right.mask_BTT[:, None], right.q_BHTD @ right.k_BHTD.swapaxes(2, 3) * right.scale, -jnp.inf)
+    top = jax.lax.stop_gradient(logits.max(initial=0.0, where=jnp.isfinite(logits)))
+    weights = jnp.exp(logits - top)
     total = weights.sum(2, keepdims=True)
-    return {"out": (weights / np.where(total > 0, total, 1.0) @ right.v_BHTD).swapaxes(1, 2)}
+    return {"out": (weights / jnp.where(total > 0, total, 1.0) @ right.v_BHTD).swapaxes(1, 2)}
 
 
 def wrong_masks(ids: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

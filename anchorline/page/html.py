@@ -43,7 +43,7 @@ def render(
     style = custom_properties() + _asset("page.css")
     script = _asset("page.js")
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}"
-    policy += "; base-uri 'none'; form-action 'none'"
+    policy += "; img-src data:; base-uri 'none'; form-action 'none'"
     loader = ChoiceLoader([PackageLoader("anchorline.page", "."), PackageLoader(package, ".")])
     environment = Environment(
         loader=loader,

@@ -32,9 +32,11 @@ def test_every_rank_holds_as_many_causal_pairs():
     assert len(set(pairs)) == 1
 
 
-@pytest.mark.parametrize("ranks", [0, 5, 48])
-def test_tokens_that_do_not_divide(ranks):
-    with pytest.raises(ValueError, match="ranks: 48 tokens do not divide"):
+@pytest.mark.parametrize(
+    ("ranks", "told"), [(0, "ranks: 0; give 1 or more"), *((n, "ranks: 48 tokens do not divide") for n in (5, 48))]
+)
+def test_tokens_that_do_not_divide(ranks, told):
+    with pytest.raises(ValueError, match=told):
         zigzag(T, ranks)
 
 

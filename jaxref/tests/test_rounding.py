@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from anchorline.errors import UserError
 from jaxref.rounding import FORMATS, PRESETS, SITES, FloatFormat, Rounding, find_format, preset, round_to
 
 DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}
@@ -236,3 +237,9 @@ def test_a_float32_site_survives_a_float64_carrier():
 def test_what_does_not_exist_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_format_finer_than_its_carrier_is_refused():
+    with pytest.raises(UserError, match="'e8m30' has more mantissa bits than its carrier, float32"):
+        Rounding("float32", qk="e8m30")
+    assert Rounding("float64", qk="e8m30").qk == "e8m30"

@@ -11,13 +11,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxref.mask import ANCHOR
-from parity_tests.checking.cases import LIKE, Arrays, CheckCase, judged_as, oracle
+from parity_tests.checking.cases import Arrays, CheckCase, judged_as, oracle
 from parity_tests.oracle import preset_name
 from parity_tests.tolerance import judge
-from parity_tests.wrong_attention import AttentionInputs, attention_on, forward, forward_mistakes, softmax, wrong_masks
+from parity_tests.wrong_attention import (
+    AttentionInputs,
+    WrongPass,
+    attention_on,
+    forward,
+    softmax,
+    wrong_masks,
+    wrong_passes,
+)
+
+UNLIKELY = 8.0  # standard deviations of independent roundings; beyond, no hint is given. Nothing is judged by it.
 
 
 def _attention(case: CheckCase) -> AttentionInputs:
@@ -25,16 +37,30 @@ def _attention(case: CheckCase) -> AttentionInputs:
 
 
 def _forward_mistakes(case: CheckCase) -> Iterator[tuple[str, Callable[[], Arrays]]]:
-    return forward_mistakes(*case.draw()[:3], case.document_ids_BT, case.scale)
+    """What wrong forward passes give, their gradients too."""
+    for words, wrong in wrong_passes(case.document_ids_BT, case.scale):
+        yield words, lambda wrong=wrong: _with_gradients(case, wrong)
+
+
+def _with_gradients(case: CheckCase, wrong: WrongPass) -> Arrays:
+    *qkv, weight = (jnp.asarray(x, jnp.float64) for x in case.draw())
+
+    def split(*qkv: jax.Array) -> tuple[jax.Array, Arrays]:
+        arrays = dict(wrong(*qkv))
+        return arrays.pop("out"), arrays
+
+    out, pull, rest = jax.vjp(split, *qkv, has_aux=True)
+    gradients = dict(zip(("dq", "dk", "dv"), pull(weight), strict=True))
+    return {name: np.asarray(x) for name, x in ({"out": out} | rest | gradients).items()}
 
 
 def _lse_mistakes(case: CheckCase) -> Iterator[tuple[str, Callable[[], Arrays]]]:
     """Where the output is right and the log-sum-exp is not."""
     right = _attention(case)
     for words, mask in wrong_masks(case.document_ids_BT):
-        yield f"in the log-sum-exp, {words}", lambda mask=mask: {"lse": forward(replace(right, mask_BTT=mask))["lse"]}
+        yield f"in the log-sum-exp, {words}", lambda mask=mask: _lse(replace(right, mask_BTT=mask))
     yield "the log-sum-exp is in base 2", lambda: {"lse": oracle(case, "exact")["lse"] / np.log(2.0)}
-    yield "the log-sum-exp is of unscaled logits", lambda: {"lse": forward(replace(right, scale=1.0))["lse"]}
+    yield "the log-sum-exp is of unscaled logits", lambda: _lse(replace(right, scale=1.0))
     yield "the log-sum-exp lacks the row's maximum", lambda: {"lse": _without_maximum(case)}
     yield (
         "the sum of exponentials is returned without its logarithm",
@@ -42,9 +68,13 @@ def _lse_mistakes(case: CheckCase) -> Iterator[tuple[str, Callable[[], Arrays]]]
     )
 
 
+def _lse(attention: AttentionInputs) -> Arrays:
+    return {"lse": np.asarray(forward(attention)["lse"])}
+
+
 def _without_maximum(case: CheckCase) -> np.ndarray:
     p, _ = softmax(_attention(case))
-    top = p.max(-1)
+    top = np.asarray(p.max(-1))
     return np.where(top > 0, -np.log(np.where(top > 0, top, 1.0)), -np.inf)  # the largest probability is 1 / sum
 
 
@@ -63,11 +93,11 @@ def _gradients(case: CheckCase, queries_BT: np.ndarray | None = None, delta: boo
     ds = p * (dp - (p * dp).sum(-1, keepdims=True) if delta else dp)
     B, H, T, D = right.q_BHTD.shape
 
-    def group_heads(x_BHTD: np.ndarray) -> np.ndarray:
-        return x_BHTD.swapaxes(1, 2).reshape(B, T, case.kv_heads, H // case.kv_heads, D)
+    def group_heads(x_BHTD: jax.Array) -> np.ndarray:
+        return np.asarray(x_BHTD).swapaxes(1, 2).reshape(B, T, case.kv_heads, H // case.kv_heads, D)
 
     return {
-        "dq": (ds @ right.k_BHTD * right.scale).swapaxes(1, 2),
+        "dq": np.asarray(ds @ right.k_BHTD * right.scale).swapaxes(1, 2),
         "dk": group_heads(ds.swapaxes(2, 3) @ right.q_BHTD * right.scale),
         "dv": group_heads(p.swapaxes(2, 3) @ w_BHTD),
     }
@@ -139,7 +169,7 @@ def _compute(case: CheckCase, kind: str) -> tuple[tuple[str, Mapping[str, np.nda
 
 
 def explain(case: CheckCase, arrays: Mapping[str, np.ndarray], broken: tuple[str, ...], like: str) -> dict[str, float]:
-    """The mistakes that explain what breaks: words, and error over allowance (up to 1) if that were right.
+    """The mistakes that explain every array that breaks: words, and error over allowance (up to 1) if that were right.
 
     Args:
         case: the case that failed.
@@ -148,39 +178,43 @@ def explain(case: CheckCase, arrays: Mapping[str, np.ndarray], broken: tuple[str
         like: whose roundings it is allowed.
     """
     kind = "out" if "out" in broken else "lse" if "lse" in broken else "gradients"
-    judged = tuple(n for n in arrays if n in {"out": ("out", "lse"), "lse": ("lse",)}.get(kind, ("dq", "dk", "dv")))
     truth, reference = oracle(case, "exact"), oracle(case, preset_name(like, case.dtype))
     found = {}
     for words, wrong in _compute(case, kind):
+        if not set(broken) <= set(wrong):
+            continue
         ratios = []
-        for name in (name for name in judged if name in wrong):
-            # The roundings of the mistaken computation: those of the right one. Where nothing is seen there are none.
+        for name in (name for name in arrays if name in wrong):
+            # The roundings of the mistaken computation: those of the right one, larger where its numbers are larger.
+            # Where nothing is seen there are none.
             chosen = np.isfinite(truth[name]) & np.isfinite(wrong[name])
-            rounding = reference[name][chosen] - truth[name][chosen]
-            right = wrong[name][chosen]
+            right, size = wrong[name][chosen], np.linalg.norm(truth[name][chosen])
+            growth = max(1.0, np.linalg.norm(right) / size) if size else 1.0
+            rounding = (reference[name][chosen] - truth[name][chosen]) * growth
             ratios.append(judge(arrays[name][chosen], right, right + rounding, judged_as(name, like, case.dtype)).ratio)
-        if ratios and max(ratios) <= 1:
+        if max(ratios) <= 1:
             found[words] = max(ratios)
     return found
 
 
 def explain_precision(case: CheckCase, arrays: Mapping[str, np.ndarray], like: str) -> str | None:
-    """Whether other roundings would allow what breaks: then a cast is wrong, not a mask."""
-    for other in (name for name in LIKE if name != like):
-        if _is_allowed(case, arrays, other, case.dtype):
-            return f"a matter of rounding: it rounds like {other!r} attention (declare like={other!r} if that is meant)"
-    # The oracle's log-sum-exp is of inputs as they are; a function that casts them first has another.
-    outputs = {name: x for name, x in arrays.items() if name != "lse"}
+    """Whether the roundings of a half precision allow every array: then a cast is wrong, not a mask."""
     for half in ("float16", "bfloat16"):
-        if case.dtype == "float32" and _is_allowed(case, outputs, like, half):
+        if case.dtype == "float32" and _rounds_like(case, arrays, like, half):
             return f"a matter of rounding: some step runs in less than {case.dtype} ({half} would explain it)"
     return None
 
 
-def _is_allowed(case: CheckCase, arrays: Mapping[str, np.ndarray], like: str, dtype: str) -> bool:
+def _rounds_like(case: CheckCase, arrays: Mapping[str, np.ndarray], like: str, dtype: str) -> bool:
+    """Within the allowance of the dtype, and without the bias that roundings do not have."""
     truth, reference = oracle(case, "exact"), oracle(case, preset_name(like, dtype))
     for name, x in arrays.items():
         chosen = np.isfinite(truth[name])
-        if not judge(x[chosen], truth[name][chosen], reference[name][chosen], judged_as(name, like, dtype)).passed:
+        right, error = truth[name][chosen], x[chosen] - truth[name][chosen]
+        if not judge(x[chosen], right, reference[name][chosen], judged_as(name, like, dtype)).passed:
+            return False
+        # The error's part along the truth: of independent roundings it is normal with their own root mean square.
+        along = abs(np.vdot(error, right)) / max(np.linalg.norm(right), np.finfo(float).tiny)
+        if along > UNLIKELY * np.sqrt(np.mean(np.square(error))):
             return False
     return True

@@ -14,10 +14,10 @@ import numpy as np
 from anchorline.errors import UserError
 from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
+from parity_tests.gate.explain import describe
 from parity_tests.gate.material import train_of
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import OracleArrays, oracle_side
-from parity_tests.gate.words import describe
 from parity_tests.oracle import Arrays, adamw_of, preset_name
 from parity_tests.report.schema import Case, Divergence, Group, Measure, Profile
 from parity_tests.tolerance import judge

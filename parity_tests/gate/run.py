@@ -28,7 +28,12 @@ from parity_tests.report.html import render
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import Case, Environment, Report, write_report
 
-LIBRARIES = ("torch", "transformers", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "pydantic", "anchorline")
+# Everything that computes, whether it is installed or not, and what reads a case.
+LIBRARIES = (
+    *("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel", "transformers"),
+    *("safetensors", "tokenizers"),
+    *("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "ml_dtypes", "pydantic", "anchorline"),
+)
 
 TellCase = Callable[[Case, int, int], None]  # the case, its number, how many there are
 

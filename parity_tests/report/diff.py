@@ -3,7 +3,9 @@
 A case is the same case in both reports if it has the same id, a measure if it has the same name in the same case.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from parity_tests.report.schema import Case, Report
@@ -45,16 +47,17 @@ class Diff:
     worse: list[Changed]
     better: list[Changed]
     moved: list[Moved]  # the largest factor first
-    only_a: list[str]
+    gone: list[str]  # cases and arrays that were judged in `a` alone, but for those that were named
     only_b: list[str]
     failed_only_b: list[str]
     settings: list[str]  # what else differs: versions, hardware, commit
     same: int  # cases in both with the same verdict
+    judged: int  # arrays that were judged in both
 
     @property
     def got_worse(self) -> bool:
-        """Whether a case that passed does not any more, was not judged any more, or is new and does not pass."""
-        return bool(self.worse or self.failed_only_b or self.only_a)
+        """Whether a case broke, a new one does not pass, something judged is gone, or nothing was judged in both."""
+        return bool(self.worse or self.failed_only_b or self.gone) or not self.judged
 
 
 def verdict(case: Case) -> str:
@@ -69,11 +72,17 @@ def verdict(case: Case) -> str:
 _RANK = {"passed": 0, "skipped": 1, "broken": 2, "not judged": 2}
 
 
-def diff(a: Report, b: Report) -> Diff:
-    """Compare two reports; `b` is the later one."""
+def diff(a: Report, b: Report, gone: Sequence[str] = ()) -> Diff:
+    """Compare two reports.
+
+    Args:
+        a, b: the earlier and the later one.
+        gone: what `b` may lack without being worse: patterns (`*` is any text) of `case` or `case:array`.
+    """
     first, second = ({case.id: case for case in report.cases} for report in (a, b))
     shared = [name for name in first if name in second]
-    worse, better, moved = [], [], []
+    worse, better, moved, judged = [], [], [], 0
+    missing = [name for name in first if name not in second]
     for name in shared:
         before, after = first[name], second[name]
         if verdict(before) != verdict(after):
@@ -81,17 +90,22 @@ def diff(a: Report, b: Report) -> Diff:
             change = Changed(name, verdict(before), verdict(after), _words(broken))
             (worse if broken is after else better).append(change)
         moved += _find_moved(before, after)
+        names = {measure.name for measure in after.measures}
+        judged += sum(measure.name in names for measure in before.measures)
+        if verdict(after) in ("passed", "broken"):  # of the others the verdict says it
+            missing += [f"{name}:{measure.name}" for measure in before.measures if measure.name not in names]
     return Diff(
         worse=worse,
         better=better,
         moved=sorted(moved, key=lambda move: move.factor, reverse=True),
-        only_a=[name for name in first if name not in second],
+        gone=[name for name in missing if not any(fnmatchcase(name, pattern) for pattern in gone)],
         only_b=[name for name in second if name not in first],
         failed_only_b=[
             name for name, case in second.items() if name not in first and verdict(case) in ("broken", "not judged")
         ],
         settings=_settings(a, b),
         same=len(shared) - len(worse) - len(better),
+        judged=judged,
     )
 
 
@@ -139,7 +153,8 @@ def show(found: Diff, limit: int = 20) -> Any:
         parts.append(table)
         if len(found.moved) > limit:
             parts.append(f"and {len(found.moved) - limit} more")
-    for title, names in (("only in the first", found.only_a), ("only in the second", found.only_b)):
-        parts += [f"{title}: {escape(', '.join(names))}"] if names else []
+    for title, names in (("gone", found.gone), ("new", found.only_b)):
+        more = f" and {len(names) - limit} more" if len(names) > limit else ""
+        parts += [f"{title}: {escape(', '.join(names[:limit]))}{more}"] if names else []
     parts += [f"differs: {escape(line)}" for line in found.settings]
     return Group(*parts)

@@ -14,7 +14,7 @@ from typing import get_args
 from anchorline.page import count
 from anchorline.page import render as render_page
 from parity_tests.report.diff import verdict
-from parity_tests.report.plot import Plot, plot
+from parity_tests.report.plot import plot, where_over
 from parity_tests.report.schema import Case, Environment, Group, Measure, Report
 
 # Worst first, as the page lists cases; with the sign that says the same without colour.
@@ -177,14 +177,18 @@ class ListedCase:
                 made[name] = found
         return made
 
-    def plots(self) -> list[tuple[TableCell, Plot]]:
-        """Error along the sequence: the first divergence and the worst that broke; of a case that passed, the worst."""
+    def plots(self) -> list[tuple[TableCell, str, str]]:
+        """Error along the sequence, as an image and in words.
+
+        Shown are the first divergence and the worst that broke; of a case that passed, the worst.
+        """
         drawn = [measure for measure in self.case.measures if measure.profile and measure.profile.starts]
         first = self.case.first_divergence.name if self.case.first_divergence else None
         drawn.sort(key=lambda measure: (measure.name == first, _badness(measure)), reverse=True)
         broken = [measure for measure in drawn if not measure.passed]
         shown = (broken or drawn[:1])[:PLOTTED]
-        return [(cell(measure), plot(measure.profile, self.case.tokens)) for measure in shown if measure.profile]
+        profiles = [(measure, measure.profile) for measure in shown if measure.profile]
+        return [(cell(m), plot(profile, self.case.tokens), where_over(profile)) for m, profile in profiles]
 
 
 def cell(measure: Measure) -> TableCell:

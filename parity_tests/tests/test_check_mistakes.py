@@ -21,7 +21,7 @@ from parity_tests.tests.attention_by_hand import (
     with_gradient,
     with_mask,
 )
-from torchtrain.attention import attend, visible_BTT
+from torchtrain.attention import visible_BTT
 
 FEW = ["intra", "anchor_of_five", "padded_end_anchor", "rows"]
 
@@ -158,15 +158,33 @@ def test_in_bfloat16_too():
     assert "top-left alignment" in str(result.hint)
 
 
-def test_an_eager_function_is_told_that_it_rounds_like_eager():
-    """Its logits are rounded to half before the softmax: the log-sum-exp shows it."""
+def soft_capped(q, k, v, document_ids, scale):
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, dim=2)) * scale
+    logits = (50 * torch.tanh(logits / 50)).masked_fill(~visible_BTT(document_ids)[:, None], -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.repeat_interleave(2, dim=2))
 
-    def eager(q: Tensor, k, v, document_ids, scale):
-        return attend(q, k, v, document_ids, engine="dense", scale=scale)
 
-    options = {"layouts": ["intra"], "dtypes": ["bfloat16"], "heads": [(4, 2)]}
-    assert check_attention(eager, like="eager", **options).passed
-    assert "declare like='eager'" in str(check_attention(eager, like="flash", **options).hint)
+def gross_lse(q, k, v, document_ids, scale):
+    out, lse = right(q, k, v, document_ids, scale)
+    return out, 1.5 * lse + 0.3
+
+
+def epsilon_in_denominator(q, k, v, document_ids, scale):
+    out, lse = right(q, k, v, document_ids, scale)
+    return out / (1 + 1e-2 * torch.exp(-lse)).swapaxes(1, 2)[..., None], lse
+
+
+def right_but_for_dq(q, k, v, document_ids, scale):
+    """A leak in the forward pass, and something else in the gradient."""
+    out, lse = with_mask(leak)(q, k, v, document_ids, scale)
+    return out + (out - out.detach()) * torch.linspace(0.1, 1.0, out.shape[-1]), lse
+
+
+@pytest.mark.parametrize("wrong", [soft_capped, gross_lse, epsilon_in_denominator, right_but_for_dq])
+def test_what_nothing_explains_gets_no_hint(wrong):
+    result = check_attention(wrong, layouts=["intra"], adapter=declare(library="torch"), **ONE)
+    assert result.verdict == "different"
+    assert result.hint is None, result.explain()
 
 
 # -- what no number shows ----------------------------------------------------------------------------------------------

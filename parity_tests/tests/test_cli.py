@@ -1,7 +1,10 @@
 """The command `parity`: its verdicts are its exit codes, its mistakes are one line."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -194,3 +197,12 @@ def test_zoo_prints_the_kill_table(tmp_path):
     unknown = runner.invoke(cli.app, ["zoo", str(path), "no_such_bug"])
     assert unknown.exit_code == 2
     assert "parity: bug 'no_such_bug'" in unknown.stderr
+
+
+def test_a_platform_that_jax_does_not_have_is_one_line():
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    command = [sys.executable, "-m", "parity_tests", "run", "--dtype", "float32", "--tokens", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("parity: JAX_PLATFORMS: 'cuda'")
+    assert len(done.stderr.splitlines()) == 1

@@ -76,6 +76,15 @@ def test_what_counts_as_worse(before, after, worse):
     assert diff(report(always, *before), report(always, *after)).got_worse is worse
 
 
+def test_what_was_judged_and_is_gone_is_worse_unless_it_is_named():
+    before, after = report(case("a", 0.5, 0.1), case("b", 0.1)), report(case("a", 0.5))
+    found = diff(before, after)
+    assert (found.got_worse, found.gone) == (True, ["b", "a:layers.1.q"])
+    assert not diff(before, after, ["b", "a:layers.1.*"]).got_worse
+    assert diff(before, after, ["b"]).got_worse
+    assert diff(report(), report()).got_worse
+
+
 def test_other_versions_are_named():
     assert diff(report(case("a", 0.5)), report(case("a", 0.5), torch="2.14")).settings == ["torch: 2.13 -> 2.14"]
 

@@ -1,6 +1,6 @@
 """docs/families.md says what is so: every family has its row, and some are judged again here."""
 
-import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,21 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
 def rows_of_the_page() -> dict[str, FamilyRow]:
-    cells = [re.split(r" \| ", line[2:-2]) for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
-    return {row[0]: FamilyRow(*(x.strip() for x in row)) for row in cells[2:]}
+    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
+    return {family: FamilyRow(family, *rest) for families_, *rest in cells for family in families_.split(", ")}
 
 
 def test_every_family_of_transformers_has_its_row_and_none_is_wrong():
     rows = rows_of_the_page()
-    assert list(rows) == families.causal_families(), "run `make families`"
+    assert sorted(rows) == families.causal_families(), "run `make families`"
     assert {row.verdict for row in rows.values()} == {RIGHT, REFUSED, NOT_BUILT}
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gemma2", "mamba", "falcon"])
 def test_a_family_judged_again(family):
-    assert families.examine(family) == rows_of_the_page()[family]
+    row = families.examine(family)
+    assert replace(row, why=families.shorten(row.why)) == rows_of_the_page()[family]
 
 
 def test_a_wrong_family_is_found(monkeypatch):

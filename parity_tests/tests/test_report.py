@@ -1,21 +1,20 @@
 """The page: what it says, that nothing in a report can break it, and what a browser makes of it."""
 
-import json
 import re
+from base64 import b64decode
 from collections.abc import Iterator
 from html import unescape
 from itertools import count
 from math import inf, nan
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from anchorline.page.colours import DARK, LIGHT
-from parity_tests.report import schema
 from parity_tests.report.html import ListedCase, headline, place, ratio, render
-from parity_tests.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, plot, where_over
+from parity_tests.report.plot import plot, where_over
 from parity_tests.report.schema import Case, Divergence, Environment, Measure, Profile, Report
 
 ROOT = Path(__file__).parents[2]
@@ -249,7 +248,6 @@ def strings_of(part: Any) -> Iterator[str]:
         ([], "within its allowance in every run"),
         ([2, 3], "above its allowance from token 20 on"),
         ([0, 1, 2, 3], "above its allowance everywhere"),
-        ([1, 2], "above its allowance from token 10 to 29"),
         ([0, 3], "above its allowance in 2 of 4 runs, the first from token 0"),
     ],
 )
@@ -257,27 +255,11 @@ def test_where_a_profile_breaks(broken, words):
     error = [2.0 if i in broken else 0.5 for i in range(4)]
     made = Profile(starts=[0, 10, 20, 30], error=error, allowance=[1.0] * 4)
     assert where_over(made) == words
-    across = WIDTH - LEFT - RIGHT
-    assert plot(made, 40).over == [(round(LEFT + across * i / 4, 1), across / 4) for i in broken]
-
-
-def test_a_plot_is_drawn_to_scale():
-    made = plot(Profile(starts=[0, 50], error=[1e-2, 1.0], allowance=[1e-1, 1e-1]), 100)
-    low, middle, high = HEIGHT - BOTTOM, (TOP + HEIGHT - BOTTOM) / 2, TOP
-    left, half, right = LEFT, (LEFT + WIDTH - RIGHT) / 2, WIDTH - RIGHT
-    assert path_of(made.error) == [left, low, low, half, high, right]
-    assert path_of(made.allowance) == [left, middle, middle, half, middle, right]
 
 
 def test_a_plot_takes_zero_and_what_is_not_finite():
     made = plot(Profile(starts=[0, 5, 9], error=[0.0, nan, inf], allowance=[0.0, 1.0, inf]), 12)
-    assert all(0 <= place <= WIDTH for path in (made.error, made.allowance) for place in path_of(path))
-    assert len(made.over) == 2
-
-
-def path_of(path: str) -> list[float]:
-    """The numbers of `Mx yVyHx...`."""
-    return [float(number) for number in re.findall(r"[-\d.]+", path)]
+    assert b64decode(made.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
 
 
 # -- what stands in a report is text -----------------------------------------------------------------------------------
@@ -307,7 +289,7 @@ def hostile() -> Report:
 def test_nothing_in_a_report_is_taken_for_markup():
     text = render(hostile())
     assert (text.count("<script"), text.count("</script"), text.count("</style")) == (1, 1, 1)
-    assert "<img" not in text
+    assert "<img src=x" not in text
     assert '" onfocus' not in text
     assert "\0" not in text
     assert unescape(text).count(HOSTILE.replace("\0", "\ufffd")) > 40
@@ -315,7 +297,9 @@ def test_nothing_in_a_report_is_taken_for_markup():
 
 def test_a_large_run_stays_small():
     text = render(report(*[case(f"case-{number}", measures=large_forward(number)) for number in range(20)]))
-    assert len(text.encode()) < 200 * 20 * 400  # bytes a measure, with all that stands around it
+    drawings = re.findall(r"data:image/png[^\"]*", text)
+    assert max(map(len, drawings)) < 16_000
+    assert len(text.encode()) - sum(map(len, drawings)) < 200 * 20 * 400  # bytes a measure, and all around it
 
 
 def large_forward(number: int) -> list[Measure]:
@@ -325,43 +309,6 @@ def large_forward(number: int) -> list[Measure]:
     return [measure(tap, 0.41 + number / 1e3, layer=layer, profile=profile(0.5)) for layer, tap in forward] + [
         measure(tap, 0.37, layer=layer, group="gradients") for layer, tap in backward
     ]
-
-
-# -- the schema's documentation ----------------------------------------------------------------------------------------
-
-
-PARTS = (Report, Environment, Case, Divergence, Measure, Profile)
-
-
-def documented(part: type[BaseModel]) -> str:
-    """One part of the schema as docs/report-schema.md shows it."""
-    rows = [f"| `{name}` | `{kind(field.annotation)}` | {field.description or ''} |" for name, field in fields_of(part)]
-    return "\n".join([f"### {part.__name__}", "", "| field | type | meaning |", "| --- | --- | --- |", *rows, ""])
-
-
-def fields_of(part: type[BaseModel]) -> Iterator[tuple[str, Any]]:
-    yield from part.model_fields.items()
-
-
-def kind(annotation: Any) -> str:
-    name = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
-    return re.sub(r"[\w.]+\.(?=[A-Z])", "", name).replace("|", r"\|")
-
-
-def test_the_documentation_is_that_of_the_schema():
-    text = (ROOT / "docs/report-schema.md").read_text("utf-8")
-    for part in PARTS:
-        assert documented(part) in text, f"docs/report-schema.md should have:\n\n{documented(part)}"
-    assert f"version {schema.VERSION}" in text
-
-
-def test_the_documentation_s_example_is_a_report():
-    text = (ROOT / "docs/report-schema.md").read_text("utf-8")
-    (example,) = re.findall(r"```json\n(.*?)```", text, re.S)
-    made = Report.model_validate_json(example)
-    assert not made.passed
-    assert made.cases[0].measures[0].error == inf
-    assert json.loads(made.model_dump_json(exclude_defaults=True)) | {"schema_version": 1} == json.loads(example)
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
@@ -392,7 +339,7 @@ def test_it_is_shown_without_complaint_in_every_width_and_scheme(open_page, page
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert background == "rgb({}, {}, {})".format(*bytes.fromhex(paper["paper"][1:]))
-        assert page.locator("img, script:not(body > script), [onfocus]").count() == 0
+        assert page.locator("script:not(body > script), [onfocus]").count() == 0
 
 
 def test_the_verdict_and_what_failed_stand_first(open_page, pages):
@@ -427,25 +374,7 @@ def test_a_case_lists_its_measures_and_plots(open_page, pages):
     assert texts(rows, "th") == [m.name for m in expected]
     assert texts(rows, "td:nth-child(4)") == [ratio(m) for m in expected]
     assert page.locator("#case-3 .measures tbody .x").count() == sum(not m.passed for m in expected)
-    assert texts(page, "#case-3 .panel p")[0] == "layers.7.k_rope 41 over all, above its allowance from token 512 on"
-    assert page.locator("#case-3 .panel").nth(0).locator("rect.over").count() == 8
-
-
-def test_clicking_on_a_heading_sorts(open_page, pages):
-    page = open_page(pages["mixed"])
-    page.locator("#case-3 .measures > summary").click()
-    heads, rows = page.locator("#case-3 .measures thead th"), page.locator("#case-3 .measures tbody tr")
-    expected = [ratio(m) for m in mixed().cases[2].measures]
-    for way, ordered in (
-        (None, expected),
-        ("descending", sorted(expected, key=float, reverse=True)),
-        ("ascending", sorted(expected, key=float)),
-        (None, expected),
-    ):
-        assert (heads.nth(3).get_attribute("aria-sort"), texts(rows, "td:nth-child(4)")) == (way, ordered)
-        heads.nth(3).locator("button").click()
-    heads.nth(0).locator("button").click()
-    assert texts(rows, "th")[0] == "embed"
+    assert texts(page, "#case-3 figcaption")[0] == "layers.7.k_rope 41 over all, above its allowance from token 512 on"
 
 
 def test_only_broken_hides_the_rest(open_page, pages):
@@ -462,37 +391,9 @@ def test_only_broken_hides_the_rest(open_page, pages):
     assert page.locator("#case-3 .measures tbody tr:visible").count() == broken
 
 
-def test_the_keyboard_reads_a_heat_map(open_page, pages):
-    page = open_page(pages["mixed"])
-    page.locator(".heat td[tabindex]").nth(0).focus()
-    for key in ("ArrowRight", "ArrowDown", "ArrowDown"):
-        page.keyboard.press(key)
-    assert texts(page, "#tip")[0].startswith("layer 2, q: 0.62\nerror 1.24e-3")
-    page.keyboard.press("Escape")
-    assert page.locator("#tip").is_hidden()
-
-
 def test_a_link_opens_its_case_and_a_command_is_copied_or_selected(open_page, pages):
     page = open_page(pages["mixed"])
     page.locator('a[href="#case-1"]').click()
     page.locator("#case-1[open]").wait_for()
     page.locator("#case-1 .command button").click()
     page.locator("#case-1 .command button", has_text="ed").wait_for()
-
-
-def test_paper_shows_every_case(open_page, pages):
-    page = open_page(pages["passing"])
-    assert page.locator(".case[open]").count() == 0
-    closed = len(page.pdf())
-    page.evaluate("document.querySelectorAll('.case').forEach((each) => each.remove())")
-    assert closed > 2 * len(page.pdf())
-
-
-def test_without_its_script_the_page_says_the_same(open_page, pages):
-    plain, scripted = (open_page(pages["mixed"], script=script) for script in (False, True))
-    assert plain.locator("button").count() == 0
-    scripted.evaluate(
-        "document.querySelectorAll('button, #tip')"
-        ".forEach((each) => each.replaceWith(...(each.closest('th') ? each.childNodes : [])))"
-    )
-    assert plain.locator("body").text_content() == scripted.locator("body").text_content()
