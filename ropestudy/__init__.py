@@ -2,8 +2,7 @@
 
     jaxref study configs/study/demo.yaml --out runs/study
 
-`spec` is the configuration, `schema` the results. `engine` runs a model and compares attention, out of the compiled
-`pieces`; `measures` are the paper's. `conditions` names what is compared, `methods` holds what a `Rounding` cannot say.
-`experiments` and `scores` say which `cells` are computed and what becomes of them; `run` keeps each finished one. JAX
+`spec` is the configuration, `schema` the results. `compute` runs a model and compares attention; `experiments` say
+which `cells` are computed and what becomes of them; `run` keeps each finished one; `report` shows them. JAX
 alone: a GPU is used where JAX has one.
 """

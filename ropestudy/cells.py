@@ -24,9 +24,9 @@ from anchorline.environment import versions
 from anchorline.files import replace_file
 from jaxref.model import Decoder
 from ropestudy import text
-from ropestudy.conditions import Condition
-from ropestudy.engine import Pair, Row, Run, Stream, column_logits, compare
-from ropestudy.measures import DivergenceSample, Sample, Sums, difference, divergence, sample
+from ropestudy.compute.conditions import Condition
+from ropestudy.compute.engine import Pair, Row, Run, Stream, column_logits, compare
+from ropestudy.compute.measures import DivergenceSample, Sample, Sums, difference, divergence, sample
 from ropestudy.models import Pretrained, variant
 from ropestudy.schema import AnyRecord, Difference, Mode, OutputDivergence
 from ropestudy.spec import StudyConfig
@@ -122,27 +122,12 @@ class Cell:
 
 
 class AnyCell(Protocol):
-    """What a bench runs and keeps. Its repr and the bench's own say all that its numbers depend on."""
+    """What a bench runs and keeps: see `Cell`. Its repr and the bench's own say all that its numbers depend on."""
 
-    @property
-    def experiment(self) -> str:
-        """Its section."""
-        ...
-
-    @property
-    def model(self) -> str:
-        """A `spec.ModelName`."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Of each row."""
-        ...
-
-    @property
-    def number(self) -> int:
-        """Of the first row."""
-        ...
+    experiment: str
+    model: str
+    tokens: int
+    number: int
 
     @property
     def conditions(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""`results.json`, version 2: what one study found. The report reads only this, and version 1, which lacks what is new.
+"""`results.json`, version 2: what one study found. The report reads only this.
 
 A study is a flat list of records. Each says which experiment it belongs to, which model and condition it is of, over
 how many sequences of how many tokens, and holds its numbers as `Stat`: the mean over sequences, their spread, and each
@@ -147,7 +147,9 @@ class OutputDivergence(_Part):
 
     kl: Stat
     argmax_differs: Stat = Field(description="fraction of positions")
-    nll_p: Stat | None = Field(default=None, description="mean over targets of -log p, nats; None of version 1")
+    nll_p: Stat | None = Field(
+        default=None, description="mean over targets of -log p, nats; None where no loss was taken"
+    )
     nll_q: Stat | None = None
     right_p: Stat | None = Field(default=None, description="fraction of targets that are p's argmax")
     right_q: Stat | None = None
@@ -356,7 +358,7 @@ class TextDescription(_Part):
 class Results(_Part):
     """The whole of a study."""
 
-    schema_version: Literal[1, 2] = VERSION
+    schema_version: Literal[2] = VERSION
     title: str
     created: str = Field(description="ISO 8601, UTC")
     seconds: float = Field(description="of computing, all cells together, also those kept from an earlier run")

@@ -286,7 +286,7 @@ class StudyConfig(_Strict):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        from ropestudy.conditions import check_condition
+        from ropestudy.compute.conditions import check_condition
 
         if not self.experiments:
             raise UserError(f"no experiment; give one of {', '.join(EXPERIMENTS)}")

@@ -20,10 +20,10 @@ from jaxref.rounding import Rounding, preset
 from parity_tests.models import tiny_model
 from parity_tests.oracle import oracle_of, oracle_taps, preset_name
 from parity_tests.tolerance import judge
-from ropestudy.conditions import CONDITIONS
-from ropestudy.engine import Pair, Row, Run, Stream, compare
-from ropestudy.measures import weights
-from ropestudy.pieces import probabilities
+from ropestudy.compute.conditions import CONDITIONS
+from ropestudy.compute.engine import Pair, Row, Run, Stream, compare
+from ropestudy.compute.measures import weights
+from ropestudy.compute.pieces import probabilities
 
 # So many sums that some lie near the middle of two numbers of bf16, where correct runs part.
 WIDE = {"hidden_size": 256, "head_dim": 64}

@@ -164,7 +164,8 @@ def _sites(results: Results) -> Numbers:
             found[f"site.{name}.{'far' if one.gap else 'near'}.{one.start + one.gap + one.tokens}"] = typical_of(
                 one.outputs.kl.values
             ).written()
-    whole = {(one.condition, *_place(one)): one for one in _of(results, Score) if one.group == "baseline"}
+    baselines = [one for one in _of(results, Score) if one.group == "baseline"]
+    whole: dict[tuple[object, ...], Score] = {(one.condition, *_place(one)): one for one in baselines}
     single: list[Effect] = []
     rows: list[Effect] = []
     for one in (one for one in _of(results, Score) if one.group == "off_alone" and _far_from_0(one)):
@@ -280,7 +281,8 @@ def _causes(results: Results) -> Numbers:
     """Controls and remedies, away from position 0 and propagated."""
     effects: dict[str, list[Effect]] = {}
     scores = [one for one in _of(results, Score) if _far_from_0(one) and one.model == "pretrained"]
-    whole = {(one.condition, *_place(one)): one for one in scores if one.group == "baseline"}
+    baselines = [one for one in scores if one.group == "baseline"]
+    whole: dict[tuple[object, ...], Score] = {(one.condition, *_place(one)): one for one in baselines}
     after = {_place(one): one for one in scores if one.condition == "q, k rounded after RoPE"}
     for one in scores:
         moved, error = one.shift["propagated"].row, one.error["propagated"].row

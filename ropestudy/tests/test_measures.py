@@ -7,9 +7,9 @@ from jaxref.rounding import preset
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of, visible
 from jaxref.weights import to_arrays
-from ropestudy.conditions import CONDITIONS, EXACT, Condition
-from ropestudy.engine import Pair, Row, Stream, compare
-from ropestudy.measures import Sums, queries_of_columns, sample, stat, weights
+from ropestudy.compute.conditions import CONDITIONS, EXACT, Condition
+from ropestudy.compute.engine import Pair, Row, Stream, compare
+from ropestudy.compute.measures import Sums, queries_of_columns, sample, stat, weights
 
 TOKENS = 7
 IDS = np.random.default_rng(2).permutation(29)[:TOKENS]

@@ -13,11 +13,11 @@ from jaxref.rounding import NO_SITES, SITES, Rounding, preset
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of
 from jaxref.weights import to_arrays
-from ropestudy import conditions, pieces
-from ropestudy.conditions import EXACT, Condition, before_and_after, off_alone, off_together, on_alone, remedies
-from ropestudy.engine import Pair, Row, Stream, column_logits, compare
-from ropestudy.measures import sample
-from ropestudy.methods import AS_THE_ORACLE, Method, add_sink, phases_C, rotate_heads, tables, two_terms
+from ropestudy.compute import conditions, pieces
+from ropestudy.compute.conditions import EXACT, Condition, before_and_after, off_alone, off_together, on_alone, remedies
+from ropestudy.compute.engine import Pair, Row, Stream, column_logits, compare
+from ropestudy.compute.measures import sample
+from ropestudy.compute.methods import AS_THE_ORACLE, Method, add_sink, phases_C, rotate_heads, tables, two_terms
 from ropestudy.tests.test_measures import FULL, IDS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")

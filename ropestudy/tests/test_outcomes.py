@@ -11,14 +11,14 @@ from tokenizers import Tokenizer, models
 from jaxref.model import head_logits
 from jaxref.rounding import preset
 from jaxref.tests.decoders import tiny
-from ropestudy.bias import Bias, BiasCell, gram
 from ropestudy.cells import Bench
-from ropestudy.conditions import DOSES, EXACT, condition, dose
-from ropestudy.engine import Row, Stream, compare, divergences_of_rows, final_hidden
-from ropestudy.methods import add_offset, round_per_head
+from ropestudy.compute.conditions import DOSES, EXACT, condition, dose
+from ropestudy.compute.engine import Row, Stream, compare, divergences_of_rows, final_hidden
+from ropestudy.compute.methods import add_offset, round_per_head
+from ropestudy.compute.pieces import restrict
+from ropestudy.experiments.bias import Bias, BiasCell, gram
+from ropestudy.experiments.outcomes import OutcomeCell, Outcomes, RowsOfText
 from ropestudy.models import Pretrained
-from ropestudy.outcomes import OutcomeCell, Outcomes, RowsOfText
-from ropestudy.pieces import restrict
 from ropestudy.spec import BiasCase, BiasConfig, DoseConfig, Setting, StudyConfig
 from ropestudy.text import NO_TARGET, Pool, copy_row, open_gap, packed_row, row
 

@@ -2,13 +2,12 @@
 them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ropestudy import schema
-from ropestudy.bias import Bias
 from ropestudy.cells import (
     ERROR,
     SHIFT,
@@ -22,35 +21,13 @@ from ropestudy.cells import (
     difference_of,
     per_sequence,
 )
-from ropestudy.conditions import EXACT, Condition, condition
-from ropestudy.measures import columns
-from ropestudy.methods import ROPE_SITES, Method
-from ropestudy.outcomes import Outcomes
+from ropestudy.compute.conditions import EXACT, Condition, condition
+from ropestudy.compute.measures import columns
+from ropestudy.compute.methods import ROPE_SITES, Method
 from ropestudy.schema import AnyRecord, Mode
-from ropestudy.scores import Controls, Factorial, FirstToken, MaskPairs, Masks, Remedies
-from ropestudy.spec import Contestant, FrequencyConfig, LengthsConfig, OwnErrorConfig, ShiftPairsConfig, StudyConfig
+from ropestudy.spec import Contestant, FrequencyConfig, LengthsConfig, OwnErrorConfig, ShiftPairsConfig
 
 OWN = "own"  # the name of the stream of the condition that is looked at
-
-
-def make_experiments(config: StudyConfig, wavelengths: Sequence[float]) -> list[Experiment]:
-    """Return the experiments of a study in their order. wavelengths: of each rotary pair, in tokens."""
-    make = {
-        "shift_pairs": lambda section: [ShiftPairsExperiment(section)],
-        "lengths": lambda section: [Lengths(section)],
-        "factorial": lambda section: [Factorial(section)],
-        "remedies": lambda section: [Remedies(section)],
-        "controls": lambda section: [Controls(section, config.seed)],
-        "first_token": lambda section: [FirstToken(section)],
-        "masks": lambda section: [Masks(section), MaskPairs(section)],
-        "own_error": lambda section: [OwnErrorExperiment(section)],
-        "setups": lambda section: [Outcomes(section, "setups", "setup")],
-        "bias": lambda section: [Bias(section)],
-        "dose": lambda section: [Outcomes(section, "dose", "dose")],
-        "sites": lambda section: [Outcomes(section, "sites", "site")],
-        "frequency": lambda section: [Frequency(section, tuple(wavelengths))],
-    }
-    return [experiment for name, section in config.experiments.items() for experiment in make[name](section)]
 
 
 class Trial(NamedTuple):

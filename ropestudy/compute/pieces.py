@@ -18,9 +18,9 @@ from jaxref.attention import attention, masked_logits, softmax_parts
 from jaxref.mask import PADDING, visible
 from jaxref.model import Layer
 from jaxref.rounding import Rounding
-from ropestudy.conditions import Condition
-from ropestudy.measures import weights
-from ropestudy.methods import Method, Tables, add_offset, add_sink, rotate_heads, round_per_head
+from ropestudy.compute.conditions import Condition
+from ropestudy.compute.measures import weights
+from ropestudy.compute.methods import Method, Tables, add_offset, add_sink, rotate_heads, round_per_head
 
 # The sites that act in each piece.
 PROJECTION = ("norm", "proj")

@@ -11,10 +11,10 @@ import numpy as np
 
 from ropestudy import schema
 from ropestudy.cells import ERROR, TRUTH, Bench, Cell, CellResult, Experiment, NamedPair, RunAt, RunsOf
-from ropestudy.conditions import EXACT, condition
-from ropestudy.engine import divergences_of_rows, final_hidden
-from ropestudy.measures import Sample, divergence, stat
-from ropestudy.outcomes import RowsOfText
+from ropestudy.compute.conditions import EXACT, condition
+from ropestudy.compute.engine import divergences_of_rows, final_hidden
+from ropestudy.compute.measures import Sample, divergence, stat
+from ropestudy.experiments.outcomes import RowsOfText
 from ropestudy.spec import BiasCase, BiasConfig, Setting
 
 OWN, ALONE, WHOLE = "own", "alone", "whole"

@@ -22,10 +22,10 @@ from jaxref.mask import PADDING, visible
 from jaxref.model import Decoder, head_logits
 from jaxref.rope import inverse_frequencies
 from jaxref.rounding import Rounding
-from ropestudy.conditions import EXACT, Condition
-from ropestudy.measures import DivergenceSample, Sums
-from ropestudy.methods import tables
-from ropestudy.pieces import (
+from ropestudy.compute.conditions import EXACT, Condition
+from ropestudy.compute.measures import DivergenceSample, Sums
+from ropestudy.compute.methods import tables
+from ropestudy.compute.pieces import (
     LayerSums,
     Side,
     compare_layer,

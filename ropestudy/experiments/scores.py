@@ -25,7 +25,7 @@ from ropestudy.cells import (
     divergence_of,
     per_sequence,
 )
-from ropestudy.conditions import (
+from ropestudy.compute.conditions import (
     EXACT,
     Condition,
     before_and_after,
@@ -35,7 +35,7 @@ from ropestudy.conditions import (
     on_alone,
     remedies,
 )
-from ropestudy.methods import Method
+from ropestudy.compute.methods import Method
 from ropestudy.schema import Mode
 from ropestudy.spec import (
     ControlsConfig,

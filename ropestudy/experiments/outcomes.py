@@ -13,9 +13,9 @@ import numpy as np
 from jaxref.mask import PADDING
 from ropestudy import schema
 from ropestudy.cells import Bench, CellResult, Experiment
-from ropestudy.conditions import EXACT, Condition, condition, dose, on_alone
-from ropestudy.engine import divergences_of_rows, final_hidden
-from ropestudy.measures import DivergenceSample, divergence
+from ropestudy.compute.conditions import EXACT, Condition, condition, dose, on_alone
+from ropestudy.compute.engine import divergences_of_rows, final_hidden
+from ropestudy.compute.measures import DivergenceSample, divergence
 from ropestudy.spec import DoseConfig, OutcomesConfig, Setting, SitesConfig
 from ropestudy.text import NO_TARGET, copy_row, open_gap, row
 

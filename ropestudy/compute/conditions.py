@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from anchorline.errors import UserError
 from jaxref.rounding import PRESETS, SITES, Rounding, preset
-from ropestudy.methods import AS_THE_ORACLE, ROPE_SITES, Method
+from ropestudy.compute.methods import AS_THE_ORACLE, ROPE_SITES, Method
 
 
 @dataclass(frozen=True)
