@@ -68,7 +68,6 @@ def load(
     overrides: Sequence[str] = (),
     *,
     example: str,
-    upgrade: Callable[[Tree], Tree] = lambda tree: tree,
     prepare: Callable[[Tree], Tree] = lambda tree: tree,
 ) -> Schema:
     """Read a YAML file, apply overrides, validate.
@@ -78,7 +77,6 @@ def load(
         path: the file.
         overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
         example: of an override, for messages.
-        upgrade: what is done to the file's own tree, before the overrides.
         prepare: what is done to the tree before it is validated.
 
     Raises:
@@ -99,7 +97,7 @@ def load(
         sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
         held = "is empty" if found is None else f"holds {_kind_of(found)}"
         raise UserError(f"config {name}: {held}; give sections such as {sections}")
-    tree = upgrade(cast("Tree", found))
+    tree = cast("Tree", found)
     for override in overrides:
         _override(tree, override, example)
     tree = prepare(tree)
@@ -111,7 +109,7 @@ def _check_kind(schema: type[BaseModel], tree: Tree, name: str) -> None:
     """Refuse at once a file that another command reads: it lacks sections, and has others of its own."""
     fields = schema.model_fields
     needed = [field for field, info in fields.items() if info.is_required() and field not in tree]
-    others = [key for key in tree if key not in fields and key not in getattr(schema, "FORMER_NAMES", {})]
+    others = [key for key in tree if key not in fields]
     if schema.model_config.get("extra") == "forbid" and needed and len(others) > 1 and 2 * len(others) > len(tree):
         raise UserError(
             f"config {name}: it is no file of this command, which needs {_listed(needed)} and knows no "
@@ -282,9 +280,7 @@ def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
     where = ".".join(location or map(str, loc))
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), list(inner.model_fields) if inner else []
-        former = getattr(inner, "FORMER_NAMES", {}).get(key)  # by which a schema's field was known before
         nearest = difflib.get_close_matches(key[:100].lower().replace("-", "_"), known, n=1, cutoff=0.5)
-        nearest = [former] if former else nearest
         hint = f"did you mean {'.'.join([*location, nearest[0]])}?" if nearest else f"known: {', '.join(known)}"
         return f"{'.'.join([*location, quoted(key)[1:-1]])}: ", f"unknown key; {hint}"
     if kind == "missing":

@@ -11,15 +11,15 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
-from typer.models import ArgumentInfo, OptionInfo
+from typer.models import ArgumentInfo
 
 import anchorline.command
 from anchorline.files import save
 
 HEAD = """# The command lines
 
-Made by `python -m parity_tests.commands --write docs/commands.md`; a test holds that they are so. What stands here
-changes with a new version alone: scripts may rely on it. `COMMAND VERB --help` says the same with words around it.
+Every verb with its arguments and options. They change only with a new version, so scripts may rely on them.
+`COMMAND VERB --help` explains each. `python -m parity_tests.commands --write docs/commands.md` makes this page.
 
 Exit codes, of all three:
 
@@ -41,7 +41,7 @@ def load_apps() -> dict[str, typer.Typer]:
 
 
 def describe() -> str:
-    """Return the page: a table of arguments and options for each verb."""
+    """Return the page: each verb with its arguments and options."""
     doc = anchorline.command.__doc__ or ""
     codes = "\n".join(line[4:] for line in doc.splitlines() if line.startswith("    "))
     parts = [HEAD.format(codes=codes)]
@@ -55,8 +55,6 @@ def describe() -> str:
 
 
 def _rows(function: Callable[..., Any]) -> Iterator[str]:
-    yield "| argument or option | takes | default |"
-    yield "| --- | --- | --- |"
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         if hints[name] is typer.Context:
@@ -69,25 +67,24 @@ def _rows(function: Callable[..., Any]) -> Iterator[str]:
             given = [said for said in (info.default, *(info.param_decls or ())) if isinstance(said, str)]
             names = ", ".join(given or ["--" + name.replace("_", "-")])
         needed = parameter.default is inspect.Parameter.empty
-        default = "" if needed or parameter.default is None or parameter.default is False else f"`{parameter.default}`"
-        yield f"| `{names}` | {_takes(takes, info)} | {'required' if needed else default} |".replace("  ", " ")
+        default = "" if needed or parameter.default in (None, False, "") else f"`{parameter.default}`"
+        facts = (_takes(takes), "required" if needed else default)
+        yield f"- `{names}`: {', '.join(filter(None, facts))}".removesuffix(": ")
 
 
-def _takes(annotation: Any, info: ArgumentInfo | OptionInfo) -> str:
-    """Say what a parameter takes: its type without None, and its bounds."""
+def _takes(annotation: Any) -> str:
+    """Return what a parameter takes: its type without None, or its choices."""
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
     if annotation is bool:
-        return "nothing"
+        return ""
     several = get_origin(annotation) is list
     kind = get_args(annotation)[0] if several else annotation
     if get_origin(kind) is Literal:
         said = ", ".join(f"`{choice}`" for choice in get_args(kind))
     else:
         said = {"str": "text", "int": "integer", "float": "number", "Path": "path"}[kind.__name__]
-    bounds = [("at least", info.min), ("at most", info.max)]
-    said += "".join(f", {word} {bound:,}" for word, bound in bounds if bound is not None)
-    return f"{said}; several" if several else said
+    return f"{said}, several" if several else said
 
 
 def main() -> None:

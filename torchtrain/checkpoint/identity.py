@@ -7,7 +7,6 @@ from anchorline.errors import UserError
 from anchorline.settings import validate
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, versions
 from torchtrain.config import Config
-from torchtrain.config_history import restore_meaning
 
 # What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and
 # their order stay the same; of these, only how sums are cut and in which order they are taken (micro-batches, chunks,
@@ -45,7 +44,7 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
         UserError: a setting that decides the numbers is another: says which, as it was and as it is; or the first is
             not a config.
     """
-    before = validate(Config, restore_meaning(dict(was)), "the run's config")
+    before = validate(Config, dict(was), "the run's config")
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     free = FREE if config.model.lora is None else FREE + FREE_WITH_LORA
     if changes := [change for change in found if not is_free(change[0], free)]:
@@ -72,27 +71,15 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         ),
         ("data", "data.sources hold something else; put back the data of the run"),
         ("tokens", "data.sources were tokenised to something else; put back the data of the run"),
-        ("order", "an earlier version packed these rows in another order; train anew"),
-        ("split", "the run trained on copies of documents that it held out, which is not done any more; train anew"),
+        ("split", "documents are divided otherwise into training and held out; put back the data of the run"),
     ):
         if part not in identity:
             continue
         then, now = was.get(part, {}), identity[part]
-        if part == "data" and set(then) == {"prepared"} != set(now):
-            continue  # as an earlier version told of a store whose sources are given: its tokens are compared
-        if part == "tokens":
-            then, now = _of_either_layout(then, now)
+        if part == "tokens":  # the same tokens may lie in other shards, whose digest is another
+            then, now = ({name: value for name, value in one.items() if name != "sha256"} for one in (then, now))
         if changes := list(differences(then, now, part)):
             raise UserError(f"{advice} ({_tell_changes(changes)})")
-
-
-def _of_either_layout(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what two corpora are compared by: what their documents hold where both tell it, else their files' digest,
-    which is another where the same tokens lie in shards.
-    """
-    left_out = "sha256" if "contents" in was and "contents" in now else "contents"
-    then, here = ({name: value for name, value in one.items() if name != left_out} for one in (was, now))
-    return then, here
 
 
 def describe_changes(manifest: Manifest, layout: ProcessLayout) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from anchorline.command import finite
+from anchorline.errors import UserError
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, ConfigFile, Overrides
 from torchtrain.commands.ending import one_speaks
 
@@ -58,12 +59,31 @@ def plan(
             raise typer.Exit(1)
 
 
-def config(file: ConfigFile, overrides: Overrides = None) -> None:
+def config(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="YAML config, for example configs/demo.yaml")
+    ] = None,
+    overrides: Overrides = None,
+    key: Annotated[
+        str | None,
+        typer.Option("--explain", metavar="KEY", help="explain a setting or a section, such as train.betas or rope"),
+    ] = None,
+) -> None:
     """Print the resolved config, every default written out, as YAML that can be used in the file's place.
 
     Example: torchtrain config configs/demo.yaml pack.variant=intra > mine.yaml
+
+    Example: torchtrain config --explain pack.variant
     """
     with one_speaks():
+        if key is not None:
+            from torchtrain.config.reference import explain_settings
+
+            typer.echo(explain_settings(key))
+            return
+        if file is None:
+            raise UserError("FILE: is missing; give a YAML config, or --explain KEY")
+
         from torchtrain.config import dump_config, load_config
         from torchtrain.planning.saves import describe_schedule
 

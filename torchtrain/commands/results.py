@@ -49,13 +49,14 @@ def evaluate(
         from torchtrain.evaluation.evaluate import evaluate as measure
         from torchtrain.evaluation.results import NotRun
         from torchtrain.evaluation.tables import print_tables
-        from torchtrain.run.trained import last_models, read_training
+        from torchtrain.run.folder import RunFolder
+        from torchtrain.run.status import read_training
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         checkpoints = [Checkpoint("model", None, target)]
         if os.path.lexists(os.path.join(target, "run.json")):
-            found, training = last_models(Path(target), last), read_training(Path(target))
+            found, training = RunFolder(target).last_models(last), read_training(Path(target))
             checkpoints = [Checkpoint(name, step, str(folder), training) for name, step, folder in found]
         elif last > 1:
             raise UserError(f"--last {last}: {quoted(target)} is not a run's folder; leave it out")

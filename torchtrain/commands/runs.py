@@ -18,7 +18,10 @@ def train(
     file: ConfigFile,
     overrides: Overrides = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="remove the run that run.folder holds, and run anew")
+        bool, typer.Option("--replace", help="if run.folder holds a run, rename it to FOLDER.replaced-N first")
+    ] = False,
+    delete_replaced: Annotated[
+        bool, typer.Option("--delete-replaced", help="with --replace: delete the renamed folder with all it holds")
     ] = False,
 ) -> None:
     """Train, and leave a Hugging Face folder in run.folder.
@@ -35,16 +38,18 @@ def train(
     with one_speaks():
         from torchtrain.config import load_config
 
+        if delete_replaced and not replace:
+            raise UserError("--delete-replaced: works only together with --replace; add that, or leave it out")
         config = load_config(file, overrides or [])
 
         # First, so that the absence of torch is told by us and not by transformers.
         from torchtrain.run.recipe import train as run  # isort: skip
 
-        _tell(lambda: run(config, replace=replace, started=started))
+        _run(lambda: run(config, replace=replace, delete_replaced=delete_replaced, started=started))
 
 
-def _tell(run: Callable[[], Any]) -> None:
-    """Train, and tell what came of it."""
+def _run(run: Callable[[], Any]) -> None:
+    """Train, and print what the run gave."""
     from rich.console import Console
     from transformers.utils import logging
 
@@ -82,16 +87,16 @@ def resume(
     """
     started = time.perf_counter()
     with one_speaks():
-        from torchtrain.config_history import load_config_of_run
+        from torchtrain.config import load_config
 
         if not os.path.lexists(resolve("", folder) / "config.yaml"):
             raise UserError(f"{folder}: holds no run of ours; give the folder of one (run.folder in its config)")
-        config = load_config_of_run(folder / "config.yaml", overrides or [])
+        config = load_config(folder / "config.yaml", overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
 
         from torchtrain.run.recipe import resume as run  # isort: skip
 
-        _tell(lambda: run(config, step=step, started=started))
+        _run(lambda: run(config, step=step, started=started))
 
 
 def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the run's folder")]) -> None:
@@ -118,7 +123,7 @@ def verify(
     Example: torchtrain verify runs/demo
     """
     with one_speaks():
-        from torchtrain.run.verify import verify_folder
+        from torchtrain.run.status import verify_folder
 
         good = True
         for found in verify_folder(folder):

@@ -23,10 +23,10 @@ class Source(Section):
     )
     dataset: Name | None = Field(default=None, description="folder of a Hugging Face dataset, or its hub id")
     subset: Name | None = Field(default=None, description="configuration name of the dataset")
-    split: Name = "train"
+    split: Name = Field(default="train", description="split of the dataset")
     revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
     streaming: bool = Field(default=False, description="read the dataset without downloading all of it first")
-    text_field: Name = "text"
+    text_field: Name = Field(default="text", description="field of each record that holds its text")
     domain: Name | None = Field(default=None, description="one domain for the whole source; default: its own name")
     domain_field: Name | None = Field(
         default=None, description="field of each record that names its domain (dotted for nested, e.g. `meta.name`)"
@@ -41,7 +41,7 @@ class Source(Section):
     sample: PositiveShare | None = Field(
         default=None, description="share of the records of what is read that is kept, each drawn by sample_seed"
     )
-    sample_seed: int = Field(default=0, ge=0, lt=2**32)
+    sample_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of sample_files and sample")
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -92,7 +92,7 @@ class MixtureConfig(Section):
 class DataConfig(Section):
     """Documents in, tokens out."""
 
-    sources: list[Source] = Field(default=[], max_length=10_000)
+    sources: list[Source] = Field(default=[], max_length=10_000, description="where the documents come from")
     prepared: PathText | None = Field(
         default=None, description="a store that `torchtrain prepare` made; `sources`, if given, must be what it is of"
     )

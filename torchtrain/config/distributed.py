@@ -1,6 +1,6 @@
 """How a step is spread over processes."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,12 +27,6 @@ class DistributedConfig(Section):
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         default="none", description="kept in host memory: the optimizer's state, or (stage 3) the weights as well"
-    )
-
-    timeout_minutes: Annotated[int, Field(ge=1, le=60 * 24 * 30)] = Field(
-        default=120,
-        description="how long processes wait for one another before they give up: longer than rank 0 takes to export "
-        "the model, or to write a checkpoint to a slow disk; a process that is gone or hangs is found within a minute",
     )
 
     @model_validator(mode="after")

@@ -44,9 +44,8 @@ class ModelConfig(Section):
     )
     fused: Literal["none", "compile"] = Field(
         default="none",
-        description="whether what a layer does element by element (norms, rotation, gates, residuals) is trained in "
-        "few passes over memory: compile has torch.compile do it, which rounds less often; it needs a C++ compiler, "
-        "and on a GPU Triton",
+        description="compile: torch.compile fuses norms, rotation, gates and residuals, which rounds less often; needs "
+        "a C++ compiler, on a GPU Triton",
     )
     attention: Literal["auto", "flash", "flash3", "flash4", "flex", "sdpa", "dense"] = Field(
         default="auto",
@@ -54,14 +53,13 @@ class ModelConfig(Section):
     )
     activation_checkpointing: Literal["auto", "keep_attention", "offload"] | bool = Field(
         default=False,
-        description="recompute each layer in the backward pass; keep_attention: all of it but attention, whose "
-        "output is kept; offload: and keep its input in host memory until then; auto: none, all but attention, or "
-        "all, as the memory that is free when the run begins allows, and it is said",
+        description="true: recompute each layer in the backward pass; keep_attention: all but attention; offload: as "
+        "true, with the layer's input in host memory; auto: as little as the free memory allows",
     )
     layer_chunk: Count | None = Field(
         default=None,
         description="tokens for which norms and MLPs run at one time, and again in the backward pass (LLaMA, Mistral, "
-        "Qwen), so that nothing as wide as an MLP exists for more; null: all tokens, kept",
+        "Qwen); null: all tokens",
     )
     lora: LoraSettings | None = Field(
         default=None, description="train adapters, and leave all other weights as they are; null: train every weight"

@@ -11,9 +11,9 @@ from torchtrain.config.section import Name, PathText, Section, SmallCount
 class SlurmConfig(Section):
     """What `prepare.executor: slurm` asks of the cluster."""
 
-    partition: Name | None = None
+    partition: Name | None = Field(default=None, description="partition of the cluster")
     time: Name = Field(default="24:00:00", description="limit of one task")
-    qos: Name | None = None
+    qos: Name | None = Field(default=None, description="quality of service of the jobs")
     environment: Name | None = Field(default=None, description="shell command that activates Python's environment")
     sbatch: dict[Name, Name] = Field(default={}, description="further options of sbatch, without their dashes")
 
@@ -21,7 +21,7 @@ class SlurmConfig(Section):
 class PrepareConfig(Section):
     """How the work of `torchtrain prepare` is spread. Of all this only `task_bytes` shows in a store: in its files."""
 
-    executor: Literal["local", "slurm", "ray"] = "local"
+    executor: Literal["local", "slurm", "ray"] = Field(default="local", description="who runs the tasks")
     workers: SmallCount | None = Field(
         default=None, description="tasks at work at a time; default: one per core, and all of Slurm's or Ray's"
     )
@@ -36,7 +36,7 @@ class TokenizerConfig(Section):
     """Whose tokenizer."""
 
     source: PathText = Field(description="`smollm2`, a folder, or a hub id")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(default=False, description="run code that comes with the tokenizer")
 
 
 class Preparation(Section):

@@ -17,7 +17,10 @@ class RopeConfig(Section):
     take are refused.
     """
 
-    type: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = "keep"
+    type: Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = Field(
+        default="keep",
+        description="RoPE scaling, as transformers names it; ntk: a larger theta; keep: the model's",
+    )
     theta: Theta | Literal["keep", "paper"] = Field(
         default="keep", description="rope_theta: a number, the model's own, or the paper's for this context length"
     )
@@ -27,13 +30,27 @@ class RopeConfig(Section):
         description="positions a linear model held before its scaling; asked for where its config.json leaves that "
         "open",
     )
-    attention_factor: Stretch | None = None
-    beta_fast: Stretch | None = None
-    beta_slow: Stretch | None = None
-    low_freq_factor: Stretch | None = None
-    high_freq_factor: Stretch | None = None
-    short_factor: list[Stretch] | None = None
-    long_factor: list[Stretch] | None = None
+    attention_factor: Stretch | None = Field(
+        default=None, description="yarn, longrope: factor on cos and sin; default: by the type's formula"
+    )
+    beta_fast: Stretch | None = Field(
+        default=None, description="yarn: rotations from which a dimension is not scaled; default: 32"
+    )
+    beta_slow: Stretch | None = Field(
+        default=None, description="yarn: rotations up to which a dimension is scaled fully; default: 1"
+    )
+    low_freq_factor: Stretch | None = Field(
+        default=None, description="llama3: bounds the wavelengths that are scaled fully"
+    )
+    high_freq_factor: Stretch | None = Field(
+        default=None, description="llama3: bounds the wavelengths that are not scaled"
+    )
+    short_factor: list[Stretch] | None = Field(
+        default=None, description="longrope: factor of each dimension for rows of the original length"
+    )
+    long_factor: list[Stretch] | None = Field(
+        default=None, description="longrope: factor of each dimension for longer rows"
+    )
 
     @model_validator(mode="after")
     def _parameters_fit_type(self) -> Self:

@@ -10,17 +10,21 @@ from torchtrain.config.section import Beta, Count, CountOrZero, Real, Section, S
 class TrainConfig(Section):
     """The optimisation: the paper's AdamW unless told otherwise."""
 
-    steps: Count = 2000
+    steps: Count = Field(default=2000, description="optimizer steps of the run")
     sequences_per_step: Count = Field(default=8, description="rows in one optimizer step (the global batch)")
     micro_batch: SmallCount = Field(default=1, description="rows in one forward; the rest is gradient accumulation")
-    learning_rate: Real = 2e-5
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: CountOrZero = 0
+    learning_rate: Real = Field(default=2e-5, description="AdamW's peak learning rate")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="how the learning rate falls after the warm-up"
+    )
+    warmup_steps: CountOrZero = Field(default=0, description="steps in which the learning rate rises from 0")
     min_learning_rate_share: Share = Field(default=0.0, description="where cosine and linear end, as a share")
-    weight_decay: Annotated[float, Field(ge=0, le=1e30)] = 0.1
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
-    epsilon: Real = 1e-8
-    clip_norm: Real | None = 1.0
+    weight_decay: Annotated[float, Field(ge=0, le=1e30)] = Field(default=0.1, description="AdamW's weight decay")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments"
+    )
+    epsilon: Real = Field(default=1e-8, description="AdamW's epsilon")
+    clip_norm: Real | None = Field(default=1.0, description="largest norm of the gradient; null: no clipping")
     loss_chunk: Count = Field(default=1024, description="tokens whose logits exist at one time")
     deterministic: bool = Field(
         default=False,

@@ -1,6 +1,6 @@
 """The whole of a run: every section, and what must hold between them."""
 
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -18,9 +18,6 @@ from torchtrain.config.train import TrainConfig
 
 class Config(Section):
     """The whole of a run."""
-
-    # Of sections; `config_history` reads them, and a user who writes one is told today's.
-    FORMER_NAMES: ClassVar[dict[str, str]] = {"eval": "held_out"}
 
     run: RunConfig
     model: ModelConfig

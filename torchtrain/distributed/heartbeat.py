@@ -1,4 +1,4 @@
-"""Whether the other processes still live: a collective alone would wait for them for `distributed.timeout_minutes`,
+"""Whether the other processes still live: a collective alone would wait for them for `world.PATIENCE`,
 which are as many as an export of a large model takes, or for ever.
 
 Every rank writes a number that grows into the store that torchrun keeps, and watches that of the next rank: so each is

@@ -1,5 +1,5 @@
 """Signals while the processes of a run meet: the call that waits is not Python's, and lasts as long as
-`distributed.timeout_minutes` says.
+`world.PATIENCE` says.
 """
 
 import os

@@ -25,6 +25,9 @@ from torchtrain.distributed.meeting import obey_signals
 from torchtrain.errors import OtherRankFailed, RankLost
 
 _Value = TypeVar("_Value")
+# How long processes wait for one another: longer than an export or a save on a slow disk. `heartbeat` finds a process
+# that is gone within a minute.
+PATIENCE = timedelta(minutes=120)
 
 
 class _Agreed(UserError):  # noqa: N818
@@ -211,7 +214,7 @@ def join(config: Config) -> Iterator[World]:
         yield World(device=device)
         return
     backend, host, aside = "nccl" if cuda else "gloo", None, None
-    patience = timedelta(minutes=config.distributed.timeout_minutes)
+    patience = PATIENCE
     if size > 1:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         try:

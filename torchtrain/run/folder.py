@@ -1,24 +1,24 @@
-"""The run's folder: refused if it holds anything, made when everything is checked, emptied of a run's own only.
+"""The folder of a run: where its files lie, who may make it, and which models it holds.
 
-A run is there from when its record has its name, `run.json`. Before, it is `run.json.partial`; while `--replace`
-removes the run, `run.json.deleted`. So whenever a process is killed, the folder says what it holds, and who comes next
-goes on from there.
+A folder holds a run from the moment its record has the name `run.json`. While the folder is made, the record is called
+`run.json.partial`. `outputs.json` lists every exported file by size and SHA-256. It is written before an export takes
+its name, so an export is either whole and listed, or it does not exist.
 """
 
 import errno
-import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from anchorline.errors import UserError, disk_fault, one_line
 from anchorline.files import (
@@ -32,7 +32,7 @@ from anchorline.files import (
     expand,
     name_aside,
     read_json,
-    remove,
+    replace_file,
     resolve,
     set_aside,
     sync,
@@ -41,22 +41,75 @@ from anchorline.files import (
 )
 from torchtrain.checkpoint.folder import STEP, step_of
 from torchtrain.checkpoint.manifest import versions
-from torchtrain.config import Config, SaveConfig, dump_config
-from torchtrain.config_history import restore_meaning
-from torchtrain.run.inventory import MODEL_FOLDER, TRANSFORMERS, Inventory, find_change
+from torchtrain.config import Config, dump_config
 from torchtrain.run.lock import at_work, claim, hold, is_held
-from torchtrain.run.outputs import MODEL, Outputs
 from torchtrain.training.events import last_saved, read_metrics
 
+MODEL = "model"
 _MADE_BY = "torchtrain train"
-# Of the record. 1, which stands nowhere, had no `outputs.json`: such a run is finished when its plot is there.
-_FORMAT = 2
 _MOST_BYTES = 1 << 28
 _ATTEMPTS, _SECONDS_BETWEEN = 10, 0.5
+_EXPORT = re.compile(rf"{MODEL}|exports/{STEP.pattern}")
+_REMOVED_EXPORT = re.compile(rf"(?:{_EXPORT.pattern}){re.escape(DELETED)}(?:-\d+)?")
+
+
+class Outputs(BaseModel):
+    """The content of `outputs.json`.
+
+    `models` holds the files of each exported folder, by its path in the run's folder; `writing` is the folder that is
+    being exported; `removing` is the name of a folder while it is removed; `finished` is the number of steps of a run
+    that has left everything.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    models: dict[str, dict[str, FileEntry]] = {}
+    writing: str | None = None
+    removing: str | None = None
+    finished: int | None = None
+
+    @model_validator(mode="after")
+    def _stays_in_the_folder(self) -> Self:
+        for folder in [*self.models, *([] if self.writing is None else [self.writing])]:
+            if not _EXPORT.fullmatch(folder):
+                raise ValueError(f"{folder!r} is not a folder of an export")
+        if self.removing is not None and not _REMOVED_EXPORT.fullmatch(self.removing):
+            raise ValueError(f"{self.removing!r} is not a folder of an export that is removed")
+        for name in (name for files in self.models.values() for name in files):
+            if name != Path(name).as_posix() or Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+                raise ValueError(f"{name!r} is not the name of a file")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the file; without one, the run has exported nothing.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        if not os.path.lexists(path):
+            return cls()
+        content = read_json(path, most=_MOST_BYTES)
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            raise UserError(f"{path}: is damaged: {place} {error.errors()[0]['msg']}"[:400]) from None
+
+    def write(self, path: Path, **changes: Any) -> None:
+        """Change some fields, here and in the file.
+
+        Raises:
+            OSError: the system's reason.
+        """
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self.models = dict(sorted(self.models.items()))  # the same models always give the same bytes
+        replace_file(path, (self.model_dump_json(indent=1) + "\n").encode())
 
 
 class RunFolder:
-    """Paths of a run. Making the object touches nothing.
+    """The folder of a run. Creating the object touches nothing on the disk.
 
     Args:
         path: `run.folder`.
@@ -68,156 +121,128 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.written = Path(path)
         self.path = _shorten(resolve("run.folder", path), self.written)
-        self.record = self.path / "run.json"  # also what a run is recognised by
+        self.record = self.path / "run.json"
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.timing = self.path / "timing.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.exports = self.path / "exports"
         self.bad_steps = self.path / "bad_steps"
-        self.tensorboard = self.path / "tensorboard"
-        self.wandb = self.path / "wandb"
         self.plot = self.path / "loss.png"
         self.model = self.path / MODEL
         self.outputs = self.path / "outputs.json"
         self._making = self.record.with_name(self.record.name + PARTIAL)
-        self._removing = self.record.with_name(self.record.name + DELETED)
-        self._inventory = Inventory(self.path)
+
+    # --- making it ----------------------------------------------------------------------------------------------------
 
     def check(self, replace: bool, cache: str | Path, sources: Iterable[tuple[str, Path]] = ()) -> None:
-        """Refuse a place that cannot take a run.
+        """Refuse a path that cannot take a new run.
 
         Args:
-            replace: whether a run that stands there may be removed.
-            cache: `data.cache`, which must stand elsewhere: a run finds its folder empty, and is removed with it.
-            sources: what the run is made of, with the field that names it: it must stand elsewhere, too.
+            replace: whether an existing run may be moved aside.
+            cache: `data.cache`, which must lie outside the folder.
+            sources: files and folders that the run reads, each with its field's name. They must lie outside, too.
 
         Raises:
-            UserError: it is a file, or a folder that holds something: a run without `replace`, one that a process is at
-                work in or that holds files of others, or anything else. Or it cannot be written, or holds the cache or
-                a source.
+            UserError: the path is a file, a link, or a folder that holds anything but a run that may be replaced and
+                that no process works on; it cannot be written; or it holds the cache or a source.
         """
         try:
             self._check_content(replace)
-            self._check_writable()
+            nearest = next(place for place in (self.path, *self.path.absolute().parents) if os.path.lexists(place))
+            # Permissions alone do not say whether a folder can be written: root, read-only disks, /proc.
+            os.rmdir(tempfile.mkdtemp(dir=nearest))
         except OSError as error:
             raise self._unwritable(error) from None
         own = os.path.realpath(self.path)
         if resolve("data.cache", cache).is_relative_to(own):
-            raise UserError(f"data.cache {str(cache)!r}: stands in run.folder {self.path}; choose a folder outside it")
+            raise UserError(f"data.cache {str(cache)!r}: lies in run.folder {self.path}; choose a folder outside it")
         for field, path in sources if self.path.is_dir() and any(self.path.iterdir()) else ():
             if Path(os.path.realpath(path)).is_relative_to(own):
-                raise UserError(
-                    f"{field}: {path} stands in run.folder {self.path}; move it elsewhere, or choose another"
-                )
+                raise UserError(f"{field}: {path} lies in run.folder {self.path}; move it elsewhere, or choose another")
 
-    def _check_writable(self) -> None:
-        """Make something where ours will stand: permissions alone do not tell (root, read-only disks, /proc)."""
-        nearest = next(place for place in (self.path, *self.path.absolute().parents) if os.path.lexists(place))
-        os.rmdir(tempfile.mkdtemp(dir=nearest))
-
-    def _check_content(self, replace: bool, ours: bool = False) -> None:
-        """Check what the folder holds; `ours`: this process holds the run."""
+    def _check_content(self, replace: bool) -> None:
         if self.path == self.path.parent:
             raise UserError(f"run.folder {self.path}: is the root of all folders; choose one in it")
-        if expand(self.written).is_symlink() or (self.path.exists() and not self.path.is_dir()):
-            what = (
-                f"{self.written}: is a link"
-                if expand(self.written).is_symlink()
-                else f"{self.path}: exists and is not a folder"
-            )
-            raise UserError(f"run.folder {what}; choose another, or write the folder itself")
-        if not self.path.is_dir() or not any(self.path.iterdir()):
-            return
-        if self.record.exists() and not replace and self._is_run(self.record):
-            raise UserError(f"run.folder {self.path}: already holds a run; choose another, or --replace it")
-        # What an interruption left as it was made or removed may go without `replace`.
-        holder = next((path for path in (self.record, self._removing, self._making) if os.path.lexists(path)), None)
-        if holder is None or not (holder == self._making or self._is_run(holder)):
+        if expand(self.written).is_symlink():
+            raise UserError(f"run.folder {self.written}: is a link; choose another, or write the folder itself")
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"run.folder {self.path}: exists and is not a folder; choose another")
+        names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        if self._is_run():
+            if not replace:
+                raise UserError(f"run.folder {self.path}: already holds a run; choose another, or --replace it")
+            if is_held(self.record):
+                raise UserError(at_work(self.record))
+        elif self._making.name in names and names <= {self._making.name, self.config.name}:  # its making was cut short
+            if self._making.is_file() and is_held(self._making):
+                raise UserError(at_work(self._making))
+        elif names:
             raise UserError(f"run.folder {self.path}: holds files and is not recognised as a run; choose another")
-        if not ours and holder.is_file() and is_held(holder):
-            raise UserError(at_work(holder))
-        _, strange = self._take_inventory(None if holder == self._making else holder)
-        self._refuse_strange(strange)
-
-    def _refuse_strange(self, strange: list[str]) -> None:
-        if strange:
-            raise UserError(
-                f"run.folder {self.path}: holds {one_line(strange[0])}, which is not recognised as the run's; "
-                "move it elsewhere before the run is replaced"
-            )
 
     @contextmanager
     def create(
         self, config: Config, record: dict[str, Any], replace: bool, sources: Iterable[tuple[str, Path]] = ()
-    ) -> Iterator[None]:
-        """Make the folder with its record and resolved config, and hold the run for as long as the block lasts.
+    ) -> Iterator[Path | None]:
+        """Make the folder with its record and resolved config, and lock the run until the block ends.
 
-        A run that is to be replaced goes first, everything checked once more; nothing goes that is not its own.
+        With `replace` an existing run is first renamed to FOLDER.replaced-N. Nothing is removed.
+
+        Yields:
+            The folder to which the existing run was moved; None if there was none.
 
         Raises:
-            UserError: as `check`; the folder cannot be made; or a process is at work in the run that is there.
+            UserError: as `check`; the folder cannot be made; or another process works on the run.
         """
         self.check(replace, config.data.cache, sources)
-        content = {"made_by": _MADE_BY, "format": _FORMAT, "machine": platform.machine(), "versions": versions()}
+        content = {"made_by": _MADE_BY, "machine": platform.machine(), "versions": versions()}
         content |= {"config": config.model_dump(mode="json")} | record
-        made = not self.path.exists()
         with ExitStack() as held:
             try:
+                replaced = self._move_aside() if self._is_run() else None
+                made = not self.path.exists()
                 self.path.mkdir(parents=True, exist_ok=True)
-                handle = held.enter_context(claim(self._making))
-                with hold(self.record) if self.record.exists() else nullcontext():
-                    self._check_content(replace, ours=True)
-                    if self.record.exists():
-                        os.replace(self.record, self._removing)
-                        sync(self.path)
-                    self._remove_rest()
-                write_file(self.config, dump_config(config).encode())
                 try:
+                    handle = held.enter_context(claim(self._making))
+                    self._check_still_empty()
+                    self.config.unlink(missing_ok=True)
+                    write_file(self.config, dump_config(config).encode())
                     write_all(handle, (json.dumps(content, indent=2) + "\n").encode())
                     os.rename(self._making, self.record)
-                except BaseException:
+                    sync(self.path)
+                    sync(self.path.absolute().parent)
+                except BaseException as error:
                     if os.path.lexists(self._making):
                         self.config.unlink(missing_ok=True)
+                    held.__exit__(type(error), error, None)
+                    if made:
+                        with suppress(OSError):
+                            self.path.rmdir()
                     raise
-                sync(self.path)
-                sync(self.path.absolute().parent)
-            except BaseException as error:
-                held.__exit__(type(error), error, None)
-                if made:
-                    with suppress(OSError):
-                        self.path.rmdir()
-                if isinstance(error, OSError):
-                    raise self._unwritable(error) from None
-                raise
-            yield
+            except OSError as error:
+                raise self._unwritable(error) from None
+            yield replaced
 
-    def _remove_rest(self) -> None:
-        """Remove all that is a run's own of what is there but what is being made, the record last."""
-        own, strange = self._take_inventory(self._removing if os.path.lexists(self._removing) else None)
-        self._refuse_strange(strange)  # what came since it was looked at
-        last = (self._making.name, self._removing.name, self.outputs.name)  # by these the others are known
-        remove(self.path, (name for name in own if name not in last))
-        self.outputs.unlink(missing_ok=True)
-        self._removing.unlink(missing_ok=True)
+    def _check_still_empty(self) -> None:
+        """Refuse a folder that another process filled since `check`."""
+        if self._is_run():
+            raise UserError(f"run.folder {self.path}: already holds a run; choose another, or --replace it")
+        if {path.name for path in self.path.iterdir()} - {self._making.name, self.config.name}:
+            raise UserError(f"run.folder {self.path}: holds files and is not recognised as a run; choose another")
 
-    def _take_inventory(self, record: Path | None) -> tuple[list[str], list[str]]:
-        """Return the paths of the run's own files, and of all else.
+    def _move_aside(self) -> Path:
+        """Rename the folder to FOLDER.replaced-N; return the new path."""
+        names = (f"{self.path.absolute().name}.replaced-{number}" for number in range(1, 1 << 30))
+        aside = next(path for path in map(self.path.absolute().with_name, names) if not os.path.lexists(path))
+        with hold(self.record):
+            os.rename(self.path.absolute(), aside)
+            sync(aside.parent)
+        return aside
 
-        Of one that was not made yet: what its making leaves.
-        """
-        if record is None:
-            names = sorted(path.name for path in self.path.iterdir())
-            own = {self._making.name, self.config.name}
-            return [name for name in names if name in own], [name for name in names if name not in own]
-        content = _read(record)
-        config = content.get("config")
-        log = config.get("log") if isinstance(config, dict) else None
-        wandb = isinstance(log, dict) and log.get("wandb") is not None
-        return self._inventory.take(Outputs.read(self.outputs), listed=_is_listed(content), wandb=wandb)
+    # --- reading it ---------------------------------------------------------------------------------------------------
 
     def check_run(self) -> dict[str, Any]:
-        """Return the record of the run that stands here.
+        """Return the record of the run that the folder holds.
 
         Raises:
             UserError: there is none, or it is damaged.
@@ -225,12 +250,10 @@ class RunFolder:
         none = f"{self.path}: holds no run of ours; give the folder of one (run.folder in its config)"
         try:
             if not self.path.is_dir() or not os.path.lexists(self.record):
-                if os.path.lexists(self._removing):
-                    none = f"{self.path}: holds what is left of a run that --replace was removing; train anew"
                 raise UserError(none)
         except OSError as error:
             raise UserError(disk_fault(error)) from None
-        content = _read(self.record)
+        content = read_json(self.record, most=_MOST_BYTES)
         if content.get("made_by") != _MADE_BY:
             raise UserError(none)
         config, identity = content.get("config"), content.get("identity")
@@ -241,25 +264,15 @@ class RunFolder:
         return content
 
     def last_saved(self) -> int | None:
-        """Return the last step that was saved, by `timing.jsonl`; without it, one that must have been, by
-        `metrics.jsonl` and the config; None if there was none.
+        """Return the last step that was saved, by `timing.jsonl`; None if there was none.
 
         Raises:
-            UserError: one of the files is damaged.
+            UserError: the file is damaged.
         """
-        if self.timing.exists():
-            return last_saved(read_metrics(self.timing))
-        config = self.check_run()["config"]
-        done = max((event["step"] for event in read_metrics(self.metrics) if event["event"] == "step"), default=0)
-        try:
-            save = SaveConfig.model_validate(restore_meaning(config).get("save", {}))
-        except ValidationError:
-            raise UserError(f"{self.record}: is damaged: it lacks the config of its run; put it back") from None
-        first = next(itertools.chain(*save.schedule(config["train"]["steps"])), None)
-        return first if first is not None and done > first else None
+        return last_saved(read_metrics(self.timing))
 
     def check_shared(self, record: FileEntry) -> None:
-        """Check that this rank sees the run that rank 0 does.
+        """Check that this rank sees the same run as rank 0.
 
         Args:
             record: `run.json` as rank 0 sees it.
@@ -272,47 +285,88 @@ class RunFolder:
                 if entry_of(self.record) == record:
                     return
             if attempt + 1 < _ATTEMPTS:
-                time.sleep(_SECONDS_BETWEEN)  # a network's disk may show a new folder late
+                time.sleep(_SECONDS_BETWEEN)  # a network disk may show a new folder late
         raise UserError(
             f"run.folder {self.path}: the run is not to be seen on {platform.node()}; run.folder must be on a disk "
             "that all nodes share"
         )
 
-    # --- what it exports ----------------------------------------------------------------------------------------------
+    @property
+    def finished(self) -> bool:
+        """Whether the run has left everything and its model exists. Only the sizes of the model's files are checked.
+
+        Raises:
+            UserError: `outputs.json` is damaged.
+            OSError: the system's reason.
+        """
+        outputs = Outputs.read(self.outputs)
+        if outputs.finished is None or not self.model.is_dir():
+            return False
+        return find_change(self.model, outputs.models.get(MODEL, {}), whole=False) is None
+
+    def listed_models(self) -> dict[str, dict[str, FileEntry]]:
+        """Return the files of each exported folder, by its path in the run's folder.
+
+        Raises:
+            UserError: `outputs.json` is damaged, or lists no model although there is one.
+        """
+        models = Outputs.read(self.outputs).models
+        if not models and os.path.lexists(self.model):
+            raise UserError(f"{self.outputs}: lists no model, and {self.model} exists")
+        return models
+
+    def last_models(self, last: int) -> list[tuple[str, int | None, Path]]:
+        """Return name, step (None: not known) and folder of the last exported models; the trained one comes last.
+
+        Raises:
+            UserError: the run has exported none yet, or `outputs.json` is damaged.
+        """
+        models: list[tuple[str, int | None, Path]] = [
+            (path.name, step_of(path.name), path) for path in self.exports_of_steps()
+        ]
+        if self.model.is_dir():
+            steps = Outputs.read(self.outputs).finished
+            models = [model for model in models if model[1] != steps]  # the same weights
+            models.append((MODEL, steps, self.model))
+        if not models:
+            raise UserError(f"{self.path}: has exported no model yet; `torchtrain status` shows its progress")
+        return models[-last:]
+
+    def exports_of_steps(self) -> list[Path]:
+        """Return the folders in `exports/` that are named after a step."""
+        return sorted(path for path in self.exports.glob("step-*") if STEP.fullmatch(path.name) and path.is_dir())
+
+    # --- exporting into it --------------------------------------------------------------------------------------------
 
     def has_export(self, target: Path) -> bool:
-        """Whether a folder of this run's export is there. One that is not whole goes, if all in it is the run's own.
+        """Whether an export of this run exists and is whole. A damaged one that holds nothing else is removed.
 
         Raises:
             UserError: something else has its name.
-            OSError: what the system says.
+            OSError: the system's reason.
         """
         if not os.path.lexists(target):
             return False
-        outputs, name = Outputs.read(self.outputs), self._name(target)
-        fault = f"{target}: is not a folder"
+        fault: str | None = f"{target}: is not a folder"
         if target.is_dir() and not target.is_symlink():
             if not any(target.iterdir()):
                 target.rmdir()
                 return False
-            files = outputs.models.get(name)
-            if files is None and not _is_listed(_read(self.record)) and is_whole(target):
+            files = Outputs.read(self.outputs).models.get(self._name(target))
+            if files is None:
+                fault = f"{target}: was not exported by this run"
+            elif (fault := find_change(target, files, whole=True)) is None:
                 return True
-            fault = (
-                f"{target}: was not exported by this run" if files is None else find_change(target, files, whole=True)
-            )
-            if fault is None:
-                return True
-            if files is not None and not self._strange_in([target]):
+            elif _find_foreign(target, files) is None:
                 self._discard(target)
                 return False
         raise UserError(f"{fault}; move {target} elsewhere, then: torchtrain resume {self.path}")
 
     def begin_export(self, target: Path) -> Path:
-        """Return a new folder in which an export is made: it belongs to the run, with all that is written into it.
+        """Return a new folder for the files of an export.
 
         Raises:
-            OSError: what the system says, such as that something has its name.
+            OSError: the system's reason, such as that the name is taken.
         """
         partial = target.with_name(target.name + PARTIAL)
         if os.path.lexists(partial):
@@ -323,55 +377,25 @@ class RunFolder:
         return partial
 
     def end_export(self, partial: Path, target: Path) -> None:
-        """Write down what an export has, then give it its name: it is there whole and listed, or not at all."""
+        """List the files of an export, then give the folder its name."""
         files, outputs = entries_of(partial), Outputs.read(self.outputs)
         outputs.write(self.outputs, models=outputs.models | {self._name(target): files})
         commit(partial, target)
         outputs.write(self.outputs, writing=None)
 
     def drop_export(self) -> None:
-        """Remove what was exported so far and has no name yet."""
+        """Remove an export that was not ended."""
         outputs = Outputs.read(self.outputs)
         if outputs.writing is not None:
             shutil.rmtree(self.path / (outputs.writing + PARTIAL), ignore_errors=True)
             outputs.write(self.outputs, writing=None)
 
     def finish(self, steps: int) -> None:
-        """Write down that the run has left everything."""
-        outputs = Outputs.read(self.outputs)
-        models = dict(outputs.models)
-        if MODEL not in models:  # exported before there was a list
-            models[MODEL] = {
-                path.name: entry_of(path) for path in sorted(self.model.iterdir()) if TRANSFORMERS.fullmatch(path.name)
-            }
-        outputs.write(self.outputs, models=models, writing=None, finished=steps)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run has left everything, and its model is there: of its files only the sizes are looked at.
-
-        Raises:
-            UserError: `outputs.json` or the record is damaged.
-            OSError: what the system says.
-        """
-        outputs = Outputs.read(self.outputs)
-        if outputs.finished is not None:
-            return self.model.is_dir() and find_change(self.model, outputs.models.get(MODEL, {}), whole=False) is None
-        return not _is_listed(_read(self.record)) and self.plot.is_file() and is_whole(self.model)
-
-    def listed_models(self) -> dict[str, dict[str, FileEntry]]:
-        """Return the files of each exported folder, by its path in the run's.
-
-        Raises:
-            UserError: `outputs.json` is damaged, or gone though a model stands there.
-        """
-        models = Outputs.read(self.outputs).models
-        if not models and os.path.lexists(self.model) and _is_listed(_read(self.record)):
-            raise UserError(f"{self.outputs}: lists no model, and {self.model} is there")
-        return models
+        """Note that the run has left everything."""
+        Outputs.read(self.outputs).write(self.outputs, writing=None, finished=steps)
 
     def check_model(self) -> None:
-        """Check every byte of the trained model of a run that is finished.
+        """Check every byte of the trained model of a finished run.
 
         Raises:
             UserError: a file is not what was exported: names it.
@@ -380,139 +404,119 @@ class RunFolder:
         if files is not None and (fault := find_change(self.model, files, whole=True)) is not None:
             raise UserError(f"{fault}; move {self.model} elsewhere, then: torchtrain resume {self.path}")
 
-    def check_forgetting(self, step: int, last: int) -> None:
-        """Check that the models of later steps are the run's own, and nothing else lies in them.
+    # --- going back to an earlier step --------------------------------------------------------------------------------
+
+    def check_later_exports(self, step: int, last: int) -> None:
+        """Check that the models of later steps hold nothing but what the run exported.
 
         Args:
             step: steps done.
-            last: steps of the whole run; the trained model is of these.
+            last: steps of the whole run, which is the trained model's.
 
         Raises:
             UserError: one holds something else.
         """
-        if strange := self._strange_in(self._find_exports_after(step, last)):
-            raise UserError(
-                f"{self.path / strange[0]}: is not recognised as the run's, and would go with the model of a later "
-                "step; move it elsewhere"
-            )
+        models = Outputs.read(self.outputs).models
+        for folder in self._find_later_exports(step, last):
+            if (foreign := _find_foreign(folder, models.get(self._name(folder), {}))) is not None:
+                raise UserError(
+                    f"{foreign}: is not recognised as the run's, and would be removed with the model of a later step; "
+                    "move it elsewhere"
+                )
 
-    def forget_after(self, step: int, last: int) -> None:
-        """Remove the models of later steps: the run is taken up at this one, and theirs is another future.
+    def remove_later_exports(self, step: int, last: int) -> None:
+        """Remove the models of later steps, because the run resumes from this one.
 
         Args:
-            step, last: as for `check_forgetting`, which has passed.
+            step, last: as for `check_later_exports`, which has passed.
 
         Raises:
-            OSError: what the system says.
+            OSError: the system's reason.
         """
-        for path in self._find_exports_after(step, last):
+        for path in self._find_later_exports(step, last):
             self._discard(path)
 
     def reopen(self) -> None:
-        """Write down that the run is not finished any more."""
+        """Note that the run is no longer finished."""
         outputs = Outputs.read(self.outputs)
         if outputs.finished is not None:
             outputs.write(self.outputs, finished=None)
         self.plot.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what interruptions left. Only for who holds the run's lock.
+        """Remove what interruptions left. Only for the process that holds the run's lock.
 
         Raises:
-            OSError: what the system says.
+            OSError: the system's reason.
         """
         self.drop_export()
         for path in (self.plot, self.outputs):
             path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
-        outputs, listed = Outputs.read(self.outputs), _is_listed(_read(self.record))
-        for folder in (self.path, self.exports):
-            for path in folder.iterdir() if folder.is_dir() else ():
-                match = MODEL_FOLDER.fullmatch(self._name(path))
-                if match and match[2] and (not listed or self._name(path) == outputs.removing):
-                    self._remove(path, outputs.models.get(match[1]), by_name=not listed)
+        outputs = Outputs.read(self.outputs)
         if outputs.removing is not None:
+            shutil.rmtree(self.path / outputs.removing, ignore_errors=True)
             outputs.write(self.outputs, removing=None)
 
-    def exports_of_steps(self) -> list[Path]:
-        """Return the folders in `exports/` that are named as a step's."""
-        return sorted(path for path in self._exports() if path.is_dir())
-
-    def _exports(self) -> list[Path]:
-        return [path for path in self.exports.glob("step-*") if STEP.fullmatch(path.name)]
-
-    def _find_exports_after(self, step: int, last: int) -> list[Path]:
-        later = [path for path in self._exports() if step_of(path.name) > step]
+    def _find_later_exports(self, step: int, last: int) -> list[Path]:
+        later = [path for path in self.exports_of_steps() if step_of(path.name) > step]
         return later + ([self.model] if step < last and os.path.lexists(self.model) else [])
 
-    def _strange_in(self, folders: list[Path]) -> list[str]:
-        if not folders:
-            return []
-        names = tuple(self._name(folder) for folder in folders)
-        _, strange = self._take_inventory(self.record)
-        return [name for name in strange if name in names or name.startswith(tuple(f"{of}/" for of in names))]
-
     def _discard(self, folder: Path) -> None:
-        """Remove an export. It loses its name first, so that a crash never leaves a part of it under that name."""
-        outputs, name = Outputs.read(self.outputs), self._name(folder)
-        files = outputs.models.get(name)
-        aside = name_aside(folder)
+        """Remove an export. It is renamed first, so an interruption never leaves a part of it under its name."""
+        outputs, name, aside = Outputs.read(self.outputs), self._name(folder), name_aside(folder)
         outputs.write(self.outputs, removing=self._name(aside))
         set_aside(folder, aside)
-        self._remove(aside, files, by_name=not _is_listed(_read(self.record)))
-        models = {of: held for of, held in outputs.models.items() if of != name}
+        shutil.rmtree(aside)
+        models = {of: files for of, files in outputs.models.items() if of != name}
         outputs.write(self.outputs, models=models, removing=None)
-
-    def _remove(self, folder: Path, files: Mapping[str, FileEntry] | None, by_name: bool) -> None:
-        """Remove what is the run's of a folder that no longer counts: what is listed and is what it was; else, of a run
-        without a list, what transformers writes.
-        """
-        if folder.is_symlink() or not folder.is_dir():
-            return
-        if files is not None:
-            remove(folder, [name for name, entry in files.items() if differs(folder / name, entry) is None])
-        elif by_name:
-            remove(folder, filter(TRANSFORMERS.fullmatch, os.listdir(folder)))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
 
     def _unwritable(self, error: OSError) -> UserError:
-        said = one_line(error.strerror or error)
-        return UserError(f"run.folder {self.path}: {said}; choose a folder that can be written")
+        reason = one_line(error.strerror or error)
+        return UserError(f"run.folder {self.path}: {reason}; choose a folder that can be written")
 
-    def _is_run(self, record: Path) -> bool:
-        """A run has our record; what else lies there, such as a scheduler's log, does not matter to it."""
+    def _is_run(self) -> bool:
+        """Whether our record lies in the folder, whatever else does, such as a scheduler's log."""
+        if not os.path.lexists(self.record):
+            return False
         try:
-            return _read(record).get("made_by") == _MADE_BY
+            return read_json(self.record, most=_MOST_BYTES).get("made_by") == _MADE_BY
         except UserError:
             return False
 
 
-def is_whole(model: Path) -> bool:
-    """Whether an exported folder that stands in no list has a config and weights, and none is cut off."""
-    from safetensors import SafetensorError, safe_open
+def find_change(folder: Path, files: Mapping[str, FileEntry], whole: bool) -> str | None:
+    """Return how an exported folder differs from what was exported, or None. Files that are not listed do not count.
 
-    weights = sorted(model.glob("*.safetensors"))
-    try:
-        for path in weights:
-            with safe_open(path, framework="np"):
-                pass
-        index = model / "model.safetensors.index.json"
-        named = set(read_json(index, most=_MOST_BYTES)["weight_map"].values()) if index.exists() else set()
-    except (OSError, UserError, SafetensorError, LookupError, AttributeError, TypeError):
-        return False
-    return bool(weights) and (model / "config.json").is_file() and named <= {path.name for path in weights}
+    Args:
+        folder: the export.
+        files: what it must hold.
+        whole: read the content of its files, not only their sizes.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    for name, entry in sorted(files.items()):
+        if (fault := differs(folder / name, entry, whole)) is not None:
+            return f"{folder / name}: {fault}"
+    return None if files else f"{folder}: is empty"
+
+
+def _find_foreign(folder: Path, files: Mapping[str, FileEntry]) -> Path | None:
+    """Return a file in an exported folder that the run did not write as it is, or None."""
+    if folder.is_symlink() or not folder.is_dir():
+        return folder
+    for place, folders, names in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *names)):
+            entry = files.get(path.relative_to(folder).as_posix())
+            if path.is_symlink() or (not path.is_dir() and (entry is None or differs(path, entry) is not None)):
+                return path
+    return None
 
 
 def _shorten(path: Path, written: Path) -> Path:
-    """Return a path as people write it: from here, where they gave it so and it lies below."""
+    """Return a path relative to the working directory if the user wrote it so and it lies below."""
     here = Path(os.path.realpath(Path.cwd()))
     return path.relative_to(here) if not expand(written).is_absolute() and here in path.parents else path
-
-
-def _read(record: Path) -> dict[str, Any]:
-    return read_json(record, most=_MOST_BYTES)
-
-
-def _is_listed(record: dict[str, Any]) -> bool:
-    return record.get("format", 1) != 1

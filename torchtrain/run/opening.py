@@ -1,27 +1,51 @@
-"""How a run comes to its folder: made by one that begins, taken up at a checkpoint by one that goes on.
+"""How a run gets its folder: a new run makes it, a resumed run goes back to a checkpoint in it.
 
-Both set the run up in between, so that nothing is made or removed for a run that does not fit.
+Both set the run up first, so nothing is made or removed for a run that does not fit.
 """
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from anchorline.errors import UserError
-from anchorline.files import FileEntry, entry_of
+from anchorline.files import FileEntry, entry_of, expand
 from torchtrain.checkpoint.identity import check_config, check_identity, describe_changes
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
+from torchtrain.data.corpus import source_files
+from torchtrain.data.remote import is_url
 from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import hold
 from torchtrain.run.session import layout_of
 from torchtrain.run.setup import Setup
-from torchtrain.run.sources import local_sources
 from torchtrain.run.termination import Termination
 from torchtrain.training.events import NOTHING, MetricsFile, check_beginning, rewind_metrics
+
+
+def local_sources(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield each file or folder, with the field that names it."""
+    yield from _with_links("model.source", expand(config.model.source))
+    if config.data.prepared is not None:
+        yield from _with_links("data.prepared", expand(config.data.prepared))
+    for number, source in enumerate(config.data.sources):
+        pattern, name = (source.files, "files") if source.files is not None else (source.texts, "texts")
+        if pattern is not None and not is_url(pattern):
+            yield from ((f"data.sources.{number}.{name}", Path(file.place)) for file in source_files(source))
+        elif source.dataset is not None:
+            yield from _with_links(f"data.sources.{number}.dataset", expand(source.dataset))
+
+
+def _with_links(field: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield a folder and what links lead out of it: a hub's cache holds nothing else."""
+    yield field, folder
+    for place, folders, names in os.walk(folder):
+        yield from ((field, path) for name in (*folders, *names) if (path := Path(place, name)).is_symlink())
 
 
 class Opening:
@@ -32,22 +56,23 @@ class Opening:
         folder: the run's.
         world: this rank's place.
         termination: is told how the run goes on.
-        say: takes one line at a time on what is chosen.
+        log: takes one line at a time on what is chosen.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, world: World, termination: Termination, say: Callable[[str], None]
+        self, config: Config, folder: RunFolder, world: World, termination: Termination, log: Callable[[str], None]
     ) -> None:
-        self.config, self.folder, self.world, self.termination, self.say = config, folder, world, termination, say
+        self.config, self.folder, self.world, self.termination, self.log = config, folder, world, termination, log
         self.checkpoints = Checkpoints(folder.checkpoints)
         self.leads = world.rank == 0
 
-    def open_new(self, set_up: Callable[[], Setup], replace: bool, locks: ExitStack) -> Setup:
+    def open_new(self, set_up: Callable[[], Setup], replace: bool, delete_replaced: bool, locks: ExitStack) -> Setup:
         """Set up a run that begins, and make its folder.
 
         Args:
             set_up: makes model and rows.
-            replace: remove the run that the folder holds.
+            replace: if the folder holds a run, rename it to FOLDER.replaced-N.
+            delete_replaced: remove that folder once the new one is made.
             locks: hold the folder for as long as they last.
 
         Raises:
@@ -60,8 +85,12 @@ class Opening:
         with self.world.together():
             if self.leads:
                 sources = local_sources(self.config)
-                locks.enter_context(self.folder.create(self.config, setup.record, replace, sources))
-        self._see_folder()
+                replaced = locks.enter_context(self.folder.create(self.config, setup.record, replace, sources))
+                if replaced is not None and delete_replaced:
+                    shutil.rmtree(replaced)
+                elif replaced is not None:
+                    self.log(f"replaced  the old run is in {replaced}")
+        self._check_shared()
         return setup
 
     def open_existing(
@@ -84,7 +113,7 @@ class Opening:
         self._hold(locks)
         identity = self._read_identity()
         if step is None and self._is_finished():
-            self.say(f"{self.folder.path}: is finished; its model is in {self.folder.model}")
+            self.log(f"{self.folder.path}: is finished; its model is in {self.folder.model}")
             return None
         checkpoint = self._choose_checkpoint(step)
         setup = set_up(partial(check_identity, identity if checkpoint is None else checkpoint.identity))
@@ -97,7 +126,7 @@ class Opening:
             if self.leads:
                 self.folder.check_run()
                 locks.enter_context(hold(self.folder.record))
-        self._see_folder()
+        self._check_shared()
 
     def _read_identity(self) -> dict[str, Any]:
         """Return what the run was made of when it was begun; check that its config is the one that goes on."""
@@ -125,16 +154,16 @@ class Opening:
                     self._check_not_gone()
         checkpoint = None if step == 0 else self.checkpoints.open(step, self.world)
         if checkpoint is None:
-            self.say(f"begin     anew in {self.folder.path}" + ("" if step == 0 else ": it has no checkpoint"))
+            self.log(f"begin     anew in {self.folder.path}" + ("" if step == 0 else ": it has no checkpoint"))
         else:
-            self.say(f"go on     from step {checkpoint.progress.step:,} of {self.folder.path}")
+            self.log(f"go on     from step {checkpoint.progress.step:,} of {self.folder.path}")
         done, events = _locate(checkpoint)
         with self.world.together():
             if checkpoint is not None:
                 check_config(checkpoint.config, self.config)
             if self.leads:
                 check_beginning(self.folder.metrics, events)
-                self.folder.check_forgetting(done, self.config.train.steps)
+                self.folder.check_later_exports(done, self.config.train.steps)
         return checkpoint
 
     def _return_to(self, checkpoint: Manifest | None, setup: Setup) -> None:
@@ -142,7 +171,7 @@ class Opening:
         if checkpoint is not None and (
             changed := describe_changes(checkpoint, layout_of(self.config, setup, self.world))
         ):
-            self.say(f"warning   the last digits may differ from those of an uninterrupted run: {changed}")
+            self.log(f"warning   the last digits may differ from those of an uninterrupted run: {changed}")
         done, events = _locate(checkpoint)
         with self.world.together():
             if self.leads:  # in this order: killed in between, it is taken up at the same step
@@ -153,10 +182,10 @@ class Opening:
                     self.checkpoints.give_up()
                     self.checkpoints.sweep()
                 self.checkpoints.forget_after(done)
-                self.folder.forget_after(done, self.config.train.steps)
+                self.folder.remove_later_exports(done, self.config.train.steps)
                 rewind_metrics(self.folder.metrics, events)
 
-    def _see_folder(self) -> None:
+    def _check_shared(self) -> None:
         """Check that all ranks see the run that rank 0 made or found."""
         record = self.world.from_first(entry_of(self.folder.record) if self.leads else NOTHING)
         with self.world.together():

@@ -27,17 +27,14 @@ from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
 from torchtrain.planning.flops import FlopCounter
-from torchtrain.run.finite import check_finite
 from torchtrain.run.folder import RunFolder
-from torchtrain.run.journal import Journal
 from torchtrain.run.opening import Opening
-from torchtrain.run.report import plot, tell_tokenising
+from torchtrain.run.report import Journal, check_writers, make_progress_printer, plot
 from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
-from torchtrain.run.steps import take_steps
+from torchtrain.run.status import training_of
+from torchtrain.run.steps import check_finite, take_steps
 from torchtrain.run.termination import Termination
-from torchtrain.run.trained import training_of
-from torchtrain.run.writers import check_writers
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
@@ -59,7 +56,12 @@ class Result:
 
 
 def train(
-    config: Config, *, replace: bool = False, console: Console | None = None, started: float | None = None
+    config: Config,
+    *,
+    replace: bool = False,
+    delete_replaced: bool = False,
+    console: Console | None = None,
+    started: float | None = None,
 ) -> Result | None:
     """Train as the config says; leave the model, `metrics.jsonl`, `loss.png` and the config in the run's folder.
 
@@ -67,7 +69,8 @@ def train(
 
     Args:
         config: what `load_config` returned.
-        replace: remove the run that the folder holds.
+        replace: if the folder holds a run, rename it to FOLDER.replaced-N.
+        delete_replaced: with `replace`, remove that folder once the new run's folder is made.
         console: where people look; default: standard error.
         started: when the process began, by `time.perf_counter`; default: now.
 
@@ -81,11 +84,11 @@ def train(
         Terminated: SIGTERM was obeyed, and what there was is saved.
     """
     started = time.perf_counter() if started is None else started
-    with Termination() as termination, _place(config) as world, ExitStack() as locks:
+    with Termination() as termination, _join(config) as world, ExitStack() as locks:
         run = _Run(config, console, world, termination, started)
         run.check()
         run.check_evaluation_is_new()
-        return run.train(run.opening.open_new(run.set_up, replace, locks))
+        return run.train(run.opening.open_new(run.set_up, replace, delete_replaced, locks))
 
 
 def resume(
@@ -110,7 +113,7 @@ def resume(
         OtherRankFailed, Terminated: as `train`.
     """
     started = time.perf_counter() if started is None else started
-    with Termination() as termination, _place(config) as world, ExitStack() as locks:
+    with Termination() as termination, _join(config) as world, ExitStack() as locks:
         run = _Run(config, console, world, termination, started)
         run.check()
         opened = run.opening.open_existing(run.set_up, step, locks)
@@ -118,7 +121,7 @@ def resume(
 
 
 @contextmanager
-def _place(config: Config) -> Iterator[World]:
+def _join(config: Config) -> Iterator[World]:
     """Join the other processes, and compute as the config asks, for as long as the block lasts."""
     with deterministic(config.train.deterministic), join(config) as world:
         yield world
@@ -133,10 +136,10 @@ class _Run:
         self.config, self.world, self.termination, self.started = config, world, termination, started
         self.leads = world.rank == 0
         self.console = (console or Console(stderr=True)) if self.leads else Console(quiet=True)
-        self.say = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
+        self.log = partial(self.console.print, markup=False, highlight=False, soft_wrap=True)
         with world.together():
             self.folder = RunFolder(config.run.folder)
-        self.opening = Opening(config, self.folder, world, termination, self.say)
+        self.opening = Opening(config, self.folder, world, termination, self.log)
         self.evaluation: TrainingEvaluation | None = None
 
     def check(self) -> None:
@@ -158,8 +161,8 @@ class _Run:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(self.config.run.seed)
         with self.world.together(), self.console.status("preparing") as spinner:
-            tell = tell_tokenising(self.console, spinner, self.say)
-            setup = set_up(self.config, self.say, tell, self.world, check)
+            report_progress = make_progress_printer(self.console, spinner, self.log)
+            setup = set_up(self.config, self.log, report_progress, self.world, check)
             if self.evaluation is not None:  # before a folder is made, or an old run goes
                 self.evaluation.check_fits(setup.model, setup.tokenizer)
             if self.config.model.lora is not None and self.config.model.lora.dropout:
@@ -185,14 +188,14 @@ class _Run:
         counter = FlopCounter.of(setup.model)
         strategy = make_strategy(setup.model, setup.engine, config, self.world)
         with Journal(config, folder, self.world, self.console) as journal:
-            session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.say)
+            session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.log)
             if checkpoint is not None:
-                session.take_up(checkpoint)
+                session.resume(checkpoint)
             journal.open_writers(session.step)
             before = session.before = session.before or self._measure_held_out(session, journal)
             tokens_before, seconds = session.tokens_seen, 0.0
             journal.begin_steps(session.step, self.started, resumed=checkpoint is not None)
-            with self._see_through(session):
+            with self._finish_save_on_error(session):
                 with self.termination.defer():
                     session.export_if_kept()  # of the step that was saved last, if the run was interrupted right then
                     self._evaluate(session)
@@ -202,17 +205,17 @@ class _Run:
                         session.note(step.number, step.tokens_seen)
                         journal.write_step(step)
                         seconds += step.seconds
-                        if session.due:
+                        if session.saves_now:
                             session.save()
                             session.export_if_kept()
-                        self._attend(session)
+                        self._check_stop(session)
                         self._evaluate(session)
-                    after = self._measure_held_out(session, journal, lambda: self._attend(session))
-                    session.settle()
-                    self._attend(session)
+                    after = self._measure_held_out(session, journal, lambda: self._check_stop(session))
+                    session.finish_saves()
+                    self._check_stop(session)
                     if session.saved:  # else all would be lost: the run comes to its end
                         self.termination.obey()
-                    self.say(f"exporting to {folder.model}")
+                    self.log(f"exporting to {folder.model}")
                     session.export(folder.model)  # which refuses weights that are not finite
                 self._finish(session.step)
         tokens = session.tokens_seen - tokens_before
@@ -257,15 +260,16 @@ class _Run:
         """Measure the model on the way, if that is due after this step; SIGTERM is obeyed between two batches.
 
         Raises:
-            UserError, OtherRankFailed, Terminated: as `_attend`. What fails of the evaluation is told and ends nothing.
+            UserError, OtherRankFailed, Terminated: as `_check_stop`. A failed evaluation is logged
+                and does not end the run.
         """
         if self.evaluation is not None and self.evaluation.due(session.step):
             setup, training = session.setup, training_of(self.config, session.setup.record)
             self.evaluation.measure(
-                setup.model, setup.tokenizer, session.step, self.say, lambda: self._attend(session), training
+                setup.model, setup.tokenizer, session.step, self.log, lambda: self._check_stop(session), training
             )
 
-    def _attend(self, session: Session) -> None:
+    def _check_stop(self, session: Session) -> None:
         """Between two steps: see whether a save has been written, and save and stop if any rank was sent SIGTERM.
 
         Raises:
@@ -274,7 +278,7 @@ class _Run:
         """
         asked, written = self.world.sum([float(self.termination.asked), float(session.written)])
         if written == self.world.size:
-            session.settle()
+            session.finish_saves()
         if asked:
             session.save(wait=True)
             saved = f"stopped by SIGTERM after step {session.step}, which is saved"
@@ -282,9 +286,9 @@ class _Run:
             raise Terminated(f"{saved}; {advice}" if self.leads else "", agreed=True)
 
     @contextmanager
-    def _see_through(self, session: Session) -> Iterator[None]:
-        """As `Session.see_through`; SIGTERM, which torchrun sends on when one of its processes has ended, waits."""
-        with session.see_through():
+    def _finish_save_on_error(self, session: Session) -> Iterator[None]:
+        """As `Session.finish_save_on_error`; SIGTERM waits, which torchrun sends when a process ended."""
+        with session.finish_save_on_error():
             try:
                 yield
             except BaseException:

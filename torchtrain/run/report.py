@@ -1,10 +1,15 @@
-"""What a person sees of a run: the opening lines, the progress bar, the final table, `loss.png`."""
+"""What a run reports: `metrics.jsonl`, `timing.jsonl`, progress, TensorBoard, Weights & Biases, `loss.png`."""
 
+import hashlib
+import importlib.util
 import io
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -14,15 +19,21 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from anchorline.errors import UserError
 from torchtrain import data
+from torchtrain.config import Config
+from torchtrain.distributed.world import World
+from torchtrain.run.folder import RunFolder
+from torchtrain.run.steps import Step
+from torchtrain.training.events import MetricsFile, step_status
 from torchtrain.training.held_out import HeldOut
 from torchtrain.training.losses import Mean
 
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def tell_tokenising(
-    console: Console, spinner: Status, say: Callable[[str], None]
+def make_progress_printer(
+    console: Console, spinner: Status, log: Callable[[str], None]
 ) -> Callable[[data.PreparationProgress], None]:
     """Return what takes the progress of tokenising: it stands at the spinner on a terminal; anywhere else it is a line
     when its state changes, and one every few seconds.
@@ -31,14 +42,14 @@ def tell_tokenising(
         return lambda progress: spinner.update(Text(str(progress)))
     state, told = "", 0.0
 
-    def tell(progress: data.PreparationProgress) -> None:
+    def report_progress(progress: data.PreparationProgress) -> None:
         nonlocal state, told
         now = time.monotonic()
         if progress.state != state or now - told >= _SECONDS_BETWEEN_LINES:
-            say(str(progress))
+            log(str(progress))
             state, told = progress.state, now
 
-    return tell
+    return report_progress
 
 
 class Display:
@@ -146,3 +157,164 @@ def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120, format="png")
     return drawn.getvalue()
+
+
+def check_writers(config: Config) -> None:
+    """Check that what `log` asks for is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    for name, asked in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb is not None)):
+        if asked and importlib.util.find_spec(name) is None:
+            raise UserError(f"log.{name}: the package {name} is not installed: pip install {name}, or take the key out")
+
+
+class Writers:
+    """Passes events on, a context manager.
+
+    Args:
+        config: the run's; `check_writers` has passed.
+        folder: the run's; TensorBoard's files stand in `tensorboard/`, those of Weights & Biases in `wandb/`.
+        first: steps done so far. TensorBoard replaces what it knows of later ones, from before an interruption; Weights
+            & Biases keeps it, and takes nothing new of these steps.
+
+    Raises:
+        UserError: Weights & Biases does not begin.
+    """
+
+    def __init__(self, config: Config, folder: Path, first: int) -> None:
+        self._tensorboard = self._wandb = None
+        if config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
+        if config.log.wandb is not None:
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            # One run there for one folder here, however often it is resumed.
+            name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+            try:
+                self._wandb = wandb.init(
+                    project=config.log.wandb,
+                    id=name,
+                    name=folder.name,
+                    dir=str(folder),
+                    resume="allow",
+                    config=config.model_dump(mode="json"),
+                )
+            except Exception as error:  # no login, no network, no such project: each of its releases has other classes
+                raise UserError(f"log.wandb {config.log.wandb!r}: {error}; mend that, or take the key out") from error
+
+    def __enter__(self) -> "Writers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if kind is None else 1)
+
+    def write(self, name: str, step: int, event: Mapping[str, Any]) -> None:
+        """Pass one event on: its numbers, by dotted names under the event's."""
+        numbers = dict(_numbers(event, name))
+        if self._tensorboard is not None:
+            for key, value in numbers.items():
+                self._tensorboard.add_scalar(key, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+
+
+def _numbers(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
+        place = f"{prefix}/{key}"
+        if isinstance(value, Mapping):
+            yield from _numbers(value, place)
+        elif isinstance(value, int | float) and key != "step":
+            yield place, value
+
+
+class Journal:
+    """The files and the console of a run at work, a context manager.
+
+    All ranks make one and call it alike; only rank 0's writes.
+
+    Args:
+        config: the run's.
+        folder: the run's, which is there.
+        world: this rank's place.
+        console: takes the progress.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, world: World, console: Console) -> None:
+        self._config, self._folder, self._world = config, folder, world
+        self._leads = world.rank == 0
+        self._open = ExitStack()
+        self._writers: Writers | None = None
+        self._beginning: tuple[float, bool] | None = None
+        self._advance: Callable[[str], None] = lambda status: None
+        self.metrics = MetricsFile(folder.metrics if self._leads else None)
+        self.timing = MetricsFile(folder.timing if self._leads else None)
+        self.display = Display(console)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            with self._world.together():
+                opened.enter_context(self.metrics)
+                opened.enter_context(self.timing)
+            opened.enter_context(self.display)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def open_writers(self, first: int) -> None:
+        """Begin to tell whom `log` names.
+
+        Args:
+            first: steps done so far.
+
+        Raises:
+            UserError, OtherRankFailed: one of them does not begin.
+        """
+        with self._world.together():
+            if self._leads:
+                self._writers = self._open.enter_context(Writers(self._config, self._folder.path, first))
+
+    def begin_steps(self, first: int, started: float, resumed: bool) -> None:
+        """Show the training.
+
+        Args:
+            first: steps done so far.
+            started: when the process began, by `time.perf_counter`: the first step says how long it took to come to its
+                end.
+            resumed: said beside it.
+        """
+        self._advance = self.display.task("training", self._config.train.steps, first)
+        self._beginning = started, resumed
+
+    def write_step(self, step: Step) -> None:
+        """Write a step down, show it and tell it.
+
+        Raises:
+            UserError: the disk does not take it.
+        """
+        event, speed = step.event(), step.speed()
+        self.metrics.write("step", event)
+        if self._beginning is not None:
+            started, resumed = self._beginning
+            speed |= {"since_start": time.perf_counter() - started, "resumed": resumed}
+            self._beginning = None
+        self.timing.write("step", {"step": step.number, **speed})
+        self._advance(step_status(event | speed))
+        self.tell("step", step.number, event)
+        self.tell("speed", step.number, speed)
+
+    def tell(self, name: str, step: int, event: Mapping[str, Any]) -> None:
+        """Pass an event on to whom `log` names."""
+        if self._writers is not None:
+            self._writers.write(name, step, event)

@@ -1,5 +1,6 @@
-"""A run from the side of what it leaves: where it stands, its files, and how both are taken up again."""
+"""Saving a run between two steps, resuming it, and exporting its model as a Hugging Face folder."""
 
+import errno
 import itertools
 import signal
 import threading
@@ -8,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from anchorline.errors import UserError, disk_fault
-from anchorline.files import FileEntry
+from anchorline.files import FileEntry, commit, follow_umask, read_json
 from torchtrain.checkpoint.background import Background
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
 from torchtrain.checkpoint.part import Part
@@ -26,15 +27,54 @@ from torchtrain.errors import OtherRankFailed, Terminated
 from torchtrain.modeling.adapters import FOLDER as ADAPTER
 from torchtrain.modeling.adapters import save_adapter, split_off
 from torchtrain.modeling.finite import first_not_finite
-from torchtrain.modeling.save import reader_notes
-from torchtrain.run.export import export
-from torchtrain.run.finite import check_finite
+from torchtrain.modeling.save import reader_notes, save_folder
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup
+from torchtrain.run.steps import check_finite
 from torchtrain.training.events import MetricsFile
 from torchtrain.training.guard import Guard
 from torchtrain.training.held_out import HeldOut
 from torchtrain.training.strategy import Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+def export(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerFast",
+    partial: Path,
+    target: Path,
+    weights: dict[str, Tensor] | None = None,
+    end: Callable[[Path, Path], None] = commit,
+    write_adapter: Callable[[Path], None] | None = None,
+) -> None:
+    """Write model and tokenizer into `partial`, then `end(partial, target)`: by default flush and rename, so it is
+    there whole or not at all.
+
+    What is written loads with plain transformers, 4 and 5, and other readers: the config carries the new length and
+    RoPE parameters, and says nothing of the attention engine the model was trained with.
+
+    Args:
+        model: saved as safetensors, in its dtype.
+        tokenizer: saved with the model's length as `model_max_length`.
+        partial: a folder beside the target, empty or not there yet.
+        target: not there yet.
+        weights: the state dict, where the model does not hold it whole.
+        end: gives the folder its name.
+        write_adapter: writes an adapter into the folder, as well.
+
+    Raises:
+        OSError: it cannot be written, or config.json or weights are not there when they should be.
+    """
+    partial.mkdir(exist_ok=True)
+    save_folder(model, tokenizer, partial, weights)
+    if not is_whole(partial):  # a library that saved something else in a model's place must not pass for a model
+        raise OSError(errno.EIO, "config.json and weights are not all there after they were saved", str(partial))
+    if write_adapter is not None:
+        write_adapter(partial)
+    follow_umask(partial)
+    end(partial, target)
 
 
 class Session:
@@ -48,7 +88,7 @@ class Session:
         setup: model and rows.
         strategy: holds the state.
         metrics, timing: the two files; the first is part of what is saved.
-        say: takes one line at a time.
+        log: takes one line at a time.
     """
 
     def __init__(
@@ -59,11 +99,11 @@ class Session:
         strategy: Strategy,
         metrics: MetricsFile,
         timing: MetricsFile,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.setup, self.strategy = setup, strategy
         self._config, self._folder = config, folder
-        self._metrics, self._timing, self._say = metrics, timing, say
+        self._metrics, self._timing, self._log = metrics, timing, log
         self._leads = strategy.world.rank == 0
         self.checkpoints = Checkpoints(folder.checkpoints)
         self.step, self.tokens_seen = 0, 0
@@ -73,7 +113,7 @@ class Session:
         self._begun: int | None = None  # the step of the last save; it may still be being written
         self._saved: int | None = None  # the last that is known to be whole
 
-    def take_up(self, manifest: Manifest) -> None:
+    def resume(self, manifest: Manifest) -> None:
         """Give strategy, counters and generators what a checkpoint holds."""
         self.checkpoints.load(state_of(self.strategy), manifest, self.strategy.world)
         progress = manifest.progress
@@ -92,7 +132,7 @@ class Session:
         self.step, self.tokens_seen = step, tokens_seen
 
     @property
-    def due(self) -> bool:
+    def saves_now(self) -> bool:
         """Whether this step saves.
 
         The last one does, so that nothing is lost while the model is evaluated and exported.
@@ -108,7 +148,7 @@ class Session:
         """Save a checkpoint of this step, unless it is the one that was taken up or saved last.
 
         With `save.asynchronous` it is copied to host memory here, and written while training goes on; a save before it
-        that is still being written is waited for first. Until `settle` has returned it may not be there.
+        that is still being written is waited for first. Until `finish_saves` has returned it may not be there.
 
         Args:
             wait: until it is written.
@@ -119,10 +159,10 @@ class Session:
         """
         if self._begun == self.step:
             if wait:
-                self.settle()
+                self.finish_saves()
             return
         started = time.perf_counter()
-        self.settle()
+        self.finish_saves()
         self._check_finite()
         world, state = self.strategy.world, state_of(self.strategy)
         part = Part(state, world)
@@ -182,7 +222,7 @@ class Session:
         event = {"step": step, "seconds": seconds, "held": seconds if held is None else held, "bytes": size}
         self._timing.write("save", event)
         waited = "" if held is None else f", training waited {held:.1f} s"
-        self._say(f"saved     step {step:,}: {size / 2**20:,.1f} MiB in {seconds:.1f} s{waited}")
+        self._log(f"saved     step {step:,}: {size / 2**20:,.1f} MiB in {seconds:.1f} s{waited}")
 
     @property
     def written(self) -> bool:
@@ -193,7 +233,7 @@ class Session:
         """
         return self._background.has_ended()
 
-    def settle(self) -> None:
+    def finish_saves(self) -> None:
         """Wait for the save that is being written beside the steps, if there is one. All ranks call it.
 
         Raises:
@@ -204,7 +244,7 @@ class Session:
             self._saved = self._begun
 
     @contextmanager
-    def see_through(self) -> Iterator[None]:
+    def finish_save_on_error(self) -> Iterator[None]:
         """However the block ends, do not leave a save half-written that can be whole: it was asked for before.
 
         Raises:
@@ -213,13 +253,13 @@ class Session:
         """
         try:
             yield
-            self.settle()
+            self.finish_saves()
         except BaseException as error:
             fault: BaseException | None = None
             if self._background.busy:
                 try:
                     with self._last_interrupt():
-                        self.settle()
+                        self.finish_saves()
                 except BaseException as found:
                     fault = found
             if isinstance(fault, UserError):
@@ -268,7 +308,7 @@ class Session:
                         f"mend that, then: torchtrain resume {self._folder.path}"
                     ) from None
                 for note in reader_notes(self.setup.model.config):
-                    self._say(f"readers   {note}")
+                    self._log(f"readers   {note}")
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
 
     def _take_adapter_off(
@@ -290,7 +330,7 @@ class Session:
         kills them after 30 s.
         """
         alone = self.strategy.world.size == 1
-        self._say(f"waiting   for the checkpoint of step {self._begun:,}" + ("; Ctrl-C gives it up" if alone else ""))
+        self._log(f"waiting   for the checkpoint of step {self._begun:,}" + ("; Ctrl-C gives it up" if alone else ""))
         if alone or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -338,3 +378,17 @@ def exported_steps(save: SaveConfig, steps: int) -> list[int]:
     backwards = itertools.chain(reversed(final), reversed(every))
     before_the_end = (step for step in backwards if step < steps)
     return sorted(itertools.islice(before_the_end, save.last - 1))
+
+
+def is_whole(model: Path) -> bool:
+    """Whether an exported folder has a config and all weights, none cut off."""
+    weights = sorted(model.glob("*.safetensors"))
+    try:
+        for path in weights:
+            with safe_open(path, framework="np"):
+                pass
+        index = model / "model.safetensors.index.json"
+        named = set(read_json(index)["weight_map"].values()) if index.exists() else set()
+    except (OSError, UserError, SafetensorError, LookupError, AttributeError, TypeError):
+        return False
+    return bool(weights) and (model / "config.json").is_file() and named <= {path.name for path in weights}

@@ -69,7 +69,7 @@ class Setup:
 
 def set_up(
     config: Config,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     on_progress: Callable[[PreparationProgress], None] | None = None,
     world: World = ALONE,
     check: Callable[[dict[str, Any]], None] = lambda identity: None,
@@ -78,7 +78,7 @@ def set_up(
 
     Args:
         config: the run's.
-        say: takes one line at a time on what begins, what was found and what was chosen.
+        log: takes one line at a time on what begins, what was found and what was chosen.
         on_progress: passed to `torchtrain.data.prepare`.
         world: this rank's place; its device is where the model goes.
         check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, and again
@@ -96,7 +96,7 @@ def set_up(
         check_can_keep(engine)
 
     trusted = config.model.trust_remote_code
-    source = resolve_source(config.model.source, config.data.cache, say, trust_remote_code=trusted)
+    source = resolve_source(config.model.source, config.data.cache, log, trust_remote_code=trusted)
     own_config = open_config(source, trusted)
     check_config(own_config, length)
     check_heads(config, own_config)
@@ -113,7 +113,7 @@ def set_up(
     identity = _identity_of(config, model_config, tokenizer)
     if config.model.lora is not None:  # a checkpoint has not what is frozen, and no rank gets it from another
         check_same_files(source, world)
-        say(f"reading {config.model.source}: its weights, which model.lora leaves as they are, are known by a digest")
+        log(f"reading {config.model.source}: its weights, which model.lora leaves as they are, are known by a digest")
         with world.together():
             frozen = digest_weights(source) if world.rank == 0 else ""
         identity["frozen"] = {"sha256": world.from_first(frozen)}
@@ -125,54 +125,50 @@ def set_up(
     verified = store.verify_in_background() if here()[2] == 0 else lambda: None
     split = split_documents(store, config.data.held_out_share, config.run.seed)
     identity["tokens"] = _identity_of_tokens(store)
-    # Nothing where the draw stands as it always was: a run from before copies were looked at goes on.
-    identity["split"] = {"copies_moved": split.moved} if split.moved else {}
-    # An earlier version dropped the tail of the longest documents; now it is drawn.
-    drawn = config.pack.strategy == "by_length" and config.pack.last == "drop"
-    identity["order"] = {"dropped": "drawn"} if drawn else {}
+    identity["split"] = {"copies_moved": split.moved}
     check(identity)
     check_store(store, model_config.vocab_size)
     rows, held_out = pack_rows(config, store, tokenizer, split)
 
     settings, recomputation = choose_recomputation(config, model_config, engine, world)
-    say(f"loading {config.model.source}")
+    log(f"loading {config.model.source}")
     # ZeRO 3 has no room for the whole model anywhere, so it is cut up while it is read.
     cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
     model = load_for_training(source, model_config, settings, engine, device, cutter, config.run.seed)
     count = _count(model.parameters())
-    say(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
+    log(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
     if config.model.lora is not None:
         trained = _count(p for p in model.parameters() if p.requires_grad)
-        say(f"lora      {trained:,} parameters are trained, {count - trained:,} stay as they are")
+        log(f"lora      {trained:,} parameters are trained, {count - trained:,} stay as they are")
     if threads := share_cores(config.distributed, device):
-        say(f"threads   {threads}")
+        log(f"threads   {threads}")
     if world.size > 1:
-        say(f"processes {world.size}: {describe_layout(config, world)}")
+        log(f"processes {world.size}: {describe_layout(config, world)}")
     if recomputation:
-        say(f"layers    {recomputation}")
+        log(f"layers    {recomputation}")
     if config.model.fused == "compile":
-        say("fused     by torch.compile, which takes a minute or so of the first step; attention stands apart")
-    say(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
-    say(f"variant   {describe_variant(config.pack)}")
-    say(f"rope      {describe_rope(model_config)}")
+        log("fused     by torch.compile, which takes a minute or so of the first step; attention stands apart")
+    log(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
+    log(f"variant   {describe_variant(config.pack)}")
+    log(f"rope      {describe_rope(model_config)}")
     plan = rows.plan(0)
-    say(f"data      {len(store.domains)} domains, {plan.tokens:,} training tokens in {len(rows):,} rows")
-    say(f"packing   {config.pack.strategy}: {plan.cuts:,} cuts, {plan.padding_tokens:,} tokens of padding")
+    log(f"data      {len(store.domains)} domains, {plan.tokens:,} training tokens in {len(rows):,} rows")
+    log(f"packing   {config.pack.strategy}: {plan.cuts:,} cuts, {plan.padding_tokens:,} tokens of padding")
     dropped = plan.dropped_tokens
     if missing := _left_out(store, dropped):
-        say(f"left out  {missing}")
+        log(f"left out  {missing}")
     if bare := _domains_that_hold_nothing_out(store, split):
-        say(f"held out  no document of {', '.join(bare)}: all are copies of too many others, or nearly")
+        log(f"held out  no document of {', '.join(bare)}: all are copies of too many others, or nearly")
     if store.copies + store.near_copies:
-        say(f"copies    {_copies(store, split)}")
+        log(f"copies    {_copies(store, split)}")
     if special := sum(count.special_records or 0 for count in store.sources):
         meaning = "text" if config.data.special_tokens == "text" else "control tokens"
-        say(
+        log(
             f"special   {special:,} records hold what looks like a special token, read as {meaning} "
             "(data.special_tokens)"
         )
     steps, per_step = config.train.steps, config.train.sequences_per_step
-    say(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
+    log(f"training  {steps:,} steps of {per_step} rows: {steps * per_step / len(rows):.2g} epochs")
     verified()
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

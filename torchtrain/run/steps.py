@@ -1,4 +1,4 @@
-"""The steps of a run: each is taken, looked at by the guard, counted, and handed on as one value."""
+"""The steps of a run: each is taken, checked by the guard, counted, and yielded as one value."""
 
 import time
 from collections.abc import Iterator
@@ -7,15 +7,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from anchorline.errors import UserError
+from torchtrain.checkpoint.state import state_of
 from torchtrain.config import TrainConfig
+from torchtrain.modeling.finite import first_not_finite
 from torchtrain.planning.flops import FlopCounter, peak_flops
-from torchtrain.run.finite import check_finite
 from torchtrain.run.setup import Setup
 from torchtrain.training.guard import Guard
 from torchtrain.training.micro_batch import make_ahead
 from torchtrain.training.step import StepResult, step_batches, take_step
 from torchtrain.training.strategy import Strategy
+
+
+def check_finite(strategy: Strategy, when: str, advice: str) -> None:
+    """Check this rank's weights, masters and moments, between two steps.
+
+    Args:
+        strategy: holds them.
+        when, advice: for the message.
+
+    Raises:
+        UserError: one is not finite: names the tensor.
+    """
+    if (name := first_not_finite(_tensors_of(strategy))) is not None:
+        raise UserError(f"{name} is not finite {when}; {advice}")
+
+
+def _tensors_of(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+    yield from strategy.model.named_parameters()
+    for fragment in state_of(strategy).fragments():
+        for kind, x_n in fragment.tensors.items():
+            yield f"{kind} of {fragment.parameter}", x_n
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ _GRACE = 20.0
 # before).
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
     "folder": ("torchtrain.run.folder", "write_all", _die, False),
-    "replacement": ("torchtrain.run.folder", "remove", _die, True),
+    "replacement": ("torchtrain.run.folder", "claim", _die, False),
     "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
     "event": ("torchtrain.training.events", "MetricsFile.write", _cut_line, False),

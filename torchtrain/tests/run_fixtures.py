@@ -59,9 +59,9 @@ def run(place, tmp_path):
 def fresh(place, tmp_path):
     """Return a function that trains two steps in this process with `run.folder`, and the folder it is relative to."""
 
-    def train(folder: str, *overrides: str, replace: bool = False):
+    def train(folder: str, *overrides: str, **how: bool):
         changes = ["save.last=1", "train.steps=2", *overrides, f"run.folder={json.dumps(str(folder))}"]
-        return recipe.train(load_config(place.config, changes), replace=replace, console=QUIET)
+        return recipe.train(load_config(place.config, changes), **how, console=QUIET)
 
     return train, tmp_path
 
@@ -119,11 +119,3 @@ def fails(code: int):
 def resume(run: Path):
     """Go on with a run in this process, wherever it was copied to."""
     return recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), console=QUIET)
-
-
-def as_before_there_was_a_list(run: Path) -> None:
-    """Make a run what an older trainer left."""
-    record = json.loads((run / "run.json").read_text())
-    del record["format"]
-    (run / "run.json").write_text(json.dumps(record))
-    (run / "outputs.json").unlink()

@@ -27,7 +27,7 @@ from torchtrain.commands.ending import one_speaks
 from torchtrain.config import load_config
 from torchtrain.data import PreparationProgress
 from torchtrain.errors import TERMINATED, OtherRankFailed
-from torchtrain.run.report import tell_tokenising
+from torchtrain.run.report import make_progress_printer
 from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
 
@@ -129,7 +129,7 @@ def test_mistakes_in_the_arguments_are_one_line(monkeypatch, capsys, arguments, 
 def test_off_a_terminal_tokenising_is_a_line_a_source_and_one_every_few_seconds(monkeypatch):
     clock, said, console = iter([0, 1, 4, 5, 6, 7]), [], Console(file=io.StringIO())
     monkeypatch.setattr("torchtrain.run.report.time.monotonic", lambda: next(clock))
-    tell = tell_tokenising(console, console.status(""), said.append)
+    tell = make_progress_printer(console, console.status(""), said.append)
     for documents, state in enumerate(["tokenising a"] * 5 + ["tokenising b"]):
         tell(PreparationProgress(state, documents, 0, 0))
     assert [line.split(",")[0] for line in said] == [
@@ -350,7 +350,7 @@ def test_an_interruption_is_one_line(call, tree, monkeypatch):
     assert call("train", "--replace", "train.steps=2").exit_code == 0
 
 
-@pytest.mark.parametrize("place", ["torchtrain.training.step.accumulate", "torchtrain.run.journal.Journal.write_step"])
+@pytest.mark.parametrize("place", ["torchtrain.training.step.accumulate", "torchtrain.run.report.Journal.write_step"])
 def test_no_thread_outlives_a_run_that_ends_early(call, monkeypatch, place):
     """Neither an error of a step nor one of who is handed it leaves the thread of batches to the garbage collector.
 

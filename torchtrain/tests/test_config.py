@@ -71,7 +71,6 @@ def test_overrides(load):
         ("train.step=20", r"train\.step: unknown key; did you mean train\.steps\?"),
         ("trian.steps=20", r"trian: unknown key; did you mean train\?"),
         ("data.sources.0.demoo=code", r"data\.sources\.0\.demoo: unknown key; did you mean data\.sources\.0\.demo\?"),
-        ("eval.sequences=2", r"c\.yaml: eval: unknown key; did you mean held_out\?$"),
         ("run.zzz=1", r"run\.zzz: unknown key; known: folder, seed"),
         ("Train.steps=3", r"Train: unknown key; did you mean train\?"),
         ("train.Steps=3", r"train\.Steps: unknown key; did you mean train\.steps\?"),

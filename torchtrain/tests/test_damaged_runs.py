@@ -127,7 +127,7 @@ def test_a_step_of_no_number_is_not_ours(done):
     (done / "checkpoints" / "step-x").mkdir()
     assert not [line for line in status_lines(done) if "abcdefgh" in line or "step-x" in line]
     assert resume(done) is None
-    RunFolder(done).forget_after(0, 6)
+    RunFolder(done).remove_later_exports(0, 6)
     assert (done / "exports" / "step-abcdefgh").is_dir()
 
 

@@ -218,4 +218,4 @@ def test_zero_on_one_process_needs_no_torchrun(tree, write_config, tmp_path):
 def test_the_whole_config_round_trips(load):
     config: Config = load("distributed.zero_stage=3", "distributed.offload=all", "distributed.sequence_parallel=2")
     spread = {"sequence_parallel": 2, "zero_stage": 3, "offload": "all"}
-    assert config.distributed.model_dump() == {**spread, "timeout_minutes": 120}
+    assert config.distributed.model_dump() == spread

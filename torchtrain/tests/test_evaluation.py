@@ -12,7 +12,7 @@ from torchtrain.cli import app
 from torchtrain.evaluation.evaluate import Checkpoint, evaluate
 from torchtrain.evaluation.prompt_tokens import check_tokenizer
 from torchtrain.evaluation.suite import SUITE, Suite, load_suite
-from torchtrain.run.trained import last_models
+from torchtrain.run.folder import RunFolder
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -82,13 +82,13 @@ def test_a_suite_of_which_nothing_ran_is_no_success(tmp_path):
 def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
     (tmp_path / "run.json").write_text('{"format": 2}')
     with pytest.raises(UserError, match="has left no model yet"):
-        last_models(tmp_path, 5)
+        RunFolder(tmp_path).last_models(5)
     for name in ("exports/step-00000010", "exports/step-00000020", "exports/step-00000030", "model"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "outputs.json").write_text('{"finished": 30}')
-    steps = [(name, step) for name, step, _ in last_models(tmp_path, 2)]
+    steps = [(name, step) for name, step, _ in RunFolder(tmp_path).last_models(2)]
     assert steps == [("step-00000020", 20), ("model", 30)]  # the last export has the trained model's weights
-    assert len(last_models(tmp_path, 5)) == 3
+    assert len(RunFolder(tmp_path).last_models(5)) == 3
 
 
 def test_a_tokenizer_that_ends_prompts_is_refused_before_anything_is_loaded(tmp_path):

@@ -35,8 +35,7 @@ from torchtrain.experiment.spec import (
     TrainingExperiment,
     load_experiment,
 )
-from torchtrain.run.folder import RunFolder
-from torchtrain.run.outputs import Outputs
+from torchtrain.run.folder import Outputs, RunFolder
 from torchtrain.tests.measurements import measurement
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 

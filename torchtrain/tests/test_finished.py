@@ -10,14 +10,11 @@ import pytest
 from anchorline.errors import UserError
 from anchorline.files import entries_of
 from torchtrain.run.status import status_lines
-from torchtrain.tests.run_fixtures import as_before_there_was_a_list, resume
+from torchtrain.tests.run_fixtures import resume
 from torchtrain.tests.runs import assert_same, content, tree_of
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_an_empty_model_beside_a_picture_is_not_finished(done, straight, older):
-    if older:
-        as_before_there_was_a_list(done)
+def test_an_empty_model_beside_a_picture_is_not_finished(done, straight):
     shutil.rmtree(done / "model")
     (done / "model").mkdir()
     assert next(status_lines(done)).endswith(": interrupted")
@@ -28,10 +25,7 @@ def test_an_empty_model_beside_a_picture_is_not_finished(done, straight, older):
     }
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_model_that_is_cut_off_is_not_finished(done, older):
-    if older:
-        as_before_there_was_a_list(done)
+def test_a_model_that_is_cut_off_is_not_finished(done):
     weights = done / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     before = tree_of(done / "model")

@@ -45,11 +45,6 @@ def test_the_docs_say_what_may_change():
     assert [name for name in FREE + FREE_WITH_LORA if f"`{name}`" not in told] == []
 
 
-def test_rows_that_an_earlier_version_packed_in_another_order_are_refused(saved):
-    with pytest.raises(UserError, match=r"packed these rows in another order; train anew \(order.dropped"):
-        check_identity(saved[0].identity, IDENTITY | {"order": {"dropped": "drawn"}})
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -14,7 +14,7 @@ from torchtrain.modeling.check import check_config
 from torchtrain.modeling.load import load_for_evaluation, load_for_training
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import open_config
-from torchtrain.run.export import export
+from torchtrain.run.session import export
 from torchtrain.tests.tiny import POSITIONS, SIZES, tiny_config, tiny_model, tiny_tokenizer
 
 PROMPT, NEW = 40, 6

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -121,7 +120,7 @@ def test_what_a_thread_beside_tells_never_meets_what_the_program_tells(monkeypat
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_every_group_waits_as_long_as_the_config_says(tree, write_config, monkeypatch, place, beside):
+def test_every_group_waits_as_long_as_an_export_takes(tree, write_config, monkeypatch, place, beside):
     """That of the program and that of saves: NCCL's own ten minutes are less than an export takes."""
     place(**PLACE)
     made = []
@@ -129,12 +128,12 @@ def test_every_group_waits_as_long_as_the_config_says(tree, write_config, monkey
     monkeypatch.setattr(world.dist, "new_group", lambda backend, timeout: made.append(timeout) or "group")
     monkeypatch.setattr(world.dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(world, "heartbeat", lambda *_: nullcontext())
-    overrides = ["distributed.timeout_minutes=7", f"save.asynchronous={str(beside).lower()}"]
+    overrides = [f"save.asynchronous={str(beside).lower()}"]
     with world.join(load_config(write_config(tree), overrides)) as joined:
         assert joined.aside == ("group" if beside else None)
-    assert made == [timedelta(minutes=7)] * (2 if beside else 1)
+    assert made == [world.PATIENCE] * (2 if beside else 1)
     monkeypatch.undo()
-    alone = load_config(write_config(tree), ["distributed.timeout_minutes=7", "distributed.zero_stage=1"])
+    alone = load_config(write_config(tree), ["distributed.zero_stage=1"])
     with world.join(alone):
         found = world.dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-    assert found == timedelta(minutes=7)
+    assert found == world.PATIENCE

@@ -1,0 +1,137 @@
+"""Every setting, explained from the schema: `torchtrain config --explain KEY` prints it, docs/settings.md lists all.
+
+`python -m torchtrain.config.reference > docs/settings.md` writes the page.
+"""
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from anchorline.errors import UserError, quoted
+from torchtrain.config.preparation import Preparation
+from torchtrain.config.whole import Config
+
+_INTRODUCTION = """# Settings
+
+A run's config has these sections; `torchtrain prepare` reads `tokenizer`, `data` and `prepare`. Write a key in the YAML
+file, or give it on the command line: `train.steps=20`. `torchtrain config --explain KEY` prints one entry of this page.
+An entry has the key, what it takes, its default, and what it means.
+`python -m torchtrain.config.reference > docs/settings.md` makes the page.
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of the config: its dotted name, the values that it takes, its default as YAML, and what it means."""
+
+    key: str
+    values: str
+    default: str
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.key}\n  values:  {self.values}\n  default: {self.default}\n  {self.meaning}"
+
+
+def list_settings() -> list[Setting]:
+    """Return all settings of a run and of a preparation, in the order of the schema."""
+    found = {setting.key: setting for schema in (Config, Preparation) for setting in _walk(schema, "")}
+    return list(found.values())
+
+
+def explain_settings(key: str) -> str:
+    """Return the text on a key, or on all keys of a section.
+
+    Raises:
+        UserError: there is no such key: names the nearest.
+    """
+    settings = list_settings()
+    # A source is an entry of a list: data.sources.0.files is explained as data.sources.N.files.
+    wanted = ".".join("N" if part.isdecimal() else part for part in key.split("."))
+    found = [one for one in settings if one.key == wanted or one.key.startswith(wanted + ".")]
+    if not found:
+        known = [one.key for one in settings]
+        ends = [name for name in known if name.rpartition(".")[2] == wanted]
+        nearest = ends or difflib.get_close_matches(wanted[:100], known, n=1, cutoff=0.5)
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "docs/settings.md lists all"
+        raise UserError(f"--explain {quoted(key)}: there is no such setting; {hint}")
+    return "\n\n".join(map(str, found))
+
+
+def format_page() -> str:
+    """Return docs/settings.md."""
+    lines, section = [_INTRODUCTION], ""
+    for setting in list_settings():
+        name, _, rest = setting.key.partition(".")
+        if name != section:
+            section = name
+            lines.append(f"\n## {name}\n")
+        meaning = setting.meaning.replace("\n", " ")
+        lines.append(f"- `{rest}` ({setting.values}; `{setting.default}`): {meaning}")
+    return "\n".join(lines) + "\n"
+
+
+def _walk(schema: type[BaseModel], above: str) -> Iterator[Setting]:
+    for name, field in schema.model_fields.items():
+        key = f"{above}{name}"
+        inner, is_list = _section_of(field.annotation)
+        if inner is None or (above and field.description is not None):
+            yield Setting(key, _format_values(field), _format_default(field), field.description or "")
+        if inner is not None:
+            yield from _walk(inner, f"{key}.N." if is_list else f"{key}.")
+
+
+def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """Return the section that a field holds, or None, and whether it holds a list of them."""
+    for kind in _members(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind, False
+        if get_origin(kind) is list:
+            return _section_of(get_args(kind)[0])[0], True
+    return None, False
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for kind in get_args(annotation):
+            yield from _members(kind)
+    else:
+        yield annotation
+
+
+def _format_values(field: FieldInfo) -> str:
+    names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null"}
+    found: list[str] = []
+    for kind in _members(field.annotation):
+        if get_origin(kind) is Literal:
+            found += [str(value) for value in get_args(kind)]
+        elif get_origin(kind) in (list, tuple):
+            found.append("list")
+        elif get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            found.append("section")
+        else:
+            found.append(names[kind])
+    return ", ".join(found)
+
+
+def _format_default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, BaseModel):
+        return "{}"
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True).partition("\n")[0]
+
+
+if __name__ == "__main__":
+    print(format_page(), end="")
