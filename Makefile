@@ -14,7 +14,7 @@ help:  ## list the targets
 
 train: setup  ## extend SmolLM2-135M on real documents with AnchorAttention (configs/demo.yaml)
 	@echo "==> training configs/demo.yaml"
-	@$(BIN)/torchtrain train configs/demo.yaml --replace
+	@$(BIN)/torchtrain train configs/demo.yaml --replace --delete-replaced
 
 test: setup  ## run every test (those marked gpu are skipped, and say so, where there is no CUDA device)
 	@echo "==> running every test"

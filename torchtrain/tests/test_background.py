@@ -6,22 +6,19 @@ import errno
 import os
 import signal
 import threading
-import time
 
 import pytest
 import safetensors.torch
 import torch
-from rich.console import Console
 
 from anchorline.errors import UserError
-from torchtrain.checkpoint import fragments, store
+from torchtrain.checkpoint import fragments
 from torchtrain.checkpoint.background import Background
 from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
 from torchtrain.distributed.world import ALONE
-from torchtrain.errors import OtherRankFailed
 from torchtrain.run import recipe
 from torchtrain.tests.checkpoint_fixtures import make_strategy
 from torchtrain.tests.run_fixtures import QUIET, fails, poison
@@ -88,15 +85,6 @@ def test_the_same_bits(place, straight):
         assert all(0 < e["held"] <= e["seconds"] and (e["held"] < e["seconds"]) == beside for e in saves)
 
 
-def test_a_save_that_is_waited_for_holds_training(run, monkeypatch):
-    """The same order without `save.asynchronous`: what is proved below is not true of any run."""
-    train, _ = run
-    order = Order(monkeypatch, hold={})
-    train("save.asynchronous=false", "train.steps=3")
-    assert order.seen == ["step 1", "step 2", "begin 2", "end 2", "step 3", "begin 3", "end 3"]
-    assert order.threads == {"MainThread"}
-
-
 def test_training_goes_on_and_what_is_written_is_of_before(place, tmp_path, monkeypatch):
     """The writer of step 2 is held until step 4 has its gradients, so that weights and moments were updated once since;
     that of step 4 until the last step has. One save at a time: that of step 6 waits for it.
@@ -157,24 +145,6 @@ def test_a_write_that_fails_ends_the_run_before_the_next_save(run, monkeypatch):
     assert list((folder / "checkpoints").iterdir()) == []
 
 
-def test_a_mistake_in_a_step_lets_the_save_before_it_end(run, monkeypatch):
-    train, folder = run
-    order = Order(monkeypatch, hold={"begin 2": "the end waits"})
-    real = Background.finish
-
-    def finish(background):
-        if background.busy:
-            order.note("the end waits")
-        return real(background)
-
-    poison(monkeypatch, {3}, "loss")
-    monkeypatch.setattr(Background, "finish", finish)
-    with pytest.raises(UserError, match="step 3"):
-        train()
-    assert order.seen[-2:] == ["the end waits", "end 2"]
-    assert Checkpoints(folder / "checkpoints").open(2) is not None
-
-
 def test_a_mistake_in_a_step_and_one_in_the_save_before_it_are_both_told(run, monkeypatch):
     train, _ = run
     waits, real = threading.Event(), Background.finish
@@ -194,38 +164,7 @@ def test_a_mistake_in_a_step_and_one_in_the_save_before_it_are_both_told(run, mo
         train()
 
 
-def test_what_a_thread_ended_by():
-    work = Background()
-    work.finish()
-    assert not work.has_ended()
-    for fault, told_at_once in ((UserError("x"), False), (OtherRankFailed("x"), False), (AssertionError("x"), True)):
-
-        def fail(fault=fault):
-            raise fault
-
-        work.begin(fail)
-        assert work.busy
-        looked = []
-
-        def wait(looked=looked):
-            while not work.has_ended():  # other ranks have a mistake told; for a bug they would wait
-                time.sleep(0.01)
-            looked.append(True)
-            work.finish()
-
-        with pytest.raises(type(fault)):
-            wait()
-        assert bool(looked) != told_at_once
-        assert not work.busy
-
-
 # --- signals, in processes --------------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_while_a_save_is_written_lets_it_end(place):
-    assert place.train("interrupt", at="manifest", nth=1, signal=signal.SIGINT) == 130
-    assert place.last_line("interrupt") == "torchtrain: interrupted"
-    assert Checkpoints(place.folder / "interrupt" / "checkpoints").open(2) is not None
 
 
 def test_ctrl_c_of_two_processes_while_they_save(place):
@@ -255,11 +194,3 @@ def test_the_last_save_is_whole_before_the_model_is_exported(run, monkeypatch):
     monkeypatch.setattr(recipe.Session, "export", lambda *a: order.note("export") or real(*a))
     train("train.steps=2")
     assert order.seen == ["step 1", "step 2", "begin 2", "end 2", "export"]
-
-
-def test_it_says_how_long_training_waited(place, tmp_path):
-    with (tmp_path / "out").open("w") as file:
-        config = load_config(place.config, [f"run.folder={tmp_path / 'run'}", "train.steps=2", "save.last=1"])
-        recipe.train(config, console=Console(file=file))
-    assert ", training waited 0." in (tmp_path / "out").read_text()
-    assert store.Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]

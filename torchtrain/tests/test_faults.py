@@ -2,21 +2,16 @@
 
 import errno
 import os
-import resource
 import shutil
 import signal
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from anchorline import files
-from anchorline.command import Leave
 from anchorline.errors import UserError
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.commands.ending import one_speaks
 from torchtrain.config import load_config
-from torchtrain.run import recipe, session
+from torchtrain.run import recipe
 from torchtrain.run.lock import hold, is_held
 from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import (
@@ -24,7 +19,7 @@ from torchtrain.tests.run_fixtures import (
     fails,
     poison,
 )
-from torchtrain.tests.runs import assert_same, unprivileged
+from torchtrain.tests.runs import assert_same
 from torchtrain.training import step
 from torchtrain.training.events import read_metrics
 
@@ -88,15 +83,6 @@ def test_sigterm_while_saving_lets_the_save_end(place, straight, asynchronous):
     assert_same(place.folder / name, straight, but=OTHER_CHECKPOINTS if steps == [4, 5] else ())
 
 
-def test_sigterm_between_saves_keeps_its_step_for_one_of_theirs(place, straight):
-    assert place.train("term-between", at="gradient", nth=5, signal=signal.SIGTERM) == 143
-    saved = Checkpoints(place.folder / "term-between" / "checkpoints")
-    assert saved.steps() == [4, 5]
-    assert place.resume("term-between") == 0
-    assert saved.steps() == [5, 6]
-    assert_same(place.folder / "term-between", straight, but=OTHER_CHECKPOINTS)
-
-
 # --- who may work where -----------------------------------------------------------------------------------------------
 
 
@@ -135,15 +121,6 @@ def test_a_strangers_file_in_the_folder(place, straight, interrupted):
     assert_same(folder, straight)
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", "interrupted"), ("1", "")])
-def test_ctrl_c_which_reaches_all_is_told_by_one(monkeypatch, rank, told):
-    monkeypatch.setenv("RANK", rank)
-    with pytest.raises(Leave) as caught, one_speaks():
-        raise KeyboardInterrupt
-    assert caught.value.code == 130
-    assert str(caught.value) == told
-
-
 # --- disks and damage -------------------------------------------------------------------------------------------------
 
 
@@ -162,11 +139,6 @@ def test_a_damaged_checkpoint_and_the_way_round_it(place, straight, interrupted)
     assert place.last_line(interrupted).endswith("has no checkpoint of step 7; there are those of 2, 4")
     assert place.resume(interrupted, "--step", "2") == 0
     assert_same(folder, straight)
-
-
-def test_beginning_anew_in_the_same_folder(place, straight, interrupted):
-    assert place.resume(interrupted, "--step", "0") == 0
-    assert_same(place.folder / interrupted, straight)
 
 
 def test_a_run_that_was_taken_up_earlier_has_no_other_future(place, straight, interrupted):
@@ -234,34 +206,6 @@ def test_a_disk_that_is_full_somewhere_else(run, monkeypatch, target, told):
     monkeypatch.undo()
     assert recipe.resume(load_config(folder / "config.yaml"), console=QUIET) is not None
     assert next(status_lines(folder)).endswith("finished")
-
-
-def test_weights_that_do_not_fit_on_the_disk(run, monkeypatch):
-    """safetensors writes them itself, and says so in an exception of its own."""
-    train, folder = run
-    limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), session.export
-
-    def export(*arguments):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-        try:
-            real(*arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    monkeypatch.setattr(session, "export", export)
-    with pytest.raises(UserError, match=rf"{folder}/model: the model could not be written: .*; step 6 is saved; mend"):
-        train()
-    assert not list(folder.glob("model*"))
-
-
-def test_a_read_only_run():
-    with tempfile.TemporaryDirectory() as name:
-        record = Path(name) / "run.json"
-        record.write_text("{}")
-        record.chmod(0o444)
-        Path(name).chmod(0o555)
-        with unprivileged(), pytest.raises(UserError, match=f"run.folder {name}: cannot be written: permission denied"):
-            hold(record).__enter__()
 
 
 def test_a_full_disk_stops_the_run_and_the_last_checkpoint_is_good(place, straight, monkeypatch):

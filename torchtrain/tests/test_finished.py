@@ -51,11 +51,6 @@ def test_a_model_that_lost_a_file_is_made_anew(done, straight):
     assert_same(done, straight)
 
 
-def test_the_plot_does_not_matter(done):
-    (done / "loss.png").unlink()
-    assert resume(done) is None
-
-
 def test_outputs_say_what_was_exported(straight):
     outputs = json.loads((straight / "outputs.json").read_text())
     assert outputs["finished"] == 6

@@ -1,6 +1,5 @@
 """What resume takes away, and what it leaves: a user's files, and what it cannot see."""
 
-import json
 import os
 import shutil
 import signal
@@ -76,20 +75,6 @@ def test_verify_sees_what_is_gone(done):
     assert "lists no model" in told["outputs.json"]
 
 
-def test_verify_does_not_depend_on_where_it_is_called(done, monkeypatch, tmp_path):
-    record = json.loads((done / "run.json").read_text())
-    record["config"]["data"]["cache"] = "cache"
-    (done / "run.json").write_text(json.dumps(record))
-    monkeypatch.chdir(tmp_path)
-    assert all(found.good for found in verify_folder(done))
-
-
-def test_a_model_that_is_forgotten_is_not_missed(done):
-    RunFolder(done).remove_later_exports(2, 6)
-    assert [found for found in verify_folder(done) if not found.good] == []
-    assert list(RunFolder(done).listed_models()) == ["exports/step-00000002"]
-
-
 def test_status_tells_the_rest_of_a_damaged_run(done):
     with (done / "timing.jsonl").open("a") as file:
         file.write("null\n3\n[]\n")
@@ -114,13 +99,6 @@ def test_an_export_whose_removal_was_cut_short_goes(done, monkeypatch):
 def assert_same_but(run: Path, straight: Path, name: str) -> None:
     mine, theirs = content(run), content(straight)
     assert {of: was for of, was in mine.items() if of != name} == theirs
-
-
-def test_beginning_anew_is_noted(place, interrupted):
-    """Killed before its first save, a run that was begun anew has no checkpoint, and is not asked for one."""
-    assert place.resume(interrupted, "--step", "0", at="gradient", nth=1) == -signal.SIGKILL
-    assert place.resume(interrupted) == 0, place.log(interrupted)
-    assert "it has no checkpoint" in place.log(interrupted)
 
 
 @pytest.mark.parametrize("name", ["model/README.md", "exports/step-00000004/README.md"])

@@ -1,19 +1,15 @@
 """Where a run may stand: its folder is resolved before it is looked at, and what is there stays."""
 
 import os
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError, quoted
-from anchorline.files import resolve, resolve_folder
+from anchorline.files import resolve_folder
 from torchtrain.cli import app
 from torchtrain.config import load_config
-from torchtrain.run import folder as folder_module
 from torchtrain.run import recipe
-from torchtrain.run.folder import RunFolder
-from torchtrain.run.status import status_lines
 from torchtrain.tests.runs import tree_of
 
 
@@ -80,12 +76,6 @@ def test_a_folder_that_cannot_be_is_one_line(place, tmp_path, monkeypatch, folde
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_is_resolved():
-    here = Path.cwd()
-    assert resolve("f", "a/../b") == here / "b"
-    assert resolve("f", "~") == Path.home().resolve()
-
-
 def test_an_out_that_is_a_file_is_refused_and_named(tmp_path):
     (tmp_path / "file").write_text("mine")
     assert resolve_folder("--out", tmp_path / "new") == tmp_path / "new"
@@ -115,22 +105,3 @@ def test_a_run_beside_strangers(fresh):
     assert {
         name: of for name, of in tree_of(here).items() if not name.startswith(("run/", "run.replaced-1/"))
     } == before
-
-
-def test_a_process_that_makes_a_run_keeps_others_out(place, tmp_path, monkeypatch):
-    """From before there is anything to see."""
-    config = load_config(place.config)
-    real, told = folder_module.write_all, []
-
-    def meanwhile(*arguments):
-        monkeypatch.undo()
-        with pytest.raises(UserError) as caught:
-            RunFolder(tmp_path / "run").create(config, {}, replace=True).__enter__()
-        told.append(str(caught.value))
-        return real(*arguments)
-
-    monkeypatch.setattr(folder_module, "write_all", meanwhile)
-    with RunFolder(tmp_path / "run").create(config, {"identity": {}}, replace=False):
-        assert "at work" in told[0]
-        assert next(status_lines(tmp_path / "run")).endswith("at work")
-    assert next(status_lines(tmp_path / "run")).endswith("interrupted")
