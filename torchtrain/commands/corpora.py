@@ -32,7 +32,8 @@ def prepare(
 
         preparation = load_preparation(file, overrides or [])
 
-        from torchtrain.run.preparing import prepare_store  # isort: skip
+        # First, so that a missing torch is reported in our words.
+        from torchtrain.run.statistics import prepare_store  # isort: skip
 
         prepare_store(preparation, out, dry_run)
 

@@ -50,7 +50,7 @@ def evaluate(
         from torchtrain.evaluation.results import NotRun
         from torchtrain.evaluation.tables import print_tables
         from torchtrain.run.folder import RunFolder
-        from torchtrain.run.status import read_training
+        from torchtrain.run.verify import read_training
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()

@@ -123,7 +123,7 @@ def verify(
     Example: torchtrain verify runs/demo
     """
     with one_speaks():
-        from torchtrain.run.status import verify_folder
+        from torchtrain.run.verify import verify_folder
 
         good = True
         for found in verify_folder(folder):

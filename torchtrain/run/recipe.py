@@ -32,9 +32,9 @@ from torchtrain.run.opening import Opening
 from torchtrain.run.report import Journal, check_writers, make_progress_printer, plot
 from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
-from torchtrain.run.status import training_of
 from torchtrain.run.steps import check_finite, take_steps
 from torchtrain.run.termination import Termination
+from torchtrain.run.verify import training_of
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out

@@ -1,4 +1,4 @@
-"""The verb `torchtrain stats`: a store's statistics as tables, JSON and one page."""
+"""The verbs `prepare` and `stats`: make a token store; count what it holds, as tables, JSON and one page."""
 
 import io
 import json
@@ -16,16 +16,18 @@ from rich.table import Table
 
 from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import replace_file
+from anchorline.files import replace_file, resolve_folder
 from anchorline.page import figure_style, inline, render
 from anchorline.page.colours import SERIES
-from torchtrain.config import ModelConfig
+from torchtrain.config import ModelConfig, Preparation
 from torchtrain.data import TokenStore
+from torchtrain.data.produce import Submitted, produce
 from torchtrain.data.statistics import ROW_LENGTHS, Histogram, RowStatistics, StoreStatistics, statistics_of
 from torchtrain.data.store import HEADER
-from torchtrain.modeling.source import open_config, resolve_source
+from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.planning.memory import Shapes
+from torchtrain.run.report import make_progress_printer
 
 JSON, PAGE = "statistics.json", "statistics.html"
 MODEL = "meta-llama/Llama-2-7b-hf"  # the paper's first; its shapes come with this package
@@ -284,3 +286,45 @@ def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Mark
         axes.legend()
         canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return inline(drawn.getvalue(), f"{what} by length of document")
+
+
+def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
+    """Make the store of a preparation in a folder, and tell what came of it.
+
+    Args:
+        preparation: what of, and by whom.
+        out: the store's folder.
+        dry_run: print Slurm's script and write nothing.
+
+    Raises:
+        UserError: as `torchtrain.data.produce.produce`.
+        TasksUnfinished: a worker was killed.
+    """
+    console, told = Console(stderr=True), Console()
+
+    def log(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    out = resolve_folder("--out", out)
+    settings = preparation.tokenizer
+    source = resolve_source(
+        settings.source, preparation.data.cache, log, needs="tokenizer", trust_remote_code=settings.trust_remote_code
+    )
+    tokenizer = open_tokenizer(source, settings.trust_remote_code)
+    for number, one in enumerate(preparation.data.sources):
+        if one.dataset is not None and one.revision is None and not Path(one.dataset).is_dir():
+            log(
+                f"unpinned  data.sources.{number}: dataset {quoted(one.dataset)} has no revision, so it may be another "
+                "tomorrow; give a commit"
+            )
+    with console.status("looking at the sources") as spinner:
+        report_progress = make_progress_printer(console, spinner, log)
+        made = produce(preparation, tokenizer, out, log, report_progress, dry_run)
+    if isinstance(made, Submitted):
+        if made.script is not None:
+            print(made.script, end="")
+        else:
+            log(f"submitted {made.tasks:,} tasks; when they are done, run the same command again: it joins them")
+        return
+    show(write_statistics(made.folder, made.folder))
+    told.print(f"store in {made.folder}", markup=False, soft_wrap=True)

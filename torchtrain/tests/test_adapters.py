@@ -33,7 +33,7 @@ from torchtrain.modeling.recompute import save_memory
 from torchtrain.planning.memory import shape_of_model
 from torchtrain.run import recipe
 from torchtrain.run.setup import set_up
-from torchtrain.run.status import verify_folder
+from torchtrain.run.verify import verify_folder
 from torchtrain.tests.runs import assert_same
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_config, tiny_model
 from torchtrain.training.events import read_metrics

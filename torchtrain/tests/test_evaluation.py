@@ -81,7 +81,7 @@ def test_a_suite_of_which_nothing_ran_is_no_success(tmp_path):
 
 def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
     (tmp_path / "run.json").write_text('{"format": 2}')
-    with pytest.raises(UserError, match="has left no model yet"):
+    with pytest.raises(UserError, match="has exported no model yet"):
         RunFolder(tmp_path).last_models(5)
     for name in ("exports/step-00000010", "exports/step-00000020", "exports/step-00000030", "model"):
         (tmp_path / name).mkdir(parents=True)

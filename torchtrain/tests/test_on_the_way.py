@@ -26,7 +26,7 @@ from torchtrain.evaluation.on_the_way import TrainingEvaluation, share_weights, 
 from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import load_suite
 from torchtrain.run import recipe
-from torchtrain.run.status import read_training
+from torchtrain.run.verify import read_training
 from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.tiny import POSITIONS, tiny_tokenizer
 

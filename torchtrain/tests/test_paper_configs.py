@@ -13,7 +13,7 @@ from torchtrain.modeling.source import published_models
 from torchtrain.planning.budget import GIB, fastest, model_config
 from torchtrain.planning.memory import Shapes
 from torchtrain.run.session import exported_steps
-from torchtrain.run.status import training_of
+from torchtrain.run.verify import training_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = sorted((CONFIGS / "paper").glob("*-*.yaml"))

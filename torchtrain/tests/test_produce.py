@@ -23,7 +23,7 @@ from torchtrain.data import TokenStore, identity, prepare
 from torchtrain.data.produce import LOGS, PLAN, SHARDS, Submitted, produce
 from torchtrain.data.tasks import list_tasks
 from torchtrain.errors import TasksUnfinished
-from torchtrain.run.status import read_training
+from torchtrain.run.verify import read_training
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 from torchtrain.tests.killed_worker import KilledOnce
 from torchtrain.tests.tiny import tiny_tokenizer

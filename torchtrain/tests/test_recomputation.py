@@ -8,9 +8,8 @@ from torchtrain.config import load_config
 from torchtrain.distributed.world import World
 from torchtrain.modeling.source import open_config
 from torchtrain.planning import budget
-from torchtrain.run import recomputation
-from torchtrain.run.recomputation import choose_recomputation, free_memory
-from torchtrain.run.setup import set_up
+from torchtrain.run import setup as recomputation
+from torchtrain.run.setup import choose_recomputation, free_memory, set_up
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,8 @@ from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
 from torchtrain.run import recipe
 from torchtrain.run.folder import RunFolder
-from torchtrain.run.status import status_lines, verify_folder
+from torchtrain.run.status import status_lines
+from torchtrain.run.verify import verify_folder
 from torchtrain.tests.run_fixtures import QUIET, resume
 from torchtrain.tests.runs import assert_same, content, tree_of
 

@@ -14,7 +14,7 @@ from torchtrain.config import load_config
 from torchtrain.data import prepare
 from torchtrain.data.store import TOKENS
 from torchtrain.run.setup import set_up
-from torchtrain.run.status import verify_folder
+from torchtrain.run.verify import verify_folder
 from torchtrain.tests.tiny import tiny_tokenizer
 
 
