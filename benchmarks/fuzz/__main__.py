@@ -24,7 +24,7 @@ ENVIRONMENT = {
 _IMPORTED = (
     *("transformers", "jaxref.convert", "jaxref.mask_figure", "jaxref.ring", "ropestudy.report", "ropestudy.run"),
     *("parity_tests.check", "parity_tests.gate.run", "parity_tests.gate.weights", "parity_tests.zoo.run"),
-    *("torchtrain.run.recipe", "torchtrain.planning.budget", "torchtrain.run.status", "torchtrain.run.status"),
+    *("torchtrain.run.recipe", "torchtrain.planning.budget", "torchtrain.run.status", "torchtrain.run.verify"),
 )
 
 

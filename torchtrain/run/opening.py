@@ -87,8 +87,8 @@ class Opening:
                 sources = local_sources(self.config)
                 replaced = locks.enter_context(self.folder.create(self.config, setup.record, replace, sources))
                 if replaced is not None and delete_replaced:
-                    shutil.rmtree(replaced)
-                elif replaced is not None:
+                    shutil.rmtree(replaced, ignore_errors=True)
+                if replaced is not None and os.path.lexists(replaced):
                     self.log(f"replaced  the old run is in {replaced}")
         self._check_shared()
         return setup
