@@ -98,6 +98,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout("rows_of_every_kind", (_ANCHOR, _FULL, _PADDED, _row((0, 47)), _row((-1, 47)))),
             Layout("off_blocks", (_row((1, 7), (2, 17), (3, 33), (4, 65), (5, 129), (6, 272)),)),
             Layout("off_blocks_anchor", (_row((0, 3), (1, 131), (2, 15), (3, 259), (4, 1), (5, 103), (-1, 11)),)),
+            Layout("long_anchor", (_row((0, 140), (1, 130), (2, 7), (3, 115), (-1, 131)),)),
+            Layout("many_documents", (_row(*((i + 1, 4 if i < 73 else 3) for i in range(150))),)),
             Layout("another_scale", (_INTRA,), scale_factor=0.5),
         )
     }

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from jaxref.rounding import preset
-from parity_tests.engines import compare_engine, compare_engine_by_documents, draw, run_oracle, run_oracle_by_documents
+from parity_tests.tests.engines import (
+    compare_engine,
+    compare_engine_by_documents,
+    draw,
+    run_oracle,
+    run_oracle_by_documents,
+)
 from parity_tests.tolerance import judge
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import named_batch
