@@ -163,12 +163,12 @@ class Rounding:
             elif name in known:
                 if value not in known[name]:
                     raise UserError(f"{name}: {value!r} is unknown; choose from {', '.join(known[name])}")
-            elif value is not None and not (isinstance(value, str) and find_format(value)):
+            elif value is not None and (fmt := find_format(value) if isinstance(value, str) else None) is None:
                 raise UserError(
                     f"{name}: {value!r} is unknown; choose from None, {', '.join(FORMATS)} or eXmY with 2 to "
                     f"{MOST_EXPONENT_BITS} exponent and 1 to {MOST_MANTISSA_BITS} mantissa bits"
                 )
-            elif value is not None and find_format(value).mantissa_bits > jnp.finfo(self.carrier).nmant:
+            elif value is not None and fmt.mantissa_bits > jnp.finfo(self.carrier).nmant:
                 raise UserError(f"{name}: {value!r} has more mantissa bits than its carrier, {self.carrier}")
 
     @property

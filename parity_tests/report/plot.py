@@ -3,6 +3,7 @@
 import io
 import math
 from base64 import b64encode
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from parity_tests.report.schema import Profile
 
 # Grey is read on white and on black paper alike.
-_STYLE = {"font.size": 8, "text.color": "grey", "axes.edgecolor": "grey"}
+_STYLE: Any = {"font.size": 8, "text.color": "grey", "axes.edgecolor": "grey"}
 _STYLE |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), "grey")
 
 
