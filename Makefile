@@ -49,7 +49,9 @@ families: setup  ## judge the plug-in on every causal family of transformers and
 	@echo "==> every causal family under anchor, some minutes"
 	@$(BIN)/python -m parity_tests.families --out docs/families.md
 
-check: setup  ## ruff (format and lint), import-linter (who imports whom), pyright on the public surface
+check: setup  ## size, ruff (format and lint), import-linter (who imports whom), pyright on the public surface
+	@echo "==> size"
+	@$(BIN)/python .ci/size.py
 	@echo "==> ruff"
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .

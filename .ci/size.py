@@ -1,0 +1,39 @@
+"""Print how large the project is, and fail above a ceiling: a project that three people can carry stays small.
+
+A ceiling is lowered when the tree shrinks. Raising one needs a reason in the commit message.
+"""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+CEILINGS = {
+    "lines of source": 47_000,
+    "lines of tests": 31_500,
+    "words of docs": 58_000,
+    "source files in a folder": 24,
+}
+
+
+def measure() -> dict[str, int]:
+    """Return the counts of the files that git tracks, by the names of CEILINGS."""
+    listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
+    paths = [Path(name) for name in listed.split("\0") if name and Path(name).is_file()]
+    python = [path for path in paths if path.suffix == ".py"]
+    tests = [path for path in python if "tests" in path.parts or path.name == "conftest.py"]
+    source = [path for path in python if path not in set(tests)]
+    folders = Counter(path.parent for path in source if path.name not in ("__init__.py", "__main__.py"))
+    return {
+        "lines of source": sum(len(path.read_text().splitlines()) for path in source),
+        "lines of tests": sum(len(path.read_text().splitlines()) for path in tests),
+        "words of docs": sum(len(path.read_text().split()) for path in paths if path.suffix == ".md"),
+        "source files in a folder": max(folders.values()),
+    }
+
+
+counts = measure()
+for name, ceiling in CEILINGS.items():
+    print(f"{counts[name]:>7,} {name} (at most {ceiling:,})")
+if over := [name for name, ceiling in CEILINGS.items() if counts[name] > ceiling]:
+    sys.exit(f"size: too many {' and '.join(over)}: delete something, or raise the ceiling in .ci/size.py and say why")
