@@ -4,7 +4,7 @@
     check_attention(my_function).raise_if_different()
 
 Truth is the oracle in float64, the allowance what the oracle errs under the function's roundings
-(`parity_tests/tolerance.py`). Beyond numbers: nothing invisible may have any effect, exactly.
+(`anchorline/tolerance.py`). Beyond numbers: nothing invisible may have any effect, exactly.
 docs/checking-your-kernel.md says how a function is called.
 """
 

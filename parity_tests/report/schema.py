@@ -3,7 +3,7 @@ read.
 
 A report holds cases; a case is one model under one variant, RoPE type, engine and dtype. A case holds measures: one
 judged array each, in the order in which the computation makes them. Error and allowance are root mean squares in the
-array's own units (`parity_tests/tolerance.py`).
+array's own units (`anchorline/tolerance.py`).
 """
 
 from pathlib import Path

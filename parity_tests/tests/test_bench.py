@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from anchorline.tolerance import judge
 from benchmarks.bench_page import write
-from parity_tests.tolerance import judge
 from torchtrain.bench.truth import error_ratio
 
 ROOT = Path(__file__).parents[2]

@@ -439,7 +439,7 @@ def test_a_kept_case_depends_on_what_computes_it_and_on_nothing_else(copied, tmp
                 *(
                     "anchorline/settings.py",
                     "jaxref/rope.py",
-                    "parity_tests/tolerance.py",
+                    "anchorline/tolerance.py",
                     "parity_tests/gate/material.py",
                 ),
             ):

@@ -1,26 +1,25 @@
-"""Whether two computations are one, by the rule of `parity_tests/tolerance.py`, which the trainer cannot import:
+"""The error rule of `anchorline/tolerance.py`, for tensors."""
 
-    error(candidate, truth) <= 2 x error(reference, truth) + one rounding of the truth's own size
-
-with root mean squares, truth in float64, and a reference that rounds as the candidate may. `test_bench.py`
-holds the two together.
-"""
-
+import numpy as np
 import torch
 from torch import Tensor
 
+from anchorline.tolerance import judge
+
 
 def error_ratio(candidate: Tensor, truth: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
-    """Return the candidate's error over what is allowed: up to 1 passes. Infinite where something is not finite."""
-    wide = truth.double()
-    error, allowed = (_size(x.double() - wide) for x in (candidate, reference))
-    allowed = 2 * allowed + torch.finfo(dtype).eps / 2 * _size(wide)
-    if not error < float("inf") or not allowed < float("inf"):
-        return float("inf")
-    if error == 0:
-        return 0.0
-    return error / allowed if allowed > 0 else float("inf")
+    """Return the candidate's error over what the rule allows: up to 1 passes. Infinite where something is not finite.
+
+    Args:
+        candidate: the result under test, any shape, on any device.
+        truth: the same quantity, computed in a wider dtype.
+        reference: the same quantity with the roundings that the candidate may make.
+        dtype: the dtype that the candidate computes in.
+    """
+    verdict = judge(*(_array(x) for x in (candidate, truth, reference)), dtype=str(dtype).removeprefix("torch."))
+    return verdict.ratio if verdict.allowance < float("inf") else float("inf")
 
 
-def _size(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
+def _array(x: Tensor) -> np.ndarray:
+    x = x.detach().cpu()
+    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy()  # numpy has no bfloat16

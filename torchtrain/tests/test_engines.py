@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from anchorline.errors import UserError
-from parity_tests.tolerance import judge
+from anchorline.tolerance import judge
 from torchtrain.attention import attend, make_plan, resolve_engine, visible_BTT
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import document_ids, named_batch

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parity_tests.tolerance import judge
+from anchorline.tolerance import judge
 from torchtrain.attention import attend, half_on_cpu, make_plan, products_on_cpu
 
 T, H, K, D = 4096, 2, 1, 16

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 import torchtrain
 from anchorline.errors import UserError
-from parity_tests.tolerance import judge
+from anchorline.tolerance import judge
 from torchtrain.attention import hf, make_plan, visible_BTT
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.config import BASE_VARIANTS, PackConfig
