@@ -200,7 +200,7 @@ class FrequencyConfig(_Pair):
     mode: Mode = "local"
 
 
-class Setting(_Strict):
+class Placement(_Strict):
     """What a row of an outcome is: plain text or a copied key, and where it stands."""
 
     task: Literal["text", "copy"] = "text"
@@ -214,7 +214,7 @@ class OutcomesConfig(_Experiment):
     """
 
     conditions: list[str] = Field(default=["hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1)
-    settings: list[Setting] = Field(default=[Setting()], min_length=1)
+    settings: list[Placement] = Field(default=[Placement()], min_length=1)
 
 
 class DoseConfig(_Experiment):
@@ -226,8 +226,8 @@ class DoseConfig(_Experiment):
     mantissa_bits: list[Annotated[int, Field(ge=1, le=23)]] = Field(
         default=[2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 23], min_length=1
     )
-    settings: list[Setting] = Field(
-        default=[Setting(task=task, gap=gap) for gap in (100, 1000, 8000) for task in ("text", "copy")], min_length=1
+    settings: list[Placement] = Field(
+        default=[Placement(task=task, gap=gap) for gap in (100, 1000, 8000) for task in ("text", "copy")], min_length=1
     )
 
 
@@ -235,7 +235,7 @@ class SitesConfig(_Experiment):
     """Every site alone, by what it does to the outputs."""
 
     format: Half = "bf16"
-    settings: list[Setting] = Field(default=[Setting()], min_length=1)
+    settings: list[Placement] = Field(default=[Placement()], min_length=1)
 
 
 class BiasCase(_Strict):

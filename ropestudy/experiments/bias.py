@@ -15,7 +15,7 @@ from ropestudy.compute.conditions import EXACT, condition
 from ropestudy.compute.engine import divergences_of_rows, final_hidden
 from ropestudy.compute.measures import Sample, divergence, stat
 from ropestudy.experiments.outcomes import RowsOfText
-from ropestudy.spec import BiasCase, BiasConfig, Setting
+from ropestudy.spec import BiasCase, BiasConfig, Placement
 
 OWN, ALONE, WHOLE = "own", "alone", "whole"
 
@@ -61,7 +61,7 @@ class BiasCell:
     def _outputs(self, bench: Bench, samples: Sequence[Sample]) -> dict[str, Any]:
         decoder = bench.decoder(self.model)
         config = decoder.config
-        setting = Setting(start=self.case.start, gap=self.case.gap)
+        setting = Placement(start=self.case.start, gap=self.case.gap)
         rows = RowsOfText.make(bench, self.tokens, self.sequences, setting)
         bias_SLH = np.array([one.signed[0] for one in samples]).reshape(
             self.sequences, config.num_hidden_layers, config.num_attention_heads

@@ -16,7 +16,7 @@ from ropestudy.cells import Bench, CellResult, Experiment
 from ropestudy.compute.conditions import EXACT, Condition, condition, dose, on_alone
 from ropestudy.compute.engine import divergences_of_rows, final_hidden
 from ropestudy.compute.measures import DivergenceSample, divergence
-from ropestudy.spec import DoseConfig, OutcomesConfig, Setting, SitesConfig
+from ropestudy.spec import DoseConfig, OutcomesConfig, Placement, SitesConfig
 from ropestudy.text import NO_TARGET, copy_row, open_gap, row
 
 SHARING = 12  # conditions in a cell: each shares its float64 run
@@ -29,7 +29,7 @@ class OutcomeCell:
     experiment: str
     tokens: int
     sequences: int
-    setting: Setting
+    setting: Placement
     asked: tuple[Condition, ...]
     model: str = "pretrained"
     number: int = 0
@@ -62,7 +62,7 @@ class RowsOfText(NamedTuple):
     counted_T: np.ndarray
 
     @staticmethod
-    def make(bench: Bench, tokens: int, sequences: int, setting: Setting) -> "RowsOfText":
+    def make(bench: Bench, tokens: int, sequences: int, setting: Placement) -> "RowsOfText":
         """Return the rows of a study's text."""
         bos = bench.pretrained.bos
         made = []
@@ -94,7 +94,7 @@ class Together(NamedTuple):
     """Conditions that share a cell, and the setting."""
 
     conditions: tuple[Condition, ...]
-    setting: Setting
+    setting: Placement
 
 
 @dataclass(frozen=True)

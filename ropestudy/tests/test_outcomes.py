@@ -19,7 +19,7 @@ from ropestudy.compute.pieces import restrict
 from ropestudy.experiments.bias import Bias, BiasCell, gram
 from ropestudy.experiments.outcomes import OutcomeCell, Outcomes, RowsOfText
 from ropestudy.models import Pretrained
-from ropestudy.spec import BiasCase, BiasConfig, DoseConfig, Setting, StudyConfig
+from ropestudy.spec import BiasCase, BiasConfig, DoseConfig, Placement, StudyConfig
 from ropestudy.text import NO_TARGET, Pool, copy_row, open_gap, packed_row, row
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -38,7 +38,7 @@ def bench() -> Bench:
 
 def test_rows_together_are_rows_alone(bench):
     """A row's loss and divergence do not depend on what is computed beside it, and are `compare`'s own."""
-    setting = Setting(start=40)
+    setting = Placement(start=40)
     cell = OutcomeCell("setups", TOKENS, ROWS, setting, (condition("hf_eager_bf16"), condition("fa3_fp8")))
     found = bench.run(cell).divergences
     for number in range(ROWS):
@@ -55,7 +55,7 @@ def test_rows_together_are_rows_alone(bench):
 
 
 def test_the_loss_is_that_of_the_next_token(bench):
-    decoder, rows = bench.decoder("pretrained"), RowsOfText.make(bench, TOKENS, ROWS, Setting())
+    decoder, rows = bench.decoder("pretrained"), RowsOfText.make(bench, TOKENS, ROWS, Placement())
     hidden = final_hidden(decoder, rows.ids, rows.positions, rows.documents_T, EXACT, TOKENS)
     (samples,) = divergences_of_rows(decoder, [(hidden, EXACT)] * 2, rows.documents_T, rows.targets)
     logits = np.asarray(decoder(rows.ids, rows.positions, np.ones_like(rows.ids), preset("exact")))
@@ -73,7 +73,7 @@ def test_of_a_row_cut_in_two_the_queries_that_see_far_keys_count(bench, task):
     decoder, bf16 = bench.decoder("pretrained"), condition("hf_eager_bf16")
     found = {}
     for gap in (0, 50):
-        rows = RowsOfText.make(bench, TOKENS, ROWS, Setting(gap=gap, task=task))
+        rows = RowsOfText.make(bench, TOKENS, ROWS, Placement(gap=gap, task=task))
         given = (rows.ids, rows.positions, rows.documents_T)
         hidden = [(final_hidden(decoder, *given, one, TOKENS), one) for one in (EXACT, bf16)]
         ends = [
@@ -87,7 +87,7 @@ def test_of_a_row_cut_in_two_the_queries_that_see_far_keys_count(bench, task):
     np.testing.assert_allclose(kl_ST[:, :half], found[0][0][:, :half], rtol=1e-12)
     assert (rows.targets[:, :half] < 0).all()
     assert (found[0][2].targets[:, :half] >= 0).any() == (task == "text")
-    cell = OutcomeCell("setups", TOKENS, ROWS, Setting(gap=50, task=task), (bf16,))
+    cell = OutcomeCell("setups", TOKENS, ROWS, Placement(gap=50, task=task), (bf16,))
     samples = bench.run(cell).divergences
     for number in range(ROWS):
         one = samples[f"hf_eager_bf16: row {number}"]
@@ -193,7 +193,7 @@ def test_a_gap_moves_the_second_half():
 
 
 def test_doses(bench):
-    section = DoseConfig(tokens=TOKENS, sequences=ROWS, mantissa_bits=[2, 23], settings=[Setting(task="copy")])
+    section = DoseConfig(tokens=TOKENS, sequences=ROWS, mantissa_bits=[2, 23], settings=[Placement(task="copy")])
     experiment = Outcomes(section, "dose", "dose")
     records = experiment.records({cell: bench.run(cell) for cell in experiment.cells()})
     assert [(one.site, one.mantissa_bits) for one in records] == [(site, bits) for site in DOSES for bits in (2, 23)]

@@ -1,0 +1,105 @@
+"""What README.md, CONTRIBUTING.md and docs/ print: links lead somewhere, named files exist, commands parse."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from parity_tests.commands import load_apps
+from torchtrain.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+TOP = "anchorline|benchmarks|configs|docs|examples|jaxref|parity_tests|ropestudy|torchtrain"
+# The log names files as they were when an experiment was made.
+NAMED = [page for page in PAGES if page.name != "LOG.md"]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def page_id(page: Path) -> str:
+    return page.name
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each printed command line; a line that ends in a backslash goes on."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [body for language, body in FENCE.findall(text) if language in ("", "bash", "sh")]
+    indented = re.findall(r"^ {4}(\S.*)$", FENCE.sub("", text).replace("\\\n", " "), re.MULTILINE)
+    lines = [*indented, *(line for block in blocks for line in block.replace("\\\n", " ").splitlines())]
+    start = r"torchtrain|jaxref|parity|torchrun|make|python -m"
+    found = [line for line in lines if re.match(rf"(?:{start})\b ", line.strip())]
+    return [shlex.split(line.strip(), comments=True) for line in found]
+
+
+def slug(heading: str) -> str:
+    """Return GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        file = (page.parent / path) if path else page
+        if not file.exists():
+            broken.append(target)
+        elif anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            if anchor not in map(slug, headings):
+                broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", NAMED, ids=page_id)
+def test_named_files_exist(page):
+    named = re.findall(rf"`((?:{TOP})/[\w./-]+\.(?:py|sh|yaml|json|md|xz|csv))`", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", NAMED, ids=page_id)
+def test_printed_commands_parse(page):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for words in commands(page):
+        wrong = " ".join(words)
+        if words[0] == "make":
+            assert words[1] in targets, wrong
+            continue
+        if words[0] == "torchrun":
+            words = words[words.index("-m") + 1 :]
+        elif words[0] == "python":
+            assert importlib.util.find_spec(words[2]), wrong
+            continue
+        parse(words, wrong)
+        for word in words:
+            if word.startswith("configs/"):
+                assert (ROOT / word).exists(), wrong
+
+
+def parse(words: list[str], wrong: str) -> None:
+    """Parse the arguments of a verb as the command would, and run nothing."""
+    command, arguments = typer.main.get_command(load_apps()[words[0]]), words[1:]
+    while arguments and isinstance(command, typer.core.TyperGroup):
+        name = arguments.pop(0)
+        if name.startswith("-"):
+            return
+        assert name in command.commands, wrong
+        command = command.commands[name]
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    known |= {"--help", "-h"}
+    for word in arguments:
+        if re.match(r"--?[a-zA-Z]", word):
+            assert word.partition("=")[0] in known, f"{wrong}: {word}"
+
+
+def test_the_configuration_that_readme_prints_is_one(tmp_path):
+    blocks = [body for language, body in FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+              if language == "yaml"]  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(blocks[0])
+    assert load_config(tmp_path / "mine.yaml", []).pack.sequence_length == 65536
