@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Python compiles what is imported, when it is; pip would compile everything (--no-compile), for most of a minute.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip
+# uv installs the pinned packages in half of pip's time, where it is installed.
+INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(PIP) install --no-compile)
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # Containers tend to set it, and every process would compile all that it imports: 5 of its first 8 seconds, measured.
 unexport PYTHONDONTWRITEBYTECODE
@@ -81,9 +84,13 @@ setup: .venv/.installed  ## create .venv and install everything into it
 	@echo "==> creating .venv with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "==> installing the packages of requirements.txt, each checked against its hash"
-	@$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.txt
+	@$(INSTALL) --no-deps --require-hashes --requirement requirements.txt
 	@echo "==> installing PyTorch"
-	@$(PIP) install --no-compile --constraint constraints.txt torch
+	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+		$(PIP) install --no-compile torch==$(TORCH)+cpu 2>/dev/null \
+		|| echo "==> pip is set up with no index that has PyTorch's CPU build: the CUDA build and its libraries are 2.6 GB to download"; \
+	fi
+	@$(PIP) install --no-compile torch==$(TORCH)
 	@echo "==> installing Anchorline"
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
