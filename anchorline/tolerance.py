@@ -22,11 +22,14 @@ from numpy.typing import ArrayLike
 
 # Half a unit in the last place, relative: 2 ** -(explicit mantissa bits + 1).
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+UNLIKELY = 8.0  # standard deviations of independent roundings that a part of an array is allowed
+HALF = ("bfloat16", "float16")
+LEAST = 16  # values in a part: the mean square of fewer says too little
 _AT_ONCE = 2**22  # elements widened to float64 at a time: the logits of a real model fill gigabytes
 
 
 class Judged:
-    """Has an error and what is allowed, both root mean squares in the array's own units."""
+    """Has an error and what is allowed, both root mean squares in the array's own units, and perhaps a worst part."""
 
     if TYPE_CHECKING:  # whoever inherits declares its fields, in its own order
         error: float
@@ -34,15 +37,31 @@ class Judged:
 
     @property
     def passed(self) -> bool:
-        """Whether the rule holds. A NaN or a stray infinity never passes, the reference's own least of all."""
-        return self.error <= self.allowance < float("inf")
+        """Whether the rule holds, also for the worst part. A NaN or a stray infinity never passes."""
+        part = getattr(self, "part", None)
+        return self.error <= self.allowance < float("inf") and (part is None or part.passed)
 
     @property
     def ratio(self) -> float:
-        """Error over allowance: up to 1 passes. 0 where both are 0, infinite where only the allowance is."""
+        """Error over allowance, of the whole or of its worst part: up to 1 passes. 0 where the error is 0."""
+        part = getattr(self, "part", None)
+        return max(self.whole, 0.0 if part is None else part.ratio)
+
+    @property
+    def whole(self) -> float:
+        """Error over allowance of the whole; infinite where only the allowance is 0."""
         if self.error == 0:
             return 0.0
         return self.error / self.allowance if self.allowance > 0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Part(Judged):
+    """What came out for a part of an array."""
+
+    name: str  # `token 12 of row 0`, `head 3`, `the mean`, `the scale`, `the angle of pair 7`
+    error: float
+    allowance: float
 
 
 @dataclass(frozen=True)
@@ -52,13 +71,27 @@ class Verdict(Judged):
     error: float  # of the candidate
     allowance: float
     worst: tuple[int, ...]  # where the candidate errs most
+    part: Part | None = None  # the part with the largest ratio, where parts were judged
 
     def __str__(self) -> str:
         word = "within" if self.passed else "BREAKS"
-        return f"error {self.error:.3e} {word} allowance {self.allowance:.3e} (ratio {self.ratio:.3g}) at {self.worst}"
+        part = f", worst part {self.part.name}" if self.part else ""
+        return (
+            f"error {self.error:.3e} {word} allowance {self.allowance:.3e} (ratio {self.ratio:.3g}) at "
+            f"{self.worst}{part}"
+        )
 
 
-def judge(candidate: ArrayLike, truth: ArrayLike, reference: ArrayLike, dtype: str) -> Verdict:
+def judge(
+    candidate: ArrayLike,
+    truth: ArrayLike,
+    reference: ArrayLike,
+    dtype: str,
+    axes: str | None = None,
+    *,
+    cancels: bool = False,
+    rotated: bool = False,
+) -> Verdict:
     """Judge `candidate` against `truth`, allowing what `reference` errs.
 
     Args:
@@ -66,6 +99,11 @@ def judge(candidate: ArrayLike, truth: ArrayLike, reference: ArrayLike, dtype: s
         truth: the same quantity from float64 arithmetic on the same inputs.
         reference: the same quantity with the candidate's roundings (the oracle under the candidate's preset).
         dtype: the dtype the candidate computes in: `float64`, `float32`, `float16` or `bfloat16`.
+        axes: names the axes, so that parts of an array of half precision are judged too: `BTHD`, `BTM`, `BHT`, `BT`
+            (tokens T in rows B, heads H) or `OI` (a weight).
+        cancels: the array is a difference of larger numbers, as gradients are, so that a token is allowed what the
+            whole array is.
+        rotated: the array comes out of RoPE, so that the angle of each pair is judged.
 
     Raises:
         ValueError: shapes differ, the arrays are empty, or the dtype has no unit roundoff here.
@@ -89,11 +127,104 @@ def judge(candidate: ArrayLike, truth: ArrayLike, reference: ArrayLike, dtype: s
         if difference.max() > largest:
             largest, worst = float(difference.max()), start + int(difference.argmax())
     error, reference_error, size = (float(x) for x in np.sqrt(squares / truth.size))
-    return Verdict(
-        error=error,
-        allowance=2 * reference_error + UNIT_ROUNDOFF[dtype] * size,
-        worst=tuple(int(i) for i in np.unravel_index(worst, truth.shape)),
-    )
+    allowance = 2 * reference_error + UNIT_ROUNDOFF[dtype] * size
+    part = None
+    if axes is not None and dtype in HALF and error and np.isfinite(allowance) and np.isfinite(error):
+        parts = _judge_parts(candidate, truth, reference, dtype, axes, allowance, cancels)
+        parts += _judge_angles(candidate, truth, reference, allowance) if rotated else []
+        part = max(parts, key=lambda part: part.ratio)
+    return Verdict(error, allowance, tuple(int(i) for i in np.unravel_index(worst, truth.shape)), part)
+
+
+def _judge_parts(
+    candidate: np.ndarray,
+    truth: np.ndarray,
+    reference: np.ndarray,
+    dtype: str,
+    axes: str,
+    allowance: float,
+    cancels: bool,
+) -> list[Part]:
+    """Each token, each head, the mean and the scale."""
+    per_row = truth.shape[axes.index("T")] if "T" in axes else 0
+    candidate_NHD, truth_NHD, reference_NHD = (_by_token(x, axes) for x in (candidate, truth, reference))
+    N, H, D = truth_NHD.shape
+    sums = np.zeros((7, N, H))
+    for start in range(0, N, step := max(1, _AT_ONCE // (H * D))):
+        at = slice(start, start + step)
+        true = truth_NHD[at].astype(np.float64)
+        errs, allowed = (_signed(x[at].astype(np.float64), true) for x in (candidate_NHD, reference_NHD))
+        true = np.where(np.isfinite(true), true, 0.0)
+        products = (errs * errs, allowed * allowed, true * true, errs * true, allowed * true, errs, allowed)
+        sums[:, at] = [x.sum(-1) for x in products]
+
+    parts = []
+    for axis, count in ((1, H * D), (0, N * D)):
+        squares = sums[:3].sum(axis + 1)
+        if "T" not in axes or count < LEAST or squares.shape[1] == 1:
+            continue
+        error, own, size = np.sqrt(squares / count)
+        chance = 1 + UNLIKELY / np.sqrt(2 * count)
+        allowed = chance * np.maximum(2 * own + UNIT_ROUNDOFF[dtype] * size, allowance if cancels else 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            i = int(np.where(error > 0, error / allowed, 0.0).argmax())
+        name = f"head {i}" if axis == 0 else f"token {i % per_row} of row {i // per_row}"
+        parts.append(Part(name, float(error[i]), float(allowed[i])))
+
+    # The sum of independent errors along a direction of length 1 is as large as one of them. A vector of D values
+    # counts as one, because its roundings are not independent. The allowance is about 4 standard deviations.
+    total = sums.sum((1, 2))
+    for name, length, along, own in (
+        ("the mean", np.sqrt(truth.size), total[5], total[6]),
+        ("the scale", np.sqrt(total[2]), total[3], total[4]),
+    ):
+        if length > 0:
+            chance = UNLIKELY / 4 * allowance * np.sqrt(D)
+            parts.append(Part(name, float(abs(along) / length), float(2 * abs(own) / length + chance)))
+    return parts
+
+
+def _by_token(x: np.ndarray, axes: str) -> np.ndarray:
+    """Tokens (or rows of a weight), heads (or 1), and what is left of the axes (or 1)."""
+    if axes == "BHT":
+        x = x.swapaxes(1, 2)[..., None]
+    elif axes in ("BTM", "OI"):
+        x = x[..., None, :]
+    elif axes == "BT":
+        x = x[..., None, None]
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _judge_angles(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, allowance: float) -> list[Part]:
+    """The angle that RoPE turned each pair too far, [B, T, H, D]: on average, and in proportion to the token's index.
+
+    All heads share a token's angle, so its errors are less independent than others: they are allowed more.
+    """
+    true = truth.astype(np.float64)
+    first, second = np.split(true, 2, axis=-1)
+    quarter = np.concatenate([-second, first], axis=-1)  # turned by a quarter, which is where a small angle moves it
+    index = np.arange(1, true.shape[1] + 1)[None, :, None, None]
+    errs, own = candidate - true, reference - true
+    parts = []
+    for along, name in ((quarter, "the angle"), (quarter * index, "the frequency")):
+
+        def by_pair(x: np.ndarray) -> np.ndarray:
+            halves = x.sum((0, 1, 2)).reshape(2, -1)
+            return halves[0] + halves[1]
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            length = np.sqrt(by_pair(along * along))
+            error, allowed = abs(by_pair(errs * along) / length), abs(by_pair(own * along) / length)
+            allowed = 2 * allowed + UNLIKELY * allowance
+            i = int(np.nan_to_num(error / allowed).argmax())
+        if length[i] > 0:
+            parts.append(Part(f"{name} of pair {i}", float(error[i]), float(allowed[i])))
+    return parts
+
+
+def _signed(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return np.where(values == truth, 0.0, values - truth)
 
 
 def _sum_of_squares(x: np.ndarray) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING
 from jaxref.rounding import Rounding, preset
 from parity_tests.oracle import Arrays, attention_arrays
+from parity_tests.tolerance import Verdict, judge
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 LIKE = ("flash", "eager")
@@ -144,6 +145,14 @@ class CheckCase:
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         q, k, v, weight = (random.standard_normal((B, T, n, self.head_dim)).astype(DTYPES[self.dtype]) for n in heads)
         return q, k, v, weight
+
+
+def judge_array(
+    name: str, values: np.ndarray, truth: np.ndarray, reference: np.ndarray, like: str, dtype: str
+) -> Verdict:
+    """Judge `out`, `lse`, `dq`, `dk` or `dv` by the one rule, as a whole and in parts."""
+    axes = "BHT" if name == "lse" else "BTHD"
+    return judge(values, truth, reference, judged_as(name, like, dtype), axes, cancels=name.startswith("d"))
 
 
 def judged_as(name: str, like: str, dtype: str) -> str:

@@ -12,9 +12,9 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.call import Candidate, Pull, Unusable
-from parity_tests.checking.cases import Arrays, CheckCase, judged_as, oracle
+from parity_tests.checking.cases import Arrays, CheckCase, judge_array, oracle
 from parity_tests.oracle import preset_name
-from parity_tests.tolerance import Verdict, judge
+from parity_tests.tolerance import Verdict
 
 ARRAYS = ("out", "lse", "dq", "dk", "dv")
 
@@ -95,7 +95,7 @@ def _verdicts(case: CheckCase, arrays: Arrays, like: str) -> dict[str, Verdict]:
     for name in (name for name in ARRAYS if name in arrays):
         chosen = real_queries(case) if name == "lse" else True
         values, right, rounded = (np.where(chosen, x[name], 0.0) for x in (arrays, truth, reference))
-        verdicts[name] = judge(values, right, rounded, judged_as(name, like, case.dtype))
+        verdicts[name] = judge_array(name, values, right, rounded, like, case.dtype)
     return verdicts
 
 

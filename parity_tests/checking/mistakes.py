@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxref.mask import ANCHOR
-from parity_tests.checking.cases import Arrays, CheckCase, judged_as, oracle
+from parity_tests.checking.cases import Arrays, CheckCase, judge_array, judged_as, oracle
 from parity_tests.oracle import preset_name
 from parity_tests.tolerance import judge
 from parity_tests.wrong_attention import (
@@ -188,10 +188,12 @@ def explain(case: CheckCase, arrays: Mapping[str, np.ndarray], broken: tuple[str
             # The roundings of the mistaken computation: those of the right one, larger where its numbers are larger.
             # Where nothing is seen there are none.
             chosen = np.isfinite(truth[name]) & np.isfinite(wrong[name])
-            right, size = wrong[name][chosen], np.linalg.norm(truth[name][chosen])
+            right, true, rounded, mine = (
+                np.where(chosen, x, 0.0) for x in (wrong[name], truth[name], reference[name], arrays[name])
+            )
+            size = np.linalg.norm(true)
             growth = max(1.0, np.linalg.norm(right) / size) if size else 1.0
-            rounding = (reference[name][chosen] - truth[name][chosen]) * growth
-            ratios.append(judge(arrays[name][chosen], right, right + rounding, judged_as(name, like, case.dtype)).ratio)
+            ratios.append(judge_array(name, mine, right, right + (rounded - true) * growth, like, case.dtype).ratio)
         if max(ratios) <= 1:
             found[words] = max(ratios)
     return found

@@ -148,7 +148,7 @@ def _worst_in_words(failed: tuple[CaseResult, ...], like: str) -> str:
     first = numbers[0]
     name = first.broken[0]
     others = ", ".join(f"{n} {first.verdicts[n].ratio:.3g}" for n in first.broken[1:])
-    text = f"First, {first.case.id}: {name} errs {first.verdicts[name].ratio:.3g} times its allowance, most at "
+    text = f"First, {first.case.id}: {name} errs {first.verdicts[name].ratio:.3g} times its allowance, "
     text += _where(first, name, like) + (f" (also {others})" if others else "") + "."
     problems = [r for r in failed if r.problem]
     if problems:
@@ -175,9 +175,11 @@ def _some(names: list[str], most: int = 3) -> str:
 def _where(result: CaseResult, name: str, like: str) -> str:
     """The worst element, and which documents alone are wrong where that is not all of them."""
     case, verdict = result.case, result.verdicts[name]
+    if verdict.whole <= 1 and verdict.part:
+        return f"in {verdict.part.name} (the array as a whole is within its own)"
     worst = verdict.worst
     row, token, head = (worst[0], worst[2], worst[1]) if name == "lse" else worst[:3]
-    text = f"{place(case, row, token)}, head {head}"
+    text = f"most at {place(case, row, token)}, head {head}"
     if name == "lse":
         return text
     wrong, all_ = _documents_that_differ(result, name, like)

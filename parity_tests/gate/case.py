@@ -19,7 +19,7 @@ from parity_tests.gate.material import train_of
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import OracleArrays, oracle_side
 from parity_tests.oracle import Arrays, adamw_of, preset_name
-from parity_tests.report.schema import Case, Divergence, Group, Measure, Profile
+from parity_tests.report.schema import Case, Divergence, Group, Measure, Part, Profile
 from parity_tests.tolerance import judge
 
 __all__ = ["OracleArrays", "candidate_side", "judge_case", "oracle_side", "run_case", "why_not_here"]
@@ -203,9 +203,27 @@ def _measure(name: str, candidate: np.ndarray, truth: np.ndarray, reference: np.
         differs = candidate != truth
         worst = [int(i) for i in np.unravel_index(int(differs.argmax()), truth.shape)]
         return Measure(**rest, error=float(differs.sum()), allowance=0.0, worst=worst)
-    verdict = judge(candidate, truth, reference, dtype)
+    verdict = judge(
+        candidate,
+        truth,
+        reference,
+        dtype,
+        _axes(name, truth.ndim),
+        cancels=group == "gradients",
+        rotated=tap.endswith("_rope"),
+    )
     profile = _profile(candidate, truth, reference, dtype) if group == "forward" else None
-    return Measure(**rest, error=verdict.error, allowance=verdict.allowance, worst=list(verdict.worst), profile=profile)
+    part = None if verdict.part is None else Part(**vars(verdict.part))
+    return Measure(
+        **rest, error=verdict.error, allowance=verdict.allowance, worst=list(verdict.worst), part=part, profile=profile
+    )
+
+
+def _axes(name: str, dimensions: int) -> str | None:
+    """The axes of an array of which parts are judged too."""
+    if name == "loss.tokens":
+        return "BT"
+    return {"forward": {3: "BTM", 4: "BTHD"}, "gradients": {2: "OI"}}.get(group_of(name), {}).get(dimensions)
 
 
 def _profile(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, dtype: str) -> Profile:

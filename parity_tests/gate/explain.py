@@ -53,6 +53,8 @@ def describe(spec: CaseSpec, measure: Measure, truth: np.ndarray, candidate: Arr
         truth: its truth.
         candidate, oracle: all arrays of both sides.
     """
+    if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
+        return f"{_where(measure)}: {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
     explained = cause(spec, measure, truth, candidate, oracle)
     by_token = measure.group == "forward" or measure.name in ("loss.tokens", "inputs.shift_labels")
     # An explanation that speaks of tokens says which.

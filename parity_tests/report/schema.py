@@ -31,6 +31,14 @@ class Profile(_Part):
     allowance: list[float] = Field(description="by the same rule, within the run")
 
 
+class Part(_Part, Judged):
+    """A part of an array of half precision, judged by itself."""
+
+    name: str = Field(description="`token 12 of row 0`, `head 3`, `the mean`, `the scale`, `the angle of pair 7`")
+    error: float
+    allowance: float
+
+
 class Measure(_Part, Judged):
     """One judged array."""
 
@@ -42,6 +50,7 @@ class Measure(_Part, Judged):
     error: float
     allowance: float
     worst: list[int] = Field(description="index of the element that errs most")
+    part: Part | None = Field(default=None, description="the part with the largest ratio, where parts are judged")
     profile: Profile | None = Field(default=None, description="of forward arrays, where the sequence is an axis")
 
 

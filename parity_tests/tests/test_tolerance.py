@@ -1,8 +1,11 @@
 """The judge judged: what must pass passes, what must not does not."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxref.mask import visible_BQJ
+from parity_tests.checking.cases import LAYOUTS, CheckCase, judge_array, oracle
 from parity_tests.tolerance import UNIT_ROUNDOFF, judge
 
 
@@ -63,3 +66,95 @@ def test_unit_roundoffs_are_those_of_the_dtypes():
 def test_what_cannot_be_judged_is_refused(arrays, dtype, says):
     with pytest.raises(ValueError, match=says):
         judge(*arrays, dtype)
+
+
+# -- what is small and systematic, in bfloat16: the whole array cannot show it, its parts do ---------------------------
+
+CASE = CheckCase(LAYOUTS["off_blocks_anchor"], 4, 2, 64, "bfloat16")
+LAST = int(np.flatnonzero(CASE.document_ids_BT[0] > 0)[-1])
+
+
+def _round(x):
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _attend(scale=1.0, mask=None, block=64, backwards=False):
+    """Attention in float32 by blocks of keys, P rounded to bfloat16, as FlashAttention computes it."""
+    q, k, v, _ = (np.asarray(x, np.float32).swapaxes(1, 2) for x in CASE.draw())
+    k, v = (x.repeat(2, axis=1) for x in (k, v))
+    visible = visible_BQJ(CASE.document_ids_BT) if mask is None else mask
+    logits = np.where(visible[:, None], q @ k.swapaxes(2, 3) * np.float32(CASE.scale * scale), -np.inf)
+    top = logits.max(-1, keepdims=True)
+    p = np.exp(logits - np.where(np.isfinite(top), top, 0))
+    out, total = np.zeros_like(q), np.zeros_like(top)
+    starts = range(0, p.shape[-1], block)
+    for at in reversed(starts) if backwards else starts:
+        out += _round(p[..., at : at + block]) @ v[:, :, at : at + block]
+        total += p[..., at : at + block].sum(-1, keepdims=True)
+    return _round(out / np.where(total > 0, total, 1)).swapaxes(1, 2)
+
+
+def _judge_out(out):
+    return judge_array("out", out, oracle(CASE, "exact")["out"], oracle(CASE, "flash_bf16")["out"], "flash", "bfloat16")
+
+
+def _last_token_larger():
+    out = _attend()
+    out[0, LAST] = _round(1.1 * out[0, LAST])
+    return out
+
+
+def _without_one_key():
+    mask = visible_BQJ(CASE.document_ids_BT).copy()
+    mask[0, LAST, LAST - 1] = False
+    return _attend(mask=mask)
+
+
+SMALL = {
+    "softmax scale": (lambda: _attend(scale=1 + 2**-8), "scale|head|token"),
+    "outputs too large": (lambda: _round(_attend() * (1 + 2**-8)), "scale"),
+    "last token": (_last_token_larger, f"token {LAST} of row 0"),
+    "last query without a key": (_without_one_key, f"token {LAST} of row 0"),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_small_error_shows_in_a_part_of_the_array(kind):
+    make, part = SMALL[kind]
+    verdict = _judge_out(make())
+    assert verdict.whole < 1
+    assert not verdict.passed
+    assert any(word in verdict.part.name for word in part.split("|"))
+
+
+@pytest.mark.parametrize("order", [{}, {"block": 32}, {"block": 128}, {"block": 523}, {"backwards": True}])
+def test_an_order_of_summation_is_no_error(order):
+    assert _judge_out(_attend(**order)).ratio < 0.6
+
+
+def _turn(x, positions, theta, rounded):
+    angle = positions[:, None] * theta ** -(np.arange(32) / 32)
+    rounding = _round if rounded else (lambda x: x)
+    cos, sin = (rounding(table(angle))[:, None] for table in (np.cos, np.sin))
+    a, b = x[..., :32], x[..., 32:]
+    parts = ((a * cos, -b * sin), (b * cos, a * sin))
+    return np.concatenate([rounding(rounding(x) + rounding(y)) for x, y in parts], axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "theta", "off_by_one", "part"), [(53, 1e4 * 1.01, None, "pair"), (1000, 1e4, 500, "token 500")]
+)
+def test_a_wrong_angle_shows(tokens, theta, off_by_one, part):
+    x = _round(np.random.default_rng(0).standard_normal((2, tokens, 4, 64))).astype(np.float64)
+    positions = np.arange(tokens)
+    wrong = positions + (positions == off_by_one)
+    truth, reference = (_turn(x, positions, 1e4, rounded) for rounded in (False, True))
+    verdict = judge(_turn(x, wrong, theta, True), truth, reference, "bfloat16", "BTHD", rotated=True)
+    assert verdict.whole < 1
+    assert not verdict.passed
+    assert part in verdict.part.name
+
+
+def test_float32_needs_no_parts():
+    truth = np.ones((1, 32, 2, 16))
+    assert judge(truth * (1 + 2**-20), truth, truth, "float32", "BTHD").part is None
