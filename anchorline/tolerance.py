@@ -158,7 +158,7 @@ def _judge_parts(
         products = (errs * errs, allowed * allowed, true * true, errs * true, allowed * true, errs, allowed)
         sums[:, at] = [x.sum(-1) for x in products]
 
-    parts = []
+    parts: list[Part] = []
     for axis, count in ((1, H * D), (0, N * D)):
         squares = sums[:3].sum(axis + 1)
         if "T" not in axes or count < LEAST or squares.shape[1] == 1:
@@ -203,23 +203,23 @@ def _judge_angles(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarra
     true = truth.astype(np.float64)
     first, second = np.split(true, 2, axis=-1)
     quarter = np.concatenate([-second, first], axis=-1)  # turned by a quarter, which is where a small angle moves it
-    index = np.arange(1, true.shape[1] + 1)[None, :, None, None]
-    errs, own = candidate - true, reference - true
-    parts = []
+    index = np.arange(1, true.shape[1] + 1, dtype=np.float64).reshape(1, -1, 1, 1)
+    parts: list[Part] = []
     for along, name in ((quarter, "the angle"), (quarter * index, "the frequency")):
-
-        def by_pair(x: np.ndarray) -> np.ndarray:
-            halves = x.sum((0, 1, 2)).reshape(2, -1)
-            return halves[0] + halves[1]
-
-        with np.errstate(divide="ignore", invalid="ignore"):
-            length = np.sqrt(by_pair(along * along))
-            error, allowed = abs(by_pair(errs * along) / length), abs(by_pair(own * along) / length)
-            allowed = 2 * allowed + UNLIKELY * allowance
-            i = int(np.nan_to_num(error / allowed).argmax())
-        if length[i] > 0:
-            parts.append(Part(f"{name} of pair {i}", float(error[i]), float(allowed[i])))
+        length, error, own = (
+            _by_pair(along * x)
+            for x in (along, candidate.astype(np.float64) - true, reference.astype(np.float64) - true)
+        )
+        for i in np.flatnonzero(length):
+            scale = float(np.sqrt(length[i]))
+            allowed = 2 * abs(float(own[i])) / scale + UNLIKELY * allowance
+            parts.append(Part(f"{name} of pair {i}", abs(float(error[i])) / scale, allowed))
     return parts
+
+
+def _by_pair(x_BTHD: np.ndarray) -> np.ndarray:
+    """The sum over rows, tokens and heads, the two halves of a head together: [D / 2]."""
+    return np.asarray(x_BTHD.sum((0, 1, 2)).reshape(2, -1).sum(0))
 
 
 def _signed(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
