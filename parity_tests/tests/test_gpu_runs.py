@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from parity_tests.tolerance import judge
 from torchtrain.config import load_config
-from torchtrain.planning.budget import memory
+from torchtrain.planning.budget import count_memory
 from torchtrain.planning.memory import Shapes
 from torchtrain.tests.forks import ROOT
 from torchtrain.tests.runs import STEPS, assert_same, make_place
@@ -186,7 +186,7 @@ def test_a_run_holds_the_memory_that_plan_says(tmp_path, record_property, recomp
     )
     folder = train(place, "run")
     measured = max(json.loads(line)["memory_gib"] for line in (folder / "timing.jsonl").read_text().splitlines())
-    planned = memory(load_config(place.config), Shapes(config), 1).gpu / 2**30
+    planned = count_memory(load_config(place.config), Shapes(config), 1).gpu / 2**30
     record_property("measured_gib", round(measured, 3))
     record_property("planned_gib", round(planned, 3))
     assert planned == pytest.approx(measured, rel=0.05)

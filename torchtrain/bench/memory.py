@@ -64,7 +64,7 @@ def _explain(config: BenchConfig, asked: ExplainedMemory) -> dict[str, Any]:
     shapes = budget.Shapes(budget.model_config(config_of(config, asked.model, asked.tokens, {})))
     way = ways_of(config, asked.model, asked.processes, None, shapes)[WAYS[-1]]
     run = config_of(config, asked.model, asked.tokens, way)
-    held = budget.memory(run, shapes, asked.processes)
+    held = budget.count_memory(run, shapes, asked.processes)
     alive = Counter[tuple[str, str]]()
     for one in shapes.run(run).alive:
         alive[str(list(one.shape)), one.dtype] += one.size
@@ -114,7 +114,7 @@ def _count(config: BenchConfig, name: str, way: dict[str, Any], shapes: budget.S
     while len(points) < (LEAST if not points or points[0][1] <= most else 2) or (
         points[-1][1] <= most and tokens <= LAST * shared
     ):
-        held = budget.memory(config_of(config, name, tokens, way), shapes, processes)
+        held = budget.count_memory(config_of(config, name, tokens, way), shapes, processes)
         points.append((tokens, held.gpu, held.hosts))
         if tokens == longest:
             break
@@ -151,11 +151,11 @@ def _bisect(
 ) -> int | None:
     """Return the longest context below the first that was counted; None where not even 1,024 tokens fit."""
     least, most = 0, too_long // _ROUND
-    if budget.memory(config_of(config, name, _ROUND, way), shapes, processes).gpu > limit:
+    if budget.count_memory(config_of(config, name, _ROUND, way), shapes, processes).gpu > limit:
         return None
     while most - least > 1:
         middle = (least + most) // 2
-        held = budget.memory(config_of(config, name, middle * _ROUND, way), shapes, processes).gpu
+        held = budget.count_memory(config_of(config, name, middle * _ROUND, way), shapes, processes).gpu
         least, most = (middle, most) if held <= limit else (least, middle)
     return least * _ROUND or None
 

@@ -25,8 +25,14 @@ def plan(
         typer.Option("--host-memory", min=1e-6, max=2**30, callback=finite, help="GiB of all hosts together"),
     ] = None,
     document_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, help="mean tokens of a document, which says how much attention is left"),
+        float | None,
+        typer.Option(
+            min=1,
+            max=MOST,
+            callback=finite,
+            help="E[n^2] / E[n] of the documents' tokens, which attention goes by; default: from data.prepared, or the "
+            "paper's statistics",
+        ),
     ] = None,
     tokens_per_second: Annotated[
         float | None, typer.Option(min=1e-9, max=1e15, callback=finite, help="of all processes together")
@@ -39,23 +45,24 @@ def plan(
         float | None, typer.Option(min=0.001, max=1, callback=finite, help="share of the peak, of --gpu")
     ] = None,
 ) -> None:
-    """Tell before a run: memory, tokens, FLOPs, expected time, what it writes, and what to change if it does not fit.
+    """Print what a run needs: memory, tokens, FLOPs, time, what it writes, and what to change if it does not fit.
 
-    Reads the config and the model's config.json, no weights and no data. Exit code 0: it fits; 1: it does not.
+    Reads the config, the model's config.json and the lengths in data.prepared, no weights.
+    Exit code 0: it fits; 1: it does not.
 
-    Example: torchtrain plan configs/paper/llama2-7b-128k-anchor.yaml -n 8 --document-tokens 1060 --gpu A100 --mfu 0.4
+    Example: torchtrain plan configs/paper/llama2-7b-128k-anchor.yaml -n 8 --gpu A100 --mfu 0.4
     """
     with one_speaks():
         from torchtrain.config import load_config
 
         config = load_config(file, overrides or [])
 
-        from torchtrain.planning.answer import Machine, Pace, tell_plan  # isort: skip
+        from torchtrain.planning.answer import Machine, Pace, print_plan  # isort: skip
         from torchtrain.planning.budget import GIB
 
         hosts = None if host_memory is None else int(host_memory * GIB)
         machine = Machine(processes, int(gpu_memory * GIB), hosts)
-        if not tell_plan(config, machine, Pace(tokens_per_second, measured, gpu, mfu), document_tokens):
+        if not print_plan(config, machine, Pace(tokens_per_second, measured, gpu, mfu), document_tokens):
             raise typer.Exit(1)
 
 
@@ -85,7 +92,7 @@ def config(
             raise UserError("FILE: is missing; give a YAML config, or --explain KEY")
 
         from torchtrain.config import dump_config, load_config
-        from torchtrain.planning.saves import describe_schedule
+        from torchtrain.planning.work import describe_schedule
 
         resolved = load_config(file, overrides or [])
         typer.echo(dump_config(resolved), nl=False)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -202,6 +203,7 @@ def join(config: Config) -> Iterator[World]:
     # transformers imports DeepSpeed where it is installed, and without this it warns of what it found.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     cuda = torch.cuda.is_available()
+    check_driver()
     if cuda and local_rank >= torch.cuda.device_count():
         raise UserError(
             f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; "
@@ -246,6 +248,22 @@ def join(config: Config) -> Iterator[World]:
         # Where something is wrong the others may still wait in a collective, and this would wait for them.
         if ended or size == 1:
             dist.destroy_process_group()
+
+
+def check_driver() -> None:
+    """Refuse to train on the CPU where this machine has NVIDIA GPUs that torch's build cannot use.
+
+    Raises:
+        UserError: the driver is older than torch's CUDA wheels need, or does not answer.
+    """
+    if torch.version.cuda is None or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        raise UserError(
+            f"CUDA: this machine has NVIDIA GPUs, and torch {torch.__version__} cannot use them; install a driver for "
+            f"CUDA {torch.version.cuda} (torch 2.13's wheels need r580), or set CUDA_VISIBLE_DEVICES= to train on the "
+            "CPU"
+        )
 
 
 def _join_hosts(patience: timedelta) -> Any:  # torch: a group, or a number for who is not in it

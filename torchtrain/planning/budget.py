@@ -5,8 +5,8 @@ Reads the config and the model's config.json; no weights, no data.
 Memory is per GPU, for P weights on N processes, b bytes each, all of which are trained; of frozen ones
 (`model.lora`) there are the weights alone:
 
-    weights     P b, spread over N by ZeRO 3, which then gathers them for the modules that run
-                (`torchtrain.planning.gathering`)
+    weights     P b, spread over N by ZeRO 3, which then gathers them for the modules that run: at most
+                `zero.GATHERED` weights, or one that is larger, and a bucket that is fetched ahead
     gradients   4 P (summed in float32), spread from ZeRO 2 on; with ZeRO buckets come on top, and with 1 a
                 micro-batch's own
     optimizer   12 P: float32 masters and two moments (8 P for a float32 model without ZeRO), spread from ZeRO 1 on
@@ -24,29 +24,24 @@ save beside the steps is written from (`save.asynchronous`), and the model that 
 `torchtrain/tests/shapes_only` holds all of it against what DeepSpeed and the step make.
 """
 
-import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pydantic import ValidationError
 from torch import nn
 
-from anchorline.errors import UserError, quoted
-from anchorline.files import read_json
+from anchorline.errors import UserError
 from torchtrain.config import LEAST_STAGE, Config, Recomputation
 from torchtrain.distributed.layout import check_heads, check_layout
-from torchtrain.distributed.zero import BUCKET
+from torchtrain.distributed.zero import BUCKET, GATHERED
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.offload import count_host_bytes
 from torchtrain.modeling.rope import extend
-from torchtrain.modeling.source import find_published, open_config, resolve_source
-from torchtrain.planning.flops import FlopCounter, peak_of
+from torchtrain.modeling.source import open_config, resolve_source
 from torchtrain.planning.memory import Shapes
-from torchtrain.planning.saves import STATE_BYTES
-from torchtrain.training.events import read_metrics
+from torchtrain.planning.work import STATE_BYTES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -54,7 +49,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 _FLOAT32 = 4
 LAYER_CHUNK = 8192  # tokens that are proposed for `model.layer_chunk`: enough for a GPU's matrix products
-_ROOM = 0.9  # of a GPU's memory; the CUDA context, NCCL and fragments take the rest
+RESERVE = 3 * GIB  # of a GPU: what no shape shows, the CUDA context (0.5 GiB) and NCCL's buffers (1 to 2 GiB)
+_ROOM = 0.9  # of a GPU's memory that a proposed layout may hold: the allocator's fragments come on top
 
 
 @dataclass(frozen=True)
@@ -83,17 +79,6 @@ class Memory:
     def hosts(self) -> int:
         """All that the hosts hold at most."""
         return max(self.host, self.host_load)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the run computes."""
-
-    weights: int
-    trained: int  # of them
-    tokens: int  # of all steps
-    flops: int  # of all steps, by live pairs
-    exact: bool  # whether the live pairs are known: full attention, or a given length of documents
 
 
 class WeightCount(NamedTuple):
@@ -127,12 +112,7 @@ def model_config(config: Config) -> "PretrainedConfig":
     return extend(own, config.rope, config.pack.sequence_length)
 
 
-def published_shapes(config: Config) -> str | None:
-    """Return whose shapes `model_config` takes from this package, not from the hub; None if they are the user's."""
-    return None if find_published(config.model.source) is None else config.model.source
-
-
-def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
+def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     """Count a run's memory.
 
     Args:
@@ -171,15 +151,15 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     if stage == 0:
         # A micro-batch's gradient in the model's dtype becomes the step's by a float32 copy, or is the step's itself.
         adding = (_FLOAT32 if again else 0) - (0 if bytes_each < _FLOAT32 or again else _FLOAT32)
-        activations, summed, _ = passes.most(_FLOAT32, adding, again)
+        activations, summed = passes.most(_FLOAT32, adding, again)
     elif stage == 1 and offload == "none":
         # A micro-batch's gradient stays until the next one's takes its place. In bfloat16 the step's is kept besides,
         # in float32.
         gradients = _FLOAT32 * (BUCKET if bytes_each == _FLOAT32 else count)
-        activations, summed, _ = passes.most(bytes_each, 0, again)
+        activations, summed = passes.most(bytes_each, 0, again)
     elif stage == 1:
         gradients = _FLOAT32 * (count + part + BUCKET) + bytes_each * largest
-        activations, summed, _ = passes.most(0, 0, again)
+        activations, summed = passes.most(0, 0, again)
     else:
         if stage == 2:
             # Of a float32 model every parameter that reaches into a rank's part is kept whole.
@@ -191,9 +171,10 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         adding = _FLOAT32 + (bytes_each if stage == 2 else 0)
         if stage == 3 and offload != "none":  # its part on the way to the host, and that in float64 for the norm
             adding += (_FLOAT32 + 2 * _FLOAT32) / processes
-        begun, gathered = (bytes_each * BUCKET, 0) if stage == 2 else (0, bytes_each)
-        activations, summed, whole = passes.most(0, adding, again, BUCKET, begun, gathered)
-        weights += whole
+        begun, late = (bytes_each * BUCKET, 0) if stage == 2 else (0, bytes_each)
+        activations, summed = passes.most(0, adding, again, BUCKET, begun, late)
+        if stage == 3:  # whole at a time: what DeepSpeed keeps, or one larger weight, and a bucket on its way
+            weights += bytes_each * min(held.count, max(GATHERED, held.largest) + BUCKET)
     return Memory(
         weights=weights,
         gradients=gradients + summed,
@@ -206,7 +187,7 @@ def memory(config: Config, shapes: Shapes, processes: int) -> Memory:
 
 
 def _load(bytes_each: int, held: WeightCount, trained: WeightCount, processes: int, config: Config) -> int:
-    """Bytes on each GPU until the first step; sizes as in `memory`."""
+    """Bytes on each GPU until the first step; sizes as in `count_memory`."""
     stage, offload = config.distributed.zero_stage, config.distributed.offload
     if stage == 0:
         return bytes_each * held.count + (_FLOAT32 if bytes_each < _FLOAT32 else 0) * trained.count
@@ -218,201 +199,88 @@ def _load(bytes_each: int, held: WeightCount, trained: WeightCount, processes: i
 
 
 def _host_load(bytes_each: int, held: WeightCount, processes: int, config: Config) -> int:
-    """Bytes on the host of a process until the first step; sizes as in `memory`."""
+    """Bytes on the host of a process until the first step; sizes as in `count_memory`."""
     if config.distributed.zero_stage < 3:
         return bytes_each * held.count
     kept = bytes_each * held.part(processes) if config.distributed.offload == "all" else 0
     return kept + bytes_each * max(2 * held.largest, held.part(processes))
 
 
-def work(config: Config, shapes: Shapes, document_tokens: int | None) -> Work:
-    """Count a run's tokens and FLOPs, every token of every row with a label.
+def propose(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory]:
+    """Return the overrides that make a run the fastest that `limit` bytes a GPU hold, and its memory with them.
 
-    Args:
-        config: the run's.
-        shapes: of what `model_config` returned.
-        document_tokens: mean length of a document. Without it attention that is not full is counted as if it were.
-    """
-    model = shapes.model(config.model)
-    rows, length = config.train.steps * config.train.sequences_per_step, config.pack.sequence_length
-    full = config.pack.base_variant == "full"
-    anchor = 1 if config.pack.base_variant == "anchor" else 0
-    pairs = length * (length + 1) // 2
-    if not full and document_tokens is not None:
-        whole, rest = divmod(length, min(document_tokens, length))
-        pairs = whole * _pairs(min(document_tokens, length), anchor) + _pairs(rest, anchor)
-    flops = FlopCounter.of(model).flops(length, length, pairs)
-    return Work(
-        weights=model.num_parameters(),
-        trained=model.num_parameters(only_trainable=True),
-        tokens=rows * length,
-        flops=rows * flops,
-        exact=full or document_tokens is not None,
-    )
-
-
-def _pairs(tokens: int, anchor: int) -> int:
-    """Live pairs of a document: its own, and those with the anchor."""
-    return tokens * (tokens + 1) // 2 + anchor * tokens
-
-
-def seconds_like(work: Work, run: Path, processes: int) -> float:
-    """Seconds of training at the FLOP/s per process that another run reached: the median of its steps but the first.
-
-    Raises:
-        UserError: the folder holds no run of two steps or more, or a file of it is damaged.
-    """
-    steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
-    if not steps:
-        raise UserError(f"--measured {quoted(run)}: holds no run of two steps or more; give a run's folder")
-    had = read_json(run / "run.json", f"--measured {quoted(run)}").get("processes", 1)
-    speeds: list[Any] = [event.get("flops_per_second") for event in steps]
-    if not all(_is_positive(number) for number in (had, *speeds)):
-        raise UserError(
-            f"--measured {quoted(run)}: timing.jsonl or run.json is damaged: processes and flops_per_second are not "
-            "numbers above 0; give another run's folder"
-        )
-    return work.flops / (statistics.median(speeds) / had * processes)
-
-
-def _is_positive(number: Any) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1e30
-
-
-def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
-    """Seconds of training at a share of a GPU's peak.
-
-    Raises:
-        UserError: no peak is known for a GPU of this name.
-    """
-    peak = peak_of(gpu)
-    if peak is None:
-        raise UserError(
-            f"--gpu {quoted(gpu)}: no peak is known; give --tokens-per-second or a name such as A100, H100, H200"
-        )
-    return work.flops / (mfu * peak * processes)
-
-
-def remedies(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory]:
-    """Return the overrides, one after another, that bring a run into `limit` bytes a GPU, and its memory with them.
-
-    Cheapest first: what costs nothing, then recomputation, then communication, then transfers to the host; where that
-    is too much, chunks of layers, and their inputs to the host. Together they are a config that `load_config` takes.
-    The list may not suffice; the memory tells.
-    """
-    taken: dict[str, int | str | bool] = {}
-    held = memory(config, shapes, processes)
-    for section, values in _changes(config, processes):
-        if held.gpu <= limit:
-            break
-        if "zero_stage" in values:  # an earlier change may have gone further
-            values |= {"zero_stage": max(values["zero_stage"], config.distributed.zero_stage)}
-        changed = _revise(config, section, values)
-        if changed is None or changed == config:
-            continue
-        try:
-            check_layout(changed, processes)
-            check_heads(changed, shapes.config)
-            now = memory(changed, shapes, processes)
-        except UserError:  # not this layout; or not the layers of this model in chunks
-            continue
-        if now.gpu < held.gpu:
-            config, held = changed, now
-            taken |= {f"{section}.{name}": value for name, value in values.items()}
-    return [f"{name}={str(value).lower()}" for name, value in taken.items()], held
-
-
-def fastest(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple[list[str], Memory] | None:
-    """Return the overrides that make a run the fastest which `limit` bytes a GPU hold, and its memory with them.
-
-    Tried are, the dearest to have last: transfers to the host, recomputation, and each further stage of ZeRO; then all
-    of it again with chunks of layers, and with their inputs on the host. Rows at a time, and how many ranks share one,
-    stay: they follow from the length. No time is counted: the order is that of what each costs at any length
-    (docs/LOG.md).
+    Layouts are tried in the order of what they cost: further stages of ZeRO, recomputation, transfers to the host;
+    then all of it with chunks of layers, and with the layers' inputs on the host. No time is counted (docs/LOG.md).
+    Rows at a time and the ranks that share a row change only where the config as it is does not fit.
 
     Args:
         config: the run's.
         shapes: of what `model_config` returned.
         processes: how many, each with a GPU of its own.
-        limit: bytes, of which `_ROOM` may be used.
+        limit: bytes. What is proposed leaves `RESERVE` and a tenth of it free.
 
     Returns:
-        None where nothing fits, the config as it is neither.
+        Where nothing fits, the layout that holds least.
     """
-    now = _Layout.of(config)
-    for layout in _layouts(1 if processes == 1 else 4, config.model.layer_chunk or LAYER_CHUNK, now):
-        changed = layout.of_run(config)
-        if changed is None:  # this offload needs a higher stage
-            continue
+    before = count_memory(config, shapes, processes)
+    fits = before.gpu + RESERVE <= limit
+    best, least = config, before
+    for changed in _layouts(config, shapes, processes, move_rows=not fits):
+        if fits and changed == config:  # what follows costs more
+            return [], before
         try:
-            held = memory(changed, shapes, processes)
-        except UserError:  # layers of this model do not go in chunks
+            held = count_memory(changed, shapes, processes)
+        except UserError:  # the layers of this model do not go in chunks
             continue
-        if held.gpu <= _ROOM * limit or (layout == now and held.gpu <= limit):
-            return layout.told(now), held
-    return None
+        if held.gpu < least.gpu:
+            best, least = changed, held
+        if held.gpu <= min(_ROOM * limit, limit - RESERVE):
+            return _overrides(config, changed), held
+    return ([], before) if fits else (_overrides(config, best), least)
 
 
-class _Layout(NamedTuple):
-    """What of a run `fastest` chooses."""
-
-    offload: str
-    recomputed: Recomputation
-    chunk: int | None
-    stage: int
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        model, distributed = config.model, config.distributed
-        return cls(distributed.offload, model.recomputation, model.layer_chunk, distributed.zero_stage)
-
-    def of_run(self, config: Config) -> Config | None:
-        """Return the config with this layout; None where stage and offload do not go together."""
-        changed = _revise(config, "distributed", {"zero_stage": self.stage, "offload": self.offload})
-        if changed is None:
-            return None
-        return _revise(changed, "model", {"activation_checkpointing": self.recomputed, "layer_chunk": self.chunk})
-
-    def told(self, now: "_Layout") -> list[str]:
-        """Return the overrides that make this layout of another."""
-        names = ("distributed.offload", "model.activation_checkpointing", "model.layer_chunk", "distributed.zero_stage")
-        values = (("null" if value is None else str(value).lower()) for value in self)
-        return [f"{name}={value}" for name, value, is_, was in zip(names, values, self, now, strict=True) if is_ != was]
-
-
-def _layouts(stages: int, chunk: int, now: _Layout) -> Iterator[_Layout]:
-    """Yield layouts, each dearer to have than those before it, and last the one that there is."""
-    ways: tuple[tuple[tuple[Recomputation, int | None], ...], ...] = (
+def _layouts(config: Config, shapes: Shapes, processes: int, move_rows: bool) -> Iterator[Config]:
+    """Yield the layouts that are possible, each costlier than those before it."""
+    chunk = config.model.layer_chunk or LAYER_CHUNK
+    kept: tuple[tuple[tuple[Recomputation, int | None], ...], ...] = (
         ((False, None), ("keep_attention", None), (True, None)),
         (("keep_attention", chunk), (True, chunk)),
         (("offload", chunk),),
     )
-    for kept in ways:
-        for offload, (recomputed, tokens), stage in product(LEAST_STAGE, kept, range(stages)):
-            yield _Layout(offload, recomputed, tokens, stage)
-    yield now
+    rows = [(config.train.micro_batch, config.distributed.sequence_parallel)]
+    if move_rows:
+        more = range(rows[0][1] + 1, processes + 1)
+        rows += [(1, rows[0][1]), *((1, shared) for shared in more if processes % shared == 0)]
+    stages = range(1 if processes == 1 else 4)
+    for ways in kept:
+        for offload, (micro_batch, shared), (recomputed, tokens), stage in product(LEAST_STAGE, rows, ways, stages):
+            stage = max(stage, LEAST_STAGE[offload])
+            values = {
+                "train": {"micro_batch": micro_batch},
+                "model": {"activation_checkpointing": recomputed, "layer_chunk": tokens},
+                "distributed": {"zero_stage": stage, "offload": offload, "sequence_parallel": shared},
+            }
+            tree = config.model_dump()
+            try:
+                changed = Config.model_validate(tree | {name: tree[name] | given for name, given in values.items()})
+                check_layout(changed, processes)
+                check_heads(changed, shapes.config)
+            except (ValidationError, UserError):  # settings that do not go together, or not with these processes
+                continue
+            yield changed
 
 
-def _revise(config: Config, section: str, values: dict[str, Any]) -> Config | None:
-    """Return a config with other values in a section, validated as a file is; None where they do not go together."""
-    tree = config.model_dump()
-    try:
-        return Config.model_validate(tree | {section: tree[section] | values})
-    except ValidationError:
-        return None
-
-
-def _changes(config: Config, processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    for stage in range(config.distributed.zero_stage + 1, 4):
-        yield "distributed", {"zero_stage": stage}
-    for recomputed in ("keep_attention", True):
-        yield "model", {"activation_checkpointing": recomputed}
-    yield "train", {"micro_batch": 1}
-    for shared in range(config.distributed.sequence_parallel + 1, processes + 1):
-        if processes % shared == 0:
-            yield "distributed", {"sequence_parallel": shared}
-    for offload, stage in LEAST_STAGE.items():
-        if offload != "none":
-            yield "distributed", {"zero_stage": stage, "offload": offload}
-    yield "model", {"layer_chunk": LAYER_CHUNK}
-    yield "model", {"activation_checkpointing": "offload"}
+def _overrides(before: Config, after: Config) -> list[str]:
+    """Return the overrides that make one config of another."""
+    names = {
+        "distributed": ("offload", "sequence_parallel", "zero_stage"),
+        "model": ("activation_checkpointing", "layer_chunk"),
+        "train": ("micro_batch",),
+    }
+    found = []
+    for section, fields in names.items():
+        for field in fields:
+            was, value = (getattr(getattr(config, section), field) for config in (before, after))
+            if was != value:
+                found.append(f"{section}.{field}={'null' if value is None else str(value).lower()}")
+    return found

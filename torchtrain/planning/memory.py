@@ -14,9 +14,7 @@ ranks that share a row · N query tokens · M gathered keys.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,12 +28,10 @@ from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.config import Config, ModelConfig
 from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
-from torchtrain.modeling.chunks import used_by
 from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.modeling.kept_attention import SHAPES
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.source import read_by_library
-from torchtrain.planning.gathering import Use, count_gathered
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
 
@@ -45,14 +41,6 @@ if TYPE_CHECKING:
 _STAND_IN = "anchorline_shapes_only"
 # Tokens of a document. Each brings a copy of the anchor's keys, which counts where documents are a few tokens long.
 _DOCUMENT = 1024
-
-
-class Alive(NamedTuple):
-    """A block of memory that a pass holds."""
-
-    size: int  # bytes
-    shape: tuple[int, ...]  # of the tensor that it was made for
-    dtype: str
 
 
 class PeakBytes(TorchDispatchMode):
@@ -65,9 +53,6 @@ class PeakBytes(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._alive: dict[int, Alive] = {}
-        self._freed: list[Alive] = []  # since most was held
-        self._born = self._peak_born = 0
         self._known: Any = WeakIdKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
             self._known[tensor.untyped_storage()] = True
@@ -85,23 +70,12 @@ class PeakBytes(TorchDispatchMode):
         if storage in self._known:
             return
         self._known[storage] = True
-        self._born += 1
-        made = Alive(storage.nbytes(), tuple(x.shape), str(x.dtype).removeprefix("torch."))
-        self._alive[self._born] = made
-        self.now += made.size
-        if self.now > self.peak:
-            self.peak, self._peak_born, self._freed = self.now, self._born, []
-        weakref.finalize(storage, self._free, self._born)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, storage.nbytes())
 
-    def _free(self, number: int) -> None:
-        freed = self._alive.pop(number)
-        self.now -= freed.size
-        if number <= self._peak_born:
-            self._freed.append(freed)
-
-    def at_peak(self) -> tuple[Alive, ...]:
-        """Return what lived when most was held."""
-        return *self._freed, *(made for number, made in self._alive.items() if number <= self._peak_born)
+    def _free(self, size: int) -> None:
+        self.now -= size
 
 
 def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTrainedModel":
@@ -142,7 +116,6 @@ class Moment(NamedTuple):
     held: int  # bytes
     summed: int  # of how many weights the step has a gradient by then
     adding: int  # how many weights the gradient has that is just being added to the step's; 0 most of the time
-    uses: int = 0  # of modules with weights that have begun or ended by then
 
 
 @dataclass(frozen=True)
@@ -151,14 +124,11 @@ class Pass:
 
     moments: tuple[Moment, ...]
     weights: int  # that are trained
-    uses: tuple[Use, ...] = ()
-    sizes: tuple[int, ...] = ()  # weights of each parameter
-    alive: tuple[Alive, ...] = ()  # when most is held, weights and gradients left out
 
     def most(
-        self, kept: float, adding: float, again: bool, bucket: int = 0, begun: int = 0, gathered: float = 0
-    ) -> tuple[int, int, int]:
-        """Return (activations, gradients, gathered weights) in bytes at the moment at which most is held.
+        self, kept: float, adding: float, again: bool, bucket: int = 0, begun: int = 0, late: float = 0
+    ) -> tuple[int, int]:
+        """Return (activations, gradients) in bytes at the moment at which most is held.
 
         Args:
             kept: bytes that the GPU keeps of a weight's gradient.
@@ -166,41 +136,33 @@ class Pass:
             again: the step has gradients from the start, those of an earlier micro-batch.
             bucket: weights whose gradients are added at a time, if one parameter has not more.
             begun: bytes more from the pass's first gradient on.
-            gathered: bytes of a weight that is gathered for as long as a module needs it; 0: none is.
+            late: bytes of a weight whose gradient is larger than a bucket, which ZeRO 3 keeps until the next comes.
         """
-        counts = count_gathered(self.uses, self.sizes) if gathered else []
-        # ZeRO 3 keeps a gradient that is larger than a bucket until the next one comes.
-        latest = {moment.summed: moment.adding for moment in self.moments if moment.adding > bucket} if gathered else {}
-
+        latest = {moment.summed: moment.adding for moment in self.moments if moment.adding > bucket} if late else {}
         bucket = min(bucket, self.weights)
 
-        def split(moment: Moment) -> tuple[int, int, int]:
-            more = adding * max(moment.adding, bucket) if moment.adding else 0
+        def split(moment: Moment) -> tuple[int, int]:
+            more = adding * max(moment.adding, bucket) if moment.adding else late * latest.get(moment.summed, 0)
             more += begun if moment.summed else 0
-            more += gathered * latest.get(moment.summed, 0) if not moment.adding else 0
-            whole = round(gathered * counts[moment.uses]) if gathered else 0
-            return round(moment.held + more), round(kept * (self.weights if again else moment.summed)), whole
+            return round(moment.held + more), round(kept * (self.weights if again else moment.summed))
 
         return max(map(split, self.moments), key=sum)
 
 
 class _Watch(PeakBytes):
-    """Counts a pass; a gradient that is added to the step's is that one's, and no longer the pass's."""
+    """Counts a pass; a gradient that is added to the step's belongs to the step, and no longer to the pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.summed = 0
-        self.moments: dict[tuple[int, int, int], int] = {}
-        self.uses: list[Use] = []
-        self._numbers = {id(p): number for number, p in enumerate(model.parameters())}
-        self._modules = 0
+        self.moments: dict[tuple[int, int], int] = {}
 
     def _count(self, x: Tensor) -> None:
         super()._count(x)
         self._note()
 
     def _note(self, adding: int = 0) -> None:
-        key = (self.summed, adding, len(self.uses))
+        key = (self.summed, adding)
         self.moments[key] = max(self.now, self.moments.get(key, 0))
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -208,46 +170,6 @@ class _Watch(PeakBytes):
         self.summed += parameter.numel()
         self._note(adding=parameter.numel())
         parameter.grad = None
-
-    def uses_of(self, parameters: Iterable[nn.Parameter]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return what to call on a module's input before it runs, and on its output after; both give back the same,
-        and note when the module begins and ends, then and in the backward pass.
-        """
-        self._modules += 1
-        module, numbers = self._modules, tuple(self._numbers[id(p)] for p in parameters)
-
-        def note(begins: bool, backward: bool) -> None:
-            again = not backward and torch._C._current_graph_task_id() != -1
-            self.uses.append(Use(begins, module, numbers, again, backward))
-            self._note()
-
-        def enter(given: Any) -> Any:
-            note(begins=True, backward=False)
-            return _Mark.apply(given, note, False) if _has_gradient(given) else given
-
-        def leave(made: Any) -> Any:
-            note(begins=False, backward=False)
-            return _Mark.apply(made, note, True) if _has_gradient(made) else made
-
-        return enter, leave
-
-
-def _has_gradient(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
-
-
-class _Mark(torch.autograd.Function):
-    """The same, and a note when the backward pass comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, note: Callable[[bool, bool], None], begins: bool) -> Tensor:
-        ctx.note, ctx.begins = note, begins
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.note(ctx.begins, True)
-        return gradients[0], None, None
 
 
 class Shapes:
@@ -314,31 +236,15 @@ def count_pass(model: "PreTrainedModel", plan: AttentionPlan, shared: int, chunk
         }
     with _Watch(model) as watch:
         trained = [p for p in model.parameters() if p.requires_grad]
-        hooks: list[Any] = [p.register_post_accumulate_grad_hook(watch.take) for p in trained]
-        for module in model.modules():
-            if own := used_by(module):
-                enter, leave = watch.uses_of(own)
-                hooks.append(module.register_forward_pre_hook(partial(_on_input, enter)))
-                hooks.append(module.register_forward_hook(partial(_on_output, leave)))
+        hooks = [p.register_post_accumulate_grad_hook(watch.take) for p in trained]
         hidden_BtM = hidden_states(model, part, _Shared(plan, shared))
-        enter, leave = watch.uses_of(head_of(model).parameters())  # of all chunks together
-        total, _ = chunked_cross_entropy(head_of(model), enter(hidden_BtM), Labels(index_n, index_n), chunk)
-        total = leave(total)
+        total, _ = chunked_cross_entropy(head_of(model), hidden_BtM, Labels(index_n, index_n), chunk)
         del hidden_BtM
         total.backward()
         for hook in hooks:
             hook.remove()
     moments = tuple(Moment(held, *key) for key, held in watch.moments.items())
-    sizes = tuple(p.numel() for p in model.parameters())
-    return Pass(moments, sum(p.numel() for p in trained), tuple(watch.uses), sizes, watch.at_peak())
-
-
-def _on_input(enter: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (enter(args[0]), *args[1:]) if args else (enter(None), *args)[1:]
-
-
-def _on_output(leave: Callable[[Any], Any], _: nn.Module, __: Any, output: Any) -> Any:
-    return (leave(output[0]), *output[1:]) if isinstance(output, tuple) else leave(output)
+    return Pass(moments, sum(p.numel() for p in trained))
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def choose_recomputation(
 
     def bytes_with(recomputation: Recomputation) -> int:
         model = config.model.model_copy(update={"activation_checkpointing": recomputation})
-        needed = budget.memory(config.model_copy(update={"model": model}), shapes, world.size)
+        needed = budget.count_memory(config.model_copy(update={"model": model}), shapes, world.size)
         return needed.gpu if world.device.type == "cuda" else needed.gpu + needed.host // world.size
 
     def fits(recomputation: Recomputation) -> bool:

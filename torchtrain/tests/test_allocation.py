@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtrain.planning import budget, gathering
+from torchtrain.planning import budget
 from torchtrain.planning.memory import Shapes
 from torchtrain.tests.distributed_worker import config_of
 from torchtrain.tests.forks import forks
@@ -15,6 +15,7 @@ from torchtrain.tests.test_load_cut import SETTINGS, batch, write_model
 from torchtrain.tests.tiny import tiny_config
 
 PROCESSES = 2
+PERSISTENT = 100_000  # weights of a parameter that stays whole; stage3_param_persistence_threshold
 BUCKET = 100_000  # smaller than one weight, so that DeepSpeed's buffers do not hide what they hold
 # An embedding that ZeRO 3 gathers, and others that stay whole.
 OWN = tiny_config(hidden_size=128, vocab_size=1024, num_hidden_layers=1, tie_word_embeddings=False)
@@ -54,13 +55,12 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize(("stage", "dtype"), CASES)
 def test_what_is_allocated_is_what_is_planned(found, monkeypatch, stage, dtype):
-    for module in (budget, gathering):
-        monkeypatch.setattr(module, "BUCKET", BUCKET)
+    monkeypatch.setattr(budget, "BUCKET", BUCKET)
     shapes = Shapes(OWN)
     config = config_of(case(stage, dtype) | {"model": "x"})
-    planned = budget.memory(config, shapes, PROCESSES)
+    planned = budget.count_memory(config, shapes, PROCESSES)
     sizes, each = [p.numel() for p in shapes.model(config.model).parameters()], getattr(torch, dtype).itemsize
-    small = each * sum(size for size in sizes if size <= gathering.PERSISTENT)
+    small = each * sum(size for size in sizes if size <= PERSISTENT)
     for rank in found(stage, dtype):
         assert rank["weights"] == each * sum(sizes) / (PROCESSES if stage == 3 else 1)
         assert rank["optimizer"] == planned.optimizer

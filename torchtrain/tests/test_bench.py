@@ -278,7 +278,7 @@ def test_the_longest_context_is_what_the_plan_counts(bench_tree, tmp_path, monke
     for offload, way in memory.ways_of(config, source, 2, None, shapes).items():
         assert way["distributed"]["sequence_parallel"] == 2
         below, above = (
-            budget.memory(memory.config_of(config, source, tokens, way), shapes, 2).gpu
+            budget.count_memory(memory.config_of(config, source, tokens, way), shapes, 2).gpu
             for tokens in (row[offload], row[offload] * 5 // 4)
         )
         assert below <= 2.0 * 2**30 < above, (row, offload)

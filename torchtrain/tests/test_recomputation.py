@@ -23,7 +23,7 @@ def needed(config, model_folder, recomputed):
     """Bytes of a run, on a CPU, where device and host are one."""
     model = config.model.model_copy(update={"activation_checkpointing": recomputed})
     shapes = budget.Shapes(open_config(str(model_folder())))
-    held = budget.memory(config.model_copy(update={"model": model}), shapes, 1)
+    held = budget.count_memory(config.model_copy(update={"model": model}), shapes, 1)
     return held.gpu + held.host
 
 

@@ -14,7 +14,7 @@ import torch
 from anchorline.errors import UserError
 from torchtrain.config import load_config
 from torchtrain.distributed import world
-from torchtrain.distributed.world import here
+from torchtrain.distributed.world import check_driver, here
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -137,3 +137,15 @@ def test_every_group_waits_as_long_as_an_export_takes(tree, write_config, monkey
     with world.join(alone):
         found = world.dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     assert found == world.PATIENCE
+
+
+@pytest.mark.parametrize(("visible", "refused"), [(None, True), ("", False)])
+def test_gpus_that_torch_cannot_use_stop_a_run(monkeypatch, visible, refused):
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("pathlib.Path.glob", lambda *_: iter(["/dev/nvidia0"]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError, match="install a driver for CUDA") if refused else nullcontext():
+        check_driver()

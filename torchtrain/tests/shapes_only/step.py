@@ -33,7 +33,7 @@ from torchtrain.modeling import load as loading
 from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.rotation import rotate_in_float32
-from torchtrain.planning.budget import memory, model_config
+from torchtrain.planning.budget import count_memory, model_config
 from torchtrain.planning.memory import Shapes
 from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
 from torchtrain.tests.shapes_only.source import write_source
@@ -175,7 +175,7 @@ def _free(optimizer: Any) -> None:
 def plan(config: Config, processes: int, layers: int | None = None) -> int:
     """Return the bytes that `torchtrain plan` says a GPU holds."""
     own = _with_layers(model_config(config), layers)
-    return memory(config, Shapes(own), processes).gpu
+    return count_memory(config, Shapes(own), processes).gpu
 
 
 def at_full_depth(config: Config, processes: int, few: tuple[int, int] = FEW) -> tuple[float, float]:

@@ -162,7 +162,7 @@ def test_llama3_70b_on_32_ranks_loads_and_steps_as_planned():
     config, layers = load_config(PAPER["llama3-8b-128k-anchor"], overrides), 2
     found, own = step.measure(config, 32, layers), budget.model_config(config)
     own.num_hidden_layers = layers
-    planned = budget.memory(config, Shapes(own), 32)
+    planned = budget.count_memory(config, Shapes(own), 32)
     assert planned.step == pytest.approx(found.peak, rel=0.05)
     assert planned.load == pytest.approx(found.load, rel=0.05)
 
@@ -201,5 +201,5 @@ def test_plan_of_each_stage_is_what_deepspeed_holds(tiny, monkeypatch, stage, of
         f"distributed.zero_stage={stage}",
         f"distributed.offload={offload}",
     )
-    planned, held = budget.memory(config, Shapes(own), 8).gpu, step.measure(config, 8).peak
+    planned, held = budget.count_memory(config, Shapes(own), 8).gpu, step.measure(config, 8).peak
     assert planned == pytest.approx(held, rel=0.05)

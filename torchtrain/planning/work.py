@@ -1,0 +1,181 @@
+"""What a run computes, how long it takes and what it writes: tokens, FLOPs by live pairs, seconds, checkpoints."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anchorline.errors import UserError, quoted
+from anchorline.files import expand, read_json
+from torchtrain.config import Config, SaveConfig, TrainConfig
+from torchtrain.data.store import HEADER, TokenStore
+from torchtrain.planning.flops import FlopCounter, peak_of
+from torchtrain.training.events import read_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+STATE_BYTES = 12  # of a trained weight in a checkpoint: a float32 master and AdamW's two moments
+
+# E[n^2] / E[n] of the paper's data sets in tokens, from its shares of sequences and tokens by domain (arXiv 2411.13476,
+# appendix C), every document as long as its domain's mean. Lengths spread within a domain, so attention takes more. For
+# the up-sampled mix the shares of sequences are not published; its documents are longer than those of the sample.
+PAPER_LENGTHS = {"slimpajama-64k": 3540, "slimpajama-128k": 4720, "upsampledmix-128k": 4720}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """How long documents are, as attention counts it."""
+
+    weighted: float | None  # E[n^2] / E[n], tokens; None: not known, attention is counted as full
+    source: str  # where it comes from, for people
+
+    def live_pairs(self, tokens: int, anchor: int) -> int:
+        """Return the mean live pairs of a row of `tokens`, of which the first `anchor` are seen by all."""
+        full = tokens * (tokens + 1) // 2
+        if self.weighted is None:
+            return full
+        return min(full, round(tokens * (self.weighted + 1) / 2 + anchor * (tokens - anchor)))
+
+
+def read_documents(config: Config, document_tokens: float | None) -> Documents:
+    """Find how long documents are: as given, in the prepared store, or by the paper's statistics of its data.
+
+    Args:
+        config: the run's.
+        document_tokens: E[n^2] / E[n] of the documents, where the user gives it.
+
+    Raises:
+        UserError: `data.prepared` holds a damaged store.
+    """
+    if document_tokens is not None:
+        return Documents(document_tokens, "--document-tokens")
+    prepared = config.data.prepared
+    if prepared is not None and (expand(prepared) / HEADER).is_file():
+        lengths = TokenStore.open(expand(prepared)).lengths
+        return Documents(weighted_length(lengths, config.pack.sequence_length), f"the lengths in {quoted(prepared)}")
+    if prepared is not None:
+        for name, weighted in PAPER_LENGTHS.items():
+            if Path(prepared).name.startswith(name):
+                return Documents(weighted, f"the paper's statistics of {name}, a lower bound")
+    return Documents(None, "counted as full; give --document-tokens, or prepare the data first")
+
+
+def weighted_length(lengths: np.ndarray, tokens: int) -> float:
+    """Return E[n^2] / E[n] of the pieces that documents are cut into where they are packed end to end.
+
+    A row ends anywhere within a document, so a document of n tokens gives pieces whose squares sum to
+    n^2 (1 - n / 3T) on average, or T n - T^2 / 3 where n is over T.
+
+    Args:
+        lengths: tokens of each document, int [documents].
+        tokens: T, of a row.
+    """
+    n = lengths.astype(np.float64)
+    squares = np.where(n <= tokens, n**2 * (1 - n / (3 * tokens)), tokens * n - tokens**2 / 3)
+    return float(squares.sum() / n.sum())
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run computes."""
+
+    weights: int
+    trained: int  # of them
+    tokens: int  # of all steps
+    flops: int  # of all steps, by live pairs
+    live_share: float  # of all pairs of a row up to the diagonal
+
+
+def count_work(config: Config, model: "PreTrainedModel", documents: Documents) -> Work:
+    """Count a run's tokens and FLOPs, every token of every row with a label."""
+    rows, length = config.train.steps * config.train.sequences_per_step, config.pack.sequence_length
+    pairs = full = length * (length + 1) // 2
+    if config.pack.base_variant != "full":
+        pairs = documents.live_pairs(length, anchor=int(config.pack.base_variant == "anchor"))
+    return Work(
+        weights=model.num_parameters(),
+        trained=model.num_parameters(only_trainable=True),
+        tokens=rows * length,
+        flops=rows * FlopCounter.of(model).flops(length, length, pairs),
+        live_share=pairs / full,
+    )
+
+
+def seconds_like(work: Work, run: Path, processes: int) -> float:
+    """Return the seconds of training at the FLOP/s per process of another run: the median of its steps but the first.
+
+    Raises:
+        UserError: the folder holds no run of two steps or more, or a file of it is damaged.
+    """
+    steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
+    if not steps:
+        raise UserError(f"--measured {quoted(run)}: holds no run of two steps or more; give a run's folder")
+    had = read_json(run / "run.json", f"--measured {quoted(run)}").get("processes", 1)
+    speeds: list[Any] = [event.get("flops_per_second") for event in steps]
+    if not all(_is_positive(number) for number in (had, *speeds)):
+        raise UserError(
+            f"--measured {quoted(run)}: timing.jsonl or run.json is damaged: processes and flops_per_second are not "
+            "numbers above 0; give another run's folder"
+        )
+    return work.flops / (statistics.median(speeds) / had * processes)
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1e30
+
+
+def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
+    """Return the seconds of training at a share of a GPU's peak.
+
+    Raises:
+        UserError: no peak is known for a GPU of this name.
+    """
+    peak = peak_of(gpu)
+    if peak is None:
+        raise UserError(
+            f"--gpu {quoted(gpu)}: no peak is known; give --tokens-per-second or a name such as A100, H100, H200"
+        )
+    return work.flops / (mfu * peak * processes)
+
+
+@dataclass(frozen=True)
+class Saves:
+    """What a run writes: how many checkpoints and exported models, bytes of each, and `save.keep`."""
+
+    checkpoints: int
+    checkpoint: int
+    models: int
+    model: int
+    keep: int
+
+    @property
+    def written(self) -> int:
+        """Bytes that are written over the run."""
+        return self.checkpoints * self.checkpoint + self.models * self.model
+
+    @property
+    def most(self) -> int:
+        """Bytes on the disk at one time: an old checkpoint is removed once the new one is whole."""
+        return min(self.checkpoints, self.keep + 1) * self.checkpoint + self.models * self.model
+
+
+def count_saves(save: SaveConfig, train: TrainConfig, work: Work, bytes_each: int) -> Saves:
+    """Count what a run writes of a model whose weights take `bytes_each`."""
+    checkpoints = sum(map(len, save.schedule(train.steps)))
+    models = min(save.last, max(checkpoints, 1))
+    return Saves(checkpoints, STATE_BYTES * work.trained, models, bytes_each * work.weights, save.keep)
+
+
+def describe_schedule(save: SaveConfig, train: TrainConfig) -> str:
+    """Return, in words, at which steps a run saves."""
+    parts = [_describe(steps) for steps in save.schedule(train.steps) if steps]
+    return f"after step {', then '.join(parts)}" if parts else "never"
+
+
+def _describe(steps: range) -> str:
+    if len(steps) <= 3:
+        return ", ".join(f"{step:,}" for step in steps)
+    return f"{steps[0]:,}, {steps[1]:,} ... {steps[-1]:,}"
