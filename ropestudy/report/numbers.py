@@ -216,34 +216,20 @@ def _first_token(results: Results) -> Numbers:
 
 def _lengths(results: Results) -> Numbers:
     found: Numbers = {}
-    growth: list[float] = []
-    others: list[float] = []
+    growth: list[Effect] = []
+    others: list[Effect] = []
     for one in (one for one in _of(results, ByLength) if one.condition in BF16):
         a, b = one.points[0], one.points[-1]
         key = f"length.{one.condition}.{one.mode}"
-        first = fold_of(b.shift.d_logit_first.values, a.shift.d_logit_first.values)
-        rest = fold_of(b.shift.d_logit_rest.values, a.shift.d_logit_rest.values)
+        growth.append(fold_of(b.shift.d_logit_first.values, a.shift.d_logit_first.values))
+        others.append(fold_of(b.shift.d_logit_rest.values, a.shift.d_logit_rest.values))
         sizes = [point.tokens for point in one.points]
         exponent = exponent_of(sizes, [point.shift.d_logit_first.values for point in one.points])
-        found |= {f"{key}.growth": first.written(), f"{key}.others": rest.written(), f"{key}.to": f"{b.tokens:,}"}
-        found |= {f"{key}.exponent": exponent.written(), f"{key}.texts": str(one.sequences)}
+        found |= {f"{key}.growth": growth[-1].written(), f"{key}.texts": str(one.sequences)}
+        found |= {f"{key}.exponent": exponent.written()}
         for point in one.points:
             found[f"{key}.{point.tokens}"] = format_number(point.shift.d_logit_first.mean, 4)
-        growth.append(b.shift.d_logit_first.mean / a.shift.d_logit_first.mean)
-        others.append(b.shift.d_logit_rest.mean / a.shift.d_logit_rest.mean)
-        longest = max(point.tokens for record in _of(results, ByLength) for point in record.points)
-        if b.tokens == longest:
-            found.setdefault("length.longest", f"{longest:,}")
-    if growth:
-        found["length.growth"], found["length.others"] = _between(growth), _between(others)
-    longest_cases = [
-        one.points[-1].shift.d_logit_first.mean / one.points[0].shift.d_logit_first.mean
-        for one in _of(results, ByLength)
-        if one.condition in BF16 and f"{one.points[-1].tokens:,}" == found.get("length.longest")
-    ]
-    if longest_cases:
-        found["length.longest.growth"] = _between(longest_cases)
-    return found
+    return found | _ranges({"length.growth": growth, "length.others": others})
 
 
 def _models(results: Results) -> Numbers:

@@ -37,3 +37,13 @@ def test_no_number_of_a_result_is_written_by_hand(page):
 def test_an_unknown_key_is_refused():
     with pytest.raises(UserError, match=r"'no\.such' is unknown"):
         fill_page("<!-- n: no.such -->1<!-- /n -->", {})
+
+
+def test_what_the_prose_says_in_words_holds():
+    """Sentences without a number: all, none, least, less."""
+    found = kept_numbers()
+    for key in ("first.largest", "first.least_logits"):
+        assert found[key] == found["first.cases"]
+    assert found["unrounded.near.excludes_1"] == found["unrounded.near.cases"]
+    assert (found["first.above_half"], found["inv_freq.far.trained.loss_moved"]) == ("0", "0")
+    assert found["rotate32.near.loss_moved"] == "0"
