@@ -1,43 +1,22 @@
-"""AnchorAttention in TRL's `SFTTrainer`, on rows that are packed already:
-
-python -m examples.train_with_sft
-"""
+"""AnchorAttention in TRL's `SFTTrainer`: python -m examples.train_with_sft"""
 
 from tempfile import TemporaryDirectory
 
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
 import torchtrain
-from examples.tiny import packed_rows, tiny_llama
+from examples.tiny import tiny_llama, tiny_rows, tiny_tokenizer
 
 
 def main() -> list[float]:
     """Train 8 steps; return the losses."""
-    words = {str(i): i for i in range(64)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "0")), pad_token="1", eos_token="0"
-    )
+    packed = {"remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    settings = {"max_steps": 8, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
     with TemporaryDirectory() as folder:
-        arguments = SFTConfig(
-            folder,
-            remove_unused_columns=False,  # it would strip document_ids
-            dataset_kwargs={"skip_prepare_dataset": True},  # the rows are tokenised and packed
-            max_steps=8,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            bf16=False,
-        )
-        trainer = SFTTrainer(
-            torchtrain.attach(tiny_llama()),
-            arguments,
-            data_collator=default_data_collator,
-            train_dataset=packed_rows(),
-            processing_class=tokenizer,
-        )
+        arguments = SFTConfig(folder, bf16=False, **packed, **settings)
+        model, rows = torchtrain.attach(tiny_llama()), tiny_rows().to_datasets()
+        given = {"train_dataset": rows, "data_collator": torchtrain.collate, "processing_class": tiny_tokenizer()}
+        trainer = SFTTrainer(model, arguments, **given)
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -33,7 +33,7 @@ def prepare(folder: Path, kind: str) -> Work:
 
     def check(_: Any) -> dict[str, Any]:
         store = TokenStore.open(out / "00000")
-        return {"digest": store.sha256, "tokens": store.token_count}
+        return {"digest": store.header.sha256, "tokens": store.token_count}
 
     return Work(lambda: write.run(read.run(None)), check)
 

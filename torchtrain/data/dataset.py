@@ -3,19 +3,24 @@
 Legend: B batch · T tokens of a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from anchorline.errors import UserError
 from torchtrain.config import PackConfig
 from torchtrain.data.packing import INTERLEAVE, PackPlan, random_stream
 from torchtrain.data.rows import SpanTokens, build_row
-from torchtrain.data.store import TokenStore
+from torchtrain.data.store import Documents
+
+if TYPE_CHECKING:
+    import datasets
 
 
-class PackedRows:
+class PackedRows(Dataset[dict[str, np.ndarray]]):
     """Rows of packed documents, each reachable at once; the same for any worker, rank and order of access. Threads may
     share one.
 
@@ -38,7 +43,7 @@ class PackedRows:
 
     def __init__(
         self,
-        store: TokenStore,
+        store: Documents,
         documents: np.ndarray,
         pack: PackConfig,
         seed: int,
@@ -75,6 +80,18 @@ class PackedRows:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         return self._row(0, row)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[row] for row in range(len(self)))
+
+    def to_datasets(self) -> "datasets.Dataset":
+        """Return the rows of the first epoch as a `datasets.Dataset` in memory: a column an array, int32 [T] each."""
+        import datasets
+
+        rows = list(self)
+        column = datasets.Sequence(datasets.Value("int32"), length=self.pack.sequence_length)
+        columns = {name: [row[name].astype(np.int32) for row in rows] for name in rows[0]}
+        return datasets.Dataset.from_dict(columns, features=datasets.Features(dict.fromkeys(columns, column)))
 
     def row_at(self, index: int) -> dict[str, np.ndarray]:
         """Return row `index` of the endless sequence of epochs: the five arrays, int64 [T]."""

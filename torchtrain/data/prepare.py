@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from filelock import FileLock
 
 from anchorline import corpora
@@ -23,20 +22,17 @@ from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import PARTIAL, commit, expand
 from torchtrain.config import DataConfig, Source
 from torchtrain.data.corpus import read, source_files
-from torchtrain.data.encode import special_tokens_of
 from torchtrain.data.remote import FileInfo, is_url
 from torchtrain.data.store import HEADER, SourceCount, TokenStore
 from torchtrain.data.tokenise import PreparationProgress, Tokeniser, token_bytes_of
-from torchtrain.data.writer import StoreWriter, take_over
+from torchtrain.data.writer import StoreWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Raise it when the same sources and settings would give other tokens or other files (reading, rendering, layout).
-FORMAT = 2
+FORMAT = 3
 _MOST_FILES = 1_000_000  # of a data set's folder
-# Settings of a source that count where they are set: there were stores before there were these.
-_YOUNGER = {"texts", "rename", "sample_files", "sample", "sample_seed"}
 
 
 def prepare(
@@ -72,19 +68,15 @@ def prepare(
             raise _unwritable(data, error) from None
         try:
             if not final.exists():
-                older = _older(corpus, data, tokenizer)
-                if older is None:
-                    return _make(final, data, tokenizer, report)
-                with _commits(final, data) as partial:
-                    take_over(older, partial, name)
+                return _make(final, data, tokenizer, report)
         finally:
             lock.release()
     return _reuse(TokenStore.open(final), data, report)
 
 
 def _reuse(store: TokenStore, data: DataConfig, report: Callable[[PreparationProgress], None]) -> TokenStore:
-    check_shares(store.sources, data)
-    bad = sum(count.bad_records for count in store.sources)
+    check_shares(store.header.sources, data)
+    bad = sum(count.bad_records for count in store.header.sources)
     report(PreparationProgress("tokens reused", len(store), store.token_count, bad))
     return store
 
@@ -100,42 +92,19 @@ def _open_prepared(data: DataConfig) -> TokenStore:
             "CONFIG --out FOLDER"
         )
     store = TokenStore.open(folder)
-    if store.header is None or store.header.made_of is None:
+    if store.header.made_of is None:
         raise UserError(f"{shown}: was not made by torchtrain prepare; give such a store, or data.sources alone")
     return store
 
 
 def _check_prepared(store: TokenStore, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore:
     shown = f"data.prepared {quoted(data.prepared)}"
-    assert store.header is not None
     if store.header.tokenizer != tokenizer_identity(tokenizer):
         raise UserError(f"{shown}: was tokenised by another tokenizer; prepare it with that of model.source")
     if data.sources and store.header.made_of != identity(data.model_copy(update={"prepared": None}), tokenizer):
         raise UserError(
             f"{shown}: is of other sources or settings than this config's; prepare it again, or remove data.sources"
         )
-    return store
-
-
-def _older(corpus: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore | None:
-    """Return the store of the same corpus in which special tokens were control tokens, if its texts hold none: then it
-    is the same under `text`. So were all stores before there was a choice.
-    """
-    if data.special_tokens == "control" or data.mixture is not None or data.near_duplicates:
-        return None
-    before = data.model_copy(update={"special_tokens": "control"})
-    try:
-        store = TokenStore.open(corpus / fingerprint(before, tokenizer))
-        store.verify()
-    except UserError:  # there is none, or a damaged one
-        return None
-    appended = data.append_eos and tokenizer.eos_token_id is not None
-    special, block = list(special_tokens_of(tokenizer).values()), 1 << 24
-    tokens = store.shards[0]
-    for start in range(0, len(tokens), block):
-        found = start + np.flatnonzero(np.isin(tokens[start : start + block], special))
-        if len(np.setdiff1d(found, store.offsets[1:] - 1) if appended else found):
-            return None
     return store
 
 
@@ -165,26 +134,21 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
         UserError: a missing file or package.
     """
     if data.prepared is not None and not data.sources:
-        return {"prepared": _open_prepared(data).fingerprint}
+        return {"prepared": _open_prepared(data).header.fingerprint}
     content = {
         "format": FORMAT,
         "sources": [_source_identity(source) for source in data.sources],
         "eos": tokenizer.eos_token_id if data.append_eos else None,
         "min_tokens": data.min_tokens,
+        "special_tokens": data.special_tokens,
+        "near_duplicates": data.near_duplicates,
+        "mixture": None if data.mixture is None else data.mixture.model_dump(mode="json"),
     }
-    if data.special_tokens != "control":  # what all stores were before there was a choice
-        content["special_tokens"] = data.special_tokens
-    if data.near_duplicates:
-        content["near_duplicates"] = True
-    if data.mixture is not None:
-        content["mixture"] = data.mixture.model_dump(mode="json")
     return json.loads(json.dumps(content))
 
 
 def _source_identity(source: Source) -> dict[str, Any]:
-    identity = source.model_dump(exclude={"streaming", *_YOUNGER}) | source.model_dump(
-        include=_YOUNGER, exclude_defaults=True
-    )
+    identity = source.model_dump(exclude={"streaming"})
     if source.demo is not None:
         identity["version"] = corpora.identity(source.demo, f"data.sources: demo {source.demo!r}")
     identity["contents"] = [(file.name, file.bytes) for file in _files(source)]

@@ -88,7 +88,7 @@ def produce(
                 raise UserError(f"--out {quoted(out)}: is there, and no token store; give the name of a new folder")
             store = _finished(out, name)
             _clear(work)  # of a process that died after the store was whole
-            bad = sum(count.bad_records for count in store.sources)
+            bad = sum(count.bad_records for count in store.header.sources)
             on_progress(PreparationProgress("tokens reused", len(store), store.token_count, bad))
             return store
         if work.exists():
@@ -153,7 +153,7 @@ def _locked(out: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 def _finished(out: Path, name: str) -> TokenStore:
     store = TokenStore.open(out)
-    if store.fingerprint != name:
+    if store.header.fingerprint != name:
         raise UserError(
             f"--out {quoted(out)}: holds a store of other sources, settings or tokenizer; choose another folder, or "
             "remove it"
@@ -322,7 +322,7 @@ class _Done:
             except UserError:  # damaged: it is made anew
                 shutil.rmtree(path, ignore_errors=True)
         stores = self._found.values()
-        bad = sum(count.bad_records for store in stores for count in store.sources)
+        bad = sum(count.bad_records for store in stores for count in store.header.sources)
         state = f"task {self.number:,} of {self.of:,}"
         return PreparationProgress(state, sum(map(len, stores)), sum(store.token_count for store in stores), bad)
 
@@ -346,7 +346,7 @@ def _sum_counts(preparation: Preparation, tasks: Sequence[Task], shards: Sequenc
     """Return what was read of each source by all of its tasks."""
     counts = []
     for number, source in enumerate(preparation.data.sources):
-        own = [shard.sources[0] for task, shard in zip(tasks, shards, strict=True) if task.source == number]
+        own = [shard.header.sources[0] for task, shard in zip(tasks, shards, strict=True) if task.source == number]
         records, bad, special = (
             sum(getattr(count, name) or 0 for count in own) for name in ("records", "bad_records", "special_records")
         )

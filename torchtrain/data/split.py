@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtrain.data.packing import HELD_OUT, random_stream
-from torchtrain.data.store import TokenStore
+from torchtrain.data.store import Documents
 
 
 class Split(NamedTuple):
@@ -19,7 +19,7 @@ class Split(NamedTuple):
     moved: int
 
 
-def split_documents(store: TokenStore, held_out_share: float, seed: int) -> Split:
+def split_documents(store: Documents, held_out_share: float, seed: int) -> Split:
     """Draw the held-out documents by seed from each domain apart.
 
     A share above 0 holds out at least one document of every domain that has two different ones. Where the draw would

@@ -101,7 +101,7 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
         seed: of the order of documents.
     """
     mixture = None
-    if store.header is not None and store.header.mixture is not None:
+    if store.header.mixture is not None:
         mixture = MixtureConfig.model_validate(store.header.mixture)
     long_tokens = (mixture or MixtureConfig()).long_tokens
     every = np.arange(len(store))
@@ -111,7 +111,7 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
     order = random_stream(seed, SHUFFLE, 0).permutation(len(lengths))
     ends, in_order = np.cumsum(lengths[order]), domains[order]
     return StoreStatistics(
-        fingerprint=store.fingerprint,
+        fingerprint=store.header.fingerprint,
         documents=len(taken),
         tokens=int(lengths.sum()),
         copies=store.copies,

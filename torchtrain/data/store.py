@@ -1,14 +1,13 @@
 """A tokenised corpus on disk: flat files of tokens, read through memory maps.
 
-`tokens.bin`, documents one after another, uint16 where the vocabulary allows it and else int32; of a store in shards
-`tokens-00000.bin` and so on, and no document lies in two of them.
+`tokens-00000.bin` and so on: documents one after another, uint16 where the vocabulary allows it and else int32. No
+document lies in two of them.
 `offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents] · `hashes.npy` uint64 [documents], of each
 document's tokens · `signatures.npy` uint64 [documents * 14], under `data.near_duplicates` · `repeats.npy` uint16
 [documents], under a mixture · `bad_records.txt` one line each
-`store.json` names, counts, the fingerprint, and size and digest of each of the others.
+`store.json` holds names, counts, the fingerprint, and size and digest of each of the others.
 
-Stores made before `hashes.npy` and the digests are read as well: of them only the tokens have a digest, and hashes are
-computed. `torchtrain.data.writer` writes.
+`torchtrain.data.writer` writes stores.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ import json
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -29,8 +28,7 @@ from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import FileEntry, entry_of, read_file
 from torchtrain.data.near import BUCKETS, near_groups
 
-TOKENS, OFFSETS, DOMAINS, HASHES, SIGNATURES, REPEATS, BAD_RECORDS, HEADER = (
-    "tokens.bin",
+OFFSETS, DOMAINS, HASHES, SIGNATURES, REPEATS, BAD_RECORDS, HEADER = (
     "offsets.npy",
     "domains.npy",
     "hashes.npy",
@@ -41,7 +39,7 @@ TOKENS, OFFSETS, DOMAINS, HASHES, SIGNATURES, REPEATS, BAD_RECORDS, HEADER = (
 )
 _MOST_HEADER_BYTES = 1 << 26
 TOKEN_TYPES = {2: np.uint16, 4: np.int32}  # by bytes of a token
-_ANEW = "if it lies in data.cache, delete the folder and it is made anew"
+_FIX = "if it lies in data.cache, delete the folder and it is made again"
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class SourceCount:
     records: int
     bad_records: int
     first_bad: str
-    special_records: int | None = None  # None: the store was made before they were counted
+    special_records: int
 
 
 @dataclass(frozen=True)
@@ -83,16 +81,16 @@ class StoreHeader(BaseModel):
     model_config = ConfigDict(strict=True)
 
     fingerprint: str
-    sha256: str
+    sha256: str  # of the tokens as int32, as hex; of more than one shard, of their digests
     domains: list[str]
     largest_token: int
     summaries: list[DomainSummary]
     sources: list[SourceCount]
-    files: dict[str, FileEntry] | None = None  # by name; None in an older store
-    token_bytes: int = 4
-    shards: list[ShardSize] | None = None  # None: all tokens are in one file
-    tokenizer: str | None = None  # its identity; None where the fingerprint alone holds it
-    made_of: dict[str, Any] | None = None  # what the tokens depend on, as JSON
+    files: dict[str, FileEntry]  # size and digest of each file, by name
+    token_bytes: int
+    shards: list[ShardSize]
+    tokenizer: str | None = None  # its identity; None in a run's cache, where the fingerprint holds it
+    made_of: dict[str, Any] | None = None  # what the tokens depend on, as JSON; None as above
     mixture: dict[str, Any] | None = None  # the settings by which `repeats.npy` was made
 
     def dump(self) -> bytes:
@@ -106,8 +104,6 @@ class StoreHeader(BaseModel):
         content = json.loads(text)
         digest = content.pop("digest", None) if isinstance(content, dict) else None
         header = cls.model_validate_json(json.dumps(content))
-        if digest is None and header.files is None:
-            return header
         if digest != _digest(content):
             raise ValueError("is not as it was written (its SHA-256 differs)")
         return header
@@ -118,97 +114,31 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenStore:
-    """The tokens of a corpus, read-only. Pickles as its folder, so that worker processes map the same file."""
+class Documents:
+    """Tokenised documents that can be packed: in memory, or mapped from a store."""
 
-    folder: Path
     shards: Sequence[np.ndarray]  # uint16 or int32 [tokens of the shard]
-    offsets: np.ndarray  # int64 [documents + 1]
+    offsets: np.ndarray  # int64 [documents + 1], over all shards
     document_domains: np.ndarray  # int32 [documents], an index into `domains`
     domains: list[str]
-    fingerprint: str
-    sha256: str  # of the tokens as int32, as hex; of more than one shard, of their digests
-    largest_token: int
-    summaries: list[DomainSummary]
-    sources: list[SourceCount]
-    files: dict[str, FileEntry] | None = None  # size and digest of each; None in a store made before they were kept
-    hashes: np.ndarray | None = None  # uint64 [documents]; None in such a store
+    sizes: Sequence[ShardSize]
+    hashes: np.ndarray | None = None  # uint64 [documents]; None: computed when asked for
     signatures: np.ndarray | None = None  # uint64 [documents, 14] (`torchtrain.data.near`); None where not asked for
     repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None without a mixture
-    sizes: Sequence[ShardSize] = ()
-    header: StoreHeader | None = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, folder: str | Path) -> Self:
-        """Map a finished store. Sizes and bounds are checked, in milliseconds; `verify` reads every byte.
+    def of(cls, tokens: Sequence[np.ndarray], document_domains: Sequence[int], domains: list[str]) -> "Documents":
+        """Return documents in memory.
 
-        Raises:
-            UserError: there is no finished store in the folder, or its files do not fit together.
+        Args:
+            tokens: int [tokens of the document] of each document, none of them empty.
+            document_domains: of each document, an index into `domains`.
+            domains: names.
         """
-        folder = Path(folder)
-        name = HEADER
-        try:
-            header = StoreHeader.parse(read_file(folder / name, _MOST_HEADER_BYTES))
-            for name, entry in (header.files or {}).items():
-                _check_size(folder / name, entry)
-            if header.shards is None:
-                name = TOKENS
-                shards: Sequence[np.ndarray] = [_tokens(folder / name, header.token_bytes)]
-                sizes = [ShardSize(TOKENS, -1, len(shards[0]))]
-            else:
-                name, sizes = HEADER, header.shards
-                _check_shards(sizes, header)
-                shards = _Maps(folder, sizes, header.token_bytes)
-            name = OFFSETS
-            offsets = _array(folder / name, np.int64)
-            _check_offsets(offsets, sum(size.tokens for size in sizes))
-            documents = len(offsets) - 1
-            if header.shards is None:
-                sizes = [ShardSize(TOKENS, documents, sizes[0].tokens)]
-            _check_ends(offsets, sizes)
-            name = DOMAINS
-            document_domains = _array(folder / name, np.int32)
-            _check_domains(document_domains, documents, len(header.domains))
-            found: dict[str, np.ndarray | None] = {}
-            for name, dtype, each in (
-                (HASHES, np.uint64, 1),
-                (SIGNATURES, np.uint64, BUCKETS),
-                (REPEATS, np.uint16, 1),
-            ):
-                one = found[name] = _array(folder / name, dtype) if name in (header.files or {}) else None
-                if one is not None and len(one) != documents * each:
-                    raise ValueError(f"its sizes differ: {len(one)} of them, {documents} documents")
-            signatures = found[SIGNATURES]
-        except FileNotFoundError:
-            raise UserError(f"{quoted(folder)} holds no finished token store ({name} is missing); {_ANEW}") from None
-        except ValidationError as error:
-            place = ".".join(map(str, error.errors()[0]["loc"]))
-            raise _damage_error(folder, f"{HEADER}: {place} {error.errors()[0]['msg']}") from None
-        except OSError as error:
-            raise _damage_error(folder, f"{name}: {disk_fault(error)}") from None
-        except (ValueError, RecursionError) as error:
-            raise _damage_error(folder, f"{name}: {one_line(error)[:300]}") from None
-        return cls(
-            folder=folder,
-            shards=shards,
-            offsets=offsets,
-            document_domains=document_domains,
-            domains=header.domains,
-            fingerprint=header.fingerprint,
-            sha256=header.sha256,
-            largest_token=header.largest_token,
-            summaries=header.summaries,
-            sources=header.sources,
-            files=header.files,
-            hashes=found[HASHES],
-            signatures=None if signatures is None else signatures.reshape(-1, BUCKETS),
-            repeats=found[REPEATS],
-            sizes=sizes,
-            header=header,
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore.open, (self.folder,)
+        offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+        joined = np.concatenate(tokens).astype(np.int32) if len(tokens) else np.zeros(0, dtype=np.int32)
+        sizes = [ShardSize("", len(tokens), len(joined))]
+        return Documents([joined], offsets, np.asarray(document_domains, dtype=np.int32), domains, sizes)
 
     def __len__(self) -> int:
         return len(self.document_domains)
@@ -228,13 +158,20 @@ class TokenStore:
 
     @cached_property
     def content_hashes(self) -> np.ndarray:
-        """64 bits of each document's content, uint64 [documents]; of an older store computed."""
-        return hashes_of(self) if self.hashes is None else self.hashes
+        """64 bits of each document's content, uint64 [documents]; computed where nobody kept them."""
+        if self.hashes is not None:
+            return self.hashes
+        return np.fromiter((hash_of(self.document(i)) for i in range(len(self))), dtype=np.uint64, count=len(self))
 
     @cached_property
     def copies(self) -> int:
         """Documents that hold the text of an earlier one."""
         return len(self) - len(np.unique(self.content_hashes))
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id; -1 where there is no token."""
+        return max(int(shard.max(initial=-1)) for shard in self.shards)
 
     @property
     def near_copies(self) -> int:
@@ -262,13 +199,83 @@ class TokenStore:
         begins -= self._first_tokens[shard]
         return self.shards[shard][begins + start : begins + stop]
 
+
+@dataclass(frozen=True, eq=False)
+class TokenStore(Documents):
+    """The tokens of a corpus, read-only. Pickles as its folder, so that worker processes map the same file."""
+
+    folder: Path = Path()
+    header: StoreHeader = None  # type: ignore[assignment] - `open` gives it
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """Map a finished store. Sizes and bounds are checked, in milliseconds; `verify` reads every byte.
+
+        Raises:
+            UserError: there is no finished store in the folder, or its files do not fit together.
+        """
+        folder = Path(folder)
+        name = HEADER
+        try:
+            header = StoreHeader.parse(read_file(folder / name, _MOST_HEADER_BYTES))
+            for name, entry in header.files.items():
+                _check_size(folder / name, entry)
+            name = HEADER
+            _check_shards(header)
+            name = OFFSETS
+            offsets = _array(folder / name, np.int64)
+            _check_offsets(offsets, header.shards)
+            documents = len(offsets) - 1
+            name = DOMAINS
+            document_domains = _array(folder / name, np.int32)
+            _check_domains(document_domains, documents, len(header.domains))
+            found: dict[str, np.ndarray | None] = {}
+            for name, dtype, each in (
+                (HASHES, np.uint64, 1),
+                (SIGNATURES, np.uint64, BUCKETS),
+                (REPEATS, np.uint16, 1),
+            ):
+                one = found[name] = _array(folder / name, dtype) if name in header.files else None
+                if one is not None and len(one) != documents * each:
+                    raise ValueError(f"its sizes differ: {len(one)} of them, {documents} documents")
+        except FileNotFoundError:
+            raise UserError(f"{quoted(folder)} holds no finished token store ({name} is missing); {_FIX}") from None
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            raise _damage_error(folder, f"{HEADER}: {place} {error.errors()[0]['msg']}") from None
+        except OSError as error:
+            raise _damage_error(folder, f"{name}: {disk_fault(error)}") from None
+        except (ValueError, RecursionError) as error:
+            raise _damage_error(folder, f"{name}: {one_line(error)[:300]}") from None
+        signatures = found[SIGNATURES]
+        return cls(
+            shards=_Maps(folder, header),
+            offsets=offsets,
+            document_domains=document_domains,
+            domains=header.domains,
+            sizes=header.shards,
+            hashes=found[HASHES],
+            signatures=None if signatures is None else signatures.reshape(-1, BUCKETS),
+            repeats=found[REPEATS],
+            folder=folder,
+            header=header,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenStore.open, (self.folder,)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id; -1 where there is no token."""
+        return self.header.largest_token
+
     def verify(self) -> None:
-        """Read every file that has a digest, and check it.
+        """Read every file and check its digest.
 
         Raises:
             UserError: one is not what was written; names it.
         """
-        for name, entry in self.digests.items():
+        for name, entry in self.header.files.items():
             try:
                 _check_size(self.folder / name, entry)
                 found = entry_of(self.folder / name)
@@ -280,11 +287,6 @@ class TokenStore:
                 raise _damage_error(
                     self.folder, f"{name}: its content has changed, its SHA-256 is not that of {HEADER}"
                 )
-
-    @property
-    def digests(self) -> dict[str, FileEntry]:
-        """Size and digest of each file that has one: of an older store, only of the tokens."""
-        return self.files or {TOKENS: FileEntry(bytes=4 * self.token_count, sha256=self.sha256)}
 
     def verify_in_background(self) -> Callable[[], None]:
         """Begin `verify` and return what waits for it, and raises what it raises."""
@@ -314,7 +316,7 @@ class TokenStore:
 
 
 def _damage_error(folder: Path, reason: str) -> UserError:
-    return UserError(f"token store {quoted(folder)} is damaged ({reason}); {_ANEW}")
+    return UserError(f"token store {quoted(folder)} is damaged ({reason}); {_FIX}")
 
 
 def _check_size(path: Path, entry: FileEntry) -> None:
@@ -342,57 +344,49 @@ def _array(path: Path, dtype: type) -> np.ndarray:
     return np.asarray(found)
 
 
-def _tokens(path: Path, token_bytes: int) -> np.ndarray:
-    if path.exists() and not path.is_file():
-        raise ValueError("not a regular file")
-    if token_bytes not in TOKEN_TYPES:
-        raise ValueError(f"holds tokens of {token_bytes} bytes")
-    if path.stat().st_size == 0:  # of a task that found no document; an empty file cannot be mapped
-        return np.empty(0, dtype=TOKEN_TYPES[token_bytes])
-    # As a plain array, which is as lazy: each slice of a memmap is another memmap, at some microseconds.
-    return np.asarray(np.memmap(path, dtype=TOKEN_TYPES[token_bytes], mode="r"))
-
-
 class _Maps(Sequence[np.ndarray]):
     """The shards of a store, each mapped when it is first read."""
 
-    def __init__(self, folder: Path, sizes: Sequence[ShardSize], token_bytes: int) -> None:
-        self._folder, self._sizes, self._token_bytes = folder, sizes, token_bytes
-        self._maps: list[np.ndarray | None] = [None] * len(sizes)
+    def __init__(self, folder: Path, header: StoreHeader) -> None:
+        self._paths = [folder / shard.file for shard in header.shards]
+        self._type = TOKEN_TYPES[header.token_bytes]
+        self._maps: list[np.ndarray | None] = [None] * len(self._paths)
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._paths)
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._maps[index]
-        if found is None:
-            found = self._maps[index] = _tokens(self._folder / self._sizes[index].file, self._token_bytes)
-        return found
+        if self._maps[index] is None:
+            path = self._paths[index]
+            # A task that found no document leaves an empty file, which cannot be mapped. A plain array, which is as
+            # lazy: each slice of a memmap is another memmap, at some microseconds.
+            found = np.memmap(path, self._type, mode="r") if path.stat().st_size else np.empty(0, self._type)
+            self._maps[index] = np.asarray(found)
+        return self._maps[index]
 
 
-def _check_shards(sizes: Sequence[ShardSize], header: StoreHeader) -> None:
-    """Check that every shard has its file, of its size, and documents. Raises ValueError."""
-    for size in sizes:
-        entry = (header.files or {}).get(size.file)
-        if size.documents < 1 or entry is None or entry.bytes != size.tokens * header.token_bytes:
-            raise ValueError(f"its shard {size.file} is not of the size that it must be")
-    if header.token_bytes not in TOKEN_TYPES or not sizes:
-        raise ValueError(f"{len(sizes)} shards of tokens of {header.token_bytes} bytes")
+def _check_shards(header: StoreHeader) -> None:
+    """Check that every shard has its file, of its size. Raises ValueError."""
+    if header.token_bytes not in TOKEN_TYPES or not header.shards:
+        raise ValueError(f"{len(header.shards)} shards of tokens of {header.token_bytes} bytes")
+    for shard in header.shards:
+        entry = header.files.get(shard.file)
+        if entry is None or entry.bytes != shard.tokens * header.token_bytes:
+            raise ValueError(f"its shard {shard.file} is not of the size that it must be")
 
 
-def _check_ends(offsets: np.ndarray, sizes: Sequence[ShardSize]) -> None:
-    """Check that no document lies in two shards. Raises ValueError."""
-    documents, tokens = (np.cumsum([getattr(size, name) for size in sizes]) for name in ("documents", "tokens"))
-    if documents[-1] != len(offsets) - 1 or (offsets[documents] != tokens).any():
-        raise ValueError("its sizes differ: shards do not end where documents do")
-
-
-def _check_offsets(offsets: np.ndarray, tokens: int) -> None:
-    """Check that every document lies inside. Raises ValueError."""
+def _check_offsets(offsets: np.ndarray, shards: Sequence[ShardSize]) -> None:
+    """Check that every document lies inside, and none in two shards. Raises ValueError."""
     if len(offsets) == 0 or offsets[0] != 0 or not (offsets[1:] > offsets[:-1]).all():
         raise ValueError("offsets that do not rise from 0")
-    if offsets[-1] != tokens:
-        raise ValueError(f"its sizes differ: documents of {offsets[-1]} tokens, and there are {tokens}")
+    documents, tokens = (np.cumsum([getattr(shard, name) for shard in shards]) for name in ("documents", "tokens"))
+    if min(shard.documents for shard in shards) < 0 or documents[-1] != len(offsets) - 1 or offsets[-1] != tokens[-1]:
+        raise ValueError(
+            f"its sizes differ: {len(offsets) - 1} documents of {offsets[-1]} tokens, and the shards have "
+            f"{documents[-1]} of {tokens[-1]}"
+        )
+    if (offsets[documents] != tokens).any():
+        raise ValueError("its sizes differ: shards do not end where documents do")
 
 
 def _check_domains(document_domains: np.ndarray, documents: int, domains: int) -> None:
@@ -409,8 +403,3 @@ def hash_of(tokens: np.ndarray) -> int:
     That two of a hundred million differ in content only has odds of 1 in 3,000.
     """
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
-
-
-def hashes_of(store: TokenStore) -> np.ndarray:
-    """Compute what `hashes.npy` of an older store would hold."""
-    return np.fromiter((hash_of(store.document(i)) for i in range(len(store))), dtype=np.uint64, count=len(store))

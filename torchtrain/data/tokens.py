@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from anchorline.errors import UserError, quoted
 from torchtrain.config import PackConfig
 from torchtrain.data.encode import special_tokens_of
-from torchtrain.data.store import TokenStore
+from torchtrain.data.store import Documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -86,7 +86,7 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> No
         )
 
 
-def check_store(store: TokenStore, vocab_size: int) -> None:
+def check_store(store: Documents, vocab_size: int) -> None:
     """Refuse a corpus with a token that the model's embedding does not hold.
 
     Raises:

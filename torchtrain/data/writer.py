@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from anchorline.files import FileEntry, entry_of, sync, write_file
+from anchorline.files import FileEntry, sync, write_file
 from torchtrain.config import MixtureConfig
 from torchtrain.data.mixture import repeats_of
 from torchtrain.data.store import (
@@ -23,15 +23,17 @@ from torchtrain.data.store import (
     REPEATS,
     SIGNATURES,
     TOKEN_TYPES,
-    TOKENS,
     DomainSummary,
     ShardSize,
     SourceCount,
     StoreHeader,
     TokenStore,
     hash_of,
-    hashes_of,
 )
+
+
+def _name(shard: int) -> str:
+    return f"tokens-{shard:05d}.bin"
 
 
 class StoreWriter:
@@ -56,7 +58,7 @@ class StoreWriter:
         self.bad_records = 0
         self._skipped: dict[str, dict[str, int]] = {}
         self._digest = hashlib.sha256()  # of the tokens as int32, however they are stored
-        self._tokens = _Growing(folder / TOKENS)
+        self._tokens = _Growing(folder / _name(0))
         self._bad = _Growing(folder / BAD_RECORDS)
 
     def __enter__(self) -> Self:
@@ -126,8 +128,9 @@ class StoreWriter:
             largest_token=self.largest_token,
             summaries=self._summaries(np.diff(offsets), document_domains),
             sources=sources,
-            files={TOKENS: self._tokens.finish(), BAD_RECORDS: self._bad.finish()},
+            files={_name(0): self._tokens.finish(), BAD_RECORDS: self._bad.finish()},
             token_bytes=np.dtype(self._type).itemsize,
+            shards=[ShardSize(_name(0), self.documents, self.tokens)],
             **told,
         )
         hashes, signatures = (np.array(held, dtype=np.uint64) for held in (self.hashes, self.signatures))
@@ -174,7 +177,7 @@ def write_index(
         arrays[SIGNATURES] = signatures
     if mixture is not None:
         arrays[REPEATS] = repeats_of(np.diff(offsets), document_domains, header.domains, mixture)
-    files = dict(header.files or {}) | {name: _write_array(folder / name, content) for name, content in arrays.items()}
+    files = header.files | {name: _write_array(folder / name, content) for name, content in arrays.items()}
     told = {"files": files, "mixture": None if mixture is None else mixture.model_dump(mode="json")}
     _finish(folder, header.model_copy(update=told))
 
@@ -212,29 +215,11 @@ def _write_array(path: Path, content: np.ndarray) -> FileEntry:
 
 def _finish(folder: Path, header: StoreHeader) -> None:
     """Write the header of a store whose files are written, and read all sizes back."""
-    files = dict(header.files or {})
-    files[HEADER] = write_file(folder / HEADER, header.dump())
+    files = header.files | {HEADER: write_file(folder / HEADER, header.dump())}
     for name, entry in files.items():
         if (size := (folder / name).stat().st_size) != entry.bytes:
             raise OSError(5, f"{size:,} bytes are on the disk and {entry.bytes:,} were written", str(folder / name))
     sync(folder)
-
-
-def take_over(store: TokenStore, folder: Path, fingerprint: str) -> None:
-    """Make, in an empty folder, another store under a new fingerprint: the same files, linked where the disk can.
-
-    An older store gets hashes and digests by it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    files = {}
-    for name in (TOKENS, OFFSETS, DOMAINS, BAD_RECORDS):
-        link_or_copy(store.folder / name, folder / name)
-        files[name] = store.digests.get(name) or entry_of(folder / name)
-    files[HASHES] = _write_array(folder / HASHES, hashes_of(store) if store.hashes is None else store.hashes)
-    assert store.header is not None
-    _finish(folder, store.header.model_copy(update={"fingerprint": fingerprint, "files": files}))
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -293,13 +278,13 @@ def join_shards(
             if not len(part):
                 continue
             ids = [domain_ids.setdefault(domain, len(domain_ids)) for domain in part.domains]
-            name = f"tokens-{len(sizes):05d}.bin"
-            link_or_copy(part.folder / TOKENS, folder / name)
-            files[name] = part.digests[TOKENS]
+            name = _name(len(sizes))
+            link_or_copy(part.folder / _name(0), folder / name)
+            files[name] = part.header.files[_name(0)]
             sizes.append(ShardSize(name, len(part), part.token_count))
             offsets.append(part.offsets[1:] + tokens)
             domains.append(np.array(ids, dtype=np.int32)[part.document_domains])
-            hashes.append(hashes_of(part) if part.hashes is None else part.hashes)
+            hashes.append(part.content_hashes)
             if part.signatures is not None:
                 signatures.append(part.signatures.reshape(-1))
             tokens += part.token_count
@@ -310,11 +295,11 @@ def join_shards(
         fingerprint=fingerprint,
         sha256=_digest_of_shards(parts),
         domains=list(domain_ids),
-        largest_token=max(part.largest_token for part in parts),
-        summaries=_join_summaries(domain_ids, (summary for part in parts for summary in part.summaries)),
+        largest_token=max(part.header.largest_token for part in parts),
+        summaries=_join_summaries(domain_ids, (summary for part in parts for summary in part.header.summaries)),
         sources=sources,
         files=files,
-        token_bytes=next(part.header.token_bytes for part in parts if part.header is not None),
+        token_bytes=parts[0].header.token_bytes,
         shards=sizes,
         **told,
     )
@@ -324,7 +309,7 @@ def join_shards(
 
 def _digest_of_shards(parts: Sequence[TokenStore]) -> str:
     """Return a digest of all tokens: of the one part that has any its own, else of theirs in order."""
-    digests = [part.sha256 for part in parts if len(part)]
+    digests = [part.header.sha256 for part in parts if len(part)]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 

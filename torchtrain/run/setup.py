@@ -242,7 +242,7 @@ def set_up(
         log(f"held out  no document of {', '.join(bare)}: all are copies of too many others, or nearly")
     if store.copies + store.near_copies:
         log(f"copies    {_copies(store, split)}")
-    if special := sum(count.special_records or 0 for count in store.sources):
+    if special := sum(count.special_records or 0 for count in store.header.sources):
         meaning = "text" if config.data.special_tokens == "text" else "control tokens"
         log(
             f"special   {special:,} records hold what looks like a special token, read as {meaning} "
@@ -258,12 +258,12 @@ def set_up(
         "processes": world.size,
         "identity": identity,
         "model_origin": _origin(source),
-        "corpus_fingerprint": store.fingerprint,
+        "corpus_fingerprint": store.header.fingerprint,
         "corpus_folder": str(store.folder.resolve()),
         "corpus": {
-            "domains": [asdict(summary) for summary in store.summaries],
-            "sources": [asdict(count) for count in store.sources],
-            "made_of": None if store.header is None else store.header.made_of,
+            "domains": [asdict(summary) for summary in store.header.summaries],
+            "sources": [asdict(count) for count in store.header.sources],
+            "made_of": store.header.made_of,
             "dropped_tokens": dropped,
             "copies": store.copies,
             "near_copies": store.near_copies,
@@ -356,7 +356,7 @@ def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
         "documents": len(store),
         "tokens": store.token_count,
         "places": places,
-        "sha256": store.sha256,
+        "sha256": store.header.sha256,
         "contents": hashlib.sha256(store.content_hashes.tobytes()).hexdigest(),
     }
     if store.signatures is not None:  # they decide which documents are held out
@@ -378,11 +378,11 @@ def _domains_that_hold_nothing_out(store: TokenStore, split: Split) -> list[str]
 def _left_out(store: TokenStore, dropped: int) -> str:
     """Return, in words, what of the sources no row holds; empty where there is nothing."""
     parts = []
-    if bad := [count for count in store.sources if count.bad_records]:
+    if bad := [count for count in store.header.sources if count.bad_records]:
         total = sum(count.bad_records for count in bad)
         parts.append(f"{total:,} bad records (first {bad[0].first_bad}; all in {store.bad_records})")
-    if short := sum(summary.short_documents for summary in store.summaries):
-        tokens = sum(summary.short_tokens for summary in store.summaries)
+    if short := sum(summary.short_documents for summary in store.header.summaries):
+        tokens = sum(summary.short_tokens for summary in store.header.summaries)
         parts.append(f"{short:,} short documents ({tokens:,} tokens)")
     if dropped:
         parts.append(f"{dropped:,} tokens dropped with the last row")

@@ -149,9 +149,9 @@ def _store(folder: Path, sha256: Any = None) -> str:
         raise UserError("are not there; a resumed run makes them anew from data.sources")
     store = TokenStore.open(folder)
     store.verify()
-    if sha256 is not None and store.sha256 != sha256:
+    if sha256 is not None and store.header.sha256 != sha256:
         raise UserError("holds other tokens than those the run was trained on")
-    return f"{len(store):,} documents, {store.token_count:,} tokens, {len(store.digests)} files"
+    return f"{len(store):,} documents, {store.token_count:,} tokens, {len(store.header.files)} files"
 
 
 def _find_base(record: dict[str, Any], checkpoint: Path | None) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from torchtrain.data.store import TokenStore
+from torchtrain.data.store import Documents
 
 WORDS = 50
 
@@ -38,22 +39,12 @@ def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
     return path
 
 
-def memory_store(lengths: Sequence[int], domains: Sequence[int] | None = None, first: int = 1000) -> TokenStore:
-    """Return a store in memory in which every token of every document is another number, counting up from `first`."""
-    offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
-    of_document = np.asarray(domains if domains is not None else [0] * len(lengths), dtype=np.int32)
-    return TokenStore(
-        folder=Path(),
-        shards=[np.arange(first, first + offsets[-1], dtype=np.int32)],
-        offsets=offsets,
-        document_domains=of_document,
-        domains=[f"domain{i}" for i in range(int(of_document.max(initial=0)) + 1)],
-        fingerprint="",
-        sha256="",
-        largest_token=int(first + offsets[-1] - 1),
-        summaries=[],
-        sources=[],
-    )
+def memory_store(lengths: Sequence[int], domains: Sequence[int] | None = None, first: int = 1000) -> Documents:
+    """Return documents in memory in which every token is another number, counting up from `first`."""
+    ends = np.cumsum([0, *lengths])
+    of_document = list(domains) if domains is not None else [0] * len(lengths)
+    tokens = [np.arange(first + start, first + stop) for start, stop in pairwise(ends)]
+    return Documents.of(tokens, of_document, [f"domain{i}" for i in range(max(of_document, default=0) + 1)])
 
 
 def published_corpus(documents: int = 100_000, tokens: int = 106_000_000) -> tuple[np.ndarray, np.ndarray]:

@@ -150,7 +150,7 @@ def test_a_store_keeps_its_mixture_and_another_mixture_is_another_store(tmp_path
     expected = repeats_of(store.lengths, store.document_domains, store.domains, mixed.mixture)
     np.testing.assert_array_equal(store.repeats, expected)
     store.verify()
-    assert "repeats.npy" in store.digests
+    assert "repeats.npy" in store.header.files
     names = {fingerprint(data, word_tokenizer()) for data in (plain, mixed)}
     assert len(names) == 2
     content = bytearray((store.folder / "repeats.npy").read_bytes())

@@ -113,5 +113,5 @@ def test_no_near_duplicate_of_what_is_held_out_is_trained_on(preparation, tmp_pa
     # Where nobody asked there is no such file, and the store is what it always was.
     other = prepare(preparation.data.model_copy(update={"near_duplicates": False}), tiny_tokenizer())
     assert (other.signatures, other.near_copies, other.copies) == (None, 0, 6)
-    assert other.sha256 == plain.sha256
+    assert other.header.sha256 == plain.header.sha256
     assert not (other.folder / "signatures.npy").exists()

@@ -41,12 +41,12 @@ def test_documents_are_stored_in_order_with_eos(corpus, tmp_path):
     assert store.lengths.tolist() == [4, 3]
     assert store.domains == ["left", "right"]
     assert store.document_domains.tolist() == [0, 1]
-    assert store.largest_token == 8
-    assert store.summaries == [DomainSummary("left", 1, 4, 4, 0, 1, 1), DomainSummary("right", 1, 3, 3, 0, 0, 0)]
+    assert store.header.largest_token == 8
+    assert store.header.summaries == [DomainSummary("left", 1, 4, 4, 0, 1, 1), DomainSummary("right", 1, 3, 3, 0, 0, 0)]
     assert seen[-1] == PreparationProgress("tokenised", documents=2, tokens=7, bad_records=0)
     assert [progress.state for progress in seen] == ["tokenising left", "tokenising right", "tokenised"]
     assert str(seen[-1]) == "tokenised: 2 documents, 7 tokens, 0 bad records"
-    assert stored(tmp_path) == [store.fingerprint]
+    assert stored(tmp_path) == [store.header.fingerprint]
 
 
 def test_without_eos(corpus):
@@ -132,7 +132,7 @@ def test_bad_records_are_counted_noted_and_refused_past_the_share(tmp_path):
     lenient = config(tmp_path, ["a"], bad_record_share=0.2)
     store = prepare(lenient, word_tokenizer())
     assert len(store) == 8
-    assert store.summaries[0].bad_records == 2
+    assert store.header.summaries[0].bad_records == 2
     noted = store.bad_records.read_text().splitlines()
     assert [line.split(": ")[0] for line in noted] == [f"{tmp_path}/a.jsonl:9", f"{tmp_path}/a.jsonl:10"]
 
@@ -181,10 +181,10 @@ def test_an_interruption_leaves_nothing_and_the_next_attempt_works(corpus, tmp_p
     # A process that was killed outright could not tidy up.
     partial = tmp_path / "cache" / "corpus" / f"{fingerprint(corpus, word_tokenizer())}.partial"
     partial.mkdir()
-    (partial / "tokens.bin").write_bytes(b"half")
+    (partial / "tokens-00000.bin").write_bytes(b"half")
     store = prepare(corpus, word_tokenizer())
     assert store.lengths.tolist() == [4, 3]
-    assert stored(tmp_path) == [store.fingerprint]
+    assert stored(tmp_path) == [store.header.fingerprint]
 
 
 def test_two_processes_at_once_make_one_store(tmp_path):
@@ -243,11 +243,11 @@ def test_a_store_that_is_missing_or_damaged_is_refused(corpus, tmp_path):
     with pytest.raises(UserError, match=r"holds no finished token store"):
         TokenStore.open(tmp_path)
     folder = prepare(corpus, word_tokenizer()).folder
-    with (folder / "tokens.bin").open("ab") as file:
+    with (folder / "tokens-00000.bin").open("ab") as file:
         file.write(b"\0\0\0\0")
     with pytest.raises(UserError, match=f"token store {folder} is damaged"):
         TokenStore.open(folder)
-    (folder / "tokens.bin").write_bytes(b"")
+    (folder / "tokens-00000.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"is damaged"):
         TokenStore.open(folder)
 

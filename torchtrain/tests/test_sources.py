@@ -135,13 +135,13 @@ def test_bad_records_of_every_kind_are_named_and_counted_in_every_task(tmp_path)
     preparation = Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=settings)
     store = produce(preparation, word_tokenizer(), tmp_path / "out")
     assert isinstance(store, TokenStore)
-    (count,) = store.sources
+    (count,) = store.header.sources
     assert (count.records, count.bad_records, len(store)) == (24, 20, 4)
     noted = store.bad_records.read_text().splitlines()
     assert [line.split(": ")[0] for line in noted] == [
         f"{tmp_path}/{number}.jsonl:{line}" for number in range(2) for line in range(2, 12)
     ]
-    assert store.summaries[0].bad_records == 20
+    assert store.header.summaries[0].bad_records == 20
 
 
 def test_a_document_of_megabytes_is_one_document(tmp_path):

@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 from torchtrain import cli
 from torchtrain.config import DataConfig, MixtureConfig, Source
-from torchtrain.data import PackPlan, prepare
+from torchtrain.data import PackPlan, TokenStore, prepare
 from torchtrain.data.statistics import row_statistics, statistics_of
-from torchtrain.tests.data_fixtures import PUBLISHED, memory_store, published_corpus, word_tokenizer, write_jsonl
+from torchtrain.data.writer import StoreWriter
+from torchtrain.tests.data_fixtures import PUBLISHED, published_corpus, word_tokenizer, write_jsonl
 
 NAMES = list(PUBLISHED)
 
@@ -44,9 +45,13 @@ def test_rows_are_those_of_the_packing_plan(length):
     assert told.attention_speedup == pytest.approx(len(plan) * length * (length + 1) / 2 / live, rel=1e-12)
 
 
-def test_domains_are_counted_document_by_document():
+def test_domains_are_counted_document_by_document(tmp_path):
     lengths, domains = [5, 5000, 4096, 7, 9], [0, 0, 1, 1, 1]
-    store = memory_store(lengths, domains)
+    with StoreWriter(tmp_path) as writer:
+        for length, domain in zip(lengths, domains, strict=True):
+            writer.add(f"domain{domain}", np.arange(length))
+        writer.finish("name", [])
+    store = TokenStore.open(tmp_path)
     told = statistics_of(store, [8])
     first, second = told.domains
     assert (first.documents, first.tokens, first.mean, first.median, first.longest) == (2, 5005, 2502.5, 2502.5, 5000)

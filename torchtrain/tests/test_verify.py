@@ -12,7 +12,6 @@ from anchorline.errors import UserError
 from torchtrain.checkpoint.identity import check_identity
 from torchtrain.config import load_config
 from torchtrain.data import prepare
-from torchtrain.data.store import TOKENS
 from torchtrain.run.setup import set_up
 from torchtrain.run.verify import verify_folder
 from torchtrain.tests.tiny import tiny_tokenizer
@@ -48,14 +47,14 @@ def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
     flip(next((run / "checkpoints" / "step-00000004").glob("state-*")))
     flip(run / "metrics.jsonl")
     flip(run / "model" / "model.safetensors")
-    flip(store / TOKENS)
+    flip(store / "tokens-00000.bin")
     bad = list(verify_folder(run))
     assert [found.good for found in bad] == [False, True, False, True, True, False, False]
     assert "its content has changed" in str(bad[0])
     assert "model.safetensors: its content has changed" in str(bad[5])
-    assert "tokens.bin: its content has changed" in str(bad[6])
+    assert "tokens-00000.bin: its content has changed" in str(bad[6])
     assert all(str(found).isprintable() for found in bad)
-    flip(store / TOKENS)
+    flip(store / "tokens-00000.bin")
     assert findings(store) == ["True tokens"]
 
     (run / "run.json").write_text(json.dumps({"made_by": record["made_by"], "config": []}))
@@ -72,8 +71,8 @@ def config_of(tree, write_config, *overrides: str):
 def test_tokens_that_have_changed_are_not_trained_on(tree, write_config):
     config = config_of(tree, write_config)
     store = prepare(config.data, tiny_tokenizer())
-    flip(store.folder / TOKENS)
-    with pytest.raises(UserError, match=r"tokens\.bin: its content has changed.*delete the folder"):
+    flip(store.folder / "tokens-00000.bin")
+    with pytest.raises(UserError, match=r"tokens-00000\.bin: its content has changed.*delete the folder"):
         set_up(config, lambda line: None)
 
 

@@ -1,0 +1,184 @@
+"""The library's two calls around one's own training loop: documents to packed rows, rows to a batch.
+
+    rows = torchtrain.pack(["a text", "another text"], tokenizer, sequence_length=4096)
+    loader = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=torchtrain.collate)
+
+Legend: B batch · T tokens of a row.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anchorline import settings
+from anchorline.errors import UserError, quoted
+from torchtrain.config import PackConfig
+from torchtrain.data import PackedRows, anchor_ids, pad_id, tag_ids
+from torchtrain.data import collate as stack
+from torchtrain.data.encode import Encoder
+from torchtrain.data.store import Documents
+from torchtrain.marks import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_AT_A_TIME = 1024  # documents that are tokenised together
+_NEEDED = ("input_ids", "position_ids", "document_ids", "shift_labels")
+_LABELS = ("labels", "shift_labels", "completion_mask", "assistant_masks")
+
+
+def pack(
+    documents: Iterable[Any],
+    tokenizer: "PreTrainedTokenizerFast",
+    sequence_length: int,
+    variant: str = "anchor",
+    *,
+    text_field: str = "text",
+    domain_field: str | None = None,
+    append_eos: bool = True,
+    seed: int = 0,
+    **pack_settings: Any,
+) -> PackedRows:
+    """Tokenise documents and pack them into rows of five arrays, as the trainer does.
+
+    All tokens are held in memory, 4 bytes each. A corpus that is too large for that is one for `torchtrain prepare`.
+
+    Args:
+        documents: strings; lists (or arrays) of token ids; dicts with `text_field` or with `input_ids`; or a
+            `datasets.Dataset` or `IterableDataset`, which yields such dicts. A streamed data set is read to its end.
+        tokenizer: a fast tokenizer. A special token that is written in a text is tokenised as text.
+        sequence_length: T.
+        variant: full, intra, intra_reset or anchor, each with +tag and/or +interleave.
+        text_field: the key of a dict's text.
+        domain_field: the key of a dict's domain, which +tag writes and which `domain_ids` number; None: one domain.
+        append_eos: close each text with the tokenizer's EOS. Token ids are taken as they are.
+        seed: of the order of documents.
+        pack_settings: further settings of the section `pack` (docs/settings.md), such as `strategy="best_fit"`.
+
+    Returns:
+        A map-style data set. A row is a dict of `input_ids`, `position_ids`, `document_ids`, `shift_labels` and
+        `domain_ids`, int64 [T]. `.to_datasets()` makes a `datasets.Dataset` of it.
+
+    Raises:
+        UserError: a setting, a document or the tokenizer does not fit; there is no document.
+    """
+    given = {"sequence_length": sequence_length, "variant": variant} | pack_settings
+    config = settings.validate(PackConfig, given, "pack")
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"tokenizer: {type(tokenizer).__name__} is no fast tokenizer; load it with AutoTokenizer")
+    _check_documents(documents)
+    anchor = anchor_ids(tokenizer, config)
+    domains: dict[str, int] = {}
+    tokens: list[np.ndarray] = []
+    of_document: list[int] = []
+    for domain, ids in _tokenise(_read(documents, text_field, domain_field), tokenizer, append_eos):
+        tokens.append(ids)
+        of_document.append(domains.setdefault(domain, len(domains)))
+    if not tokens:
+        raise UserError("documents: there is none with a token; give at least one")
+    held = Documents.of(tokens, of_document, list(domains))
+    tags = tag_ids(tokenizer, config, held.domains)
+    return PackedRows(held, np.arange(len(held)), config, seed, anchor, tags, pad_id(tokenizer))
+
+
+def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Stack packed rows into the arguments of a causal language model of transformers, after `torchtrain.attach`.
+
+    `shift_labels` hold the target of each token, and the loss is taken from these. `labels` hold the same targets one
+    place later: transformers needs them to compute a loss, and `Trainer` counts the labelled tokens of a step there.
+
+    Args:
+        rows: of `pack`, or of its `to_datasets()`.
+
+    Returns:
+        LongTensors [B, T]: `input_ids`, `position_ids`, `document_ids`, `shift_labels`, `labels`.
+
+    Raises:
+        UserError: rows lack an array, or there are none.
+    """
+    if not rows:
+        raise UserError("collate: there are no rows")
+    for name in _NEEDED:
+        if name not in rows[0]:
+            raise UserError(
+                f"collate: the rows have no {name}; give rows of torchtrain.pack, and set remove_unused_columns=False "
+                "in TrainingArguments or SFTConfig, which would remove it"
+            )
+    batch = stack([{name: row[name] for name in _NEEDED} for row in rows])
+    targets_BT = batch["shift_labels"]
+    first_B1 = torch.full_like(targets_BT[:, :1], IGNORED)
+    return batch | {"labels": torch.cat([first_B1, targets_BT[:, :-1]], dim=1)}
+
+
+def _check_documents(documents: Any) -> None:
+    if isinstance(documents, str | bytes):
+        raise UserError("documents: is one text; give a list of texts")
+    if isinstance(documents, Mapping):
+        keys = ", ".join(map(str, islice(documents, 4)))
+        raise UserError(f"documents: is a dict of {quoted(keys)}; give a list, or one split of a DatasetDict")
+    if not isinstance(documents, Iterable):
+        raise UserError(f"documents: is a {type(documents).__name__}; give a list of texts, or a data set")
+
+
+def _read(documents: Iterable[Any], text_field: str, domain_field: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield (domain, text or token ids) of each document."""
+    for number, document in enumerate(documents):
+        where, domain, content = f"documents[{number}]", "documents", document
+        if isinstance(document, Mapping):
+            if found := [name for name in _LABELS if name in document]:
+                raise UserError(f"{where}: has {found[0]}, which pack does not use: every token is a target; remove it")
+            name = text_field if text_field in document else "input_ids"
+            if name not in document:
+                keys = ", ".join(map(str, islice(document, 8)))
+                raise UserError(f"{where}: has no {quoted(text_field)} and no 'input_ids', but {keys}; set text_field")
+            content = document[name]
+            if domain_field is not None:
+                domain = document.get(domain_field)
+                if not isinstance(domain, str) or not domain:
+                    raise UserError(f"{where}: {quoted(domain_field)} is {quoted(domain)}; a domain is a string")
+        elif domain_field is not None:
+            raise UserError(
+                f"{where}: domain_field {quoted(domain_field)} belongs to dicts; give dicts, or leave it out"
+            )
+        if not isinstance(content, str):
+            content = _as_tokens(content, where)
+        elif not content.strip():
+            raise UserError(f"{where}: the text is blank; remove it")
+        yield domain, content
+
+
+def _as_tokens(content: Any, where: str) -> np.ndarray:
+    """Return token ids, int32 [tokens]."""
+    try:
+        ids = np.asarray(content)
+    except ValueError:
+        ids = np.zeros(0)
+    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"{where}: a {type(content).__name__} is neither a text nor a list of token ids")
+    if ids.min() < 0 or ids.max() >= 2**31:
+        raise UserError(f"{where}: the token ids go from {ids.min()} to {ids.max()}; no token is there")
+    return ids.astype(np.int32)
+
+
+def _tokenise(
+    documents: Iterator[tuple[str, Any]], tokenizer: "PreTrainedTokenizerFast", append_eos: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (domain, token ids) of each document, in order; what has no token is left out."""
+    encoder = Encoder(tokenizer, "text")
+    eos = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
+    largest = len(tokenizer)
+    while batch := list(islice(documents, _AT_A_TIME)):
+        encoded = encoder.encode([content for _, content in batch if isinstance(content, str)])
+        for domain, content in batch:
+            if isinstance(content, str):
+                ids = np.append(next(encoded), np.array(eos, dtype=np.int32))
+            else:
+                ids = content
+                if ids.max() >= largest:
+                    raise UserError(f"documents: hold the token id {ids.max()}; the tokenizer has {largest} tokens")
+            if len(ids):
+                yield domain, ids

@@ -1,0 +1,129 @@
+"""`torchtrain.pack` and `torchtrain.collate`: what goes in, what comes out, by the trainer's own packing."""
+
+import json
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import torchtrain
+from anchorline.errors import UserError
+from torchtrain.config import DataConfig, PackConfig, Source
+from torchtrain.data import PackedRows, anchor_ids, pad_id, prepare, tag_ids
+from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
+from torchtrain.tests.tiny import tiny_model
+
+TEXTS = [" ".join(f"w{(3 * n + i) % 50}" for i in range(3 + n % 9)) for n in range(40)]
+RECORDS = [{"text": text, "kind": "ab"[n % 2]} for n, text in enumerate(TEXTS)]
+ARRAYS = ["input_ids", "position_ids", "document_ids", "shift_labels", "domain_ids"]
+
+
+def assert_same(rows, others):
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert list(row) == ARRAYS
+        assert all(np.array_equal(row[name], other[name]) for name in ARRAYS)
+
+
+@pytest.mark.parametrize("variant", ["anchor", "intra_reset+tag", "anchor+interleave"])
+def test_rows_are_those_that_a_run_trains_on(tmp_path, variant):
+    tokenizer, pack = word_tokenizer(), PackConfig(sequence_length=24, variant=variant, strategy="best_fit")
+    path = write_jsonl(tmp_path / "texts.jsonl", RECORDS)
+    data = DataConfig(sources=[Source(files=str(path), domain_field="kind")], cache=str(tmp_path / "cache"))
+    store = prepare(data, tokenizer)
+    given = (pack, 5, anchor_ids(tokenizer, pack), tag_ids(tokenizer, pack, store.domains), pad_id(tokenizer))
+    expected = PackedRows(store, np.arange(len(store)), *given)
+    rows = torchtrain.pack(
+        RECORDS, tokenizer, sequence_length=24, variant=variant, domain_field="kind", seed=5, strategy="best_fit"
+    )
+    assert isinstance(rows, torch.utils.data.Dataset)
+    assert_same(rows, expected)
+
+
+def test_all_kinds_of_documents_are_the_same_rows():
+    tokenizer = word_tokenizer()
+    rows = torchtrain.pack(TEXTS, tokenizer, sequence_length=32)
+    ids = [[*tokenizer.encode(text), 2] for text in TEXTS]
+    table = datasets.Dataset.from_list(RECORDS)
+    for documents in (
+        (text for text in TEXTS),
+        RECORDS,
+        table,
+        table.to_iterable_dataset(),
+        ids,
+        [np.array(one) for one in ids],
+        [torch.tensor(one) for one in ids],
+        [{"input_ids": one} for one in ids],
+    ):
+        assert_same(torchtrain.pack(documents, tokenizer, sequence_length=32), rows)
+    assert_same(pickle.loads(pickle.dumps(rows)), rows)
+    made = rows.to_datasets()
+    assert isinstance(made, datasets.Dataset)
+    assert made[:] == {name: [row[name].tolist() for row in rows] for name in ARRAYS}
+
+
+def test_a_batch_is_what_a_model_is_called_with():
+    rows = torchtrain.pack(TEXTS, word_tokenizer(), sequence_length=32)
+    batch = torchtrain.collate(list(rows))
+    again = torchtrain.collate(list(rows.to_datasets()))
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert torch.equal(batch["labels"][:, 1:], batch["shift_labels"][:, :-1])
+    assert (batch["shift_labels"] != -100).sum() == (batch["labels"][:, 1:] != -100).sum()
+    model = torchtrain.attach(tiny_model("llama"))
+    used = batch["shift_labels"] != -100
+    logits = model(**{name: batch[name] for name in ("input_ids", "position_ids", "document_ids")}).logits
+    expected = torch.nn.functional.cross_entropy(logits[used], batch["shift_labels"][used])
+    torch.testing.assert_close(model(**batch).loss, expected)
+
+
+def test_trainers_loss_is_that_of_each_labelled_token_of_the_accumulation(tmp_path):
+    """And the columns that it would remove are named."""
+    rows = torchtrain.pack(TEXTS, word_tokenizer(), sequence_length=32, strategy="best_fit")
+    model = torchtrain.attach(tiny_model("llama"))
+    with torch.no_grad():
+        expected = model(**torchtrain.collate(list(rows))).loss.item()
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(rows), "max_steps": 1}
+    settings |= {"learning_rate": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, **settings)
+    trainer = Trainer(model, arguments, data_collator=torchtrain.collate, train_dataset=rows)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    stripping = Trainer(
+        model, TrainingArguments(str(tmp_path), **settings), data_collator=torchtrain.collate, train_dataset=rows
+    )
+    with pytest.raises(UserError, match=r"no document_ids; .*remove_unused_columns=False"):
+        stripping.train()
+
+
+@pytest.mark.parametrize(
+    ("documents", "settings", "message"),
+    [
+        ([], {}, "documents: there is none"),
+        ("a text", {}, "give a list of texts"),
+        ({"train": TEXTS}, {}, "one split"),
+        (7, {}, "documents: is a int"),
+        ([" "], {}, r"documents\[0\]: the text is blank"),
+        (["w1", {"body": "w1"}], {}, r"documents\[1\]: has no 'text' and no 'input_ids', but body; set text_field"),
+        ([{"input_ids": [3], "labels": [3]}], {}, r"documents\[0\]: has labels"),
+        (["w1"], {"domain_field": "kind"}, "belongs to dicts"),
+        ([{"text": "w1"}], {"domain_field": "kind"}, "'kind' is None"),
+        ([[]], {}, r"documents\[0\]: a list is neither"),
+        ([[1.5]], {}, r"documents\[0\]: a list is neither"),
+        ([[99]], {}, "the token id 99; the tokenizer has 53"),
+        (["w1"], {"sequence_length": 1}, "sequence_length: 1: give 2 or more"),
+        (["w1"], {"anchor": [1, 1, 1], "sequence_length": 3}, "sequence_length 3: an anchor of 3"),
+        (["w1"], {"variant": "anchors"}, "'anchors' is none of full, intra, intra_reset, anchor"),
+        (["w1"], {"strategie": "best_fit"}, "strategie"),
+        (["w1"], {"tokenizer": word_tokenizer(bos=None, eos=None)}, "neither BOS nor EOS"),
+        (["w1"], {"tokenizer": object()}, "tokenizer: object is no fast tokenizer"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(documents, settings, message):
+    given = {"tokenizer": word_tokenizer(), "sequence_length": 16} | settings
+    with pytest.raises(UserError, match=message) as raised:
+        torchtrain.pack(documents, **given)
+    assert "\n" not in str(raised.value)
+    json.dumps(str(raised.value))
