@@ -283,7 +283,9 @@ def test_one_flipped_bit_of_a_shard_is_found_before_it_is_joined_and_after(prepa
     with pytest.raises(KeyboardInterrupt):
         produce(preparation, word_tokenizer(), tmp_path / "out", on_progress=stop)
     flip(tmp_path / "out.partial" / SHARDS / "00002" / "tokens-00000.bin")
-    with pytest.raises(TasksUnfinished, match=r"00002 is damaged \(tokens-00000.bin: its content has changed.*was removed"):
+    with pytest.raises(
+        TasksUnfinished, match=r"00002 is damaged \(tokens-00000.bin: its content has changed.*was removed"
+    ):
         produce(preparation, word_tokenizer(), tmp_path / "out")
     store = produce(preparation, word_tokenizer(), tmp_path / "out")
     flip(store.folder / "tokens-00004.bin")
