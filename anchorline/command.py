@@ -17,7 +17,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -71,17 +71,37 @@ class Commands(_Ends, TyperGroup):
         return _end(self.name or "anchorline", super().main, args, *rest, **extra)
 
 
-def make_app(name: str, about: str) -> typer.Typer:
-    """Make a command whose verbs are added with `@app.command()`."""
-    return typer.Typer(
+def make_app(name: str, about: str, begin: Callable[[], None] = lambda: None) -> typer.Typer:
+    """Make a command whose verbs are added with `@app.command()`.
+
+    Args:
+        name: of the command.
+        about: its help.
+        begin: called before a verb runs.
+    """
+    app = typer.Typer(
         name=name,
         cls=Commands,
         help=about,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+
+    def print_version(asked: bool) -> None:
+        if asked:
+            typer.echo(f"{name} {version('anchorline') or 'of a folder that is not installed'}")
+            raise typer.Exit
+
+    @app.callback()
+    def prepare(  # pyright: ignore[reportUnusedFunction]
+        version: Annotated[
+            bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version")
+        ] = False,
+    ) -> None:
+        begin()
+
+    return app
 
 
 def finite(value: float | None) -> float | None:

@@ -8,9 +8,11 @@ values neither fails nor takes long, and what is left is the schema's to refuse.
 # PyYAML's types leave its members open.
 
 import difflib
+import os
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
@@ -20,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from anchorline.errors import UserError, one_line, quoted, quoted_reason
 from anchorline.files import read_file
 
+SHIPPED = Path(__file__).parent / "configs"  # in a checkout a link to the folder at its top
 MOST_BYTES = 1 << 16  # the parser takes a second for as much
 _MOST_VALUES = 100_000
 _MOST_DEPTH = 64
@@ -62,6 +65,23 @@ for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
+def find_file(path: str | Path) -> Path:
+    """Return the file of settings that `path` names: a file of the user's, else one that comes with this package.
+
+    `demo`, `demo.yaml` and `configs/demo.yaml` all name the shipped `demo.yaml`; a user's own file of that name wins.
+    """
+    path = Path(path)
+    if os.path.lexists(path) or path.is_absolute():
+        return path
+    parts = path.parts[1:] if path.parts[:1] == (SHIPPED.name,) else path.parts
+    if ".." in parts or "\0" in str(path):
+        return path
+    named = SHIPPED.joinpath(*parts)
+    with suppress(OSError):  # such as a name that is too long
+        return next((found for found in (named, Path(f"{named}.yaml")) if found.is_file()), path)
+    return path
+
+
 def load(
     schema: type[Schema],
     path: str | Path,
@@ -74,7 +94,7 @@ def load(
 
     Args:
         schema: what the file must fit; its unknown keys are refused if it forbids them.
-        path: the file.
+        path: the file, or the name of a shipped one; see `find_file`.
         overrides: `section.key=value`, or `list.0.key=value`; values are YAML.
         example: of an override, for messages.
         prepare: what is done to the tree before it is validated.
@@ -85,7 +105,7 @@ def load(
     """
     name = quoted(Path(path))
     try:
-        found = _parse(read_file(Path(path), MOST_BYTES))
+        found = _parse(read_file(find_file(path), MOST_BYTES))
     except OSError as error:
         reason = one_line(error.strerror or error).lower()
         raise UserError(f"config {name}: {reason}; give a YAML file that can be read") from None

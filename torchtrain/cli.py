@@ -1,5 +1,4 @@
-"""The command line. How it ends is `anchorline.command`'s, but for what many processes add (`commands.ending`): who
-speaks, and 143 where SIGTERM ended a run (it is saved).
+"""The command line. `anchorline.command` defines the exit codes; `commands.ending` adds what many processes need.
 
 `torchtrain train` is one process; torchrun starts many: torchrun --nproc_per_node 8 -m torchtrain train CONFIG.
 """
@@ -10,20 +9,22 @@ import sys
 from anchorline.command import make_app
 from torchtrain.commands import corpora, plans, results, runs, trials
 
-app = make_app(
-    "torchtrain", "Extend a language model's context: train it on packed long sequences, AnchorAttention and others."
-)
 
-
-@app.callback()
-def _torchtrain() -> None:
-    # Packages that we call must not wait for an answer from whoever started us.
+def _close_input() -> None:
+    """Packages that we call must not wait for an answer from whoever started us."""
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+
+
+app = make_app(
+    "torchtrain",
+    "Extend a language model's context: train it on packed long sequences, AnchorAttention and others.",
+    _close_input,
+)
 
 
 # In the order in which --help shows them.
 for _command in (
-    *(runs.train, runs.resume, runs.status, runs.verify),
+    *(plans.init, runs.train, runs.resume, runs.status, runs.verify),
     *(corpora.prepare, corpora.stats),
     *(plans.plan, plans.config),
     *(results.evaluate, results.compare, results.lm_eval_log),

@@ -1,4 +1,4 @@
-"""The commands that look at a config before a run: plan, config."""
+"""The commands before a run: init, plan, config."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +9,29 @@ from anchorline.command import finite
 from anchorline.errors import UserError
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, ConfigFile, Overrides
 from torchtrain.commands.ending import one_speaks
+
+
+def init(
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="documents: a .jsonl, .parquet or text file, or a folder of them")
+    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="folder of a Hugging Face model, or its hub id")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="the config to write")] = Path("anchorline.yaml"),
+    length: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="tokens of a row; default: twice the model's, at most 65,536")
+    ] = None,
+) -> None:
+    """Write a config that trains MODEL on DATA, after a look at both, and print the next command.
+
+    Checks the tokenizer, the first records and the memory. Writes only FILE.
+
+    Example: torchtrain init documents.jsonl HuggingFaceTB/SmolLM2-135M --out mine.yaml
+    """
+    with one_speaks():
+        from torchtrain.planning.first_config import write_first_config
+
+        write_first_config(data, model, out, length)
+        typer.echo(f"config    {out}; next: torchtrain train {out}")
 
 
 def plan(

@@ -41,8 +41,11 @@ def train(
         if delete_replaced and not replace:
             raise UserError("--delete-replaced: works only together with --replace; add that, or leave it out")
         config = load_config(file, overrides or [])
+        if os.environ.get("RANK", "0") == "0":
+            from torchtrain.run.folder import RunFolder
 
-        # First, so that the absence of torch is told by us and not by transformers.
+            RunFolder(config.run.folder).check(replace, config.data.cache)  # before the imports, which take seconds
+
         from torchtrain.run.recipe import train as run  # isort: skip
 
         _run(lambda: run(config, replace=replace, delete_replaced=delete_replaced, started=started))

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import signal
 import threading
 import time
@@ -37,7 +38,7 @@ from torchtrain.training.held_out import HeldOut
 from torchtrain.training.strategy import Strategy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
 def export(
@@ -48,6 +49,7 @@ def export(
     weights: dict[str, Tensor] | None = None,
     end: Callable[[Path, Path], None] = commit,
     write_adapter: Callable[[Path], None] | None = None,
+    card: str | None = None,
 ) -> None:
     """Write model and tokenizer into `partial`, then `end(partial, target)`: by default flush and rename, so it is
     there whole or not at all.
@@ -63,6 +65,7 @@ def export(
         weights: the state dict, where the model does not hold it whole.
         end: gives the folder its name.
         write_adapter: writes an adapter into the folder, as well.
+        card: the content of README.md.
 
     Raises:
         OSError: it cannot be written, or config.json or weights are not there when they should be.
@@ -73,6 +76,8 @@ def export(
         raise OSError(errno.EIO, "config.json and weights are not all there after they were saved", str(partial))
     if write_adapter is not None:
         write_adapter(partial)
+    if card is not None:
+        (partial / "README.md").write_text(card, encoding="utf-8")
     follow_umask(partial)
     end(partial, target)
 
@@ -294,10 +299,11 @@ class Session:
                     raise UserError(
                         f"{name} is not finite after step {self.step}, so the model was not written to {target}"
                     )
+                model, tokenizer = self.setup.model, self.setup.tokenizer
+                card = model_card(self._config, model.config, self.step)
                 try:
                     partial = folder.begin_export(target)
-                    model, tokenizer = self.setup.model, self.setup.tokenizer
-                    export(model, tokenizer, partial, target, weights, folder.end_export, write_adapter)
+                    export(model, tokenizer, partial, target, weights, folder.end_export, write_adapter, card)
                 except (OSError, SafetensorError) as error:
                     with suppress(OSError, UserError):
                         folder.drop_export()
@@ -370,6 +376,32 @@ def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
         attention=setup.engine,
         deterministic=train.deterministic and world.device.type == "cuda",
     )
+
+
+def model_card(config: Config, model_config: "PretrainedConfig", step: int) -> str:
+    """Return a README.md for an exported model: how it was trained, how to load it, what other readers must be told."""
+    pack, train = config.pack, config.train
+    tokens = step * train.sequences_per_step * pack.sequence_length
+    base = config.model.source
+    lines = [
+        "---",
+        *([] if Path(base).expanduser().exists() else [f"base_model: {json.dumps(base)}"]),
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [long-context, anchorline]",
+        "---",
+        f"# A model for {pack.sequence_length:,} tokens",
+        "",
+        f"Trained by Anchorline's `torchtrain` from `{base}`: {step:,} steps, {tokens:,} tokens, in rows of "
+        f"{pack.sequence_length:,} (variant `{pack.variant}`), learning rate {train.learning_rate:g}.",
+        f"RoPE: `{json.dumps(getattr(model_config, 'rope_parameters', None))}`.",
+        "",
+        "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.",
+    ]
+    notes = reader_notes(model_config)
+    if notes:
+        lines += ["", "Other readers need these settings:", "", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
 
 
 def exported_steps(save: SaveConfig, steps: int) -> list[int]:

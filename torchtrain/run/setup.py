@@ -31,10 +31,11 @@ from torchtrain.data import (
 )
 from torchtrain.data import identity as data_identity
 from torchtrain.distributed.cut import Cutter
+from torchtrain.distributed.free_memory import free_memory
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.threads import share_cores
-from torchtrain.distributed.world import ALONE, World, here, here_beside
+from torchtrain.distributed.world import ALONE, World, here
 from torchtrain.modeling.check import check_config
 from torchtrain.modeling.compilation import check_compiler
 from torchtrain.modeling.kept_attention import can_keep, check_can_keep
@@ -45,9 +46,6 @@ from torchtrain.modeling.smollm2 import ORIGIN
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.modeling.whole import whole_shape
 from torchtrain.planning.memory import shape_of_model
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # Of what is free; the rest is for what `torchtrain.planning` does not count: Python and its packages, a kernel's own
 # buffers, and fragments.
@@ -96,36 +94,6 @@ def choose_recomputation(
     found = f"{free / _GIB:.1f} GiB are free" if free else "how much is free is not told here"
     said = f"{_SAID[chosen]}: keeping them takes {bytes_with(False) / _GIB:.1f} GiB, {found}"
     return config.model.model_copy(update={"activation_checkpointing": chosen}), said
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process could still take: of its GPU, or its share of the host's memory.
-
-    On a host it is what Linux calls available, or what is left of a container's limit; 0 where neither is told.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    told = [left for left in (_available(Path("/proc/meminfo")), _left_of_limit(Path("/sys/fs/cgroup"))) if left >= 0]
-    return min(told, default=0) // here_beside()
-
-
-def _available(path: Path) -> int:
-    """Bytes by /proc/meminfo; -1 where it does not tell."""
-    try:
-        lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, LookupError, ValueError):
-        return -1
-
-
-def _left_of_limit(folder: Path) -> int:
-    """Bytes until a control group's limit (version 2), what it can let go counted as free; -1 where it has none."""
-    try:
-        most, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-        kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return most - used + int(kept["inactive_file"])
-    except (OSError, LookupError, ValueError):  # no such file; or "max"
-        return -1
 
 
 if TYPE_CHECKING:

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+import torchtrain.distributed.free_memory as memory_module
 from anchorline.errors import UserError
 from torchtrain.config import load_config
+from torchtrain.distributed.free_memory import free_memory
 from torchtrain.distributed.world import World
 from torchtrain.modeling.source import open_config
 from torchtrain.planning import budget
 from torchtrain.run import setup as recomputation
-from torchtrain.run.setup import choose_recomputation, free_memory, set_up
+from torchtrain.run.setup import choose_recomputation, set_up
 
 CPU = torch.device("cpu")
 
@@ -78,19 +80,19 @@ def test_nothing_is_chosen_or_said_that_was_not_asked(tree, write_config, monkey
 def test_free_memory_is_the_least_that_the_system_tells(tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:    5000 kB\nHugePages_Total:       0\n")
-    assert recomputation._available(meminfo) == 5000 * 1024
+    assert memory_module._available(meminfo) == 5000 * 1024
     for name, text in (("memory.max", "max\n"), ("memory.current", "1000\n"), ("memory.stat", "anon 1\n")):
         (tmp_path / name).write_text(text)
-    assert recomputation._left_of_limit(tmp_path) == -1, "max is no limit"
+    assert memory_module._left_of_limit(tmp_path) == -1, "max is no limit"
     (tmp_path / "memory.max").write_text("6000\n")
-    assert recomputation._left_of_limit(tmp_path) == -1, "it does not tell what it could let go"
+    assert memory_module._left_of_limit(tmp_path) == -1, "it does not tell what it could let go"
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500\n")
-    assert recomputation._left_of_limit(tmp_path) == 5500
-    assert recomputation._available(tmp_path / "memory.max") == recomputation._available(tmp_path / "none") == -1
+    assert memory_module._left_of_limit(tmp_path) == 5500
+    assert memory_module._available(tmp_path / "memory.max") == memory_module._available(tmp_path / "none") == -1
     for here, least in (((3000, 2000), 2000), ((3000, -1), 3000), ((-1, -1), 0)):
-        monkeypatch.setattr(recomputation, "_available", lambda _, told=here[0]: told)
-        monkeypatch.setattr(recomputation, "_left_of_limit", lambda _, told=here[1]: told)
+        monkeypatch.setattr(memory_module, "_available", lambda _, told=here[0]: told)
+        monkeypatch.setattr(memory_module, "_left_of_limit", lambda _, told=here[1]: told)
         assert free_memory(CPU) == least
-    monkeypatch.setattr(recomputation, "here_beside", lambda: 2)
-    monkeypatch.setattr(recomputation, "_available", lambda _: 3000)
+    monkeypatch.setattr(memory_module, "here_beside", lambda: 2)
+    monkeypatch.setattr(memory_module, "_available", lambda _: 3000)
     assert free_memory(CPU) == 1500

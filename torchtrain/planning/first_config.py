@@ -1,0 +1,167 @@
+"""`torchtrain init`: a first config for the user's documents and model, checked before it is written."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from anchorline.errors import UserError, disk_fault, quoted
+from anchorline.files import expand, write_file
+from torchtrain.config import Config, Source, load_config
+from torchtrain.data import check_tokenizer
+from torchtrain.data.corpus import Document, read
+from torchtrain.data.files import KINDS, BadItemError, items, list_files
+from torchtrain.distributed.free_memory import free_memory
+from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
+from torchtrain.planning import budget
+
+_SAMPLE = 200  # records that are read
+_TEXTS = (".txt", ".md")
+_ROWS_A_STEP = 8
+_MOST_STEPS = 1000
+_LENGTH = 65_536  # of a row, at most, where the user asks for none
+_GIB = 2**30
+
+
+def write_first_config(
+    data: str, model: str, out: Path, length: int | None = None, log: Callable[[str], None] = print
+) -> Config:
+    """Write a commented config, at most 25 lines, that trains `model` on longer rows of `data`; say what was seen.
+
+    Args:
+        data: a .jsonl or .parquet file, a text file, or a folder of them.
+        model: a folder, or a hub id.
+        out: the file to write.
+        length: tokens of a row; default: twice the model's positions, at most 65,536.
+        log: takes a line at a time.
+
+    Raises:
+        UserError: `out` exists, there are no documents in `data`, or the model does not fit; nothing is written.
+    """
+    if out.exists():
+        raise UserError(f"--out {quoted(out)}: exists; choose another name, or remove it")
+    if out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {quoted(out)}: is not the name of a YAML file; end it with .yaml")
+    section, size = _find_documents(data)
+    texts = _sample(section)
+    folder = resolve_source(model, "cache", log, needs="tokenizer")
+    own = open_config(folder)
+    positions: int = own.max_position_embeddings
+    length = length or max(positions, min(2 * positions, _LENGTH))
+    tokenizer = open_tokenizer(folder)
+    check_tokenizer(tokenizer, own.vocab_size)
+    bytes_a_token = sum(len(t.encode()) for t in texts) / max(1, sum(len(tokenizer(t)["input_ids"]) for t in texts))
+    tokens = int(size / bytes_a_token)
+    steps = max(1, min(_MOST_STEPS, round(0.95 * tokens / (length * _ROWS_A_STEP))))
+    text = _yaml(section, model, out, length, positions, tokens, steps)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_file(out, text.encode())
+    except OSError as error:
+        raise UserError(f"--out {quoted(out)}: {disk_fault(error)}; choose another") from None
+    try:
+        config = load_config(out)
+        log(f"documents {size / 2**20:,.1f} MiB, about {tokens:,} tokens; the first {len(texts)} were read")
+        log(f"model     {model}: {positions:,} positions, {length:,} with this config")
+        log(f"memory    {_memory_line(config)}")
+    except BaseException:
+        out.unlink(missing_ok=True)
+        raise
+    return config
+
+
+def _find_documents(data: str) -> tuple[dict[str, Any], int]:
+    """Return the section of `data.sources` that reads the documents, and their bytes on the disk."""
+    path = expand(data)
+    if not path.exists():
+        raise UserError(f"DATA {quoted(data)}: no such file or folder; give documents: .jsonl, .parquet or text files")
+    if path.is_file():
+        kind = "files" if path.name.endswith(KINDS) else "texts" if path.suffix in _TEXTS else None
+        if kind is None:
+            raise UserError(f"DATA {quoted(data)}: is not one of {', '.join((*KINDS, *_TEXTS))}; convert it")
+        return _with_text_field({kind: str(path)}), path.stat().st_size
+    for kind, ending in itertools.chain((("files", k) for k in KINDS), (("texts", k) for k in _TEXTS)):
+        found = sorted(path.rglob(f"*{ending}"))
+        if found:
+            return _with_text_field({kind: f"{path}/**/*{ending}"}), sum(file.stat().st_size for file in found)
+    raise UserError(f"DATA {quoted(data)}: the folder holds none of {', '.join((*KINDS, *_TEXTS))}; give another")
+
+
+def _with_text_field(section: dict[str, Any]) -> dict[str, Any]:
+    """Add the field that holds the text: `text`, else the one with the longest string in the first records."""
+    if "texts" in section:
+        return section
+    place = list_files(section["files"])[0].place
+    if place.endswith(".parquet"):
+        import pyarrow.parquet as parquet
+
+        fields = {name: 0 for name in parquet.read_schema(place).names}
+        records = [] if "text" in fields else list(items(place, {name: name for name in fields}))[:_SAMPLE]
+    else:
+        fields, records = {}, list(itertools.islice(items(place, {}), _SAMPLE))
+    for _, record in records:
+        for name, value in record.items() if isinstance(record, dict) else ():
+            fields[name] = max(fields.get(name, 0), len(value) if isinstance(value, str) else 0)
+    if "text" in fields:
+        return section
+    if not any(fields.values()):
+        why = next((f" ({error})" for _, error in records if isinstance(error, BadItemError)), "")
+        raise UserError(f"DATA {quoted(place)}: no record has a field that holds text{why}; name it text")
+    return section | {"text_field": max(fields, key=lambda name: fields[name])}
+
+
+def _sample(section: dict[str, Any]) -> list[str]:
+    """Return the texts of the first records."""
+    records = list(itertools.islice(read(Source(**section)), _SAMPLE))
+    texts = [record.text for record in records if isinstance(record, Document)]
+    if not texts:
+        raise UserError(f"DATA: no document in the first {len(records)} records; the first says: {records[:1]}")
+    return texts
+
+
+def _memory_line(config: Config) -> str:
+    """Return what a run takes of this machine's memory, by `torchtrain plan`, and what to change if it is too much."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    free = free_memory(device)
+    shapes = budget.Shapes(budget.model_config(config))
+    least = config.model.model_copy(update={"activation_checkpointing": True})
+    needed = budget.memory(config.model_copy(update={"model": least}), shapes, 1)
+    size = needed.gpu if device.type == "cuda" else needed.gpu + needed.host
+    said = f"{size / _GIB:.1f} GiB at least, {free / _GIB:.1f} GiB are free on {device.type}"
+    if free and size > free:
+        said += ": too much; give a smaller --length, or see `torchtrain plan` for more than one GPU"
+    return said
+
+
+def _yaml(section: dict[str, Any], model: str, out: Path, length: int, positions: int, tokens: int, steps: int) -> str:
+    def plain(value: object) -> str:
+        return yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True).split("\n")[0]
+
+    first, *others = (f"{name}: {plain(value)}" for name, value in section.items())
+    longer = length > positions
+    lines = [
+        "# Written by `torchtrain init`. docs/settings.md and `torchtrain config --explain KEY` explain every setting.",
+        "run:",
+        f"  folder: {plain(f'runs/{out.stem}')} # checkpoints, losses and the trained model",
+        "model:",
+        f"  source: {plain(model)}",
+        "  dtype: bfloat16",
+        "  activation_checkpointing: auto # computes layers again where memory is short",
+        *(["rope:", f"  type: ntk # from {positions:,} positions to {length:,}, by a larger theta"] if longer else []),
+        "data:",
+        "  sources:",
+        f"    - {first}",
+        *(f"      {other}" for other in others),
+        "  held_out_share: 0.05 # of the documents; their loss is measured before and after",
+        "pack:",
+        f"  sequence_length: {length}",
+        "  variant: anchor # a token sees its own document and one shared first token",
+        "train:",
+        f"  steps: {steps} # of {_ROWS_A_STEP * length:,} tokens; the documents hold about {tokens:,}",
+        f"  sequences_per_step: {_ROWS_A_STEP}",
+        "  learning_rate: 2.0e-5",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,90 @@
+"""`torchtrain init`, shipped configs, the version, and what is refused before anything heavy is imported."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from torchtrain.cli import app
+from torchtrain.config import load_config
+from torchtrain.tests.tiny import POSITIONS
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_the_config_that_init_writes_trains(corpus, model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = [json.loads(line) for line in corpus.read_text().splitlines()]
+    lines = [json.dumps({"id": "7", "body": record["text"]}) for record in records]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.jsonl").write_text("\n".join(lines))
+    told = call("init", "docs", model_folder(), "--out", "mine.yaml")
+    assert told.exit_code == 0, told.output
+    assert told.stdout.endswith("config    mine.yaml; next: torchtrain train mine.yaml\n")
+    assert len((tmp_path / "mine.yaml").read_text().splitlines()) <= 25
+    config = load_config("mine.yaml")
+    assert config.data.sources[0].text_field == "body"
+    assert (config.pack.sequence_length, config.rope.type) == (2 * POSITIONS, "ntk")
+    told = call("train", "mine.yaml", "train.steps=1", "model.dtype=float32")
+    assert told.exit_code == 0, told.output
+    card = (tmp_path / "runs" / "mine" / "model" / "README.md").read_text()
+    assert f"in rows of {2 * POSITIONS}" in card
+    assert "AutoModelForCausalLM" in card
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "out", "message"),
+    [
+        ("nothing", None, "a.yaml", "DATA 'nothing': no such file or folder"),
+        ("empty", None, "a.yaml", "DATA 'empty': the folder holds none of "),
+        ("numbers.jsonl", None, "a.yaml", "no record has a field that holds text"),
+        ("docs.jsonl", "/no/such", "a.yaml", "no folder with a config.json here"),
+        ("docs.jsonl", None, "docs.jsonl", "--out docs.jsonl: exists"),
+        ("docs.jsonl", None, "a.txt", "--out a.txt: is not the name of a YAML file"),
+    ],
+)
+def test_what_init_refuses_leaves_no_file(model_folder, tmp_path, monkeypatch, data, model, out, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "docs.jsonl").write_text('{"text": "one two"}\n')
+    before = sorted(tmp_path.iterdir())
+    told = call("init", data, model or model_folder(), "--out", out)
+    assert told.exit_code == 2
+    assert message in told.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["demo", "demo.yaml", "configs/demo.yaml", "paper/llama2-7b-64k-anchor"])
+def test_shipped_configs_have_names_anywhere(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(name).pack.variant == "anchor"
+    told = call("config", "demos")
+    assert "config demos: no such file" in told.stderr
+    (tmp_path / "demo").write_text("run: {folder: mine}\n")
+    if name == "demo":
+        assert "config demo: model: missing" in call("config", name).stderr, "a user's own file comes first"
+
+
+@pytest.mark.parametrize("module", ["torchtrain.cli", "jaxref.cli", "parity_tests.cli"])
+def test_version(module):
+    command = [sys.executable, "-c", f"from {module} import main; main()", "--version"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"\S+ \d+\.\d+\.\d+\n", told)
+
+
+def test_a_run_in_the_folder_is_refused_before_torch_is_imported(tree, write_config):
+    folder = Path(tree["run"]["folder"])
+    folder.mkdir()
+    (folder / "run.json").write_text('{"made_by": "torchtrain train"}')
+    code = "import sys; sys.modules['torch'] = None; from torchtrain.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", str(write_config(tree))]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 2
+    assert "already holds a run" in told.stderr
