@@ -34,7 +34,7 @@ def render(
         package: whose folder holds the template.
         template: file name; extends `base.html.j2`.
         title: of the report, over the headline.
-        created: when, ISO 8601; shown as it is if it is not.
+        created: when, ISO 8601; shown as it is if it is not; empty: not shown.
         command: what makes the report again.
         facts: where and how it was made: a name and what stands under it.
         versions: of packages.

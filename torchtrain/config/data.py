@@ -112,6 +112,11 @@ class DataConfig(Section):
         default=False,
         description="find near duplicates by MinHash, too, and keep them on one side of the held-out split",
     )
+    remove_duplicates: bool = Field(
+        default=False,
+        description="leave out a document whose text stands earlier (under near_duplicates: nearly); default: train on "
+        "it, on one side of the held-out split",
+    )
     mixture: MixtureConfig | None = Field(default=None, description="which documents are chosen, and how often")
 
     @model_validator(mode="after")
@@ -119,7 +124,14 @@ class DataConfig(Section):
         if not self.sources and self.prepared is None:
             raise ValueError("there is nothing to read; give sources, or prepared (what `torchtrain prepare` made)")
         if not self.sources:
-            for name in ("append_eos", "special_tokens", "min_tokens", "near_duplicates", "mixture"):
+            for name in (
+                "append_eos",
+                "special_tokens",
+                "min_tokens",
+                "near_duplicates",
+                "remove_duplicates",
+                "mixture",
+            ):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
                         f"{name} belongs to what made the store of prepared; remove it, or give its sources"

@@ -29,8 +29,8 @@ class PackConfig(Section):
     )
     split: Literal["even", "random", "authors"] = Field(
         default="even",
-        description="where +interleave cuts: pieces of near equal length, or at random points; `authors`: 2 or 3 "
-        "pieces instead of `chunks`, at random points",
+        description="where +interleave cuts: pieces of near equal length, or at random points; `authors`: the rule of "
+        "the authors' code, which splits documents of 64 to 2,048 tokens alone, into 2 or 3 pieces",
     )
     cross_document_targets: bool = Field(
         default=False, description="train a document's last token to predict the next document's first (the authors')"

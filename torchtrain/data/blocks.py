@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -191,6 +192,15 @@ _kept: list[PipelineExecutor] = []  # of a worker process: what it runs, sent on
 def _keep(executor: PipelineExecutor) -> None:
     _kept[:] = [executor]
     _leave_cores()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that started it is gone, even by SIGKILL. The fork server ends last."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _leave_cores() -> None:

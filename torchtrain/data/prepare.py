@@ -142,6 +142,7 @@ def identity(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> dict[str
         "min_tokens": data.min_tokens,
         "special_tokens": data.special_tokens,
         "near_duplicates": data.near_duplicates,
+        "remove_duplicates": data.remove_duplicates,
         "mixture": None if data.mixture is None else data.mixture.model_dump(mode="json"),
     }
     return json.loads(json.dumps(content))
@@ -201,7 +202,7 @@ def _make(
             counts.append(tokeniser.add(source, read(source), writer, report))
             check_shares(counts[-1:], data)
         check_documents(counts, writer.documents, data)
-        writer.finish(final.name, counts, data.mixture)
+        writer.finish(final.name, counts, data.mixture, data.remove_duplicates)
     report(PreparationProgress("tokenised", writer.documents, writer.tokens, writer.bad_records))
     return TokenStore.open(final)
 

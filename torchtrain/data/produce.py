@@ -115,7 +115,7 @@ def produce(
             shutil.rmtree(work / STORE, ignore_errors=True)
             (work / STORE).mkdir()
             told: dict[str, Any] = {"tokenizer": encoding, "made_of": made_of}
-            join_shards(shards, work / STORE, name, counts, data.mixture, **told)
+            join_shards(shards, work / STORE, name, counts, data.mixture, data.remove_duplicates, **told)
             commit(work / STORE, out)
             _clear(work)
         return TokenStore.open(out)

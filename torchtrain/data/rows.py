@@ -13,6 +13,9 @@ import numpy as np
 from torchtrain.config import PackConfig
 from torchtrain.marks import ANCHOR, IGNORED, PADDING
 
+# The authors' interleaving: the lengths of documents that are split, and the least distance of two cuts.
+AUTHORS_SHORTEST, AUTHORS_LONGEST, _AUTHORS_APART = 64, 2048, 12
+
 
 class SpanTokens(NamedTuple):
     """A span with its tokens: int [span] of any width, the index of its domain, and its tag ([] without)."""
@@ -41,10 +44,11 @@ def build_row(
     neither. Under `cross_document_targets` anchor and last tokens predict what stands next in the row; tags still
     neither predict nor are predicted.
 
-    +interleave: every span is cut into `pack.chunks` pieces, or the authors' 2 or 3 (one token each if it has fewer),
-    of near equal length or at random points, as `pack.split` says. Its tag stays with the first, and all pieces are
-    merged in a random order that keeps each span's own. Under full the row is stored as merged; under intra and anchor
-    the spans stay whole and take the positions of the merged row, which computes the same. Under intra_reset positions
+    +interleave: every span is cut into pieces, as `pack.split` says. `even` and `random` make `pack.chunks` pieces (one
+    token each if it has fewer), of near equal length or at random points, and each merge that keeps the spans' own
+    order is equally likely. `authors` follows the authors' code (`_split_as_authors`, `_turns_as_authors`). A span's
+    tag stays with its first piece. Under full the row is stored as merged; under intra and anchor the spans stay whole
+    and take the positions of the merged row, which computes the same. Under intra_reset positions
     count within each document whatever lies between, so it changes nothing.
 
     Args:
@@ -122,22 +126,45 @@ def _merge(
     for tokens, _, tag in spans:
         text = start + len(tag)
         end = text + len(tokens)
-        first, *others = _split(np.arange(text, end), pack, random)
+        cut = _split_as_authors if pack.split == "authors" else _split
+        first, *others = cut(np.arange(text, end), pack, random)
         counts.append(1 + len(others))
         pieces.append(iter([np.concatenate([np.arange(start, text), first]), *others]))
         start = end
-    # A shuffled list that names each span once a piece: every merge that keeps the spans' own order is equally likely.
-    turns = random.permutation(np.repeat(np.arange(len(spans)), counts))
+    # Names each span once a piece. Shuffled, every merge that keeps the spans' own order is equally likely.
+    owners = np.repeat(np.arange(len(spans)), counts)
+    turns = _turns_as_authors(owners, counts, random) if pack.split == "authors" else random.permutation(owners)
     return np.concatenate([np.arange(anchor_tokens), *(next(pieces[turn]) for turn in turns), np.arange(start, T)])
 
 
 def _split(index: np.ndarray, pack: PackConfig, random: np.random.Generator) -> list[np.ndarray]:
-    """Cut a span's storage indices into its pieces; at random points, each set of them is equally likely.
-
-    The authors' code cuts documents into 2 or 3 pieces. It was not at hand: that both are equally likely, drawn for
-    each span, at random points as the paper has them (arXiv 2411.13476), is what `authors` takes it to do.
-    """
-    pieces = min(pack.chunks if pack.split != "authors" else int(random.integers(2, 4)), len(index))
+    """Cut a span's storage indices into its pieces; at random points, each set of them is equally likely."""
+    pieces = min(pack.chunks, len(index))
     if pack.split == "even":
         return np.array_split(index, pieces)
     return np.split(index, 1 + np.sort(random.choice(len(index) - 1, pieces - 1, replace=False)))
+
+
+def _split_as_authors(index: np.ndarray, pack: PackConfig, random: np.random.Generator) -> list[np.ndarray]:
+    """Cut a span of 64 to 2,048 tokens into 2 or 3 pieces within its middle 60 per cent; leave any other span whole.
+
+    This is what the function `split_shuffle_join` of the authors' train.py intends. Their function takes each piece
+    from the whole row instead of the document, and their release never calls it.
+    """
+    if not AUTHORS_SHORTEST <= len(index) <= AUTHORS_LONGEST:
+        return [index]
+    low, high = int(0.2 * len(index)), int(0.8 * len(index))
+    if random.integers(2):
+        return np.split(index, [random.integers(low, high)])
+    first = random.integers(low, high - _AUTHORS_APART, endpoint=True)
+    second = random.integers(min(first + _AUTHORS_APART, high - 1), high, endpoint=True)
+    return np.split(index, [first, second])
+
+
+def _turns_as_authors(owners: np.ndarray, counts: Sequence[int], random: np.random.Generator) -> np.ndarray:
+    """Return the span of each piece of the merged row: piece k of a span comes at base + k exp(u), base and u uniform
+    in [0, 1) and drawn for each span.
+    """
+    base, step = random.random(len(counts)), np.exp(random.random(len(counts)))
+    number = np.concatenate([np.arange(count) for count in counts])
+    return owners[np.argsort(base[owners] + number * step[owners], kind="stable")]

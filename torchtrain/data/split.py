@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtrain.data.packing import HELD_OUT, random_stream
-from torchtrain.data.store import Documents
+from torchtrain.data.store import Documents, TokenStore
 
 
 class Split(NamedTuple):
@@ -43,6 +43,8 @@ def split_documents(store: Documents, held_out_share: float, seed: int) -> Split
     moved = int((held != drawn).sum())
     if store.repeats is None:
         return Split(np.flatnonzero(~held), np.flatnonzero(held), moved)
+    if isinstance(store, TokenStore):
+        held = held & store.kept
     train = np.repeat(np.arange(len(store)), np.where(held, 0, store.repeats))
     # Of all documents, taken by the mixture or not: what is held out is the same under every mixture.
     return Split(train, np.flatnonzero(held), moved)

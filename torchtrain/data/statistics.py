@@ -119,7 +119,9 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
         long_tokens=long_tokens,
         domains=told,
         all=_domain("all", lengths, len(lengths), int(lengths.sum()), long_tokens),
-        before=None if mixture is None else _domains(store.lengths, store.document_domains, store.domains, long_tokens),
+        before=None
+        if store.repeats is None
+        else _domains(store.lengths, store.document_domains, store.domains, long_tokens),
         mixture=None if mixture is None else _mixture(store, mixture),
         rows=[_rows(ends, in_order, store.domains, length) for length in row_lengths],
         balance=balance_of(lengths, sorted(row_lengths)[-2:], seed=seed),
@@ -197,8 +199,9 @@ def _domain(name: str, own: np.ndarray, documents: int, tokens: int, long_tokens
 def _mixture(store: TokenStore, mixture: MixtureConfig) -> list[MixtureStatistics]:
     assert store.repeats is not None
     found = []
-    for one in classes_of(store.lengths, store.document_domains, store.domains, mixture):
-        own = (store.document_domains == one.domain) & ((store.lengths >= mixture.long_tokens) == one.long)
+    lengths, domains = store.lengths[store.kept], store.document_domains[store.kept]
+    for one in classes_of(lengths, domains, store.domains, mixture):
+        own = store.kept & (store.document_domains == one.domain) & ((store.lengths >= mixture.long_tokens) == one.long)
         repeats = store.repeats[own].astype(np.int64)
         found.append(
             MixtureStatistics(

@@ -4,7 +4,7 @@
 document lies in two of them.
 `offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents] · `hashes.npy` uint64 [documents], of each
 document's tokens · `signatures.npy` uint64 [documents * 14], under `data.near_duplicates` · `repeats.npy` uint16
-[documents], under a mixture · `bad_records.txt` one line each
+[documents], how often each is taken, under `data.mixture` and `data.remove_duplicates` · `bad_records.txt` a line each
 `store.json` holds names, counts, the fingerprint, and size and digest of each of the others.
 
 `torchtrain.data.writer` writes stores.
@@ -92,6 +92,7 @@ class StoreHeader(BaseModel):
     tokenizer: str | None = None  # its identity; None in a run's cache, where the fingerprint holds it
     made_of: dict[str, Any] | None = None  # what the tokens depend on, as JSON; None as above
     mixture: dict[str, Any] | None = None  # the settings by which `repeats.npy` was made
+    duplicates_removed: bool = False  # `repeats.npy` is 0 for them
 
     def dump(self) -> bytes:
         """Return it as JSON that ends with a digest of itself."""
@@ -124,7 +125,7 @@ class Documents:
     sizes: Sequence[ShardSize]
     hashes: np.ndarray | None = None  # uint64 [documents]; None: computed when asked for
     signatures: np.ndarray | None = None  # uint64 [documents, 14] (`torchtrain.data.near`); None where not asked for
-    repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None without a mixture
+    repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None: once
 
     @classmethod
     def of(cls, tokens: Sequence[np.ndarray], document_domains: Sequence[int], domains: list[str]) -> "Documents":
@@ -153,8 +154,7 @@ class Documents:
         """Which text each document holds, int64 [documents]: the same number for documents of the same tokens, and
         under `data.near_duplicates` for near duplicates.
         """
-        same = np.unique(self.content_hashes, return_inverse=True)[1].reshape(-1)
-        return same if self.signatures is None else near_groups(self.signatures, same)
+        return groups_of(self.content_hashes, self.signatures)
 
     @cached_property
     def content_hashes(self) -> np.ndarray:
@@ -309,6 +309,11 @@ class TokenStore(Documents):
 
         return wait
 
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """Which documents are there to choose from, bool [documents]: all but the duplicates that were removed."""
+        return firsts_of(self.groups) if self.header.duplicates_removed else np.ones(len(self), dtype=bool)
+
     @property
     def bad_records(self) -> Path:
         """The file that names every record that gave no document, a line `place: reason` each, in reading order."""
@@ -395,6 +400,24 @@ def _check_domains(document_domains: np.ndarray, documents: int, domains: int) -
         raise ValueError(f"its sizes differ: {len(document_domains)} documents, and there are {documents}")
     if document_domains.min(initial=0) < 0 or document_domains.max(initial=-1) >= domains:
         raise ValueError(f"its sizes differ: a document's domain is none of the {domains}")
+
+
+def groups_of(hashes: np.ndarray, signatures: np.ndarray | None) -> np.ndarray:
+    """Return the same number for documents of one text, int64 [documents].
+
+    Args:
+        hashes: uint64 [documents], of their tokens.
+        signatures: uint64 [documents, 14]; None: near duplicates are others.
+    """
+    same = np.unique(hashes, return_inverse=True)[1].reshape(-1)
+    return same if signatures is None else near_groups(signatures, same)
+
+
+def firsts_of(groups: np.ndarray) -> np.ndarray:
+    """Return whether each document is the first of its group, bool [documents]."""
+    first = np.zeros(len(groups), dtype=bool)
+    first[np.unique(groups, return_index=True)[1]] = True
+    return first
 
 
 def hash_of(tokens: np.ndarray) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from anchorline.files import FileEntry, sync, write_file
 from torchtrain.config import MixtureConfig
 from torchtrain.data.mixture import repeats_of
+from torchtrain.data.near import BUCKETS
 from torchtrain.data.store import (
     BAD_RECORDS,
     DOMAINS,
@@ -28,6 +29,8 @@ from torchtrain.data.store import (
     SourceCount,
     StoreHeader,
     TokenStore,
+    firsts_of,
+    groups_of,
     hash_of,
 )
 
@@ -106,7 +109,12 @@ class StoreWriter:
         self._bad.write(f"{line}\n".encode())
 
     def finish(
-        self, fingerprint: str, sources: list[SourceCount], mixture: MixtureConfig | None = None, **told: Any
+        self,
+        fingerprint: str,
+        sources: list[SourceCount],
+        mixture: MixtureConfig | None = None,
+        remove_duplicates: bool = False,
+        **told: Any,
     ) -> None:
         """Write what completes the store and flush all of it to the disk.
 
@@ -114,6 +122,7 @@ class StoreWriter:
             fingerprint: the store's.
             sources: what was read.
             mixture: how often which documents are taken.
+            remove_duplicates: take only the first document of a text.
             told: further fields of its header.
 
         Raises:
@@ -134,7 +143,7 @@ class StoreWriter:
             **told,
         )
         hashes, signatures = (np.array(held, dtype=np.uint64) for held in (self.hashes, self.signatures))
-        write_index(self.folder, header, offsets, document_domains, hashes, signatures, mixture)
+        write_index(self.folder, header, offsets, document_domains, hashes, signatures, mixture, remove_duplicates)
 
     def _counts(self, domain: str) -> dict[str, int]:
         return self._skipped.setdefault(domain, {"bad_records": 0, "short_documents": 0, "short_tokens": 0})
@@ -156,6 +165,7 @@ def write_index(
     hashes: np.ndarray,
     signatures: np.ndarray,
     mixture: MixtureConfig | None,
+    remove_duplicates: bool,
 ) -> None:
     """Complete a store whose tokens are written: what tells of its documents, and its header.
 
@@ -167,6 +177,7 @@ def write_index(
         hashes: uint64 [documents].
         signatures: uint64 [documents * 14], or empty.
         mixture: how often which documents are taken.
+        remove_duplicates: take only the first document of a text.
 
     Raises:
         OSError: a write failed.
@@ -175,10 +186,20 @@ def write_index(
     arrays = {OFFSETS: offsets, DOMAINS: document_domains, HASHES: hashes}
     if len(signatures):
         arrays[SIGNATURES] = signatures
+    kept = np.ones(len(hashes), dtype=bool)
+    if remove_duplicates:
+        kept = firsts_of(groups_of(hashes, signatures.reshape(-1, BUCKETS) if len(signatures) else None))
+        arrays[REPEATS] = kept.astype(np.uint16)
     if mixture is not None:
-        arrays[REPEATS] = repeats_of(np.diff(offsets), document_domains, header.domains, mixture)
+        arrays[REPEATS] = np.zeros(len(kept), dtype=np.uint16)
+        chosen = np.diff(offsets)[kept], document_domains[kept]
+        arrays[REPEATS][kept] = repeats_of(*chosen, header.domains, mixture)
     files = header.files | {name: _write_array(folder / name, content) for name, content in arrays.items()}
-    told = {"files": files, "mixture": None if mixture is None else mixture.model_dump(mode="json")}
+    told = {
+        "files": files,
+        "mixture": None if mixture is None else mixture.model_dump(mode="json"),
+        "duplicates_removed": remove_duplicates,
+    }
     _finish(folder, header.model_copy(update=told))
 
 
@@ -249,6 +270,7 @@ def join_shards(
     fingerprint: str,
     sources: list[SourceCount],
     mixture: MixtureConfig | None,
+    remove_duplicates: bool,
     **told: Any,
 ) -> None:
     """Make, in an empty folder, one store of the stores that tasks left, in their order; their tokens are linked.
@@ -259,6 +281,7 @@ def join_shards(
         fingerprint: the new store's.
         sources: what was read by all.
         mixture: how often which documents are taken.
+        remove_duplicates: take only the first document of a text.
         told: further fields of its header.
 
     Raises:
@@ -304,7 +327,7 @@ def join_shards(
         **told,
     )
     ends, of_documents, contents, signed = map(np.concatenate, (offsets, domains, hashes, signatures))
-    write_index(folder, header, ends, of_documents, contents, signed, mixture)
+    write_index(folder, header, ends, of_documents, contents, signed, mixture, remove_duplicates)
 
 
 def _digest_of_shards(parts: Sequence[TokenStore]) -> str:

@@ -4,7 +4,6 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import matplotlib
@@ -98,7 +97,7 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     steps = count_steps(told.rows, model, "cache")
     grids = grids_of(told, steps, model)
     content = asdict(told) | {"model": model, "steps": [asdict(step) for step in steps]}
-    page = _page(told, grids, folder)
+    page = _page(told, grids)
     try:
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / JSON, json.dumps(content, indent=1).encode() + b"\n")
@@ -135,8 +134,10 @@ def grids_of(told: StoreStatistics, steps: Sequence[StepCost], model: str) -> li
             f"Lengths are in tokens; long: {told.long_tokens:,} or more.{copies}",
         )
     ]
-    if told.mixture is not None and told.before is not None:
-        grids += [_changes(told), _classes(told)]
+    if told.before is not None:
+        grids.append(_changes(told))
+    if told.mixture is not None:
+        grids.append(_classes(told))
     names = [one.domain for one in told.domains]
     grids.append(
         Grid(
@@ -192,7 +193,7 @@ def _changes(told: StoreStatistics) -> Grid:
     assert told.before is not None
     columns = ("domain", "documents", "tokens", "token share", "in long documents", "mean length")
     return Grid(
-        "What the mixture changed",
+        "What the mixture and the removal of duplicates changed",
         columns,
         [
             (
@@ -241,7 +242,7 @@ def _table(grid: Grid) -> Table:
     return table
 
 
-def _page(told: StoreStatistics, grids: Sequence[Grid], folder: Path) -> str:
+def _page(told: StoreStatistics, grids: Sequence[Grid]) -> str:
     lede = f"{told.documents:,} documents, {told.tokens:,} tokens, {len(told.domains)} domains."
     histogram = told.histogram
     figures = [
@@ -252,9 +253,10 @@ def _page(told: StoreStatistics, grids: Sequence[Grid], folder: Path) -> str:
         "torchtrain.run",
         "statistics.html.j2",
         title="Corpus",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=f"torchtrain stats {folder}",
-        facts={"store": str(folder), "fingerprint": told.fingerprint},
+        # No date and no path: a store is the same bytes whenever and wherever it is made.
+        created="",
+        command="torchtrain stats FOLDER",
+        facts={"fingerprint": told.fingerprint},
         versions=versions(("anchorline", "numpy")),
         lede=lede,
         grids=grids,

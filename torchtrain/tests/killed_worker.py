@@ -1,11 +1,14 @@
-"""A block that kills the worker it runs in, once; in a module of its own, because workers import it."""
+"""Readers for the tests of `prepare`, in a module of their own, because workers import it."""
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+from torchtrain.data import blocks
 from torchtrain.data.blocks import ReadRecords
+from torchtrain.data.produce import produce
 
 TASK = 3
 
@@ -20,3 +23,20 @@ class KilledOnce(ReadRecords):
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             yield document
+
+
+class Waiting(ReadRecords):
+    """Writes its process ids and waits, in every task."""
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
+        folder = Path(self.sources[0].files or "").parent.with_name("waiting")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{os.getpid()}-{os.getppid()}").touch()
+        time.sleep(600)
+        yield from super().run(data, rank, world_size)
+
+
+def produce_waiting(*given: Any) -> None:
+    """Begin `produce` with readers that wait."""
+    blocks.ReadRecords = Waiting  # type: ignore[misc]
+    produce(*given)

@@ -13,6 +13,7 @@ from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Source
 from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, split_documents
 from torchtrain.data.mixture import repeats_of
 from torchtrain.data.packing import MIX, random_stream
+from torchtrain.data.statistics import statistics_of
 from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
 
 NAMES = ["web", "books", "code"]
@@ -158,3 +159,21 @@ def test_a_store_keeps_its_mixture_and_another_mixture_is_another_store(tmp_path
     (store.folder / "repeats.npy").write_bytes(content)
     with pytest.raises(UserError, match=r"repeats\.npy: its content has changed"):
         TokenStore.open(store.folder).verify()
+
+
+def test_removed_duplicates_are_neither_trained_on_nor_held_out(tmp_path):
+    """Of 60 records of 7 texts 7 remain, the first of each; a mixture chooses from these."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "w1 " * (2 + 3 * (i % 7))} for i in range(60)])
+    data = DataConfig(sources=[Source(files=str(path))], cache=str(tmp_path / "cache"), remove_duplicates=True)
+    store = prepare(data, word_tokenizer())
+    assert (len(store), store.copies) == (60, 53)
+    split = split_documents(store, 0.4, seed=0)
+    assert sorted([*split.train, *split.held_out]) == list(range(7))
+    assert len(split.held_out) >= 1
+    told = statistics_of(store, [8])
+    assert (told.documents, told.before[0].documents, told.mixture) == (7, 60, None)
+    mixture = MixtureConfig(long_tokens=15, long_share=0.9, most_repeats=9)
+    mixed = prepare(data.model_copy(update={"mixture": mixture}), word_tokenizer())
+    expected = repeats_of(store.lengths[:7], store.document_domains[:7], store.domains, mixture)
+    np.testing.assert_array_equal(mixed.repeats, [*expected, *[0] * 53])
+    assert [one.documents for one in statistics_of(mixed, [8]).mixture] == [3, 4]

@@ -7,6 +7,7 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from torchtrain.data.tasks import list_tasks
 from torchtrain.errors import TasksUnfinished
 from torchtrain.run.verify import read_training
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
-from torchtrain.tests.killed_worker import KilledOnce
+from torchtrain.tests.killed_worker import KilledOnce, produce_waiting
 from torchtrain.tests.tiny import tiny_tokenizer
 
 FILES = 5
@@ -143,6 +144,33 @@ def test_a_worker_that_is_killed_is_noticed_and_its_task_done_again(preparation,
     assert list((tmp_path / "out.partial" / SHARDS).glob("00003.*.partial"))
     store = produce(preparation, word_tokenizer(), tmp_path / "out")
     assert contents(store) == contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_preparation_that_is_killed_leaves_no_process_behind(preparation, tmp_path):
+    waiting = tmp_path / "waiting"
+    given = (change(preparation, workers=2), word_tokenizer(), tmp_path / "out")
+    process = multiprocessing.get_context("spawn").Process(target=produce_waiting, args=given)
+    process.start()
+    wait_until(lambda: waiting.exists() and len(os.listdir(waiting)) == 2)
+    process.kill()
+    process.join()
+    pids = {int(pid) for name in os.listdir(waiting) for pid in name.split("-")}
+    assert len(pids) == 3, "two workers and the fork server"
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_two_at_once_make_one_store(preparation, tmp_path):

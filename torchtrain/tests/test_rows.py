@@ -1,7 +1,6 @@
 """The five arrays, written out by hand for each variant, and the laws of interleaving."""
 
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtrain.config import PackConfig
-from torchtrain.data.rows import SpanTokens, _split, build_row
+from torchtrain.data.rows import SpanTokens, _split, _split_as_authors, _turns_as_authors, build_row
 from torchtrain.run.setup import describe_variant
 
 X = -100
@@ -202,20 +201,55 @@ def test_random_split_points_are_every_set_of_points_alike():
     assert [piece.tolist() for piece in _split(np.arange(5), even, None)] == [[0, 1], [2, 3], [4]]
 
 
-def test_the_authors_cut_into_two_or_three_pieces():
-    """Of two spans: how often the merged row goes over from one to the other tells how many pieces there were."""
-    pack = PackConfig(sequence_length=41, variant="full+interleave", split="authors")
-    spans = [SpanTokens(np.arange(100, 120), 0, []), SpanTokens(np.arange(200, 220), 1, [])]
-    seen, cuts = set(), set()
+def authors_row(lengths, seed=0):
+    """Return the merged row as (span, token within it) of every token."""
+    spans = [SpanTokens(np.arange(10_000 * n, 10_000 * n + length), n, []) for n, length in enumerate(lengths, 1)]
+    pack = PackConfig(sequence_length=1 + sum(lengths), variant="full+interleave", split="authors")
+    ids = build_row(spans, pack, [1], 0, np.random.default_rng(seed))["input_ids"][1:]
+    assert sorted(ids) == sorted(np.concatenate([tokens for tokens, _, _ in spans]))  # no token twice or lost
+    return ids // 10_000, ids % 10_000
+
+
+def test_the_authors_split_documents_of_64_to_2048_tokens_alone():
+    """A document that is split is seen to be where others lie between its pieces."""
+    split = set()
+    for seed in range(60):
+        span, token = authors_row([63, 64, 2048, 2049, 500], seed)
+        for number in range(1, 6):
+            own = np.flatnonzero(span == number)
+            assert (np.diff(token[own]) == 1).all()
+            if (np.diff(own) > 1).any():
+                split.add(number)
+    assert split == {2, 3, 5}
+
+
+def test_the_authors_cut_into_two_or_three_pieces_in_the_middle():
+    pack, n = PackConfig(sequence_length=9, split="authors"), 100
+    pieces = [_split_as_authors(np.arange(n), pack, np.random.default_rng(seed)) for seed in range(2000)]
+    cuts = [tuple(int(piece[0]) for piece in one[1:]) for one in pieces]
+    assert all(np.concatenate(one).tolist() == list(range(n)) for one in pieces)
+    twos, threes = ([one for one in cuts if len(one) == count] for count in (1, 2))
+    assert len(twos) + len(threes) == 2000
+    assert abs(len(twos) - 1000) < 6 * 500**0.5  # six standard deviations of a binomial
+    assert {cut for (cut,) in twos} == set(range(20, 80))
+    assert (min(a for a, _ in threes), max(a for a, _ in threes), max(b for _, b in threes)) == (20, 68, 80)
+    assert all(b >= min(a + 12, 79) for a, b in threes)
+
+
+def test_the_authors_order_is_base_plus_a_step_of_one_to_e():
+    """base < 1 and a step of at least 1: no second piece comes before another document's first piece, and third pieces
+    may come before second ones of others.
+    """
+    third_before_second = 0
     for seed in range(300):
-        ids = build_row(spans, pack, [1], 0, np.random.default_rng(seed))["input_ids"][1:]
-        assert sorted(ids) == [*range(100, 120), *range(200, 220)]
-        domains = ids // 100
-        seen.add(1 + int((domains[1:] != domains[:-1]).sum()))
-        cuts |= {int(b) for a, b in pairwise(ids) if a // 100 != b // 100}
-    assert seen == {2, 3, 4, 5, 6}, "two to three pieces each, merged"
-    assert cuts > {*range(101, 120)}, "at every place"
-    one = [SpanTokens(np.array([7]), 0, []), SpanTokens(np.array([8]), 0, [])]
-    assert build_row(one, pack, [1], 0, np.random.default_rng(0))["input_ids"][1:3].tolist() in ([7, 8], [8, 7])
+        owners, counts = np.array([0, 0, 0, 1, 1, 1]), [3, 3]
+        turns = _turns_as_authors(owners, counts, np.random.default_rng(seed))
+        assert sorted(turns) == owners.tolist()
+        assert set(turns[:2]) == {0, 1}
+        third_before_second += turns[2] == turns[3]
+    assert third_before_second > 0
+
+
+def test_the_authors_rule_has_no_chunks():
     with pytest.raises(ValueError, match="split authors cuts into 2 or 3 pieces, chunks says another number"):
         PackConfig(sequence_length=41, split="authors", chunks=3)

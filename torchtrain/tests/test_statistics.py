@@ -1,6 +1,7 @@
 """Statistics: against slow twins, and against the published table of a corpus that is made to have its ratios."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_the_verb_writes_json_and_a_page_and_prints_tables(tmp_path):
     for word in (
         "Domains",
         "token ratio",
-        "What the mixture changed",
+        "What the mixture and the removal",
         "How often",
         "live-pair ratio",
         "[y]",
@@ -113,6 +114,10 @@ def test_the_verb_writes_json_and_a_page_and_prints_tables(tmp_path):
     (step,) = told["steps"]
     assert 1 < step["speedup"] < told["rows"][0]["attention_speedup"]
     page = (tmp_path / "out" / "statistics.html").read_text()
+    elsewhere = shutil.copytree(store.folder, tmp_path / "elsewhere")
+    call(cli.app, ["stats", str(elsewhere), "--sequence-length", "128"])
+    for name in ("statistics.html", "statistics.json"):
+        assert (elsewhere / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     assert "<b>x</b>" not in page
     assert page.count("<svg") == 2
     assert "mathdefault" not in page
