@@ -128,7 +128,7 @@ def _memory_line(config: Config) -> str:
     free = free_memory(device)
     shapes = budget.Shapes(budget.model_config(config))
     least = config.model.model_copy(update={"activation_checkpointing": True})
-    needed = budget.memory(config.model_copy(update={"model": least}), shapes, 1)
+    needed = budget.count_memory(config.model_copy(update={"model": least}), shapes, 1)
     size = needed.gpu if device.type == "cuda" else needed.gpu + needed.host
     said = f"{size / _GIB:.1f} GiB at least, {free / _GIB:.1f} GiB are free on {device.type}"
     if free and size > free:
