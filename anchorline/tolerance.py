@@ -172,15 +172,18 @@ def _judge_parts(
         parts.append(Part(name, float(error[i]), float(allowed[i])))
 
     # The sum of independent errors along a direction of length 1 is as large as one of them. A vector of D values
-    # counts as one, because its roundings are not independent. The allowance is about 4 standard deviations.
+    # counts as one, because its roundings are not independent, and errs as its own size lets it. The allowance is about
+    # 4 standard deviations.
     total = sums.sum((1, 2))
-    for name, length, along, own in (
-        ("the mean", np.sqrt(truth.size), total[5], total[6]),
-        ("the scale", np.sqrt(total[2]), total[3], total[4]),
+    own_NH = 2 * np.sqrt(sums[1] / D) + UNIT_ROUNDOFF[dtype] * np.sqrt(sums[2] / D)
+    square_NH = D * np.square(np.maximum(own_NH, allowance))
+    for name, length, along, own, square in (
+        ("the mean", np.sqrt(truth.size), total[5], total[6], square_NH.mean()),
+        ("the scale", np.sqrt(total[2]), total[3], total[4], (square_NH * sums[2]).sum() / max(total[2], 1e-300)),
     ):
         if length > 0:
-            chance = UNLIKELY / 4 * allowance * np.sqrt(D)
-            parts.append(Part(name, float(abs(along) / length), float(2 * abs(own) / length + chance)))
+            allowed = 2 * abs(own) / length + UNLIKELY / 4 * np.sqrt(square)
+            parts.append(Part(name, float(abs(along) / length), float(allowed)))
     return parts
 
 

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 HEADS = ((4, 2), (4, 4), (4, 1))  # groups of 2, of 1, and multi-query
+HEAD_DIMS = (64, 96, 128)  # each in one more case of a whole check
 TellResult = Callable[[CaseResult, int, int], None]
 
 
@@ -55,7 +56,7 @@ def check_attention(
 
     Args:
         fn: takes q, k, v and the documents (see `Adapter`); returns out, or (out, log-sum-exp).
-        layouts: names of `LAYOUTS`; None is all.
+        layouts: names of `LAYOUTS`; None is all, and head_dim 64, 96 and 128 in one case each.
         dtypes: `float32`, `bfloat16`, `float16`; None is what it declares, else float32 and bfloat16.
         heads: (query heads, key/value heads) pairs; None is groups of 2, 1 and 4.
         head_dim: of all of them.
@@ -95,6 +96,7 @@ def make_cases(
     seed: int = 0,
 ) -> list[CheckCase]:
     """Multiply the options out. Raises UserError naming an option that does not exist."""
+    everything = layouts is None
     layouts = list(LAYOUTS if layouts is None else layouts)
     dtypes = list(how.adapter.dtypes or ("float32", "bfloat16") if dtypes is None else dtypes)
     heads = list(HEADS if heads is None else heads)
@@ -110,9 +112,13 @@ def make_cases(
         raise UserError(f"head_dim: {head_dim}; give a positive number")
     if seed < 0:
         raise UserError(f"seed: {seed}; give 0 or a positive number")
-    return [
+    cases = [
         CheckCase(LAYOUTS[name], h, k, head_dim, dtype, seed) for name in layouts for dtype in dtypes for h, k in heads
     ]
+    if everything:
+        others = [size for size in HEAD_DIMS if size != head_dim]
+        cases += [CheckCase(LAYOUTS["anchor"], *heads[0], size, dtype, seed) for size in others for dtype in dtypes]
+    return cases
 
 
 def choose_device(how: Resolved, device: str | None) -> str:

@@ -183,6 +183,8 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
     lacks = set(adapter.lacks)
     if documents == "none":
         lacks.add("documents")
+    if library == "jax":
+        lacks.add("strides")
     if documents == "cu_seqlens" and "cu_seqlens_k" not in keywords:
         lacks.add("anchor")  # one set of lengths: queries and keys are the same tokens
     full = replace(

@@ -3,8 +3,10 @@
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · N packed queries · M packed keys.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +41,21 @@ class Torch:
         if x.dtype.name in ("bfloat16", "float16"):
             return torch.from_numpy(x.view(np.int16)).view(getattr(torch, x.dtype.name)).to(self.device)
         return torch.from_numpy(x).to(self.device)
+
+    def hand(self, x: Any, how: str, heads: int) -> Any:
+        """The same values, lying in memory as a layout's `handed` says. heads: the axis of the heads."""
+        if how == "sliced":  # what lies around it is NaN: whoever reads it is seen
+            shape = list(x.shape)
+            shape[heads] += 2
+            larger = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
+            larger.narrow(heads, 1, x.shape[heads]).copy_(x)
+            return larger.narrow(heads, 1, x.shape[heads])
+        if how == "transposed":
+            other = 3 - heads if x.dim() == 4 else 1 - heads
+            return x.transpose(heads, other).contiguous().transpose(heads, other)
+        if how == "expanded":
+            return x.narrow(heads, 0, 1).expand(x.shape)
+        return x
 
     def numpy(self, x: torch.Tensor) -> np.ndarray:
         """Back, bit for bit."""
@@ -107,6 +124,10 @@ class Jax:
     def array(self, x: np.ndarray) -> jax.Array:
         """To the device."""
         return jax.device_put(x.astype(np.int32) if x.dtype == np.int64 else x, self.device)
+
+    def hand(self, x: Any, how: str, heads: int) -> Any:
+        """Arrays of JAX have no strides (`resolve` says so)."""
+        return x
 
     def numpy(self, x: jax.Array) -> np.ndarray:
         """Back, bit for bit."""
@@ -222,6 +243,36 @@ class Candidate:
 
         return self._read(returned), pull
 
+    def in_modes(self) -> Iterator[tuple[str, Callable[..., np.ndarray | None]]]:
+        """Words and a call that gives `out`; None where the compiler cannot take the function at all."""
+
+        def inference(*qkv: np.ndarray) -> np.ndarray:
+            with torch.inference_mode():
+                return self._read(self._guard("under inference mode, ", lambda: self._call(*self._arrays(*qkv))))["out"]
+
+        def compiled(*qkv: np.ndarray) -> np.ndarray | None:
+            torch.compiler.reset()  # else a function that was compiled often is not compiled any more
+            fn = torch.compile(self.fn, backend="aot_eager")
+            logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # graph breaks are no news here
+            try:
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # those of the compiler
+                    return self._read(replace(self, fn=fn)._call(*self._arrays(*qkv)))["out"]
+            except Exception:  # a function need not compile: what it gives where it does is judged
+                return None
+
+        yield "torch.inference_mode", inference
+        yield "torch.compile", compiled
+
+    def refill(self, other: "Candidate") -> None:
+        """Write another case's documents into the tensors that this one's calls are given."""
+        for name, x in self._keywords.items():
+            new = other._keywords[name]
+            if isinstance(x, torch.Tensor) and isinstance(new, torch.Tensor) and x.shape == new.shape:
+                x.copy_(new)
+            else:
+                self._keywords[name] = new
+
     def _guard(self, when: str, action: Callable[[], Any]) -> Any:
         try:
             return action()
@@ -238,7 +289,13 @@ class Candidate:
         return self.fn(*(qkv[i] for i in signature.positional), *fourth, **keywords)
 
     def _arrays(self, *qkv: np.ndarray) -> list[Any]:
-        return [self.library.array(self._lay_out(x, i)) for i, x in enumerate(qkv)]
+        handed, heads = self.case.layout.handed, 2 if self.how.adapter.layout == "BTHD" else 1
+        arrays = [self.library.array(self._lay_out(x, i)) for i, x in enumerate(qkv)]
+        if handed == "usual":
+            return arrays
+        return [
+            x if handed == "expanded" and i == 0 else self.library.hand(x, handed, heads) for i, x in enumerate(arrays)
+        ]
 
     def _index(self, which: int) -> np.ndarray:
         return (self._plan.q_index_N if which == 0 else self._plan.k_index_M).numpy()

@@ -7,10 +7,11 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from types import MappingProxyType
+from typing import Literal
 
 import jax
 import ml_dtypes
@@ -33,16 +34,25 @@ FEATURES = {
     "apart": "documents whose tokens are not adjacent",
     "gqa": "fewer key/value heads than query heads",
     "backward": "gradients",
+    "strides": "arrays that are not contiguous",
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch of packed rows: document ids (0 anchor, 1.. documents, -1 padding); the scale if not D ** -0.5."""
+    """A batch of packed rows: document ids (0 anchor, 1.. documents, -1 padding), and what is special about them.
+
+    scale_factor: the scale over head_dim ** -0.5.
+    large: documents have logits of size: all near +100, all near -100, one key that dominates, equal keys, in turn.
+    handed: how torch arrays lie in memory: `usual`; `sliced` out of a larger one, as q, k and v out of a fused product;
+        `transposed` (tokens and heads the other way round); `expanded` (one key/value head, repeated by a stride of 0).
+    """
 
     name: str
     rows: tuple[tuple[int, ...], ...]
     scale_factor: float = 1.0
+    large: bool = False
+    handed: Literal["usual", "sliced", "transposed", "expanded"] = "usual"
 
     @cached_property
     def document_ids_BT(self) -> np.ndarray:
@@ -60,8 +70,27 @@ class Layout:
             "batch": len(ids) > 1,
             "apart": any(_in_pieces(row) for row in self.rows),
             "scale": self.scale_factor != 1.0,
+            "strides": self.handed != "usual",
         }
         return frozenset(name for name, needed in found.items() if needed)
+
+
+def other_documents(layout: Layout) -> Layout:
+    """A layout of the same shape, ids and sum of ids with other boundaries, where there are three documents in a row.
+
+    A document gives its first token to the one before and its last to the one behind.
+    """
+    rows = []
+    for row in layout.rows:
+        changed = list(row)
+        runs = [(document, len(list(tokens))) for document, tokens in groupby(row)]
+        start = runs[0][1]
+        for (before, _), (own, length), (behind, _) in zip(runs, runs[1:], runs[2:], strict=False):
+            if before > ANCHOR and (before, behind) == (own - 1, own + 1) and length > 2:
+                changed[start], changed[start + length - 1] = before, behind
+            start += length
+        rows.append(tuple(changed))
+    return replace(layout, name=f"{layout.name}_changed", rows=tuple(rows))
 
 
 def _in_pieces(row: tuple[int, ...]) -> bool:
@@ -100,8 +129,15 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout("off_blocks", (_row((1, 7), (2, 17), (3, 33), (4, 65), (5, 129), (6, 272)),)),
             Layout("off_blocks_anchor", (_row((0, 3), (1, 131), (2, 15), (3, 259), (4, 1), (5, 103), (-1, 11)),)),
             Layout("long_anchor", (_row((0, 140), (1, 130), (2, 7), (3, 115), (-1, 131)),)),
-            Layout("many_documents", (_row(*((i + 1, 4 if i < 73 else 3) for i in range(150))),)),
-            Layout("another_scale", (_INTRA,), scale_factor=0.5),
+            Layout("many_documents", (_row(*((i + 1, 3 if i == 7 else 2) for i in range(261))),)),
+            Layout("one_long", (_row((0, 2), (1, 1040), (2, 11)),)),
+            Layout("another_scale", (_INTRA,), scale_factor=0.3),
+            Layout("larger_scale", (_INTRA,), scale_factor=1.7),
+            Layout("large_logits", (_row((1, 13), (2, 11), (3, 12), (4, 11)),), large=True),
+            Layout("large_logits_anchor", (_row((0, 3), (1, 10), (2, 11), (3, 12), (4, 8), (-1, 3)),), large=True),
+            Layout("sliced", (_ANCHOR, _INTRA), handed="sliced"),
+            Layout("transposed", (_ANCHOR, _INTRA), handed="transposed"),
+            Layout("expanded_heads", (_ANCHOR, _INTRA), handed="expanded"),
         )
     }
 )
@@ -143,8 +179,27 @@ class CheckCase:
         random = np.random.default_rng(self.seed)
         B, T = self.document_ids_BT.shape
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        q, k, v, weight = (random.standard_normal((B, T, n, self.head_dim)).astype(DTYPES[self.dtype]) for n in heads)
-        return q, k, v, weight
+        q, k, v, weight = (random.standard_normal((B, T, n, self.head_dim)) for n in heads)
+        if self.layout.large:
+            q, k = self._enlarge(q, k)
+        if self.layout.handed == "expanded":
+            k, v = (np.repeat(x[:, :, :1], self.kv_heads, axis=2) for x in (k, v))
+        dtype = DTYPES[self.dtype]
+        return q.astype(dtype), k.astype(dtype), v.astype(dtype), weight.astype(dtype)
+
+    def _enlarge(self, q_BTHD: np.ndarray, k_BTKD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Logits near +100, near -100, one key of +100 among small ones, equal keys: documents in turn."""
+        ids_BT = self.document_ids_BT
+        size = (100 / self.scale / self.head_dim) ** 0.5  # q . k = head_dim size^2
+        # All that varies lies across the direction (1, 1, ..., 1), along which the size is added.
+        q, k = (x - x.mean(-1, keepdims=True) for x in (q_BTHD, k_BTKD))
+        which_BT = np.where(ids_BT > ANCHOR, ids_BT % 4, 0)
+        first_BT = np.concatenate([np.ones((len(ids_BT), 1), bool), ids_BT[:, 1:] != ids_BT[:, :-1]], axis=1)
+        sign_BT = np.select([which_BT == 1, which_BT == 2, which_BT == 3], [1.0, -1.0, 1.0], 0.0)
+        large_BT = np.select([which_BT == 3, which_BT == 0], [1.0 * first_BT, 0.0], 1.0)
+        large_BT = np.where(ids_BT == ANCHOR, 1.0, large_BT)
+        k = np.where((which_BT == 0)[..., None, None] & (ids_BT > ANCHOR)[..., None, None], k[:, -1:], k)
+        return q + size * sign_BT[..., None, None], k + size * large_BT[..., None, None]
 
 
 def judge_array(

@@ -4,7 +4,7 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,13 @@ import numpy as np
 from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.call import Candidate, Pull, Unusable
-from parity_tests.checking.cases import Arrays, CheckCase, judge_array, oracle
+from parity_tests.checking.cases import Arrays, CheckCase, judge_array, oracle, other_documents
 from parity_tests.oracle import preset_name
 from parity_tests.tolerance import Verdict
 
+MODES_ON = ("anchor", "intra")  # layouts on which a function is called under inference mode and compiled too
+LONGEST_AGAIN = 64  # tokens of a row that is tried a second time with other documents
+PROBES = 20  # about so many documents of a row are tried for isolation
 ARRAYS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -63,7 +66,9 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
             arrays_with_grad, pull = candidate.forward_and_pull(q, k, v)
             arrays = arrays_with_grad | pull(weight)
             _refuse_nan(case, arrays)
-        problem = _influence(candidate) if repeatable else None
+        problem = (
+            (_stale(candidate, fn, how) or _modes(candidate, how) or _influence(candidate)) if repeatable else None
+        )
         if problem is None and pull is not None:
             problem = _stray_gradient(case, pull, weight)
         if repeatable or pull is not None:
@@ -141,7 +146,8 @@ def _probes(case: CheckCase) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]
     """
     visible_BTT = visible_BQJ(case.document_ids_BT)
     for row, ids_T in enumerate(case.document_ids_BT):
-        for document in np.unique(ids_T[ids_T != PADDING]):
+        documents = np.unique(ids_T[ids_T != PADDING])
+        for document in documents[:: max(1, len(documents) // PROBES)]:
             own = np.flatnonzero(ids_T == document)
             queries_T = np.zeros(len(ids_T), dtype=bool)
             queries_T[own[: -(-len(own) // 2)]] = True
@@ -150,6 +156,44 @@ def _probes(case: CheckCase) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]
             if hidden_BT.any():
                 name = "the anchor" if document == ANCHOR else f"document {document}"
                 yield row, queries_T, hidden_BT, f"the first half of {name} in row {row}"
+
+
+def _stale(candidate: Candidate, fn: Callable[..., Any], how: Resolved) -> str | None:
+    """Call again with other documents, in the same tensors: what is kept of the earlier call must not count."""
+    case = candidate.case
+    other = replace(case, layout=other_documents(case.layout))
+    if other.document_ids_BT.tolist() == case.document_ids_BT.tolist() or how.adapter.documents in ("plan", "none"):
+        return None
+    if case.document_ids_BT.shape[1] > LONGEST_AGAIN or not other.layout.needs <= case.layout.needs:
+        return None
+    fresh, again = (Candidate(fn, how, c, candidate.device) for c in (other, case))
+    again.forward(*case.draw()[:3])
+    again.refill(fresh)
+    reused = replace(again, case=other)
+    reused.__dict__["_keywords"] = again._keywords
+    truth, rounded = (
+        oracle(other, name)["out"] for name in ("exact", preset_name(how.adapter.like or "flash", case.dtype))
+    )
+    for candidate in (fresh, reused):
+        out = candidate.forward(*other.draw()[:3])["out"]
+        if not judge_array("out", out, truth, rounded, how.adapter.like or "flash", case.dtype).passed:
+            return "is wrong in a second call with other documents of the same shape: something of the first is kept"
+    return None
+
+
+def _modes(candidate: Candidate, how: Resolved) -> str | None:
+    """Call under torch's inference mode and compiled: the same by the rule."""
+    case = candidate.case
+    if how.adapter.library != "torch" or case.layout.name not in MODES_ON:
+        return None
+    q, k, v, _ = case.draw()
+    like = how.adapter.like or "flash"
+    truth, rounded = oracle(case, "exact")["out"], oracle(case, preset_name(like, case.dtype))["out"]
+    for words, run in candidate.in_modes():
+        out = run(q, k, v)
+        if out is not None and not judge_array("out", out, truth, rounded, like, case.dtype).passed:
+            return f"is wrong under {words}, though right without"
+    return None
 
 
 def _influence(candidate: Candidate) -> str | None:

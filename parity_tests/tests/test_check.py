@@ -20,7 +20,7 @@ from torchtrain.attention import attend
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 
 # Short layouts of every kind, and heads in groups of two.
-SHORT = [name for name in LAYOUTS if not name.startswith("off_blocks")]
+SHORT = [name for name in LAYOUTS if not name.startswith(("off_blocks", "one_long"))]
 
 
 def by_plan(q, k, v, plan, scale):
@@ -63,7 +63,8 @@ def test_a_right_function_passes(kind):
     result = check_attention(fn, layouts=SHORT, adapter=adapter, heads=[(4, 2)], dtypes=["float32"])
     assert result.passed, result.explain()
     assert "what is invisible has exactly no effect" in result.explain()
-    assert len(result.judged) >= len(SHORT) - 1
+    # Some take no scale, and arrays of JAX have no strides.
+    assert {case.not_run for case in result.cases} <= {None, "takes no scale", "lacks strides"}
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
