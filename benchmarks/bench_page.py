@@ -1,4 +1,4 @@
-"""Put results of `torchtrain bench` on a page, each between marks of its own: every number is of the JSON.
+"""Put results of `torchtrain bench` on a page, each between marks of its own: every number is from the JSON.
 
 python -m benchmarks.bench_page --write docs/benchmarks.md benchmarks/results/attention-cpu.json ...
 """
@@ -8,64 +8,117 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+
 from anchorline.files import save
 from anchorline.marked import MarkedPlace
-from anchorline.page.colours import LIGHT
+from anchorline.page import figure_style
+from anchorline.page.colours import LIGHT, SERIES
 from benchmarks.data.page import HEAD
-from torchtrain.bench.figures import draw
-from torchtrain.bench.tables import markdown_of
+from torchtrain.bench.measure import format_spread
+from torchtrain.bench.memory import WAYS
+from torchtrain.bench.result import format_table, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
-ABOUT = {
-    "attention": "Attention need only compute live pairs. Its time over that of full causal attention (torch's SDPA, "
-    "in the same turn) cannot be less than its live pairs over all pairs, at the same efficiency; *over the law* is "
-    "how many times that it takes, and 1 would be all that can be had. Rows are of real documents; those of *least* "
-    "live pairs hold the shortest. *Error* is over what the one rule allows against float64, on a shorter row, before "
-    "anything is timed. `flex, its own mask` makes its block mask each time, as FlexAttention's guide does; `mask "
-    "kept` has it. On a CPU FlexAttention has a forward pass alone, and is compared with the forward pass alone.",
-    "step": "Whole steps: forward, backward, clipping, AdamW. Losses are compared first. *MFU* is the model's own work "
-    "over the product of large matrices measured in the same turns, *executed* what the device runs, with "
-    "recomputation. torchtrain and FSDP update float32 weights, of which the model's bfloat16 ones are made; the "
-    "others update those.",
-    "memory": "Counted by shapes, as `torchtrain plan` does, nothing run: the CUDA context, NCCL and fragments come on "
-    "top, and what a kernel needs for itself (FlashAttention-2's backward pass a float32 copy of the queries). What to "
-    "switch on stands above the columns, each with all before it: `model.activation_checkpointing: true` under "
-    "`distributed.zero_stage: 3` and `distributed.sequence_parallel`; `distributed.offload: optimizer`; "
-    "`distributed.offload: all`; `model.layer_chunk: 8192`; `model.activation_checkpointing: offload`. A row holds at "
-    "most 16,777,216 tokens, up to which float32 counts positions. Under LoRA (`model.lora`) frozen weights have no "
-    "masters, moments or gradients.",
-}
+GIB = {24: 1, 80: 8}  # of the memory table: GPUs of 24 GiB alone, of 80 GiB by eight
 
 
 def write(page: Path, sources: list[Path]) -> None:
-    """Write a section for each result; one that the page has already is replaced, where it stands."""
+    """Write a section for each result; one that the page has already is replaced where it is."""
     text = page.read_text(encoding="utf-8") if page.exists() else HEAD
     for source in sources:
         result = json.loads(source.read_text(encoding="utf-8"))
-        place = MarkedPlace(
-            f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->"
-        )
-        text = place.put_or_append(text, _section(result, source, page.parent))
+        start, end = f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->"
+        text = MarkedPlace(start, end).put_or_append(text, _section(result, source, page.parent))
     save(page, text.encode())
 
 
 def _section(result: dict[str, Any], source: Path, folder: Path) -> str:
-    parts = [f"## {_title(result)}", ABOUT[result["what"]]]
-    if (drawn := draw(result, paper=LIGHT["paper"])) is not None:
+    made = result["environment"]
+    where = f"{made['date']}, {made['device']}, `{made['command']}` (`benchmarks/results/{source.name}`)."
+    parts = [where, _TABLES[result["what"]](result)]
+    if result["what"] == "attention":
         figure = folder / "figures" / f"bench-{source.stem}.svg"
         figure.parent.mkdir(exist_ok=True)
-        save(figure, drawn.encode())
-        parts.append(f"![{result['what']}: the medians of turns, their least and most](figures/{figure.name})")
-    told = source.resolve()
-    told = told.relative_to(ROOT) if told.is_relative_to(ROOT) else source.name
-    return "\n\n".join([*parts, markdown_of(result).rstrip(), f"All of it is in `{told}`."]) + "\n"
+        _draw(result, figure)
+        parts.append(f"![time over full attention by length](figures/{figure.name})")
+    return "\n\n".join(parts) + "\n"
 
 
-def _title(result: dict[str, Any]) -> str:
-    device = result["environment"]["device"]
-    if result["what"] == "attention":
-        return f"Attention in {' and '.join(dict.fromkeys(row['dtype'] for row in result['rows']))}, {device}"
-    return f"Training steps, {device}" if result["what"] == "step" else "The longest context"
+def _attention(result: dict[str, Any]) -> str:
+    """Time over full attention's, a column for each row of documents."""
+    rows = {(row["tokens"], row["row"], row["name"]): row for row in result["rows"] if "of_full" in row}
+    columns = list(dict.fromkeys((tokens, which) for tokens, which, _ in rows))
+    names = dict.fromkeys(
+        name for _, _, name in rows if "causal" not in name and "intra" not in name and "dense," not in name
+    )
+    live = {name: [rows.get((*column, name)) for column in columns] for name in names}
+    share = (
+        "*live pairs over all pairs*",
+        *(f"{rows[*column, 'sdpa, anchor']['live_ratio']:.2f}" for column in columns),
+    )
+    cells = [
+        (
+            name_of(next(row for row in found if row)),
+            *("" if row is None else f"{row['of_full']['median']:.2f}" for row in found),
+        )
+        for name, found in live.items()
+    ]
+    return format_table(("", *(f"{tokens:,} {which}" for tokens, which in columns)), [share, *cells])
+
+
+def _step(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["loop"],
+            format_spread(row["of_yardstick"]),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['mfu']:.0%}",
+            f"{result['losses'][row['loop']]['error_ratio']:.2f}" if row["loop"] in result["losses"] else "",
+        )
+        for row in result["rows"]
+    ]
+    return format_table(("", "time / transformers, full", "tokens/s", "MFU", "error of the losses"), rows)
+
+
+def _memory(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{row['model'].rpartition('/')[2]}, {row['processes']} x {row['gib']:g} GiB",
+            *("does not fit" if row[way] is None else f"{row[way]:,}" for way in WAYS),
+        )
+        for row in result["rows"]
+        if "trained" not in row and GIB.get(row["gib"]) == row["processes"]
+    ]
+    return format_table(("", *("recomputation", "+ optimizer", "+ weights", "+ layer_chunk", "+ activations")), rows)
+
+
+_TABLES = {"attention": _attention, "step": _step, "memory": _memory}
+
+
+def _draw(result: dict[str, Any], path: Path) -> None:
+    """Draw time over full attention's by length, for the rows of mean live pairs."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in result["rows"]:
+        if "of_full" in row and row["row"] == "mean" and row["variant"] != "full":
+            lines.setdefault(name_of(row), []).append((row["tokens"], row["of_full"]["median"]))
+    with matplotlib.rc_context(figure_style(f"bench-{path.stem}")):
+        canvas = Figure(figsize=(7.2, 3.4), layout="constrained")
+        axes = canvas.add_subplot()
+        for number, (name, points) in enumerate(lines.items()):
+            again, colour = divmod(number, len(SERIES))
+            axes.plot(*zip(*points, strict=True), color=SERIES[colour], marker="os^D"[again % 4], label=name)
+        lengths = sorted({tokens for points in lines.values() for tokens, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens a row")
+        axes.set_ylabel("time / full attention")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        canvas.savefig(path, format="svg", metadata={"Date": None}, facecolor=LIGHT["paper"])
 
 
 if __name__ == "__main__":

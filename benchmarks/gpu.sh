@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# What a GPU should show, in under 9 minutes: the tests marked gpu (every engine and its backward pass to 128K against the
-# oracle, whole runs: killed and resumed, spread over all GPUs, memory against the plan), then `torchtrain bench`: attention
-# and whole steps beside what people would use instead.
+# What a GPU should show, in under 9 minutes, the most valuable part first, each with a time of its own: whole steps beside
+# transformers', the engines against the oracle, attention's speed, whole runs (killed and resumed, memory against the plan), and
+# last FlexAttention, which compiles for every shape. What a part has shown when its time is over is kept.
 #     benchmarks/gpu.sh [FOLDER]      results land in FOLDER (default: benchmarks/results/gpu); begin with summary.md
-# PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it. `datasets` and
-# a network are not needed beyond that.
+# PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 mkdir -p "$out"
-rm -f "$out"/{engines,runs}.{xml,txt} "$out"/{attention,step}.{jsonl,json,md,svg,txt} "$out/summary.md"  # of an earlier time
+rm -f "$out"/{engines,runs,flex}.{xml,txt} "$out"/{attention,step}.{json,md,txt} "$out/summary.md"  # of an earlier time
 
 # JAX takes three quarters of the GPU at start unless told not to; torch needs its share.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -19,23 +18,27 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 "$python" -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "gpu.sh: torch sees no CUDA device")'
 
 status=0
-# NAME SECONDS FILES...: the tests marked gpu of some files, for so long at most. Cut off by Ctrl-C, pytest still writes
-# down what it has; by SIGTERM it would leave nothing.
+# NAME SECONDS ARGUMENTS...: the tests marked gpu, for so long at most. After Ctrl-C pytest still writes down what it has; after
+# SIGTERM it would leave nothing.
 run() {
     local name=$1 seconds=$2
     shift 2
     echo "==> tests marked gpu: $name"
-    timeout -s INT -k 10 "$seconds" "$python" -m pytest "$@" -m gpu -q --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
+    timeout -s INT -k 10 "$seconds" "$python" -m pytest "$@" -q --durations=10 --junitxml "$out/$name.xml" 2>&1 | tee "$out/$name.txt" || status=$?
 }
-run engines 150 parity_tests/tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py
-run runs 240 parity_tests/tests/test_gpu_runs.py
-
+# NAME SECONDS OVERRIDES...: `torchtrain bench` writes its result after every row.
 bench() {
-    echo "==> torchtrain bench $1"
-    timeout -s INT -k 10 "$2" "$python" -m torchtrain bench "$1" configs/bench/gpu.yaml --out "$out" 2>&1 | tee "$out/$1.txt" || status=$?
+    local name=$1 seconds=$2
+    shift 2
+    echo "==> torchtrain bench $name"
+    timeout -s INT -k 10 "$seconds" "$python" -m torchtrain bench "$name" configs/bench/gpu.yaml --out "$out" "$@" 2>&1 | tee "$out/$name.txt" || status=$?
 }
-bench attention 90
-bench step 50
+engines="parity_tests/tests/test_engines_against_oracle.py torchtrain/tests/test_hf.py"
+bench step 60
+run engines 100 $engines -m gpu -k "not flex"
+bench attention 70 "attention.engines=[flash,flash3,flash4,sdpa]" "attention.rivals=[BOS per document]"
+run runs 200 parity_tests/tests/test_gpu_runs.py -m gpu
+run flex 90 $engines -m gpu -k flex
 
 "$python" benchmarks/gpu_summary.py "$out" | tee "$out/summary.md"
 echo "==> results in $out"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from anchorline.environment import git_state, versions
-from torchtrain.bench.tables import markdown_of
+from torchtrain.bench.result import to_markdown
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "flash-attn", "flash-attn-4", "jax", "numpy")
 
@@ -54,7 +54,7 @@ def _bench(folder: Path) -> Iterator[str]:
         path = folder / f"{what}.json"
         if path.exists():
             yield from ("", f"## torchtrain bench {what}", "")
-            yield from markdown_of(json.loads(path.read_text(encoding="utf-8"))).splitlines()
+            yield from to_markdown(json.loads(path.read_text(encoding="utf-8"))).splitlines()
 
 
 def _missing(folder: Path) -> Iterator[str]:

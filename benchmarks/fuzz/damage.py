@@ -7,13 +7,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.values import VALUES
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**53 + 1, 2**63 - 1, -(2**63), 10**18, 10**400),
+    *(0.0, 0.5, -1.5, 1e-9, 5e-324, 1e308, float("inf"), float("nan")),
+    *("", " ", "x", "auto", "12:30", "é", "{domain}", "%s", "x" * 300, "a\nb", "\x1b[31m", "nul\0", "half \ud800"),
+    *([], {}, [1], [[]], {"a": 1}, {"": 1}, ["x"] * 3000, {"rope_type": "yarn"}),
+]
+PATHS = [
+    *("", ".", "..", "/dev/null/x", "/proc/self/mem", "/dev/zero", "~nobody-at-all", "no/such", "a//b/../c", "-x"),
+    *("config.yaml", "loop", "pipe", "dangling", "model", "orbax", "a\0b", "a\ud800b", "a\nb", "x" * 300, "y/" * 2500),
+]
+TEXTS = [
+    *("", "0", "1", "-1", "1e400", "nan", "-inf", "5e-324", "0x10", "1_0", "x", "é", "١", "9" * 25, "9" * 5000),
+    *("a\0b", "\ud800", "\n", "a,b", ",", "1,-1", "1," * 3000 + "1", "anchor", "full+tag", "+", "yarn", "smollm2"),
+    *("[", "{", "!!int ''", "!!python/name:os.system", "&a [*a]", "*a", "|", "'", "{[1]: 2}", "[" * 3000, "<<: 1"),
+]
+INSERTED = (b"\0", b"\xff", b"\n", b"[" * 3000, b'"', b"{", b"9" * 5000, b"\xed\xa0\x80")
 
-INSERTED = (b"\0", b"\xff", b"\n", b"[" * 3000, b'"', b"{", b"9" * 5000, b"\xf0\x9f\x9a\x80", b"\xed\xa0\x80")
-LINKS = {"a link to nothing": "/no/such", "a link to itself": None, "a link to /dev/zero": "/dev/zero"}
 
-
-def damage_tree(random: random.Random, tree: Any) -> str:
+def damage_tree(draw: random.Random, tree: Any) -> str:
     """Change one place of a tree of dicts and lists."""
     places: list[tuple[Any, Any, str]] = []
 
@@ -21,107 +33,77 @@ def damage_tree(random: random.Random, tree: Any) -> str:
         items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
         for key, value in items:
             places.append((node, key, f"{name}.{key}"))
-            if not (isinstance(value, list | dict) and len(value) > 40):  # a vocabulary would be all that is ever drawn
+            if not (isinstance(value, list | dict) and len(value) > 40):  # else most draws would fall on a vocabulary
                 walk(value, f"{name}.{key}")
 
     walk(tree, "")
-    node, key, name = random.choice(places)
-    how = random.randrange(8)
+    if not places:
+        return "nothing changed"
+    node, key, name = draw.choice(places)
+    how, value, old = draw.randrange(8), draw.choice(VALUES), node[key]
     if how == 0:
         del node[key]
         return f"{name} removed"
     if how == 1 and isinstance(node, dict):
-        node[random.choice(["x", "", "é", f"{key}_", str(key).upper(), "half \ud800"])] = node.pop(key)
+        node[draw.choice(["x", "", f"{key}_", "half \ud800"])] = node.pop(key)
         return f"{name} renamed"
-    value = random.choice(VALUES)
-    old = node[key]
     if how == 2 and isinstance(old, int | float):
-        value = random.choice([-old, old + 1, old * 2, old * 1000, old - 1, old + 0.5, str(old), [old]])
+        value = draw.choice([-old, old + 1, old * 1000, old - 1, old + 0.5, str(old), [old]])
     node[key] = value
     return f"{name} = {value!r:.80}"
 
 
-def damage_bytes(random: random.Random, content: bytes) -> tuple[bytes, str]:
-    """Change bytes somewhere; return them too."""
-    at = random.randrange(len(content) + 1)
-    before, after = content[:at], content[at:]
-    how = random.randrange(7)
-    if how == 0:
-        return before, f"cut at {at}"
-    if how == 1:
-        return b"", "emptied"
-    if how == 2 and after:
-        return before + bytes([after[0] ^ (1 << random.randrange(8))]) + after[1:], f"a bit flipped at {at}"
-    if how == 3:
-        inserted = random.choice(INSERTED)
-        return before + inserted + after, f"{inserted[:8]!r} inserted at {at}"
-    length = random.randrange(1, 200)
-    if how == 4:
-        return before + after[length:], f"{at} to {at + length} removed"
-    if how == 5:
-        return before + after[:length] + after, f"{at} to {at + length} twice"
-    noise = random.randbytes(random.randrange(1, 64))
-    return before + noise + after[len(noise) :], f"{len(noise)} random bytes at {at}"
-
-
-def damage_file(random: random.Random, path: Path) -> str:
-    """Damage a file: its content, or what it is."""
-    how = random.randrange(12)
+def damage_file(draw: random.Random, path: Path) -> str:
+    """Damage a file: what it is, a place of the JSON that it holds, or its bytes."""
+    how = draw.randrange(12)
     if how == 0:
         path.unlink()
-        return f"{path.name}: removed"
-    if how == 1:
-        return f"{path.name}: {_replace(random, path)}"
-    if how < 9 and (tree := _read_tree(path)):
-        box = {"whole": tree} if random.random() < 0.05 else tree
-        done = damage_tree(random, box)
-        path.write_text(json.dumps(box.get("whole") if box is not tree else tree))
-        return f"{path.name}: {done}"
-    if how < 9 and path.suffix == ".jsonl":
-        lines = path.read_text().splitlines()
-        number = random.randrange(len(lines))
-        tree = json.loads(lines[number])
-        done = damage_tree(random, tree)
-        lines[number] = json.dumps(random.choice([tree, tree, tree, [tree], None, 5]))
-        path.write_text("\n".join(lines) + "\n")
-        return f"{path.name}:{number + 1}: {done}"
-    content, done = damage_bytes(random, path.read_bytes())
-    path.write_bytes(content)
-    return f"{path.name}: {done}"
+        return f"{path.name}: {_put_something_else(draw, path)}"
+    if how < 9:
+        lines = path.read_bytes().split(b"\n") if path.suffix == ".jsonl" else [path.read_bytes()]
+        number = draw.randrange(len(lines))
+        try:
+            box = {"whole": json.loads(lines[number])}
+        except ValueError:
+            box = {}
+        if box:
+            done = damage_tree(draw, box if draw.random() < 0.1 else box["whole"])
+            lines[number] = json.dumps(box.get("whole")).encode()
+            path.write_bytes(b"\n".join(lines))
+            return f"{path.name}: {done}"
+    content = path.read_bytes()
+    at = draw.randrange(len(content) + 1)
+    before, after, length = content[:at], content[at:], draw.randrange(1, 200)
+    ways = {
+        "cut": before,
+        "emptied": b"",
+        "a bit flipped": before + bytes(b ^ (1 << draw.randrange(8)) for b in after[:1]) + after[1:],
+        "bytes inserted": before + draw.choice(INSERTED) + after,
+        "bytes removed": before + after[length:],
+        "bytes twice": before + after[:length] + after,
+        "random bytes": before + draw.randbytes(length) + after[length:],
+    }
+    done = draw.choice(list(ways))
+    path.write_bytes(ways[done])
+    return f"{path.name}: {done} at {at}"
 
 
-def damage_folder(random: random.Random, folder: Path) -> str:
-    """Damage one file of a folder, or the whole of one of its folders."""
+def damage_folder(draw: random.Random, folder: Path) -> str:
+    """Damage one file of a folder, or put something else in the place of one of its folders."""
     inner = sorted(path for path in folder.rglob("*") if path.is_dir())
-    if inner and random.random() < 0.1:
-        path = random.choice(inner)
+    if inner and draw.random() < 0.1:
+        path = draw.choice(inner)
         shutil.rmtree(path)
-        if random.random() < 0.5:
-            return f"{path.name}: removed with all that it holds"
-        path.touch()
-        return f"{path.name}: {_replace(random, path)}"
-    return damage_file(random, random.choice(sorted(path for path in folder.rglob("*") if path.is_file())))
+        return f"{path.name}: {_put_something_else(draw, path)}"
+    return damage_file(draw, draw.choice(sorted(path for path in folder.rglob("*") if path.is_file())))
 
 
-def _replace(random: random.Random, path: Path) -> str:
-    """Put something else where a file is."""
-    path.unlink()
-    kind = random.choice(["a pipe", "a folder", *LINKS])
+def _put_something_else(draw: random.Random, path: Path) -> str:
+    kind = draw.choice(["nothing", "a pipe", "a folder", "/no/such", path.name, "/dev/zero"])
     if kind == "a pipe":
         os.mkfifo(path)
     elif kind == "a folder":
         path.mkdir()
-    else:
-        path.symlink_to(LINKS[kind] or path.name)
-    return kind
-
-
-def _read_tree(path: Path) -> Any:
-    """Return the dict or list in a file of JSON (Orbax gives its own no ending); None of any other file."""
-    if path.suffix not in (".json", ""):
-        return None
-    try:
-        tree = json.loads(path.read_bytes())
-    except ValueError:
-        return None
-    return tree if isinstance(tree, dict | list) else None
+    elif kind != "nothing":
+        path.symlink_to(kind)
+    return f"replaced by {kind}"

@@ -1,42 +1,177 @@
-"""An input: one command, on files that lie beside it."""
+"""The valid files that every input starts from, and the kinds of input: each damages a copy and names a command."""
 
+import json
+import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import yaml
 
-@dataclass
-class Input:
-    """One command on damaged files: what the runner needs, and what a person needs to see.
+from benchmarks.fuzz.damage import PATHS, TEXTS, VALUES, damage_file, damage_folder, damage_tree
+from parity_tests.commands import load_apps
 
-    Attributes:
-        command: torchtrain, jaxref or parity.
-        arguments: of the command, its verb first.
-        environment: variables that are set for it.
-        about: what was damaged.
-        made: the only thing in the folder that the command makes, if it ends with 0; otherwise it makes nothing. Empty
-            where that is not known.
-        refused: whether it ends before it trains or compiles, though its verb does both.
-    """
-
-    command: str
-    arguments: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
-    about: str = ""
-    made: str = ""
-    refused: bool = False
-
-    @property
-    def quick(self) -> bool:
-        """Whether it neither trains nor compiles."""
-        return self.refused or not self.arguments or (self.command, self.arguments[0]) in _QUICK
-
-
-_QUICK = {
+CONFIGS = {
+    "gate.yaml": """
+title: t
+seeds: [0]
+matrix: [{model: llama, tokens: 48, dtype: float32, stages: [forward]}]
+""",
+    "study.yaml": """
+title: t
+model: {source: model}
+text: {source: text.jsonl}
+lengths: {contestants: [{condition: flash_bf16}], lengths: [8], sequences: 1, columns: [0]}
+""",
+    "config.yaml": """
+run: {folder: run, seed: 3}
+model: {source: model, dtype: float32, attention: sdpa}
+rope: {type: keep, theta: 50000.0}
+data:
+  sources: [{files: text.jsonl, domain_field: domain, max_documents: 40}]
+  cache: cache
+  held_out_share: 0.2
+  min_tokens: 1
+  bad_record_share: 0.1
+pack: {sequence_length: 32, variant: anchor, anchor: auto, chunks: 2}
+train: {steps: 1, sequences_per_step: 1, micro_batch: 1, learning_rate: 0.01, loss_chunk: 16, betas: [0.9, 0.95]}
+distributed: {sequence_parallel: 1, zero_stage: 0, offload: none}
+held_out: {sequences: 1}
+save: {every: 1, keep: 2}
+""",
+}
+# Commands that neither train nor compile.
+QUICK = {
     *(("torchtrain", verb) for verb in ("plan", "config", "status", "verify")),
     *(("jaxref", verb) for verb in ("mask", "rope", "convert")),
     ("parity", "diff"),
 }
+STUDY, GATE = ("jaxref study study.yaml --out out", "parity run gate.yaml --out out")
+TRAIN, PLAN, SHOW = (f"torchtrain {verb} config.yaml" for verb in ("train", "plan", "config"))
+ON_A_RUN = [
+    *("torchtrain status run", "torchtrain verify run", "torchtrain resume run", "torchtrain resume run --step 2"),
+    *(f"{TRAIN} train.steps=2", f"{TRAIN} --replace", f"{PLAN} --measured run"),
+]
+# A folder or file that is damaged, and the commands that read it.
+DAMAGED = {
+    "model": [PLAN, TRAIN, STUDY, "jaxref rope --config model/config.json", "jaxref convert model new"],
+    "orbax": ["jaxref convert orbax new"],
+    "text.jsonl": [TRAIN, f"{TRAIN} data.bad_record_share=1.0", STUDY],
+    "text.parquet": [f"{TRAIN} data.sources.0.files=text.parquet", f"{STUDY} text.source=text.parquet"],
+    "cache": [f"{TRAIN} run.folder=another", "torchtrain verify run"],
+    "run": ON_A_RUN,
+    "run/checkpoints": ON_A_RUN,
+    "config.yaml": [SHOW, PLAN, TRAIN],
+    "study.yaml": [STUDY],
+    "gate.yaml": [GATE],
+}
+# Where a command takes a path.
+PLACES = [
+    *(f"{TRAIN} run.folder=@", f"{TRAIN} data.cache=@", f"{PLAN} model.source=@", f"{PLAN} --measured @"),
+    *("torchtrain train @", "torchtrain resume @", "torchtrain status @", "torchtrain verify @"),
+    *("jaxref study study.yaml --out @", "jaxref mask --png @", "jaxref rope --config @", "jaxref ring --model @"),
+    *("jaxref convert @ new", "jaxref convert model @", "parity run @", "parity run gate.yaml --out @"),
+    *("parity diff @ @", "parity zoo @", "parity check @", "parity check @.py:f"),
+]
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "COLUMNS", "LANG", "HF_HOME")
+Input = tuple[list[str], dict[str, str], str]  # the command line, variables of its environment, what was damaged
 
-Make = Callable[[random.Random, Path], Input]  # from random numbers and a copy of the valid files, which it damages
+
+def make_files(folder: Path, run: Callable[[list[str]], None]) -> None:
+    """Make a model, text and configurations; with `run`, which runs a command, an Orbax folder and a trained run."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
+
+    tiny_model(num_hidden_layers=1).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    lines = [{"text": f"{n} " + "abcdefgh " * (n % 5 + 1), "domain": "ab"[n % 2], "meta": {"id": n}} for n in range(40)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), folder / "text.parquet")
+    for name, text in CONFIGS.items():
+        (folder / name).write_text(text)
+    os.mkfifo(folder / "pipe")
+    (folder / "loop").symlink_to("loop")
+    (folder / "dangling").symlink_to("nowhere")
+    run(["jaxref", "convert", "model", "orbax"])
+    run([*TRAIN.split(), "train.steps=3", "save.last=2"])
+
+
+def damaged(draw: random.Random, folder: Path) -> Input:
+    """A damaged file or folder, or a damaged place of a configuration."""
+    name = draw.choice(list(DAMAGED))
+    path, command = folder / name, draw.choice(DAMAGED[name]).split()
+    if name in CONFIGS and draw.random() < 0.75:
+        tree = yaml.safe_load(path.read_text())
+        done = damage_tree(draw, tree)
+        try:
+            path.write_text(yaml.safe_dump(tree))
+        except (yaml.YAMLError, UnicodeError):
+            path.write_text(json.dumps(tree))
+        return command, {}, f"{name}: {done}"
+    return command, {}, f"{name}: {(damage_folder if path.is_dir() else damage_file)(draw, path)}"
+
+
+def override(draw: random.Random, folder: Path) -> Input:
+    """An override of a setting of any of the schemas."""
+    from parity_tests.gate.spec import GateConfig
+    from ropestudy.spec import StudyConfig
+    from torchtrain.config import Config
+
+    kind: Any
+    command, kind = draw.choice(
+        [(PLAN, Config), (SHOW, Config), (TRAIN, Config), (STUDY, StudyConfig), (GATE, GateConfig)]
+    )
+    names = list[str]()
+    while hasattr(kind, "model_fields"):
+        names.append(draw.choice([*kind.model_fields]))
+        annotation = kind.model_fields[names[-1]].annotation
+        kind = next((a for a in getattr(annotation, "__args__", ()) if hasattr(a, "model_fields")), annotation)
+        if str(annotation).startswith("list"):
+            names.append(draw.choice(["0", "0", "1", "-1", "x"]))
+    value = draw.choice([*TEXTS, *PATHS, *(str(value) for value in VALUES)])
+    return [*command.split(), f"{'.'.join(names)}={value}"], {}, "an override"
+
+
+def option(draw: random.Random, folder: Path) -> Input:
+    """An option of any verb."""
+    import typer
+
+    command = draw.choice(["torchtrain", "jaxref", "parity"])
+    verbs: Any = typer.main.get_command(load_apps()[command])
+    name = draw.choice(sorted(verbs.commands))
+    file = {"torchtrain": "config.yaml", "jaxref": "study.yaml", "parity": "gate.yaml"}[command]
+    given = {
+        "resume": ["run"],
+        "status": ["run"],
+        "verify": ["run"],
+        "convert": ["model", "new"],
+        "zoo": [file, "none"],
+    }
+    arguments = [command, name, *given.get(name, [file] if name in ("train", "plan", "config", "study") else [])]
+    options = [one for one in verbs.commands[name].params if one.param_type_name == "option" and one.name != "help"]
+    for parameter in draw.sample(options, min(len(options), 1)):
+        arguments.append(draw.choice(parameter.opts))
+        if not getattr(parameter, "is_flag", False):
+            arguments.append(draw.choice([*TEXTS, *PATHS]))
+    return arguments, {}, "an option"
+
+
+def place(draw: random.Random, folder: Path) -> Input:
+    """A path of any kind, wherever one is taken."""
+    path = draw.choice(PATHS)
+    words = draw.choice(PLACES).split()
+    return [word.replace("@", json.dumps(path) if "=@" in word else path) for word in words], {}, "a path"
+
+
+def environment(draw: random.Random, folder: Path) -> Input:
+    """Variables that torchrun and others set."""
+    words = [text[:200] for text in TEXTS if "\0" not in text and "\ud800" not in text] + ["no.such.invalid"]
+    given = {name: draw.choice(words) for name in draw.sample(VARIABLES, draw.choice([1, 2, 3]))}
+    given["MASTER_PORT"] = "x"  # with a right one, processes that never come would be waited for
+    return draw.choice([TRAIN, PLAN, "jaxref mask", "parity run gate.yaml"]).split(), given, "environment"
+
+
+KINDS = {"damaged": damaged, "override": override, "option": option, "place": place, "environment": environment}

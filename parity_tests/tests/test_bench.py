@@ -9,7 +9,7 @@ import torch
 
 from anchorline.tolerance import judge
 from benchmarks.bench_page import write
-from torchtrain.bench.truth import error_ratio
+from torchtrain.bench.measure import error_ratio
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*-cpu.json"))

@@ -1,18 +1,17 @@
-"""A short, seeded part of `benchmarks/fuzz.sh`, of every kind: no damaged input gives a traceback or hangs."""
+"""A short, seeded part of `python -m benchmarks.fuzz`, of every kind: no damaged input gives a traceback or hangs."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.fuzz.kinds import KINDS
+from benchmarks.fuzz.inputs import KINDS
 
 ROOT = Path(__file__).parents[2]
-EACH = 2  # inputs of a kind
+EACH = 4  # inputs of a kind
 
 
 def test_damaged_inputs_give_one_line():
     command = [sys.executable, "-m", "benchmarks.fuzz", "--quick", "--seed", "0", "--count", str(EACH * len(KINDS))]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
-    for kind in KINDS:
-        assert f"'{kind}': {EACH}" in ended.stdout
+    assert f"{EACH * len(KINDS)} inputs, 0 faults" in ended.stdout

@@ -1,1 +1,1 @@
-"""`torchtrain bench`: what attention, a step and a device's memory give, beside what people would use instead."""
+"""`torchtrain bench`: what attention, a step and a GPU's memory give, beside what people would use instead."""

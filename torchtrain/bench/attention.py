@@ -1,223 +1,303 @@
 """`torchtrain bench attention`: time(variant) / time(full), and how close that comes to what the live pairs allow.
 
-All that is compared runs on the same tensors of one row of real documents, in turn, forward and backward; each turn has
-a ratio of its own to full causal attention in the same turn. Before, all are judged against float64 on a shorter row:
-an engine of ours that is not right is not timed; what others give is timed, and its error told.
+All that is compared runs on the same tensors of one row of real documents, in turns, forward and backward; each turn
+gives a ratio to full causal attention in the same turn. Before that, all are judged against float64 on a shorter row.
+An engine of torchtrain that is not right is not timed; what others give is timed, and its error is in the result.
 
-Legend: T tokens of a row · H query heads · K key/value heads · D head_dim.
+Legend: T tokens of a row · U tokens where each document begins with a BOS of its own · H query heads · K key/value
+heads · D head_dim.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import dataclass
+from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from anchorline.errors import UserError, one_line
-from torchtrain.attention import attend
-from torchtrain.bench.cases import YARDSTICK, BenchCase, Prepared, list_cases, prepare_case
-from torchtrain.bench.clock import Clock
+from torchtrain.attention import AttentionPlan, attend, make_plan, resolve_engine, visible_BTT
+from torchtrain.attention.dense import MAX_TOKENS
+from torchtrain.attention.flash import leave_newer
 from torchtrain.bench.config import AttentionBench, BenchConfig
-from torchtrain.bench.record import BenchRecord
+from torchtrain.bench.measure import Clock, error_ratio, spread_of
 from torchtrain.bench.rows import Corpus, Which
-from torchtrain.bench.spread import spread_of
-from torchtrain.bench.truth import error_ratio
 
+YARDSTICK = "causal SDPA"  # full attention, as everyone calls it: the denominator of all ratios
 # Forward: 4 D for each live pair and head; backward, with the scores computed again, two and a half times that.
-FORWARD, BACKWARD = 4, 10
-NAMES = ("out", "dq", "dk", "dv")
-_TOO_MUCH = "runs out of memory"
+WORK = {"forward": 4, "backward": 10}
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Inputs(NamedTuple):
-    """What a row is given: queries, keys, values, and the gradient of its output."""
+@dataclass(frozen=True)
+class Case:
+    """A computation that is timed: its name, the mask that it computes, and torchtrain's engine; None: a rival."""
 
-    q_1THD: Tensor
-    k_1TKD: Tensor
-    v_1TKD: Tensor
-    weight_1THD: Tensor
+    name: str
+    variant: str
+    engine: str | None = None
 
 
-def measure(config: BenchConfig, record: BenchRecord, clock: Clock, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure, or go on measuring.
+@dataclass(frozen=True)
+class Prepared:
+    """A case on one row.
+
+    `forward` takes q [1, T, H, D] and k, v [1, T, K, D] to out [1, T, H, D]; where `source` is given, of the U tokens
+    that it names, of which `own` are the row's.
+    """
+
+    forward: Forward
+    live_pairs: int
+    backward: bool = True
+    source: Tensor | None = None
+    own: Tensor | None = None
+
+
+def measure_attention(
+    config: BenchConfig, clock: Clock, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Measure every case at every length.
 
     Args:
         config: what.
-        record: what was measured before.
         clock: of the device.
         say: takes one line at a time on what begins.
+        keep: takes the result so far, each time a row is done.
 
     Returns:
         What the result holds besides its environment.
     """
-    bench, cases, corpus = config.attention, list_cases(config.attention), Corpus(config)
-    rows = []
+    bench, corpus, rows = config.attention, Corpus(config), list[dict[str, Any]]()
+    result = {"heads": [bench.heads, bench.kv_heads, bench.head_dim], "rows": rows}
     for name in bench.dtypes:
         dtype = getattr(torch, name)
-        say(f"checking {name}: {len(cases)} computations on {bench.check_tokens:,} tokens against float64")
-        errors = _check(cases, bench, corpus, dtype, config.seed, clock, record)
+        say(f"checking {name}: {len(list_cases(bench))} computations on {bench.check_tokens:,} tokens against float64")
+        errors = _check(config, corpus, dtype, clock)
         for tokens, which in product(bench.lengths, bench.rows):
             say(f"timing {name}, {tokens:,} tokens, the row of {which} live pairs, {config.repeats} turns")
-            rows += _time(cases, errors, config, corpus, tokens, which, dtype, clock, record)
-    return {"heads": [bench.heads, bench.kv_heads, bench.head_dim], "rows": rows}
+            rows += _time(config, corpus, tokens, which, dtype, clock, errors)
+            keep(result)
+    return result
 
 
-def _check(
-    cases: list[BenchCase],
-    bench: AttentionBench,
-    corpus: Corpus,
-    dtype: torch.dtype,
-    seed: int,
-    clock: Clock,
-    record: BenchRecord,
-) -> dict[str, dict[str, Any]]:
-    """Judge each case; a case that cannot run says why."""
-    ids_T = _ids(corpus, bench.check_tokens, "least", clock.device)
-    inputs = _draw(bench, bench.check_tokens, dtype, seed, clock.device)
-    truths: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+def list_cases(bench: AttentionBench) -> list[Case]:
+    """Return all cases of a config, the yardstick first."""
+    ours = [Case(f"{engine}, {variant}", variant, engine) for engine in bench.engines for variant in bench.variants]
+    rivals = [Case(name, "anchor" if name in ("dense mask", "BOS per document") else "intra") for name in bench.rivals]
+    return [Case(YARDSTICK, "full"), *ours, *rivals]
 
-    def judge(case: BenchCase) -> dict[str, Any]:
+
+def prepare_case(case: Case, ids_T: dict[str, Tensor], bench: AttentionBench, dtype: torch.dtype) -> Prepared:
+    """Make a case ready on a row.
+
+    Args:
+        case: which.
+        ids_T: the row's document ids under each variant, on the device.
+        bench: how long a dense mask may be.
+        dtype: of the tensors that it will get.
+
+    Raises:
+        UserError: it cannot run here, in this dtype, or at this length: why.
+    """
+    ids_1T = ids_T[case.variant][None]
+    T, device = ids_1T.shape[1], ids_1T.device
+    plan = make_plan(ids_1T)
+    if "dense" in (case.engine, case.name.split()[0]):
+        most = min(bench.dense_tokens, MAX_TOKENS) if case.engine else bench.dense_tokens
+        if most < T:
+            raise UserError(f"a T x T mask is made up to {most:,} tokens")
+    if case.engine is not None:
+        leave_newer()  # of the case before
+        engine = resolve_engine(case.engine, device, dtype, training=False)
+        return Prepared(_engine(plan, engine), plan.live_pairs, engine != "flex" or device.type == "cuda")
+    if case.name == YARDSTICK:
+        return Prepared(_sdpa(is_causal=True), plan.live_pairs)
+    if case.name == "dense mask":
+        return Prepared(_sdpa(attn_mask=visible_BTT(ids_1T)[:, None]), plan.live_pairs)
+    if case.name == "BOS per document":
+        source, copied_1U, own = copy_bos(ids_1T[0])
+        copied = make_plan(copied_1U)
+        return Prepared(
+            _engine(copied, resolve_engine("auto", device, dtype)), copied.live_pairs, source=source, own=own
+        )
+    kept = _block_mask(ids_1T[0]) if case.name == "flex, mask kept" else None
+    return Prepared(_flex(ids_1T[0], kept), plan.live_pairs, device.type == "cuda")
+
+
+def _engine(plan: AttentionPlan, engine: str) -> Forward:
+    return lambda q, k, v: attend(q, k, v, plan, engine=engine)[0]
+
+
+def _sdpa(**how: Any) -> Forward:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how).transpose(1, 2)
+
+    return forward
+
+
+def _flex(ids_T: Tensor, kept: Any) -> Forward:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = _block_mask(ids_T) if kept is None else kept
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _compiled()(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return forward
+
+
+def _block_mask(ids_T: Tensor) -> Any:
+    """Make the mask as FlexAttention's own guide does."""
+
+    def within_documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (ids_T[q] == ids_T[k])
+
+    return create_block_mask(within_documents, None, None, len(ids_T), len(ids_T), device=str(ids_T.device))
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def copy_bos(ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay a row out as the authors' FlashAttention does: the anchor's token once more in front of each document.
+
+    Args:
+        ids_T: document ids of a row whose anchor is its first token alone.
+
+    Returns:
+        The row's token that each of the U copies [U]; their document ids [1, U]; where among them the row's own tokens
+        are [T], the anchor's among the first document.
+    """
+    counts = ids_T[1:].unique_consecutive(return_counts=True)[1].tolist()
+    bos = torch.zeros(1, dtype=torch.long)
+    parts = torch.arange(1, len(ids_T)).split(counts)
+    source = torch.cat([torch.cat([bos, part]) for part in parts])
+    ids = torch.cat([torch.full((count + 1,), number) for number, count in enumerate(counts, start=1)])
+    own = torch.cat([bos, source.nonzero().flatten()])
+    return source.to(ids_T.device), ids[None].to(ids_T.device), own.to(ids_T.device)
+
+
+def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock) -> dict[str, dict[str, Any]]:
+    """Judge each case by the error rule; a case that cannot run says why."""
+    bench = config.attention
+    ids_T = _document_ids(corpus, bench.check_tokens, "least", clock.device)
+    inputs = _draw(config, bench.check_tokens, dtype, clock.device)
+
+    @cache
+    def references(variant: str) -> tuple[list[Tensor], list[Tensor]]:
+        plan = make_plan(ids_T[variant][None])
+        dense = Prepared(_engine(plan, "dense"), plan.live_pairs)
+        return _run(dense, [x.double() for x in inputs]), _run(dense, inputs)
+
+    found = dict[str, dict[str, Any]]()
+    for case in list_cases(bench):
         try:
             prepared = prepare_case(case, ids_T, bench, dtype)
         except UserError as error:
-            return {"not_run": one_line(error)}
-        if case.variant not in truths:
-            truths[case.variant] = (
-                _run_dense(ids_T[case.variant], inputs, torch.float64),
-                _run_dense(ids_T[case.variant], inputs, dtype),
+            found[case.name] = {"not_run": one_line(error)}
+            continue
+        # Each copy of a BOS has a gradient of its own; those of the documents' tokens are compared.
+        own = slice(None) if prepared.own is None else slice(1, None)
+        results = zip(("out", "dq", "dk", "dv"), _run(prepared, inputs), *references(case.variant), strict=False)
+        ratios = {name: error_ratio(x[:, own], y[:, own], z[:, own], dtype) for name, x, y, z in results}
+        worst = max(ratios, key=lambda name: ratios[name])
+        found[case.name] = {"error_ratio": ratios[worst]}
+        if case.engine is not None and ratios[worst] > 1:
+            found[case.name]["not_run"] = (
+                f"{worst} errs {ratios[worst]:.3g} times what the one rule allows, so it is not the same computation"
             )
-        found = _run(prepared, inputs)
-        # Of copies of a BOS each has a gradient of its own; those of the documents' tokens are compared.
-        some = slice(None) if prepared.own is None else slice(1, None)
-        truth, coarse = truths[case.variant]
-        pairs = zip(NAMES, found, truth, coarse, strict=False)  # there may be no gradients
-        ratios = {name: error_ratio(x[:, some], y[:, some], z[:, some], dtype) for name, x, y, z in pairs}
-        worst = max(ratios.values())
-        wrong = case.engine is not None and worst > 1
-        return {"error_ratio": worst} | ({"not_run": _tell_error(ratios)} if wrong else {})
-
-    return {
-        case.name: record.once({"check": case.name, "dtype": str(dtype)}, lambda case=case: judge(case))
-        for case in cases
-    }
+    return found
 
 
-def _tell_error(ratios: dict[str, float]) -> str:
-    worst = max(ratios, key=lambda name: ratios[name])
-    return f"{worst} errs {ratios[worst]:.3g} times what the one rule allows, so it is not the same computation"
-
-
-def _run_dense(ids_T: Tensor, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
-    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
-    q, k, v = leaves
-    out, _ = attend(q, k, v, ids_T[None], engine="dense")
-    return [out.detach(), *torch.autograd.grad(out, leaves, inputs.weight_1THD.to(dtype))]
-
-
-def _run(prepared: Prepared, inputs: Inputs) -> list[Tensor]:
+def _run(prepared: Prepared, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the output, and the gradients of q, k and v where there is a backward pass."""
     leaves, weight = _leaves(prepared, inputs)
-    if not prepared.backward:
-        with torch.no_grad():
-            results = [prepared.forward(*leaves)]
-    else:
+    with torch.set_grad_enabled(prepared.backward):
         out = prepared.forward(*leaves)
-        results = [out.detach(), *torch.autograd.grad(out, leaves, weight)]
+    results = [out.detach()]
+    if prepared.backward:
+        results += torch.autograd.grad(out, leaves, weight)
     return results if prepared.own is None else [x[:, prepared.own] for x in results]
 
 
-def _leaves(prepared: Prepared, inputs: Inputs) -> tuple[list[Tensor], Tensor]:
-    taken = slice(None) if prepared.source is None else prepared.source  # each copy of a BOS has an output of its own
+def _leaves(prepared: Prepared, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    taken = slice(None) if prepared.source is None else prepared.source
     *leaves, weight = (x.detach()[:, taken] for x in inputs)
     return [x.requires_grad_(prepared.backward) for x in leaves], weight
 
 
 def _time(
-    cases: list[BenchCase],
-    errors: dict[str, dict[str, Any]],
     config: BenchConfig,
     corpus: Corpus,
     tokens: int,
     which: Which,
     dtype: torch.dtype,
     clock: Clock,
-    record: BenchRecord,
+    errors: dict[str, dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    bench = config.attention
-    ids_T = _ids(corpus, tokens, which, clock.device)
-    documents = ids_T["intra"].unique_consecutive(return_counts=True)[1].tolist()
-    inputs: Inputs | None = None
-    ready: dict[str, Prepared] = {}
+    bench, cases = config.attention, list_cases(config.attention)
+    ids_T = _document_ids(corpus, tokens, which, clock.device)
+    inputs = _draw(config, tokens, dtype, clock.device)
     missing: dict[str, str] = {name: found["not_run"] for name, found in errors.items() if "not_run" in found}
-    for case in cases:
-        if case.name not in missing:
-            try:
-                ready[case.name] = prepare_case(case, ids_T, bench, dtype)
-            except UserError as error:
-                missing[case.name] = one_line(error)
-            except torch.OutOfMemoryError:
-                missing[case.name] = _TOO_MUCH
-    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
-    warm = set[str]()
-
-    def once(name: str) -> dict[str, float]:
-        nonlocal inputs
-        if inputs is None:
-            inputs = _draw(bench, tokens, dtype, config.seed, clock.device)
+    ready = dict[str, Prepared]()
+    seconds: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases}
+    for turn, case in product(range(config.repeats), cases):
         try:
-            if name not in warm:  # it compiles, and takes the memory that it will take again
-                _once(ready[name], inputs, clock)
-                warm.add(name)
-            return _once(ready[name], inputs, clock)
-        except torch.OutOfMemoryError:
-            return {}
-
-    for turn in range(config.repeats):
-        for name in ready:
-            if name in missing:
+            if case.name in missing:
                 continue
-            key = {"dtype": str(dtype), "tokens": tokens, "row": which, "case": name, "turn": turn}
-            seconds[name].append(record.once(key, lambda name=name: once(name)))
-            if not seconds[name][-1]:
-                missing[name] = _TOO_MUCH
+            if turn == 0:
+                ready[case.name] = prepare_case(case, ids_T, bench, dtype)
+            seconds[case.name].append(_seconds(ready[case.name], inputs, clock))
+        except UserError as error:
+            missing[case.name] = one_line(error)
+        except torch.OutOfMemoryError:
+            missing[case.name] = "runs out of memory"
     if YARDSTICK in missing:
         raise UserError(f"attention.lengths {tokens}: {YARDSTICK} runs out of memory there; leave it out")
-    yardstick, all_pairs = seconds[YARDSTICK], ready[YARDSTICK].live_pairs
+    shown = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "row": which,
+        "documents": ids_T["intra"].unique_consecutive(return_counts=True)[1].tolist(),
+    }
     for case in cases:
-        told = {"dtype": str(dtype).removeprefix("torch."), "tokens": tokens, "row": which, "documents": documents}
-        row = asdict(case) | told
+        row = {"name": case.name, "variant": case.variant, "engine": case.engine} | shown
         if case.name in missing:
             yield row | {"not_run": missing[case.name]}
-            continue
-        yield row | errors[case.name] | _summary(seconds[case.name], yardstick, ready[case.name], all_pairs, bench)
+        else:
+            summary = _summarise(seconds[case.name], seconds[YARDSTICK], ready[case.name], ready[YARDSTICK], bench)
+            yield row | errors[case.name] | summary
 
 
-def _once(prepared: Prepared, inputs: Inputs, clock: Clock) -> dict[str, float]:
+def _seconds(prepared: Prepared, inputs: list[Tensor], clock: Clock) -> dict[str, float]:
     leaves, weight = _leaves(prepared, inputs)
     if not prepared.backward:
         with torch.no_grad():
-            return {"forward": clock.seconds(lambda: prepared.forward(*leaves))[0]}
-    forward, out = clock.seconds(lambda: prepared.forward(*leaves))
-    return {"forward": forward, "backward": clock.seconds(lambda: torch.autograd.grad(out, leaves, weight))[0]}
+            return {"forward": clock.seconds(lambda: prepared.forward(*leaves))}
+    forward = clock.seconds(lambda: prepared.forward(*leaves))
+    out = prepared.forward(*leaves)
+    backward = clock.seconds(lambda: torch.autograd.grad(out, leaves, weight, retain_graph=True))
+    return {"forward": forward, "backward": backward}
 
 
-def _summary(
+def _summarise(
     seconds: list[dict[str, float]],
     yardstick: list[dict[str, float]],
     prepared: Prepared,
-    all_pairs: int,
+    full: Prepared,
     bench: AttentionBench,
 ) -> dict[str, Any]:
-    """Sum up a case's turns; where it has no backward pass, against the yardstick's forward alone."""
-    parts = list(seconds[0])
+    """Sum up a case's turns; one without a backward pass is compared with the yardstick's forward pass alone."""
+    parts, live = list(seconds[0]), prepared.live_pairs / full.live_pairs
     own = [sum(turn.values()) for turn in seconds]
-    full = [sum(turn[part] for part in parts) for turn in yardstick]
-    of_full = spread_of([mine / its for mine, its in zip(own, full, strict=True)])
-    live = prepared.live_pairs / all_pairs
-    work = sum({"forward": FORWARD, "backward": BACKWARD}[part] for part in parts)
-    flops = work * bench.head_dim * bench.heads * prepared.live_pairs
-    total = spread_of(own)
+    whole = [sum(turn[part] for part in parts) for turn in yardstick]
+    of_full, total = spread_of([mine / its for mine, its in zip(own, whole, strict=True)]), spread_of(own)
+    flops = sum(WORK[part] for part in parts) * bench.head_dim * bench.heads * prepared.live_pairs
     return {
         **{part: spread_of([turn[part] for turn in seconds]) for part in parts},
         "seconds": total,
@@ -228,15 +308,13 @@ def _summary(
     }
 
 
-def _ids(corpus: Corpus, tokens: int, which: Which, device: torch.device) -> dict[str, Tensor]:
+def _document_ids(corpus: Corpus, tokens: int, which: Which, device: torch.device) -> dict[str, Tensor]:
     variants = ("full", "intra", "anchor")
     return {name: torch.from_numpy(corpus.row(tokens, name, which)["document_ids"]).to(device) for name in variants}
 
 
-def _draw(bench: AttentionBench, tokens: int, dtype: torch.dtype, seed: int, device: torch.device) -> Inputs:
-    generator = torch.Generator(device).manual_seed(seed)
+def _draw(config: BenchConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Draw q, k, v and the gradient of the output."""
+    bench, generator = config.attention, torch.Generator(device).manual_seed(config.seed)
     heads = (bench.heads, bench.kv_heads, bench.kv_heads, bench.heads)
-    q, k, v, weight = (
-        torch.randn(1, tokens, n, bench.head_dim, device=device, generator=generator).to(dtype) for n in heads
-    )
-    return Inputs(q, k, v, weight)
+    return [torch.randn(1, tokens, n, bench.head_dim, device=device, generator=generator).to(dtype) for n in heads]

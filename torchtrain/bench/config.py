@@ -1,4 +1,4 @@
-"""What is measured. YAML in, a strict schema out."""
+"""What `torchtrain bench` measures. YAML in, a strict schema out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,8 @@ from torchtrain.config import (
     MOST_TOKENS,
     Count,
     DataConfig,
-    LoraSettings,
     ModelConfig,
     PathText,
-    PositiveShare,
     Real,
     Section,
     SmallCount,
@@ -36,9 +34,9 @@ Loop = Literal[
     "torchtrain, full",
     "transformers, full",
     "transformers, dense mask",
-    "FSDP, full",
-    "TRL, full",
 ]
+RIVALS: list[Rival] = ["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"]
+LOOPS: list[Loop] = ["torchtrain, anchor", "torchtrain, full", "transformers, full", "transformers, dense mask"]
 
 
 class AttentionBench(Section):
@@ -49,23 +47,21 @@ class AttentionBench(Section):
         default=["mean", "least"],
         min_length=1,
         max_length=2,
-        description="which of the corpus's rows: as many live pairs as they have in the mean, or the least of all",
+        description="which of the corpus's rows: the one nearest to the mean of live pairs, or the one with the fewest",
     )
-    dtypes: list[Dtype] = Field(default=["bfloat16"], min_length=1, max_length=3)
-    variants: list[Variant] = Field(default=["full", "intra", "anchor"], min_length=1, max_length=3)
+    dtypes: list[Dtype] = Field(default=["bfloat16"], min_length=1, max_length=3, description="of q, k and v")
+    variants: list[Variant] = Field(
+        default=["full", "intra", "anchor"], min_length=1, max_length=3, description="masks under which engines run"
+    )
     engines: list[Engine] = Field(
         default=["flash", "flash3", "flash4", "flex", "sdpa", "dense"],
         max_length=6,
-        description="ours; one that cannot run here is listed with the reason",
+        description="torchtrain's; one that cannot run here is listed with the reason",
     )
-    rivals: list[Rival] = Field(
-        default=["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"],
-        max_length=4,
-        description="what people would use instead",
-    )
-    heads: SmallCount = 32
-    kv_heads: SmallCount = 8
-    head_dim: Annotated[int, Field(ge=8, le=512)] = 128
+    rivals: list[Rival] = Field(default=RIVALS, max_length=4, description="what people would use instead")
+    heads: SmallCount = Field(default=32, description="query heads")
+    kv_heads: SmallCount = Field(default=8, description="key and value heads")
+    head_dim: Annotated[int, Field(ge=8, le=512)] = Field(default=128, description="width of a head")
     check_tokens: Annotated[int, Field(ge=64, le=8192)] = Field(
         default=1024, description="tokens of the row on which all are judged against float64 before any is timed"
     )
@@ -78,16 +74,6 @@ class AttentionBench(Section):
         return self
 
 
-class ModelledStep(Section):
-    """Steps that are computed by the FLOP model, not measured: marked so wherever they are shown."""
-
-    model: PathText = Field(default="meta-llama/Llama-2-7b-hf", description="whose shapes: a folder or hub id")
-    gpu: PathText = Field(default="A100", description="whose peak")
-    processes: SmallCount = 8
-    mfu: PositiveShare = Field(description="share of that peak, which is assumed")
-    lengths: Lengths = Field(default=[32_768, 65_536, 131_072])
-
-
 class StepBench(Section):
     """`bench step`: whole training steps of one row, in loops that are compared."""
 
@@ -95,39 +81,22 @@ class StepBench(Section):
     layers: SmallCount | None = Field(default=None, description="only the model's first so many; default: all")
     lengths: Lengths = Field(default=[1024, 2048, 4096], description="tokens a row")
     loops: list[Loop] = Field(
-        default=[
-            "torchtrain, anchor",
-            "torchtrain, full",
-            "transformers, full",
-            "transformers, dense mask",
-            "FSDP, full",
-            "TRL, full",
-        ],
+        default=LOOPS,
         min_length=1,
-        max_length=7,
-        description="what is compared; `compiled` is as under model.fused: compile, which those of ours that are not "
-        "named so take from `model`",
+        max_length=5,
+        description="what is compared; `compiled` runs with model.fused: compile",
     )
-    learning_rate: Real = 1e-5
-    loss_chunk: Count = 2048
+    learning_rate: Real = Field(default=1e-5, description="of AdamW")
+    loss_chunk: Count = Field(default=2048, description="as train.loss_chunk")
     ceiling: Annotated[int, Field(ge=64, le=2**15)] = Field(
         default=2048, description="rows and columns of the matrices whose product is the device's ceiling"
     )
-    modelled: ModelledStep | None = None
 
     @model_validator(mode="after")
     def _every_weight_is_trained(self) -> Self:
         if self.model.lora is not None:
             raise ValueError("model.lora: the loops that are compared train every weight; set it to null")
         return self
-
-
-class ExplainedMemory(Section):
-    """A run of which is told what a GPU holds, with everything switched on."""
-
-    model: PathText = "meta-llama/Meta-Llama-3-8B"
-    processes: SmallCount = 1
-    tokens: Tokens = Field(default=1_500_160, description="of a row")
 
 
 class MemoryBench(Section):
@@ -137,22 +106,12 @@ class MemoryBench(Section):
         default=["meta-llama/Llama-3.2-1B", "meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-70B"],
         min_length=1,
         max_length=16,
+        description="folders or hub ids",
     )
     gib: list[Annotated[float, Field(gt=0, le=2**20)]] = Field(
         default=[24, 40, 80, 141], min_length=1, max_length=16, description="memory of a GPU"
     )
     processes: list[SmallCount] = Field(default=[1, 8, 64], min_length=1, max_length=16, description="one a GPU")
-    longest: Tokens = Field(default=MOST_TOKENS, description="tokens at which the search stops")
-    lora: LoraSettings | None = Field(
-        default=None, description="as model.lora of a run: all is counted a second time, with adapters trained alone"
-    )
-    explained: ExplainedMemory | None = None
-
-    @model_validator(mode="after")
-    def _chunks_draw_nothing(self) -> Self:
-        if self.lora is not None and self.lora.dropout:
-            raise ValueError(f"lora.dropout {self.lora.dropout:g}: does not go with chunks of layers; set it to 0")
-        return self
 
 
 class BenchConfig(Section):
@@ -160,7 +119,7 @@ class BenchConfig(Section):
 
     tokenizer: TokenizerConfig
     data: DataConfig
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
     threads: SmallCount | None = Field(default=1, description="of a CPU; 1 lets its time be counted, not the clock's")
     repeats: Annotated[int, Field(ge=3, le=1000)] = Field(
         default=5, description="turns; in each, all that is compared runs once"

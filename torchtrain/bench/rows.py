@@ -1,4 +1,4 @@
-"""Rows of real documents, from the corpus of a config: whatever is timed has the lengths that a corpus has."""
+"""Rows of real documents from the corpus of a config: what is timed has the lengths that a corpus has."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -37,45 +37,19 @@ class Corpus:
         self.seed = config.seed
 
     def row(self, tokens: int, variant: str, which: Which = "mean") -> dict[str, np.ndarray]:
-        """Return the five arrays [tokens] of a row: of all in an epoch the one whose live pairs are nearest to their
-        mean, or the one with the least, which holds the shortest documents.
+        """Return the five arrays [tokens] of a row of the first epoch: the one whose live pairs are nearest to their
+        mean, or the one with the fewest. The variants of one length hold the same documents.
 
-        The variants of one length are of one row: the same documents.
+        Raises:
+            UserError: the corpus is shorter than a row.
         """
-        rows = self._pack(tokens, variant)
-        return rows[self._choose(rows, which)]
-
-    def live_pairs(self, tokens: int, variant: str) -> int:
-        """Return the live pairs of the row nearest to the mean."""
-        if variant == "full":
-            return tokens * (tokens + 1) // 2
-        rows = self._pack(tokens, variant)
-        within = int(rows.plan(0).live_pairs()[self._choose(rows, "mean")])
-        # What packing counts are pairs within documents. The anchor belongs to the first of them, or is seen by all.
-        anchors = len(rows.anchor_ids)
-        own = anchors * (anchors + 1) // 2
-        if variant == "anchor":
-            return within + own + anchors * (tokens - anchors)
-        first = rows.plan(0).spans(self._choose(rows, "mean"))[0]
-        return within + own + anchors * (first.stop - first.start)
-
-    def _choose(self, rows: PackedRows, which: Which) -> int:
-        pairs = rows.plan(0).live_pairs()
-        return int(np.argmin(pairs if which == "least" else np.abs(pairs - pairs.mean())))
-
-    def _pack(self, tokens: int, variant: str) -> PackedRows:
         if self.store.token_count < tokens:
             raise UserError(
                 f"lengths {tokens}: the corpus of data.sources has {self.store.token_count:,} tokens; give more "
                 "documents, or shorter rows"
             )
         pack = PackConfig(sequence_length=tokens, variant=variant, last="drop")
-        return PackedRows(
-            self.store,
-            np.arange(len(self.store)),
-            pack,
-            self.seed,
-            anchor_ids(self.tokenizer, pack),
-            {},
-            pad_id(self.tokenizer),
-        )
+        anchor, padding = anchor_ids(self.tokenizer, pack), pad_id(self.tokenizer)
+        rows = PackedRows(self.store, np.arange(len(self.store)), pack, self.seed, anchor, {}, padding)
+        pairs = rows.plan(0).live_pairs()
+        return rows[int(np.argmin(pairs if which == "least" else np.abs(pairs - pairs.mean())))]

@@ -78,17 +78,17 @@ def bench(
         Literal["attention", "step", "memory"], typer.Argument(metavar="WHAT", help="attention, step or memory")
     ],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML config, for example configs/bench/cpu.yaml")],
-    out: Annotated[Path, typer.Option("--out", help="folder of results; a turn that is over is not measured again")],
+    out: Annotated[Path, typer.Option("--out", help="folder of results")],
     overrides: Overrides = None,
     check: Annotated[
         Path | None,
         typer.Option("--check", help="an earlier result, such as benchmarks/results/attention-cpu.json: what moved?"),
     ] = None,
 ) -> None:
-    """Measure attention, steps or memory beside what people would use instead: tables, JSON and a figure in --out.
+    """Measure attention, steps or memory beside what people would use instead: tables and JSON in --out.
 
-    Only ratios within one run are compared; what gives other numbers is not timed. Exit code 1: with --check, a ratio
-    moved by more than the noise that was measured.
+    Only ratios within one run are compared. An engine that gives other numbers than the error rule allows is not timed.
+    Exit code 1: with --check, a ratio moved by more than the noise that was measured.
 
     Example: torchtrain bench attention configs/bench/cpu.yaml --out runs/bench attention.lengths=[2048,4096]
     """
@@ -99,11 +99,11 @@ def bench(
 
         from transformers.utils import logging
 
-        from torchtrain.bench.run import run
+        from torchtrain.bench.result import run_bench
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        moved = run(what, config, out, check, lambda line: print(line, file=sys.stderr, flush=True))
+        moved = run_bench(what, config, out, check, lambda line: print(line, file=sys.stderr, flush=True))
         for line in moved:
             print(f"moved     {line}")
         if check is not None:

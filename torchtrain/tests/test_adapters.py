@@ -19,7 +19,7 @@ import torchtrain
 from anchorline.errors import UserError
 from torchtrain.attention import make_plan
 from torchtrain.attention.separation import check_separation
-from torchtrain.bench.truth import error_ratio
+from torchtrain.bench.measure import error_ratio
 from torchtrain.checkpoint.identity import check_config
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_config

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, MixtralC
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from anchorline.errors import UserError
-from torchtrain.bench.truth import error_ratio
+from torchtrain.bench.measure import error_ratio
 from torchtrain.config import ModelConfig
 from torchtrain.modeling import chunks
 from torchtrain.modeling.chunks import check_chunks, chunk_layers, parameters_outside, used_by

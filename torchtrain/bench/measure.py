@@ -1,0 +1,89 @@
+"""How `torchtrain bench` measures: on which device, how long a call takes, how far it is from the truth."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from anchorline.errors import UserError
+from anchorline.tolerance import judge
+
+Spread = dict[str, float]  # median, least and most of a few turns
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls on a device.
+
+    On a CPU with one thread it counts the process's own time, which other processes lengthen little.
+    """
+
+    device: torch.device
+    threads: int | None
+
+    @property
+    def counts_cpu_time(self) -> bool:
+        """Whether its seconds are the CPU's, of one thread; else they are the wall clock's."""
+        return self.device.type == "cpu" and self.threads == 1
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Return how long a call takes, after two that warm it up, with the device waited for."""
+        timer = {"timer": time.process_time} if self.counts_cpu_time else {}
+        measured = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads(), **timer)
+        return measured.timeit(1).median
+
+
+def open_clock(device: str, threads: int | None) -> Clock:
+    """Choose the device and set its threads.
+
+    Raises:
+        UserError: no CUDA device is here.
+    """
+    here = torch.cuda.is_available()
+    if device == "cuda" and not here:
+        raise UserError("device cuda: torch sees no CUDA device; use cpu or auto")
+    chosen = torch.device("cuda" if device == "cuda" or (device == "auto" and here) else "cpu")
+    if chosen.type == "cpu" and threads is not None:
+        torch.set_num_threads(threads)
+    return Clock(chosen, threads)
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Return median, least and most."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def noise_of(spread: Spread) -> float:
+    """Return how far a turn was from the median at most, as the logarithm of a ratio."""
+    return max(math.log(spread["most"] / spread["median"]), math.log(spread["median"] / spread["least"]))
+
+
+def format_spread(spread: Spread) -> str:
+    """Return `median (least to most)`."""
+    middle, low, high = (f"{spread[name]:.3g}" for name in ("median", "least", "most"))
+    return f"{middle} ({low} to {high})"
+
+
+def error_ratio(candidate: Tensor, truth: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
+    """Return the candidate's error over what the error rule allows: up to 1 passes. Infinite where not finite.
+
+    Args:
+        candidate: the result under test, any shape, on any device.
+        truth: the same quantity, computed in a wider dtype.
+        reference: the same quantity with the roundings that the candidate may make.
+        dtype: the dtype that the candidate computes in.
+    """
+    verdict = judge(*(_array(x) for x in (candidate, truth, reference)), dtype=str(dtype).removeprefix("torch."))
+    return verdict.ratio if verdict.allowance < float("inf") else float("inf")
+
+
+def _array(x: Tensor) -> np.ndarray:
+    x = x.detach().cpu()
+    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy()  # numpy has no bfloat16
