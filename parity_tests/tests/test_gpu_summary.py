@@ -41,7 +41,7 @@ def test_every_test_and_figure_is_in_the_summary(tmp_path, capsys):
     assert "| test_absent | skipped | 0.0 | needs two GPUs |" in lines
     ratio = "0.3 (0.25 to 0.35)"
     assert f"| torchtrain flash, anchor | 300.0 | 300.0 | {ratio} | 0.250 | {ratio} | 200000.0 | 0.30 |" in lines
-    assert "| torchtrain flash3 | everywhere | needs a Hopper |" in lines
+    assert "Not run: torchtrain flash3, anchor (bfloat16, 8,192): needs a Hopper." in lines
 
 
 def test_what_was_cut_off_is_told_and_not_passed(tmp_path, capsys):
