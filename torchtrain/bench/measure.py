@@ -35,7 +35,7 @@ class Clock:
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Return how long a call takes, after two that warm it up, with the device waited for."""
-        timer = {"timer": time.process_time} if self.counts_cpu_time else {}
+        timer: dict[str, Any] = {"timer": time.process_time} if self.counts_cpu_time else {}
         measured = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads(), **timer)
         return measured.timeit(1).median
 

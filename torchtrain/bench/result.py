@@ -97,11 +97,11 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     try:
         earlier = {tuple(str(row[name]) for name in names): row.get(ratio) for row in before["rows"]}
         pairs = [(key, earlier.get(key), row) for row in after["rows"] if (key := tuple(str(row[n]) for n in names))]
-        pairs = [pair for pair in pairs if pair[1] is not None]
-        moved = [f"{', '.join(key)}: {said}" for key, old, row in pairs if (said := _moved(old, row, ratio))]
+        shared = [(key, old, row) for key, old, row in pairs if old is not None]
+        moved = [f"{', '.join(key)}: {said}" for key, old, row in shared if (said := _moved(old, row, ratio))]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError("--check: the earlier result is damaged or of another version; make it anew") from None
-    if not pairs:
+    if not shared:
         raise UserError("--check: the earlier result has nothing that was measured here; give one of the same config")
     return moved
 
