@@ -41,6 +41,7 @@ from torchtrain.attention.masks import (
 )
 from torchtrain.attention.memory import remember
 from torchtrain.attention.plan import AttentionPlan, make_plan
+from torchtrain.attention.rounding import round_after_rope
 
 logger = logging.getLogger(__name__)
 announced: set[tuple[str, str, torch.dtype]] = set()
@@ -114,6 +115,7 @@ def _anchor_attention(
     for dtypes in _watching:
         dtypes |= {query.dtype, key.dtype}
     query, key = round_to_values(module, query, key, value)
+    query, key = round_after_rope(module, query, key)
     q_BTHD, k_BTKD, v_BTKD = (x.transpose(1, 2) for x in (query, key, value))
     out_BTHD, _ = attend(q_BTHD, k_BTKD, v_BTKD, plan, engine=engine, scale=scaling)
     return out_BTHD, None

@@ -1,75 +1,55 @@
 """The commands that try much at once: experiment, bench."""
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from anchorline.errors import UserError, quoted
 from anchorline.files import resolve, resolve_folder
 from torchtrain.commands.arguments import MOST, MOST_PROCESSES, Overrides
 from torchtrain.commands.ending import one_speaks
 
 
 def experiment(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML, for example configs/experiments/rope_training.yaml")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML, as configs/experiments/relativity.yaml")],
     out: Annotated[Path, typer.Option("--out", help="folder of the runs, new or of the same experiment")],
     overrides: Overrides = None,
-    workers: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="runs at work at a time")] = 1,
-    launch: Annotated[
-        str, typer.Option(help="what starts a run's processes, for example 'torchrun --standalone --nproc_per_node 8'")
-    ] = "",
-    stages: Annotated[int | None, typer.Option(min=1, max=MOST, help="stop after so many; default: all")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="runs at a time, of one thread each")] = 1,
+    seeds: Annotated[int | None, typer.Option(min=1, max=MOST, help="the first so many; default: all")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="a file of measurements: what it holds is not run again, what is measured is added to it"),
+    ] = None,
     document: Annotated[
-        Path | None,
-        typer.Option(help="a Markdown file, such as docs/training-experiment.md, whose numbers are made anew"),
+        Path | None, typer.Option(help="a Markdown file, as docs/training-experiment.md, whose results are made anew")
     ] = None,
-    measured: Annotated[
-        Path | None,
-        typer.Option(help="measurements.json of the same experiment elsewhere: what stands there is not run again"),
-    ] = None,
-    only_report: Annotated[bool, typer.Option("--only-report", help="train and measure nothing")] = False,
+    only_report: Annotated[bool, typer.Option("--only-report", help="train nothing; report what is measured")] = False,
 ) -> None:
-    """Train many runs that differ in arithmetic, mask and seed alone, measure each, and tell what made a difference.
+    """Train many small runs that differ in arithmetic, mask and seed alone; measure what each recalls; compare them.
 
-    Interrupted, the same command goes on where it stopped. Leaves report.md, effects.svg, measurements.json in --out.
+    Interrupted, the same command goes on.
 
-    Example: torchtrain experiment configs/experiments/rope_training.yaml --out runs/rope_training --workers 2
+    Example: torchtrain experiment configs/experiments/relativity.yaml --out runs/relativity --workers 2
     """
     with one_speaks():
         from torchtrain.experiment.spec import load_experiment
 
         asked = load_experiment(file, overrides or [])
 
-        from anchorline.marked import read_marked  # isort: skip
-        from torchtrain.experiment.records import read_records
-        from torchtrain.experiment.report import PLACE, write_report
-        from torchtrain.experiment.running import receive, run_experiment
+        from torchtrain.experiment.report import write_report
+        from torchtrain.experiment.running import Folder, run_experiment, share
 
-        folder = resolve_folder("--out", out)
-        if document is not None:
-            read_marked(document, [PLACE])  # before hours of work
-        try:
-            launcher = shlex.split(launch)
-        except ValueError as error:
-            raise UserError(f"--launch {quoted(launch)}: {error}; close what is quoted") from None
-        records = None if measured is None else read_records(asked, resolve("--measured", measured))
-        if only_report and records is not None:
-            receive(asked, folder, records)
+        folder = Folder(resolve_folder("--out", out))
+        kept = None if results is None else resolve("--results", results)
+        if kept is not None:
+            share(asked, folder, kept)
         if not only_report:
-            run_experiment(
-                asked,
-                folder,
-                workers,
-                launcher,
-                stages,
-                lambda line: print(line, file=sys.stderr, flush=True),
-                records,
-            )
+            try:
+                run_experiment(asked, folder, workers, seeds, lambda line: print(line, file=sys.stderr, flush=True))
+            finally:
+                if kept is not None:
+                    share(asked, folder, kept)
         print(f"report: {write_report(asked, folder, document)}")
 
 

@@ -42,6 +42,14 @@ class ModelConfig(Section):
         description="dtype in which RoPE rotates q and k: the model's, where each product and sum rounds; or float32, "
         "rounded once behind it (the paper's)",
     )
+    round_qk: Literal["none", "before_rope", "after_rope"] = Field(
+        default="none",
+        description="for experiments in float32: round q and k, and their gradients, to round_qk_bits of mantissa "
+        "before or after RoPE",
+    )
+    round_qk_bits: Annotated[int, Field(ge=1, le=22)] = Field(
+        default=7, description="stored mantissa bits that round_qk leaves; bfloat16 has 7"
+    )
     fused: Literal["none", "compile"] = Field(
         default="none",
         description="compile: torch.compile fuses norms, rotation, gates and residuals, which rounds less often; needs "
@@ -74,6 +82,14 @@ class ModelConfig(Section):
             raise ValueError(
                 f"lora.dropout {self.lora.dropout:g} does not go with layer_chunk, which computes a chunk twice; set "
                 "one of them to 0 or null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounds_float32(self) -> Self:
+        if self.round_qk != "none" and (self.dtype != "float32" or self.fused != "none"):
+            raise ValueError(
+                f"round_qk {self.round_qk}: rounds q and k of float32; set dtype to float32, fused to none"
             )
         return self
 

@@ -1,173 +1,108 @@
-"""All runs of an experiment, stage after stage: trained to its step, stopped there, measured, gone on with later.
+"""All runs of an experiment, seed after seed, by worker processes that take one run after another.
 
-Every run is an ordinary run of `torchtrain train` in a process of its own. A stage takes all runs to its step before
-any goes on, so that whenever an experiment is stopped, what it has is complete up to a stage.
+Every run is a run of `torchtrain train` (`torchtrain.run.recipe.train`). What is kept of it is its measurement; its
+folder goes when that is written.
 """
 
+import json
+import multiprocessing
 import os
-import shlex
-import signal
-import subprocess
-import sys
-import threading
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
+import numpy as np
+
 from anchorline import settings
-from anchorline.environment import usable_cores
-from anchorline.errors import UserError, one_line, quoted
-from anchorline.files import PARTIAL, replace_file
-from torchtrain.checkpoint.folder import step_of
-from torchtrain.config import dump_config
-from torchtrain.errors import TERMINATED, TasksUnfinished
-from torchtrain.experiment.corpus import read_corpus, write_corpus
-from torchtrain.experiment.folder import Folder
-from torchtrain.experiment.measuring import make_rows, read_measurement, read_rows
-from torchtrain.experiment.records import Records, take_over
-from torchtrain.experiment.spec import PairedRun, TrainingExperiment, other_setting
-from torchtrain.modeling.source import open_tokenizer, resolve_source
-from torchtrain.run.folder import RunFolder
+from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.files import read_json, replace_file
+from torchtrain.config import Config
+from torchtrain.errors import TasksUnfinished
+from torchtrain.experiment.facts import BOS, EOS, UNKNOWN, make_rows, vocabulary, write_documents
+from torchtrain.experiment.measuring import Measurement, bos_masses, measure
+from torchtrain.experiment.spec import Run, TrainingExperiment, other_setting
 from torchtrain.run.lock import claim
-from torchtrain.run.termination import Termination
-
-_SECONDS_BETWEEN_LOOKS = 1.0
-_LINES = 2  # of a failed process' last words
-_MEASURE = (sys.executable, "-m", "torchtrain.experiment.measuring")
 
 
-@dataclass
-class _Processes:
-    """Those at work. Once `stopped`, none begins."""
+@dataclass(frozen=True)
+class Folder:
+    """An experiment's folder."""
 
-    stopped: bool = False
-    running: set["subprocess.Popen[bytes]"] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    path: Path
 
-    @contextmanager
-    def start(self, command: Sequence[str], log: Path, threads: int | None) -> Iterator["subprocess.Popen[bytes]"]:
-        environment = dict(os.environ)
-        if threads is not None:
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
-        with log.open("ab") as said:
-            said.write(f"$ {shlex.join(command)}\n".encode())
-            said.flush()
-            with self.lock:
-                if self.stopped:
-                    raise _StoppedError
-                # A group of its own: an interruption reaches it through us, once, as a wish to save.
-                process = subprocess.Popen(command, stdout=said, stderr=said, env=environment, process_group=0)
-                self.running.add(process)
-        try:
-            yield process
-        finally:
-            with self.lock:
-                self.running.discard(process)
+    @property
+    def experiment(self) -> Path:
+        """What is run, every default written out."""
+        return self.path / "experiment.yaml"
 
-    def stop(self) -> None:
-        """Ask all to save and end, and wait for them."""
-        with self.lock:
-            self.stopped = True
-            running = list(self.running)
-        for process in running:
-            process.send_signal(signal.SIGTERM)
-        for process in running:
-            process.wait()
+    @property
+    def gate(self) -> Path:
+        """What the bases do."""
+        return self.path / "gate.json"
 
+    def documents(self, stage: str) -> Path:
+        """What a stage trains on."""
+        return self.path / f"{stage}.jsonl"
 
-class _StoppedError(Exception):
-    """The experiment ends."""
+    def base(self, number: int) -> Path:
+        """A pretrained model; number -1 is the one before any training."""
+        return self.path / "bases" / str(number) / "model"
 
+    def run(self, run: Run) -> Path:
+        """The folder of a run, while it trains."""
+        return self.path / "runs" / run.name
 
-class _FailedError(Exception):
-    """A run cannot go on; the message says why."""
+    def measurement(self, run: Run) -> Path:
+        """What was measured of a run."""
+        return self.path / "measured" / f"{run.name}.json"
+
+    def measured(self, experiment: TrainingExperiment) -> dict[Run, Measurement]:
+        """Return all that is measured so far."""
+        there = [run for run in experiment.runs() if self.measurement(run).is_file()]
+        return {run: Measurement.model_validate(read_json(self.measurement(run))) for run in there}
 
 
 def run_experiment(
     experiment: TrainingExperiment,
-    path: Path,
+    folder: Folder,
     workers: int,
-    launch: Sequence[str] = (),
-    stages: int | None = None,
+    seeds: int | None = None,
     say: Callable[[str], None] = print,
-    records: Records | None = None,
 ) -> None:
-    """Train and measure what is not yet.
+    """Pretrain the bases, check the gate, then train and measure every run that is not measured yet.
 
     Args:
         experiment: what.
-        path: its folder, new or one of the same experiment; seeds, arithmetics and variants may have changed.
-        workers: runs at work at a time; each has its share of the cores, unless OMP_NUM_THREADS or `launch` is given.
-        launch: what starts a training's processes, such as torchrun with its options; default: this Python.
-        stages: stop after so many; default: all.
-        say: takes a line about each run that comes to a stage.
-        records: what was measured elsewhere and is taken over.
+        folder: its own, new or one of the same experiment; cells and seeds may have changed.
+        workers: processes, of one thread each.
+        seeds: the first so many; default: all.
+        say: takes a line about each run.
 
     Raises:
-        UserError: the folder is of another experiment, it or the records have measured other documents, another process
-            is at work in it, or too few documents are long enough to measure.
-        TasksUnfinished: some runs failed; the others were taken as far as they go.
-        Terminated: by SIGTERM or SIGHUP; all are stopped, saved.
+        UserError: the folder is of another experiment, or another process is at work in it.
+        TasksUnfinished: the gate failed, or some runs did.
     """
-    folder = Folder(path)
     check_folder(experiment, folder)
     folder.path.mkdir(parents=True, exist_ok=True)
-    with claim(folder.lock):
-        _prepare(experiment, folder)
-        if records is not None:
-            take_over(experiment, folder, records, read_rows(folder.rows).digest)
-        _check_measured(experiment, folder)
-        cores = usable_cores()
-        threads = None if launch else max(1, cores // workers)
-        processes, failed = _Processes(), dict[PairedRun, str]()
-        work = _Work(folder, experiment.stages[-1], threads, launch, processes)
-        with Termination() as termination, _hangups_end(), ThreadPoolExecutor(workers) as pool:
-            termination.advice = "what the runs have saved stays, and the same command goes on"
+    with claim(folder.path / "lock"):
+        replace_file(folder.experiment, settings.dump(experiment.model_dump(mode="json")).encode())
+        os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
             try:
-                for step in experiment.stages[:stages]:
-                    left = [cell for cell in experiment.cells() if not folder.measurement(cell, step).is_file()]
-                    left = [cell for cell in left if cell not in failed]
-                    total = len(list(experiment.cells()))
-                    say(f"step {step}: {total - len(left) - len(failed)} of {total} runs are measured")
-                    begun = time.monotonic()
-                    at_work = {pool.submit(_advance, work, cell, step): cell for cell in left}
-                    for done, one in enumerate(as_completed(at_work), start=1):
-                        try:
-                            line = one.result()
-                        except _FailedError as error:
-                            failed[at_work[one]] = line = str(error)
-                        hours = (time.monotonic() - begun) / done * (len(left) - done) / 3600
-                        say(f"{line} · {done} of {len(left)} · about {hours:.1f} h left to step {step}")
+                bases = range(experiment.bases)
+                stages = [one for one in ("pretrain", "extend") if not folder.documents(one).is_file()]
+                list(pool.map(_make_documents, [(experiment, folder, stage) for stage in stages]))
+                left = [(experiment, folder, n) for n in bases if not folder.base(n).is_dir()]
+                list(pool.map(_make_base, left))
+                _check_gate(experiment, folder, say)
+                _take_runs(experiment, folder, seeds, pool, say)
             except BaseException:
-                processes.stop()
                 pool.shutdown(cancel_futures=True)
                 raise
-    if failed:
-        raise TasksUnfinished(
-            f"{len(failed)} runs failed, the first: {next(iter(failed.values()))}; the same command tries them again"
-        )
-
-
-def receive(experiment: TrainingExperiment, path: Path, records: Records) -> None:
-    """Take over what was measured elsewhere, and train and measure nothing.
-
-    Args:
-        experiment: as `run_experiment`.
-        path: as `run_experiment`.
-        records: of it.
-
-    Raises:
-        UserError: as `run_experiment`.
-    """
-    folder = Folder(path)
-    check_folder(experiment, folder)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    with claim(folder.lock):
-        folder.clear()
-        take_over(experiment, folder, records, read_rows(folder.rows).digest if folder.rows.is_file() else None)
 
 
 def check_folder(experiment: TrainingExperiment, folder: Folder) -> None:
@@ -179,131 +114,175 @@ def check_folder(experiment: TrainingExperiment, folder: Folder) -> None:
     if folder.experiment.is_file():
         found = settings.load(TrainingExperiment, folder.experiment, example="").model_dump(mode="json")
         if other := other_setting(experiment, found):
-            raise UserError(
-                f"--out {quoted(folder.path)}: holds an experiment with another {other}; choose another folder, or "
-                "take the experiment.yaml that lies there"
-            )
-    elif folder.path.is_dir():
-        ours = {folder.lock.name, folder.experiment.name + PARTIAL, folder.train.parent.name}
-        if strange := sorted({path.name for path in folder.path.iterdir()} - ours):
-            raise UserError(
-                f"--out {quoted(folder.path)}: holds something else ({quoted(strange[0])}); choose a new folder"
-            )
+            raise UserError(f"--out {quoted(folder.path)}: holds an experiment with another {other}; choose another")
+    elif folder.path.is_dir() and any(folder.path.iterdir()):
+        raise UserError(f"--out {quoted(folder.path)}: holds something else; choose a new folder")
 
 
-def _prepare(experiment: TrainingExperiment, folder: Folder) -> None:
-    """Make the documents, what models are measured on, and every run's config; last, note what the folder is of.
+def share(experiment: TrainingExperiment, folder: Folder, file: Path) -> None:
+    """Bring a file of measurements and a folder to the same: each gets what only the other holds.
+
+    A seed of which some cells are missing in the file is not taken from it: bases are pretrained anew on each machine,
+    and what is compared must begin from one base.
+
+    Args:
+        experiment: what.
+        folder: its own, new or one of the same experiment.
+        file: made if it is not there.
 
     Raises:
-        UserError: the model or the documents do not fit.
+        UserError: the folder or the file is of another experiment, or the file is damaged.
     """
-    folder.clear()
-    write_corpus(experiment.corpus, folder.train, folder.measured)
-    configs = {cell: experiment.config(cell, folder.path, folder.train) for cell in experiment.cells()}
-    if not folder.rows.is_file():
-        run = next(iter(configs.values()))
-        tokenizer = open_tokenizer(
-            resolve_source(run.model.source, run.data.cache, trust_remote_code=run.model.trust_remote_code),
-            run.model.trust_remote_code,
-        )
-        texts = [(document.domain, document.text) for document in read_corpus(folder.measured)]
-        replace_file(folder.rows, make_rows(texts, tokenizer, run, experiment.measure).model_dump_json().encode())
-    for cell, config in configs.items():
-        folder.config(cell).parent.mkdir(exist_ok=True)
-        folder.log(cell).parent.mkdir(exist_ok=True)
-        replace_file(folder.config(cell), dump_config(config).encode())
-    replace_file(folder.experiment, settings.dump(experiment.model_dump(mode="json")).encode())
-
-
-def _check_measured(experiment: TrainingExperiment, folder: Folder) -> None:
-    """Refuse measurements of documents that are not these, such as those of another machine with other demo texts."""
-    documents = read_rows(folder.rows).digest
-    for step in experiment.stages:
-        for cell in experiment.cells():
-            file = folder.measurement(cell, step)
-            if file.is_file() and read_measurement(file).documents != documents:
-                raise UserError(f"{quoted(file)}: is of other documents than corpus gives here; choose another --out")
-
-
-@contextmanager
-def _hangups_end() -> Iterator[None]:
-    """Take a terminal that is closed as SIGTERM: the runs are no processes of the terminal's group."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGHUP"):
-        yield
-        return
-    before = signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    check_folder(experiment, folder)
+    content = read_json(file, "--results") if file.is_file() else {"experiment": experiment.model_dump(mode="json")}
+    if other := other_setting(experiment, content.get("experiment", {})):
+        raise UserError(f"--results {quoted(file)}: is of an experiment with another {other}; choose another file")
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
+        kept = {name: Measurement.model_validate(one) for name, one in content.get("measured", {}).items()}
+    except ValueError as error:
+        raise UserError(f"--results {quoted(file)}: is damaged ({quoted_reason(error)})") from None
+    folder.path.mkdir(parents=True, exist_ok=True)
+    replace_file(folder.experiment, settings.dump(experiment.model_dump(mode="json")).encode())
+    runs = list(experiment.runs())
+    partial = {run.seed for run in runs if run.name not in kept}
+    for run in runs:
+        if run.seed not in partial and not folder.measurement(run).is_file():
+            folder.measurement(run).parent.mkdir(exist_ok=True)
+            replace_file(folder.measurement(run), kept[run.name].model_dump_json().encode())
+    kept |= {run.name: found for run, found in folder.measured(experiment).items()}
+    if folder.gate.is_file():
+        content["gate"] = read_json(folder.gate)
+    about = [f'"{name}": {json.dumps(content[name])},' for name in ("experiment", "gate") if name in content]
+    lines = [f'"{name}": {one.model_dump_json()}' for name, one in sorted(kept.items())]
+    replace_file(file, "\n".join(["{", *about, '"measured": {', ",\n".join(lines), "}}", ""]).encode())
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What all runs have in common."""
+def _take_runs(
+    experiment: TrainingExperiment,
+    folder: Folder,
+    seeds: int | None,
+    pool: ProcessPoolExecutor,
+    say: Callable[[str], None],
+) -> None:
+    left = [run for run in experiment.runs(seeds) if not folder.measurement(run).is_file()]
+    begun, failed = time.monotonic(), []
+    at_work = {pool.submit(_take_run, experiment, folder, run): run for run in left}
+    for done, one in enumerate(as_completed(at_work), start=1):
+        run = at_work[one]
+        try:
+            line = one.result()
+        except UserError as error:
+            failed.append(line := f"{run.name}: {error}")
+        hours = (time.monotonic() - begun) / done * (len(left) - done) / 3600
+        say(f"{line} · {done} of {len(left)} · about {hours:.1f} h left")
+    if failed:
+        raise TasksUnfinished(f"{len(failed)} runs failed, the first: {failed[0]}; the same command tries them again")
 
-    folder: Folder
-    last: int  # step of the last stage
-    threads: int | None
-    launch: Sequence[str]
-    processes: _Processes
+
+def _make_documents(task: tuple[TrainingExperiment, Folder, str]) -> None:
+    experiment, folder, stage = task
+    number = ("pretrain", "extend").index(stage)
+    write_documents(experiment.facts, getattr(experiment, stage), number, folder.documents(stage))
 
 
-def _advance(work: _Work, cell: PairedRun, step: int) -> str:
-    """Take a run to a step and measure it there; return a line about it.
+def _make_base(task: tuple[TrainingExperiment, Folder, int]) -> None:
+    experiment, folder, number = task
+    beginning = folder.base(number).parent / "beginning"
+    write_beginning(experiment, number, beginning)
+    run = folder.base(number).parent / "run"
+    config = experiment.pretrain.config(
+        Run("exact", "full", number), run, beginning, folder.documents("pretrain"), folder.path / "cache"
+    )
+    _train(config, run)
+    (run / "model").rename(folder.base(number))
+
+
+def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> None:
+    """Write a model before any training, with the tokenizer of the documents' words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words, shape = vocabulary(experiment.facts), experiment.model
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=experiment.pretrain.row_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        bos_token_id=words.index(BOS),
+        eos_token_id=words.index(EOS),
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+
+
+def _check_gate(experiment: TrainingExperiment, folder: Folder, say: Callable[[str], None]) -> None:
+    """Measure the bases once, and refuse to go on with one that does not recall.
 
     Raises:
-        _FailedError: one of its processes failed.
+        TasksUnfinished: it does not.
     """
-    model = _model_of(work.folder.run(cell), step, work.last)
-    if model is None:
-        model = _train(work, cell, step)
-    out = work.folder.measurement(cell, step)
-    asked = [*_MEASURE, *map(str, (work.folder.experiment, work.folder.rows, model, out))]
-    with work.processes.start(asked, work.folder.log(cell), work.threads) as process:
-        code = process.wait()
-    if work.processes.stopped:
-        raise _StoppedError
-    if code or not out.is_file():
-        raise _failure(work.folder, cell, f"measuring it ended with {code}")
-    return f"{cell.name} measured after step {step}"
+    gate, shape = experiment.gate, experiment.measure
+    if not folder.gate.is_file():
+        rows = make_rows(
+            experiment.facts, experiment.pretrain.row_tokens, gate.distances, 2 * shape.rows, shape.queries
+        )
+        bases = [folder.base(n) for n in range(experiment.bases)]
+        found = [
+            {"recall": recalled, "bos_mass": bos_masses(base, rows)}
+            for base, recalled in zip(bases, measure(bases, "exact", rows), strict=True)
+        ]
+        replace_file(folder.gate, json.dumps({"bases": found}, indent=1).encode())
+    for number, base in enumerate(read_json(folder.gate)["bases"]):
+        recalled, mass = float(np.mean(base["recall"])), max(max(heads) for heads in base["bos_mass"])
+        said = f"base {number}: recall {recalled:.3f}, attention on BOS {mass:.3f} in the head that gives it most"
+        say(said)
+        if recalled < gate.recall or mass < gate.bos_mass:
+            raise TasksUnfinished(
+                f"{said}; the gate asks for {gate.recall} and {gate.bos_mass}: pretrain longer, or more layers"
+            )
 
 
-def _train(work: _Work, cell: PairedRun, step: int) -> Path:
-    run = work.folder.run(cell)
-    verb = ["resume", str(run)] if (run / "run.json").is_file() else ["train", str(work.folder.config(cell))]
-    command = [*(work.launch or [sys.executable]), "-m", "torchtrain", *verb]
-    with work.processes.start(command, work.folder.log(cell), work.threads) as process:
-        code, stopped_by_us = None, False
-        while code is None:
-            try:
-                code = process.wait(_SECONDS_BETWEEN_LOOKS)
-            except subprocess.TimeoutExpired:
-                # The last stage's model is the run's own, and its process ends by itself.
-                if step < work.last and _model_of(run, step, work.last) is not None:
-                    stopped_by_us = True
-                    process.send_signal(signal.SIGTERM)
-                    code = process.wait()
-    if work.processes.stopped:
-        raise _StoppedError
-    model = _model_of(run, step, work.last)
-    # torchrun ends with 1 when it is terminated, and Python by the signal when it is on its way out.
-    if model is None or (code not in (0, TERMINATED) and not stopped_by_us):
-        raise _failure(work.folder, cell, f"its training ended with {code}")
-    return model
+def _take_run(experiment: TrainingExperiment, folder: Folder, run: Run) -> str:
+    place, begun = folder.run(run), time.monotonic()
+    base = folder.base(run.seed % experiment.bases)
+    stage, shape = experiment.extend, experiment.measure
+    config = stage.config(run, place, base, folder.documents("extend"), folder.path / "cache")
+    losses = _train(config, place)
+    rows = make_rows(experiment.facts, stage.row_tokens, shape.distances, shape.rows, shape.queries)
+    models = [*sorted((place / "exports").iterdir()), place / "model"]
+    own = measure(models, run.arithmetic, rows)
+    exact = own if run.arithmetic == "exact" else measure(models, "exact", rows)
+    tenths = [float(part.mean()) for part in np.array_split(np.array(losses), min(10, len(losses)))]
+    found = Measurement(recall=own, exact=exact, losses=tenths, seconds=time.monotonic() - begun)
+    folder.measurement(run).parent.mkdir(exist_ok=True)
+    replace_file(folder.measurement(run), found.model_dump_json().encode())
+    shutil.rmtree(place)
+    shown = " ".join(f"{x:.3f}" for x in np.mean(own, axis=0))
+    return f"{run.name}: recall {shown}, {found.seconds:.0f} s"
 
 
-def _model_of(run: Path, step: int, last: int) -> Path | None:
-    """Return the model that a run has left after a step, or None."""
-    if not (run / "run.json").is_file():
-        return None
-    left = RunFolder(run)
-    if step == last:
-        return left.model if left.finished else None
-    return next((path for path in left.exports_of_steps() if step_of(path.name) == step), None)
+def _train(config: Config, folder: Path) -> Sequence[float]:
+    """Train from the beginning; return the loss of every step."""
+    import torch
+    from rich.console import Console
+    from transformers.utils import logging
 
+    from torchtrain.run.recipe import train
+    from torchtrain.training.events import read_metrics
 
-def _failure(folder: Folder, cell: PairedRun, what: str) -> _FailedError:
-    log = folder.log(cell)
-    lines = log.read_text(errors="replace").splitlines()
-    return _FailedError(f"{cell.name}: {what}: {one_line(' / '.join(lines[-_LINES:]))} (all of it in {quoted(log)})")
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    shutil.rmtree(folder, ignore_errors=True)
+    train(config, console=Console(file=StringIO()))
+    return [event["loss"] for event in read_metrics(folder / "metrics.jsonl") if "gradient_norm" in event]

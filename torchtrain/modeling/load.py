@@ -55,7 +55,7 @@ def load_for_training(
     Args:
         source: what `resolve_source` returned.
         config: what `torchtrain.modeling.rope.extend` returned.
-        model: dtype, rotation, fusion, activation checkpointing, chunks of layers and adapters.
+        model: dtype, rotation, rounding, fusion, activation checkpointing, chunks of layers and adapters.
         engine: what `torchtrain.attention.resolve_engine` returned.
         device: where to.
         cutter: cuts weights up among the ranks, all of which call this; default: they stay whole.
@@ -68,7 +68,7 @@ def load_for_training(
     """
     from torchtrain.attention.hf import implementation_name, register
     from torchtrain.attention.separation import check_separation
-    from torchtrain.modeling.rotation import check_rotation, rotate_in_float32
+    from torchtrain.modeling.rotation import check_rotation, rotate_in_float32, round_queries_and_keys
 
     register()
     with nullcontext() if cutter is None else cutter.world.together():  # before ranks gather what they hold
@@ -85,6 +85,8 @@ def load_for_training(
         check_same_files(source, cutter.world)
     if model.rotation == "float32":
         rotate_in_float32(loaded)
+    if model.round_qk != "none":
+        round_queries_and_keys(loaded, model.round_qk, model.round_qk_bits)
     if model.lora is not None:
         add_adapters(loaded, model.lora, seed)
         if cutter is not None:

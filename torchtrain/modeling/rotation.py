@@ -1,5 +1,6 @@
-"""RoPE in float32, whatever the model's dtype: q and k are rotated in float32 and rounded once.
+"""In which precision q and k are rotated and kept: RoPE in float32, and the rounding of `model.round_qk`.
 
+RoPE in float32, whatever the model's dtype: q and k are rotated in float32 and rounded once.
 Transformers makes cos and sin in float32 and casts them to the model's dtype, so each product and sum of the rotation
 rounds. Here they stay as they are made: q and k, multiplied by them, become float32, and attention rounds them once
 (`torchtrain.attention.hf`). This is what arXiv 2411.13476 says it does, and the oracle's preset `paper_bf16`.
@@ -7,13 +8,14 @@ rounds. Here they stay as they are made: q and k, multiplied by them, become flo
 Upstream: transformers/models/llama/modeling_llama.py (LlamaRotaryEmbedding, apply_rotary_pos_emb).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from anchorline.errors import UserError
 from torchtrain.attention.hf import ROTATED, watch_queries
+from torchtrain.attention.rounding import ROUNDED_BITS, round_mantissa
 from torchtrain.modeling.head import hidden_states
 
 
@@ -31,6 +33,32 @@ def rotate_in_float32(model: nn.Module) -> None:
         raise _refusal(model, "none of its modules holds frequencies")
     for module in model.modules():
         setattr(module, ROTATED, True)
+
+
+def round_queries_and_keys(model: nn.Module, place: Literal["before_rope", "after_rope"], bits: int) -> None:
+    """Let every attention layer round its queries and keys, and their gradients (`torchtrain.attention.rounding`).
+
+    Args:
+        model: in float32, with the layers q_proj and k_proj of LLaMA.
+        place: before_rope: what the two layers give; after_rope: what attention gets, in Anchorline's attention alone.
+        bits: stored mantissa bits that are left.
+
+    Raises:
+        UserError: a layer has no such projections, or norms between them and RoPE.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
+    if not layers or any(hasattr(module, "q_norm") for module in layers):
+        raise UserError(
+            "model.round_qk: the model's attention is not q_proj and k_proj, then RoPE; choose a LLaMA, or set it to "
+            "none"
+        )
+    for layer in layers:
+        if place == "after_rope":
+            setattr(layer, ROUNDED_BITS, bits)
+            continue
+        for projection in (layer.q_proj, layer.k_proj):
+            assert isinstance(projection, nn.Module)
+            projection.register_forward_hook(lambda _module, _inputs, x: round_mantissa(x, bits))
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def test_an_out_that_is_a_file_is_refused_and_named(tmp_path):
     file = str(tmp_path / "file")
     for command in (
         ["bench", "attention", "configs/bench/cpu.yaml"],
-        ["experiment", "configs/experiments/rope_training.yaml"],
+        ["experiment", "configs/experiments/relativity.yaml"],
         ["prepare", "configs/data/slimpajama-128k.yaml"],
     ):
         told = CliRunner().invoke(app, [*command, "--out", file])

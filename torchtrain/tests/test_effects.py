@@ -1,0 +1,81 @@
+"""Contrasts of paired runs: their arithmetic, their intervals, and what was written down that they would mean."""
+
+import pytest
+from scipy import stats
+
+from torchtrain.experiment.effects import (
+    CONTROL,
+    RELATIVITY,
+    SINK,
+    estimate,
+    read_relativity,
+    read_sink,
+    recall_at,
+    seeds_for_power,
+    summarise,
+)
+from torchtrain.experiment.measuring import Measurement
+from torchtrain.experiment.spec import Run
+
+
+def measurement(recall: float) -> Measurement:
+    """Of two checkpoints and two distances, whose mean is `recall`; exact arithmetic has .1 more."""
+    both = [[recall - 0.05, recall + 0.15], [recall - 0.15, recall + 0.05]]
+    return Measurement(recall=both, exact=[[x + 0.1 for x in row] for row in both], losses=[1.0], seconds=1.0)
+
+
+def test_a_contrast_is_taken_within_seeds_that_have_all_its_runs():
+    gains = {0: 0.04, 1: 0.02, 2: 0.03}
+    measured = {
+        Run(arithmetic, variant, seed): measurement(0.5 + 0.1 * seed + (gain if arithmetic == "bf16_after" else 0))
+        for seed, gain in gains.items()
+        for arithmetic in ("bf16_after", "bf16_before")
+        for variant in ("intra", "intra_reset")
+        if (arithmetic, variant) != ("bf16_after", "intra")
+    }
+    assert estimate(RELATIVITY, measured, recall_at()) is None
+    measured |= {Run("bf16_after", "intra", seed): measurement(0.5 + 0.1 * seed) for seed in (0, 1)}
+    found = estimate(RELATIVITY, measured, recall_at())
+    assert found is not None
+    assert found.each == pytest.approx((0.04, 0.02))
+    assert found.mean == pytest.approx(0.03)
+    assert found.high - found.mean == pytest.approx(stats.t.ppf(0.975, 1) * 0.01)
+
+
+def test_an_outcome_is_a_mean_over_checkpoints():
+    found = measurement(0.5)
+    assert recall_at()(found) == pytest.approx(0.5)
+    assert recall_at(1)(found) == pytest.approx(0.6)
+    assert recall_at(exact=True)(found) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("effect", "control", "reading"),
+    [
+        ([0.04, 0.05, 0.06], [-0.1, -0.11, -0.12], "broken relativity matters"),
+        ([0.0, 0.001, -0.001], [-0.1, -0.11, -0.12], "refuted at this size"),
+        ([0.1, -0.1, 0.05], [-0.1, -0.11, -0.12], "not settled"),
+        ([0.04, 0.05, 0.06], [-0.1, 0.1, 0.0], "inconclusive"),
+        ([0.04], [-0.1], "not yet run"),
+    ],
+)
+def test_the_reading_needs_the_positive_control(effect, control, reading):
+    assert reading in read_relativity(summarise("", effect), summarise(CONTROL.name, control), 0.03)
+
+
+def test_the_anchor_is_read_in_exact_arithmetic():
+    assert "sink" in read_sink(summarise(SINK.name, [0.1, 0.11, 0.12]))
+    assert "hurts" in read_sink(summarise(SINK.name, [-0.1, -0.11, -0.12]))
+    assert "not shown" in read_sink(summarise(SINK.name, [-0.1, 0.1, 0.0]))
+    assert read_sink(None) == "not yet run"
+
+
+def test_no_difference_at_all_has_no_interval():
+    assert str(summarise("", [0.0] * 8)) == "0 in all of 8 seeds"
+
+
+def test_seeds_for_power_are_those_of_the_t_test():
+    seeds = seeds_for_power(0.05, 0.03)
+    for n, enough in ((seeds, True), (seeds - 1, False)):
+        needed = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)
+        assert bool(0.03 * n**0.5 / 0.05 >= needed) is enough
