@@ -8,6 +8,7 @@ rounds. Here they stay as they are made: q and k, multiplied by them, become flo
 Upstream: transformers/models/llama/modeling_llama.py (LlamaRotaryEmbedding, apply_rotary_pos_emb).
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,11 @@ def round_queries_and_keys(model: nn.Module, place: Literal["before_rope", "afte
             continue
         for projection in (layer.q_proj, layer.k_proj):
             assert isinstance(projection, nn.Module)
-            projection.register_forward_hook(lambda _module, _inputs, x: round_mantissa(x, bits))
+            projection.register_forward_hook(partial(_round_output, bits=bits))
+
+
+def _round_output(_module: nn.Module, _inputs: Any, x: Tensor, bits: int) -> Tensor:
+    return round_mantissa(x, bits)
 
 
 @torch.no_grad()
