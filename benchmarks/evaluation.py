@@ -2,9 +2,9 @@
 
     python -m benchmarks.evaluation --out benchmarks/results/evaluation.json --docs docs/benchmarks.md
 
-Both answer with the same model object, from text to text: lm-eval's HFLM by `generate_until`, batched alike and told
-the same end, ours by `run_task`. The figure to read is the ratio of a pair; the seconds are of this machine as busy as
-it was. The section "Evaluation" of the docs is written by this program alone, between its own markers.
+Both answer lm-eval's requests with the same model object, from text to text: lm-eval's HFLM, batched alike, and our
+subclass of it. The figure to read is the ratio of a pair; the seconds are of this machine as busy as it was. The
+section "Evaluation" of the docs is written by this program alone, between its own markers.
 """
 
 import datetime
@@ -20,12 +20,10 @@ import typer
 from anchorline import environment
 from anchorline.files import read_file, save
 from anchorline.marked import MarkedPlace
-from torchtrain.evaluation.engines import TorchEngine
-from torchtrain.evaluation.evaluate import AnswerProgress, run_task
-from torchtrain.evaluation.materials import Materials
-from torchtrain.evaluation.ruler import prompt_of
-from torchtrain.evaluation.samples import open_samples
-from torchtrain.evaluation.suite import TASKS, load_suite
+from torchtrain.evaluation.model import SharedPrefixLM
+from torchtrain.evaluation.suite import load_suite, room_of
+from torchtrain.evaluation.tasks.materials import Materials
+from torchtrain.evaluation.tasks.ruler import open_samples, prompt_of
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 
@@ -49,25 +47,24 @@ def main(
     tokenizer = open_tokenizer(source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_for_evaluation(source, dtype=torch.float32, device=device)
-    engine = TorchEngine(lambda: loaded, chosen, tokenizer)
+    kind: Any = SharedPrefixLM
+    own = kind(loaded, tokenizer, chosen.batch_tokens, length)
     materials, rows = Materials(chosen), []
     batch = max(1, chosen.batch_tokens // length)
     stock = _library_model(loaded, tokenizer, length, min(batch, samples))
     for task in chosen.tasks:
-        made = open_samples(task, length, samples, tokenizer, materials)
-        room, ours_seconds, stock_seconds, ratios, equal, progress = TASKS[task][0], [], [], [], 0, AnswerProgress()
+        made, _ = open_samples(task, length, tokenizer, materials)
+        room, ours_seconds, stock_seconds, ratios, equal = room_of(task), [], [], [], 0
         for _ in range(pairs):
-            progress = AnswerProgress()
+            own.set_length(length)
             started = time.perf_counter()
-            own, work = run_task(
-                made, task, tokenizer, [], lambda *given, task=task: engine.answers(task, *given), progress
-            )
+            ours = own.generate_until(_requests(made, room), disable_tqdm=True)
             between = time.perf_counter()
-            theirs = stock.generate_until(_requests(made.samples, room), disable_tqdm=True)
+            theirs = stock.generate_until(_requests(made, room), disable_tqdm=True)
             ours_seconds.append((between - started) / samples)
             stock_seconds.append((time.perf_counter() - between) / samples)
             ratios.append(stock_seconds[-1] / ours_seconds[-1])
-            equal = sum(a.prediction.strip() == b.strip() for a, b in zip(own, theirs, strict=True))
+            equal = sum(a.strip() == b.strip() for a, b in zip(ours, theirs, strict=True))
         rows.append(
             {
                 "task": task,
@@ -75,7 +72,7 @@ def main(
                 "stock_seconds": statistics.median(stock_seconds),
                 "ratio": statistics.median(ratios),
                 "ratios": [min(ratios), max(ratios)],
-                "computed_share": work.computed_tokens / work.prompt_tokens,
+                "computed_share": own.computed_tokens / own.prompt_tokens,
                 "same_answers": equal,
             }
         )
@@ -103,7 +100,8 @@ def main(
 def _library_model(loaded: Any, tokenizer: Any, length: int, batch: int) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(pretrained=loaded, tokenizer=tokenizer, max_length=length, batch_size=batch)
+    kind: Any = HFLM
+    return kind(pretrained=loaded, tokenizer=tokenizer, max_length=length, batch_size=batch)
 
 
 def _requests(samples: list[dict[str, Any]], room: int) -> list[Any]:

@@ -27,7 +27,7 @@ for _command in (
     *(plans.init, runs.train, runs.resume, runs.status, runs.verify),
     *(corpora.prepare, corpora.stats),
     *(plans.plan, plans.config),
-    *(results.evaluate, results.compare, results.lm_eval_log),
+    *(results.evaluate, results.compare),
     *(trials.experiment, trials.bench),
 ):
     app.command(name=_command.__name__.replace("_", "-"))(_command)

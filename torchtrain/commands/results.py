@@ -1,4 +1,4 @@
-"""The commands of what a model can do: evaluate, compare, lm-eval-log."""
+"""The commands of what a model can do: evaluate, compare."""
 
 import os
 import shlex
@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from anchorline.errors import UserError, quoted
-from anchorline.files import resolve, resolve_folder
+from anchorline.files import resolve_folder
 from anchorline.marked import read_marked
-from torchtrain.commands.arguments import MOST, Overrides
+from torchtrain.commands.arguments import MOST, MOST_PROCESSES, Overrides
 from torchtrain.commands.ending import one_speaks
 
 
@@ -21,25 +21,40 @@ def evaluate(
     ],
     overrides: Overrides = None,
     suite: Annotated[Path, typer.Option(help="YAML of tasks and materials")] = Path("configs/eval/ruler.yaml"),
+    tasks: Annotated[
+        str | None, typer.Option(help="RULER's tasks or any of lm-eval's, with commas; default: the suite's")
+    ] = None,
     lengths: Annotated[str, typer.Option(help="tokens, prompt and answer together; several with commas")] = "4096",
     samples: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="of each task and length; default: the suite's")
     ] = None,
     last: Annotated[int, typer.Option(min=1, max=MOST, help="how many of a run's last models")] = 1,
     anchor: Annotated[bool, typer.Option("--anchor", help="put the training's anchor before each prompt")] = False,
+    chat: Annotated[
+        bool, typer.Option("--apply-chat-template", help="put each prompt into the model's chat template")
+    ] = False,
+    processes: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="share tasks among so many processes")] = 1,
+    log: Annotated[
+        Path | None, typer.Option("--lm-eval-log", help="folder for lm-eval's own logs; default: none are written")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder of results; default: TARGET-evaluation")] = None,
 ) -> None:
-    """Measure RULER, LongBench, MMLU, HellaSwag and perplexity by position; what is finished is never computed again.
+    """Measure RULER, perplexity by position, and any task of lm-eval; what is finished is never computed again.
 
-    Leaves a file for each model, task and length in --out, which torchtrain compare reads. A task whose material is
-    missing is told as not run, and no average hides it. Attention is plain causal attention.
+    Leaves a file for each model, task and length in --out, which torchtrain compare reads. A task that cannot run is
+    not run, with its reason, before anything else runs. Attention is plain causal attention.
 
     Example: torchtrain evaluate runs/demo --lengths 1024,4096 --samples 20 --last 5
+
+    Example: torchtrain evaluate runs/demo --tasks arc_easy,gsm8k --samples 100 --processes 2
     """
     with one_speaks():
         from torchtrain.evaluation.suite import load_suite, parse_lengths
 
         given = [*(overrides or []), *([f"samples={samples}"] if samples is not None else [])]
+        given += [f"tasks=[{tasks}]"] * (tasks is not None) + ["chat_template=true"] * chat
+        if tasks is not None and not any(of.startswith("perplexity") for of in given):
+            given.append("perplexity=null")
         chosen, at = load_suite(suite, given), parse_lengths(lengths)
 
         from transformers.utils import logging
@@ -67,12 +82,14 @@ def evaluate(
             at,
             folder,
             anchor=anchor,
+            processes=processes,
+            log=None if log is None else resolve_folder("--lm-eval-log", log),
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
         print_tables(tables_of_run(results))
         print(f"results in {folder}")
         if all(isinstance(one, NotRun) for one in results):
-            print("nothing ran: every task's material is missing, as told above", file=sys.stderr)
+            print("nothing ran: the reasons are above", file=sys.stderr)
             raise typer.Exit(1)
 
 
@@ -101,9 +118,9 @@ def compare(
 ) -> None:
     """Put results side by side, run by length: the paper's tables and figures, with n, intervals and what did not run.
 
-    Differences are paired by sample (bootstrap, McNemar); bold stands only where the interval of each leaves out zero.
-    Results of other samples, templates or lengths are refused. What the paper publishes of the same model, data,
-    variant and length stands in a table beside ours, in no mean and no figure.
+    Differences are paired by sample, and by seed where there are several. Bold needs seeds: a best value is bold where
+    the intervals over samples and over seeds leave out zero. Results of other samples or lengths are refused. What the
+    paper publishes of the same model, data, variant and length is in a table of its own, in no mean and no figure.
 
     Example: torchtrain compare runs/full runs/intra runs/anchor --out runs/tables
 
@@ -124,7 +141,7 @@ def compare(
         print_tables(tables)
         if out is None and document is None:
             return
-        from torchtrain.evaluation.figures import figures_of
+        from torchtrain.evaluation.tables import figures_of
 
         figures = figures_of(measured)
         if out is not None:
@@ -134,27 +151,3 @@ def compare(
         if document is not None:
             write_document(tables, facts, document, figures)
             print(f"tables in {document}")
-
-
-def lm_eval_log(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="what was evaluated, or a folder of results")],
-    out: Annotated[Path, typer.Option("--out", help="folder of the log, as lm_eval --output_path")],
-    cache: Annotated[Path, typer.Option(help="the suite's cache, where the prompts are")] = Path("cache"),
-    last: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="how many of the checkpoints, the last; default: all evaluated")
-    ] = None,
-) -> None:
-    """Write results as lm_eval --output_path --log_samples does: results_DATE.json and samples_TASK_DATE.jsonl.
-
-    It reads what torchtrain evaluate left and measures nothing. Prompts and targets come from the suite's cache.
-
-    Example: torchtrain lm-eval-log runs/demo --out runs/lm-eval
-    """
-    with one_speaks():
-        from torchtrain.evaluation.lm_eval_log import write_log
-        from torchtrain.evaluation.measured import read_measured
-
-        folder, place = resolve_folder("--out", out), resolve("--cache", cache)
-        measured = read_measured(run, last)
-        written = write_log(measured, folder, place, lambda line: print(line, file=sys.stderr, flush=True))
-        print("\n".join(map(str, written)))

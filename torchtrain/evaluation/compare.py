@@ -1,10 +1,10 @@
 """Runs side by side, paired by sample, and by seed where there are several: the tables of it.
 
-An average is drawn again (bootstrap) by drawing the samples of each task again, the same ones for both runs of a
-difference.
+Bold says that a difference is shown: it needs seeds. One run of each method tells these two models apart, and not the
+methods, whose next runs differ by more than the samples say.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,43 +13,38 @@ from anchorline.errors import UserError, quoted
 from torchtrain.evaluation.intervals import (
     are_equal,
     documents_interval,
+    format_perplexity,
     interval_of,
     mcnemar,
     mean_interval,
     paired_interval,
     seeds_interval,
     sign_flip,
-    tell_perplexity,
 )
 from torchtrain.evaluation.measured import (
-    ELEVEN,
-    THIRTEEN,
     Average,
-    Key,
     Measured,
-    average_named,
-    averages,
     check_alike,
+    format_length,
     read_measured,
-    tell_length,
+    ruler_averages,
 )
-from torchtrain.evaluation.published import ICL, Column, Publication, PublishedScore, tell_score
-from torchtrain.evaluation.results import Found, PerplexityResult, TaskResult
+from torchtrain.evaluation.published import Column, Publication, format_score, published_scores
+from torchtrain.evaluation.results import Found
 from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, benchmark_of
 from torchtrain.evaluation.tables import ScoreCell, ScoreTable
 
+_FEW = 3  # documents: of fewer an interval says nothing
+ONE_SEED = (
+    "One run of each: intervals are over samples alone. They leave out how much another seed of the same method "
+    "differs, so nothing is bold. NAME=RUN,RUN compares seeds."
+)
+Columns = Sequence[tuple[str, Average]]
 
-def tables_of_run(results: Iterable[Found], name: str = "score") -> list[ScoreTable]:
-    """Return the tables of one run: tasks by length, groups, and perplexity."""
-    run = Measured(name).add(results)
-    rows = []
-    for task in run.tasks():
-        rows.append((task, [_cell(run, (task, length)) for length in run.lengths()]))
-    for said, wanted in (("mean of the 13", THIRTEEN), ("mean of the paper's 11", ELEVEN)):
-        rows.append((said, [_mean_cell(run, average_named(run, length, wanted)) for length in run.lengths()]))
-    heads = ["task", *map(tell_length, run.lengths())]
-    tables = [ScoreTable("RULER", heads, rows, _notes([run], "ruler"))] if run.lengths() else []
-    return tables + _benchmark_tables([run]) + _perplexity_tables([run])
+
+def tables_of_run(results: Iterable[Found]) -> list[ScoreTable]:
+    """Return the tables of one run."""
+    return _tables([Measured("score").add(results)], None)
 
 
 def compare(
@@ -60,7 +55,7 @@ def compare(
     Args:
         folders: runs that were evaluated, or folders of results; `NAME=RUN,RUN`: runs of several seeds as one.
         last: of each run, how many checkpoints at most, the last ones; default: all that were evaluated.
-        published: a paper's tables, of which a row stands beside a run of the same model, data, variant and length.
+        published: a paper's tables; a row of it is shown below a run of the same model, data, variant and length.
 
     Raises:
         UserError: a folder holds no results or damaged ones; or runs were not measured alike.
@@ -71,34 +66,127 @@ def compare(
         raise UserError(f"RUN: two are called {quoted(twice)}, and a table could not tell them apart; rename a folder")
     for other in runs[1:]:
         check_alike(runs[0], other)
-        if other.checkpoints != runs[0].checkpoints:
-            raise UserError(
-                f"{runs[0].name} has {runs[0].checkpoints} checkpoints, {other.name} {other.checkpoints}, and a mean "
-                "over more of them is another; give --last"
-            )
+    return _tables(runs, published), {run.name: _describe(run) for run in runs}, runs
+
+
+def _tables(runs: list[Measured], published: Publication | None) -> list[ScoreTable]:
     first, tables = runs[0], []
-    for said, wanted in averages(first):
-        columns = [(length, average_named(first, length, wanted)) for length in first.lengths()]
-        known = [(tell_length(length), of) for length, of in columns if not of.missing(first)]
-        tables += _side_by_side(said, runs, known, _notes(runs, "ruler"))
-        if wanted is THIRTEEN or wanted is ELEVEN:
-            keys: list[Column] = [
-                ("ruler_13" if wanted is THIRTEEN else "ruler_11", None, length)
-                for length, of in columns
-                if not of.missing(first)
-            ]
-            tables += _beside_published(said, runs, published, zip(known, keys, strict=True))
+    for said, by_length in ruler_averages(first):
+        columns = [(format_length(n), of) for n, of in zip(first.lengths(), by_length, strict=True) if of is not None]
+        kinds = {"Average of the 13 tasks": "ruler_13", "Average of the paper's 11 tasks": "ruler_11"}
+        keys: list[Column] = [(kinds.get(said, ""), None, of.keys[0][1]) for _, of in columns]
+        tables += _side_by_side(said, runs, columns) + _beside_published(said, runs, published, columns, keys)
     for length in first.lengths():
-        rows = [(task, _cells(runs, (task, length))) for task in first.tasks()]
-        heads = ["task", *(run.name for run in runs)]
-        tables.append(ScoreTable(f"Tasks at {length:,} tokens", heads, rows, _notes(runs, "ruler")))
-        each = [((task, Average(task, [(task, length)])), ("ruler_tasks", length, task)) for task in first.ran(length)]
-        tables += _beside_published(f"Tasks at {length:,} tokens", runs, published, each)
-    tables += _benchmark_tables(runs, published)
-    tables += _right_and_wrong(runs)
-    tables += _perplexity_tables(runs)
-    facts = {run.name: _tell(run) for run in runs}
-    return tables, facts, runs
+        columns = [(task, Average(task, [(task, length)])) for task in first.tasks()]
+        title = f"Tasks at {length:,} tokens"
+        tables.append(_by_task(title, runs, columns))
+        tables += _beside_published(title, runs, published, columns, [("ruler_tasks", length, t) for t, _ in columns])
+    tables += _other_tables(runs, published)
+    return tables + _right_and_wrong(runs) + _perplexity_tables(runs)
+
+
+def _other_tables(runs: list[Measured], published: Publication | None) -> list[ScoreTable]:
+    """Return LongBench by group, the short benchmarks as the paper has them, and all other tasks."""
+    first, tables = runs[0], []
+    short: list[tuple[str, Average]] = []
+    of_group = {
+        group: [task for name in names if (task := f"longbench_{name}") in first.tasks("longbench")]
+        for group, names in LONGBENCH.items()
+    }
+    for length in first.lengths("longbench"):
+        columns = [(g, Average(g, [(task, length) for task in tasks])) for g, tasks in of_group.items() if tasks]
+        tables += _side_by_side(f"LongBench at {length:,} tokens", runs, columns, ["The mean over each group's tasks."])
+        tables.append(_by_task(f"LongBench's tasks at {length:,} tokens", runs, _singles(first, "longbench", length)))
+        short = [(f"LongBench ICL ({format_length(length)})", of) for name, of in columns if name == "ICL"]
+    keys: list[Column] = [("", None, "")] * len(short)  # lm-eval's LongBench is not the paper's
+    notes = []
+    if lengths := first.lengths(HELLASWAG):
+        short.append(("HellaSwag", Average(HELLASWAG, [(HELLASWAG, lengths[-1])])))
+        keys.append(("short", None, "HellaSwag"))
+    if lengths := first.lengths("mmlu"):
+        subjects = [(task, lengths[-1]) for task in first.tasks("mmlu")]
+        short.append((f"MMLU ({len(subjects)} of 57 subjects)", Average("MMLU", subjects, pooled=True)))
+        keys.append(("short", None, "MMLU" if len(subjects) == 57 else ""))
+        notes.append("MMLU: of all questions, whatever their subject.")
+    if len(short) > bool(of_group["ICL"]):
+        tables += _side_by_side("Short benchmarks", runs, short, notes)
+        tables += _beside_published("Short benchmarks", runs, published, short, keys)
+    others = {benchmark_of(task) for task, _ in [*first.found, *first.not_run]} - {
+        "ruler",
+        "longbench",
+        "mmlu",
+        HELLASWAG,
+    }
+    columns = [of for name in sorted(others) for of in _singles(first, name, first.lengths(name)[-1])]
+    return tables + ([_by_task("Other tasks", runs, columns)] if columns else [])
+
+
+def _singles(run: Measured, benchmark: str, length: int) -> list[tuple[str, Average]]:
+    return [(task, Average(task, [(task, length)])) for task in run.tasks(benchmark)]
+
+
+def _by_task(title: str, runs: list[Measured], columns: Columns) -> ScoreTable:
+    """Return a table with a row for each task, and a column for each run."""
+    rows = [(name, _cells(runs, average)) for name, average in columns]
+    return ScoreTable(
+        title, ["task", *(run.name for run in runs)], rows, _notes(runs, [of for _, of in columns], paired=False)
+    )
+
+
+def _side_by_side(title: str, runs: list[Measured], columns: Columns, notes: Sequence[str] = ()) -> list[ScoreTable]:
+    """Return a table of averages: a row a run, and below them the differences from the first, paired by sample."""
+    if not columns:
+        return []
+    first, cells = runs[0], [_cells(runs, average) for _, average in columns]
+    rows = [(run.name, [column[i] for column in cells]) for i, run in enumerate(runs)]
+    for run in runs[1:]:
+        paired, over = [], []
+        for _, average in columns:
+            if average.missing(first):
+                paired.append(ScoreCell(""))
+                over.append(ScoreCell(""))
+                continue
+            found = paired_interval(average.scores(run), average.scores(first))
+            paired.append(ScoreCell("{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * of for of in found))))
+            seeds = _over_seeds(run, first, average.mean)
+            over.append(ScoreCell("" if seeds is None else f"[{100 * seeds[0]:+.1f}, {100 * seeds[1]:+.1f}]"))
+        rows.append((f"{run.name} - {first.name}, paired", paired))
+        if any(cell.text for cell in over):
+            rows.append((f"{run.name} - {first.name}, over {len(run.seeds)} seeds", over))
+    held = [*notes, *_notes(runs, [of for _, of in columns])]
+    return [ScoreTable(title, ["", *(name for name, _ in columns)], rows, held)]
+
+
+def _cells(runs: list[Measured], average: Average) -> list[ScoreCell]:
+    """Return a cell a run. The best is bold where the intervals from each other run leave out zero, that over samples
+    and that over seeds, and where drawing signs agrees: of few samples the bootstrap knows too little.
+    """
+    cells = [ScoreCell(_format_mean(run, average)) for run in runs]
+    if average.missing(runs[0]):
+        return cells
+    best = max(range(len(runs)), key=lambda i: average.mean(runs[i]))
+
+    def is_above(other: Measured) -> bool:
+        over = _over_seeds(runs[best], other, average.mean)
+        a, b = average.scores(runs[best]), average.scores(other)
+        return over is not None and over[0] > 0 and paired_interval(a, b)[1] > 0 and sign_flip(a, b) < 0.05
+
+    if len(runs) > 1 and all(is_above(run) for i, run in enumerate(runs) if i != best):
+        cells[best] = ScoreCell(cells[best].text, bold=True)
+    return cells
+
+
+def _format_mean(run: Measured, average: Average) -> str:
+    """Return an average with its interval and its spread over steps; of a task alone what it has."""
+    if missing := average.missing(run):
+        return "not run" if len(average.keys) == 1 else f"none: {len(missing)} did not run"
+    scores = average.scores(run)
+    if not any(result.answers for key in average.keys for result in run.found[key]):
+        return f"{average.mean(run):.3f}"
+    mean, low, high = mean_interval(list(scores[0])) if len(scores) == 1 else interval_of(scores)
+    spread = average.spread(run)
+    over = "" if spread is None else f" ±{100 * spread:.1f}"
+    return f"{100 * mean:.1f}{over} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def _over_seeds(run: Measured, other: Measured, of: Callable[[Measured], float]) -> tuple[float, float] | None:
@@ -111,40 +199,8 @@ def _over_seeds(run: Measured, other: Measured, of: Callable[[Measured], float])
     return None if are_equal(np.subtract(a, b)) else seeds_interval(a, b)
 
 
-def _side_by_side(
-    title: str, runs: list[Measured], columns: Sequence[tuple[str, Average]], notes: list[str]
-) -> list[ScoreTable]:
-    """Return a table of averages: a row a run, and below them the differences from the first, paired by sample."""
-    if not columns:
-        return []
-    first, cells = runs[0], []
-    for _, average in columns:
-        of_runs = [_mean_cell(run, average) for run in runs]
-        if not average.missing(first):
-            of_runs = _best(of_runs, [average.scores(run) for run in runs], runs, average.mean)
-        cells.append(of_runs)
-    rows = [(run.name, [column[i] for column in cells]) for i, run in enumerate(runs)]
-    for run in runs[1:]:
-        differences = []
-        for _, average in columns:
-            if average.missing(first):
-                differences.append(ScoreCell(""))
-                continue
-            mean, low, high = paired_interval(average.scores(run), average.scores(first))
-            differences.append(ScoreCell(f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"))
-        rows.append((f"{run.name} - {first.name}, paired", differences))
-        over = [None if of.missing(first) else _over_seeds(run, first, of.mean) for _, of in columns]
-        if any(over):
-            told = ["" if of is None else f"[{100 * of[0]:+.1f}, {100 * of[1]:+.1f}]" for of in over]
-            rows.append((f"{run.name} - {first.name}, over {len(run.seeds)} seeds", list(map(ScoreCell, told))))
-    return [ScoreTable(title, ["", *(name for name, _ in columns)], rows, notes)]
-
-
 def _beside_published(
-    title: str,
-    runs: list[Measured],
-    published: Publication | None,
-    columns: Iterable[tuple[tuple[str, Average], Column]],
+    title: str, runs: list[Measured], published: Publication | None, columns: Columns, keys: Sequence[Column]
 ) -> list[ScoreTable]:
     """Return a table of runs that the paper has numbers of, each with the paper's own below it; none where it has none.
 
@@ -152,274 +208,165 @@ def _beside_published(
         title: of what.
         runs: measured alike.
         published: the paper's tables, if they are at hand.
-        columns: of each its head and average, and where the paper has it.
+        columns: of each its head and average.
+        keys: of each, where the paper has it.
     """
     if published is None:
         return []
-    held, rows, unsaid = [*columns], [], []
-    told = {run.name: _published_scores(run, published) for run in runs}
-    held = [(of, key) for of, key in held if any(key in scores for scores in told.values())]
+    known = {run.name: published_scores(run, published) for run in runs}
+    held = [
+        (of, key)
+        for of, key in zip(columns, keys, strict=True)
+        if any(key in scores for scores in known.values()) and not of[1].missing(runs[0])
+    ]
+    rows, unsaid = [], []
     for run in runs:
-        scores = {key: told[run.name][key] for _, key in held if key in told[run.name]}
-        if not scores:
-            continue
-        numbers = ", ".join(sorted({str(score.table) for score in scores.values()}))
-        rows.append(
-            (run.name, [_mean_cell(run, average) if key in scores else ScoreCell("") for (_, average), key in held])
-        )
-        theirs = [ScoreCell(tell_score(scores[key].score) if key in scores else "") for _, key in held]
-        rows.append((f"{run.name}, published (table {numbers})", theirs))
-        unsaid += [score.unsaid for score in scores.values()]
+        scores = {key: known[run.name][key] for _, key in held if key in known[run.name]}
+        if scores:
+            own = [ScoreCell(_format_mean(run, average) if key in scores else "") for (_, average), key in held]
+            theirs = [ScoreCell(format_score(scores[key].score) if key in scores else "") for _, key in held]
+            numbers = ", ".join(sorted({str(score.table) for score in scores.values()}))
+            rows += [(run.name, own), (f"{run.name}, published (table {numbers})", theirs)]
+            unsaid += [score.unsaid for score in scores.values()]
     if not rows:
         return []
     notes = [
         f"Published: arXiv {published.arxiv}v{published.version}, of the same model, data, variant and length, "
         "by transcriptions. It is in no mean and no interval.",
         *(f"The paper does not say {what}." for what in dict.fromkeys(unsaid)),
-        *_notes(runs, benchmark_of(held[0][0][1].keys[0][0])),
+        *_notes(runs[:1], [of for (_, of), _ in held]),
     ]
     return [ScoreTable(f"{title}, beside what is published", ["", *(name for (name, _), _ in held)], rows, notes)]
 
 
-def _published_scores(run: Measured, published: Publication) -> dict[Column, PublishedScore]:
-    """Return what is published of a run: nothing unless all its checkpoints were trained alike and asked as published
-    models were, with nothing before the prompts, RULER with vt as it was then and with RULER's kind of haystack.
-    """
-    results = [of for each in run.found.values() for of in each]
-    trainings = {of.training.model_dump_json() if of.training else "" for of in results}
-    if len(trainings) != 1 or any(of.settings.anchor for of in results):
-        return {}
-    found = published.scores_of(results[0].training, results[0].source, {of.step for of in results})
-    haystacks = {of.identity.get("materials", {}).get("haystack") for of in results} - {None}
-    other = any(text.startswith("demo ") or not text.endswith("sentences english") for text in haystacks)
-    if other or "vt" in run.tasks():
-        found = {key: score for key, score in found.items() if not key[0].startswith("ruler")}
-    return found
-
-
-def _benchmark_tables(runs: list[Measured], published: Publication | None = None) -> list[ScoreTable]:
-    """Return LongBench by group, and the short benchmarks with LongBench's ICL, as the paper lays them out."""
-    first, tables = runs[0], []
-    asked = first.tasks("longbench")
-    of_group = {group: [f"longbench_{name}" for name in names] for group, names in LONGBENCH.items()}
-    of_group = {group: [task for task in tasks if task in asked] for group, tasks in of_group.items()}
-    for length in first.lengths("longbench"):
-        columns = [
-            (group, Average(group, [(task, length) for task in tasks])) for group, tasks in of_group.items() if tasks
-        ]
-        held = "; ".join(
-            f"{group}: {', '.join(task.removeprefix('longbench_') for task in tasks)}"
-            for group, tasks in of_group.items()
-            if tasks
-        )
-        notes = [f"Mean over the tasks of a group ({held}).", *_notes(runs, "longbench")]
-        tables += _side_by_side(f"LongBench at {length:,} tokens", runs, columns, notes)
-        whole = [
-            (of, ("longbench", length, of[0]))
-            for of in columns
-            if len(of[1].keys) == len(LONGBENCH[of[0]]) and not of[1].missing(first)
-        ]
-        tables += _beside_published(f"LongBench at {length:,} tokens", runs, published, whole)
-        if len(runs) == 1:
-            rows = [(task, [_cell(runs[0], (task, length))]) for task in asked]
-            tables.append(ScoreTable(f"LongBench's tasks at {length:,} tokens", ["task", "score"], rows, []))
-    columns: list[tuple[str, Average]] = []
-    keys: list[Column] = []  # where the paper has them; of a part of a benchmark it has nothing
-    if of_group["ICL"]:
-        length = first.lengths("longbench")[-1]
-        columns.append(
-            (f"LongBench ICL ({tell_length(length)})", Average("ICL", [(task, length) for task in of_group["ICL"]]))
-        )
-        keys.append(("short", length if len(of_group["ICL"]) == len(LONGBENCH["ICL"]) else None, ICL))
-    notes = []
-    if lengths := first.lengths(HELLASWAG):
-        columns.append(("HellaSwag", Average(HELLASWAG, [(HELLASWAG, lengths[-1])])))
-        keys.append(("short", None, "HellaSwag"))
-        notes += [f"HellaSwag: by the likelihood over the length of the ending{_plain_accuracy(runs, lengths[-1])}."]
-    if lengths := first.lengths("mmlu"):
-        subjects = [(task, lengths[-1]) for task in first.tasks("mmlu")]
-        columns.append((f"MMLU ({len(subjects)} of 57 subjects)", Average("MMLU", subjects, pooled=True)))
-        keys.append(("short", None, "MMLU" if len(subjects) == 57 else ""))
-        notes += ["MMLU: of all questions, whatever their subject."]
-    if len(columns) > bool(of_group["ICL"]):
-        every = [*notes, *_notes(runs, "mmlu"), *_notes(runs, HELLASWAG)]
-        tables += _side_by_side("Short benchmarks", runs, columns, list(dict.fromkeys(every)))
-        ran = [(of, key) for of, key in zip(columns, keys, strict=True) if not of[1].missing(first)]
-        tables += _beside_published("Short benchmarks", runs, published, ran)
-    return tables
-
-
-def _plain_accuracy(runs: list[Measured], length: int) -> str:
-    """Return what HellaSwag's endings score by the likelihood alone, in words."""
-    told = []
-    for run in runs:
-        plain = [of.acc for result in run.found.get((HELLASWAG, length), []) for of in result.answers]
-        known = [of for of in plain if of is not None]
-        told += [f"{run.name} {100 * sum(known) / len(known):.1f}"] if known else []
-    return f"; by the likelihood alone {', '.join(told)}" if told else ""
-
-
 def _right_and_wrong(runs: list[Measured]) -> list[ScoreTable]:
-    """Return how many samples one of two runs alone gets right, of tasks that have no other scores, and McNemar's p."""
-    first, tables = runs[0], []
+    """Return how many samples one of two runs alone gets right, and McNemar's p, of the last checkpoint of each."""
     if len(runs) < 2:
         return []
-    lengths = sorted({length for _, length in first.found})
-    for length in lengths:
+    ones = [(run.seeds[0] if run.seeds else run).keep_last(1) for run in runs]
+    first, tables = ones[0], []
+    for length in sorted({length for _, length in first.found}):
         of_tasks = [
-            Average(task, [(task, length)]) for task in [*first.tasks(), HELLASWAG] if (task, length) in first.found
+            Average(task, [(task, n)]) for task, n in first.found if n == length and benchmark_of(task) != "mmlu"
         ]
         subjects = [(task, length) for task in first.tasks("mmlu") if (task, length) in first.found]
         of_tasks += [Average("mmlu", subjects, pooled=True)] if subjects else []
         rows = []
         for of_task in of_tasks:
-            scores = [of_task.scores(run)[0] for run in runs]
-            if not all(np.isin(of, (0.0, 1.0)).all() for of in scores):
+            if any(of_task.missing(run) for run in ones):
                 continue
-            cells = []
-            for run, of in zip(runs[1:], scores[1:], strict=True):
-                alone, first_alone, p = mcnemar(of, scores[0])
-                cells.append(ScoreCell(f"{run.name} {alone}, {first.name} {first_alone}, p {p:.2g}"))
-            rows.append((of_task.name, cells))
+            scores = [of_task.scores(run)[0] for run in ones]
+            if all(np.isin(of, (0.0, 1.0)).all() and len(of) > 1 for of in scores):
+                found = [(run.name, mcnemar(of, scores[0])) for run, of in zip(runs[1:], scores[1:], strict=True)]
+                if not any(alone or other for _, (alone, other, _) in found):
+                    continue  # of equal answers the test says nothing
+                said = [f"{name} {alone}, {runs[0].name} {other}, p {p:.2g}" for name, (alone, other, p) in found]
+                rows.append((of_task.name, list(map(ScoreCell, said))))
+        which = ", ".join(
+            f"{run.name}: {f'{one.name}/' if run.seeds else ''}{one.checkpoint_names[0]}"
+            for run, one in zip(runs, ones, strict=True)
+        )
         if rows:
-            heads = ["task", *(f"{run.name} against {first.name}" for run in runs[1:])]
-            note = "McNemar's exact test, two-sided, of each task alone: of many tasks, some p are small by chance."
-            tables.append(ScoreTable(f"Right in one run alone, at {length:,} tokens", heads, rows, [note]))
+            notes = [
+                f"McNemar's exact test of one checkpoint each ({which}), two-sided, of each task alone: of many tasks, "
+                "some p are small by chance. It compares two models, not two methods."
+            ]
+            heads = ["task", *(f"{run.name} against {runs[0].name}" for run in runs[1:])]
+            tables.append(ScoreTable(f"Right in one run alone, at {length:,} tokens", heads, rows, notes))
     return tables
 
 
-def _cells(runs: list[Measured], key: Key) -> list[ScoreCell]:
-    cells = [_cell(run, key) for run in runs]
-    if key not in runs[0].found:
-        return cells
-    return _best(cells, [[run.scores(key)] for run in runs], runs, lambda run: float(run.scores(key).mean()))
-
-
-def _best(
-    cells: list[ScoreCell], scores: Sequence[list[np.ndarray]], runs: list[Measured], mean: Callable[[Measured], float]
-) -> list[ScoreCell]:
-    """Make the best of a column bold where the interval from each other run leaves out zero: over samples and over
-    seeds, where there are several.
-    """
-    best = max(range(len(scores)), key=lambda i: np.mean([of.mean() for of in scores[i]]))
-    others = [i for i in range(len(scores)) if i != best]
-
-    def is_above(i: int) -> bool:
-        over = _over_seeds(runs[best], runs[i], mean)
-        paired = over[0] > 0 if over is not None else not (runs[best].seeds or runs[i].seeds)
-        return paired and _separates(scores[best], scores[i])
-
-    if others and all(map(is_above, others)):
-        cells[best] = ScoreCell(cells[best].text, bold=True)
-    return cells
-
-
-def _separates(best: list[np.ndarray], other: list[np.ndarray]) -> bool:
-    """Whether the interval leaves out zero, and drawing signs agrees: of few samples the bootstrap knows too little."""
-    return paired_interval(best, other)[1] > 0 and sign_flip(best, other) < 0.05
-
-
-def _cell(run: Measured, key: Key) -> ScoreCell:
-    if key not in run.found:
-        return ScoreCell("not run")
-    mean, low, high = mean_interval(list(run.scores(key)))
-    return ScoreCell(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]")
-
-
-def _mean_cell(run: Measured, average: Average) -> ScoreCell:
-    """Return an average, its interval, its spread over checkpoints."""
-    if missing := average.missing(run):
-        return ScoreCell(f"none: {missing} did not run")
-    mean, low, high = interval_of(average.scores(run))
-    spread = average.spread(run)
-    over = "" if spread is None else f" ±{100 * spread:.1f}"
-    return ScoreCell(f"{100 * mean:.1f}{over} [{100 * low:.1f}, {100 * high:.1f}]")
-
-
 def _perplexity_tables(runs: list[Measured]) -> list[ScoreTable]:
-    tables = []
-    for length in sorted(runs[0].perplexity):
-        first = runs[0].perplexity[length][0]
-        head = ["", *(f"{of.first:,} to {of.end - 1:,}" for of in first.buckets)]
-        strided = {run.name: [of.strided for of in run.perplexity[length] if of.strided is not None] for run in runs}
-        head += [f"in windows of {max(length // 2, 2):,}"] * bool(strided[runs[0].name])
+    first, tables = runs[0], []
+    for length, results in sorted(first.perplexity.items()):
+        strided = results[0].strided is not None
+        head = ["perplexity", *(f"{of.first:,} to {of.end - 1:,}" for of in results[0].buckets)]
+        head += [f"in windows of {max(length // 2, 2):,}"] * strided
+        losses = {run.name: _losses(run, length) for run in runs}
         rows = []
         for run in runs:
-            each = np.mean([[of.losses for of in result.buckets] for result in run.perplexity[length]], axis=0)
-            windows = [tell_perplexity(float(np.mean(strided[run.name])))] if strided[run.name] else []
-            rows.append((run.name, [ScoreCell(told) for told in [*map(_tell_level, each), *windows]]))
+            windows = [of.strided for of in run.perplexity[length] if of.strided is not None]
+            cells = [_format_level(of) for of in losses[run.name]]
+            cells += [format_perplexity(float(np.mean(windows))) if windows else ""] * strided
+            rows.append((run.name, list(map(ScoreCell, cells))))
         for run in runs[1:]:
-            one, other = (
-                np.mean([[of.losses for of in result.buckets] for result in of_run.perplexity[length]], axis=0)
-                for of_run in (run, runs[0])
-            )
-            cells = [ScoreCell(_tell_difference(one[i] - other[i])) for i in range(len(first.buckets))]
-            blank = [ScoreCell("")] * bool(strided[run.name])  # of windows there is one loss of all documents
-            cells += blank
-            rows.append((f"loss: {run.name} - {runs[0].name}, paired", cells))
+            differences = losses[run.name] - losses[first.name]
+            cells = [_format_difference(of) for of in differences] + [""] * strided  # windows have one loss
+            rows.append((f"loss: {run.name} - {first.name}, paired", list(map(ScoreCell, cells))))
             over = [
-                _over_seeds(run, runs[0], lambda seed, i=i, n=length: _bucket_mean(seed, n, i))
-                for i in range(len(first.buckets))
+                _over_seeds(run, first, lambda seed, i=i, n=length: float(_losses(seed, n)[i].mean()))
+                for i in range(len(differences))
             ]
             if all(over):
-                told = [ScoreCell(f"[{of[0]:+.3f}, {of[1]:+.3f}]") for of in over if of is not None]
-                told += blank
-                rows.append((f"loss: {run.name} - {runs[0].name}, over {len(run.seeds)} seeds", told))
-        count = len(first.buckets[0].losses)
-        notes = [f"Of {first.text}, {count} documents; tokens of a position alike, with all that stands before them."]
-        if count > 1:
+                cells = [f"[{of[0]:+.3f}, {of[1]:+.3f}]" for of in over if of is not None] + [""] * strided
+                rows.append(
+                    (f"loss: {run.name} - {first.name}, over {len(run.seeds)} seeds", list(map(ScoreCell, cells)))
+                )
+        count = len(results[0].buckets[0].losses)
+        notes = [f"Of {results[0].text}; each token with all tokens of the document before it."]
+        if count >= _FEW:
             said = "in brackets 95 per cent intervals over documents (Student's, of the mean loss or difference)"
             notes.append(f"n = {count} documents; {said}.")
         else:
-            notes.append("n = 1 document, which has no interval.")
+            notes.append(f"n = {count}: too few documents for an interval.")
+        notes += [ONE_SEED] * (len(runs) > 1 and not _has_seeds(runs))
         tables.append(ScoreTable(f"Perplexity by position at {length:,} tokens", head, rows, notes))
     return tables
 
 
-def _tell_level(losses: np.ndarray) -> str:
-    """Return the perplexity of documents' losses, with its interval where there are several."""
-    found = documents_interval(losses)
+def _losses(run: Measured, length: int) -> np.ndarray:
+    """Return the mean over checkpoints of each document's loss: [buckets, documents]."""
+    return np.mean([[of.losses for of in result.buckets] for result in run.perplexity[length]], axis=0)
+
+
+def _format_level(losses: np.ndarray) -> str:
+    """Return the perplexity of documents' losses, with its interval where there are enough."""
+    found = documents_interval(losses) if len(losses) >= _FEW else None
     if found is None:
-        return tell_perplexity(float(losses.mean()))
-    mean, low, high = map(tell_perplexity, found)
+        return format_perplexity(float(losses.mean()))
+    mean, low, high = map(format_perplexity, found)
     return f"{mean} [{low}, {high}]"
 
 
-def _tell_difference(losses: np.ndarray) -> str:
-    """Return the mean of documents' differences of losses, with its interval where there are several."""
-    found = documents_interval(losses)
+def _format_difference(losses: np.ndarray) -> str:
+    """Return the mean of documents' differences of losses, with its interval where there are enough."""
+    found = documents_interval(losses) if len(losses) >= _FEW else None
     return f"{losses.mean():+.3f}" if found is None else f"{found[0]:+.3f} [{found[1]:+.3f}, {found[2]:+.3f}]"
 
 
-def _bucket_mean(run: Measured, length: int, bucket: int) -> float:
-    return float(np.mean([result.buckets[bucket].losses for result in run.perplexity[length]]))
+def _has_seeds(runs: list[Measured]) -> bool:
+    return all(len(run.seeds) > 1 and len(run.seeds) == len(runs[0].seeds) for run in runs)
 
 
-def _notes(runs: list[Measured], benchmark: str) -> list[str]:
-    first = runs[0]
-    found = {key: results for key, results in first.found.items() if benchmark_of(key[0]) == benchmark}
-    counts = sorted({len(results[0].answers) for results in found.values()})
+def _notes(runs: list[Measured], averages: Sequence[Average], paired: bool = True) -> list[str]:
+    """Return what is said below a table: samples, how intervals are made, what did not run."""
+    first, keys = runs[0], [key for average in averages for key in average.keys]
+    results = [result for key in keys for result in first.found.get(key, [])]
+    counts = sorted({len(result.answers) for result in results if result.answers})
     notes = []
     if counts:
         said = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        notes.append(f"n = {said} samples of each task and length; in brackets 95 per cent intervals (Wilson).")
-    texts = {text for results in found.values() if (text := results[0].identity.get("materials", {}).get("haystack"))}
-    notes += [f"Haystack: {text}." for text in sorted(texts)]
-    missing = {
-        f"{task}: {why}" for run in runs for (task, _), why in run.not_run.items() if benchmark_of(task) == benchmark
-    }
-    if missing:
-        notes.append("Not run: " + "; ".join(sorted(missing)) + ".")
-    return notes
+        how = "Wilson's for a row of one run"
+        if paired and len(runs) > 1:
+            how += ", by bootstrap for a paired difference" + ", Student's over seeds" * _has_seeds(runs)
+        notes.append(f"n = {said} samples of each task and length; in brackets 95 per cent intervals: {how}.")
+    metrics = {result.task: result.metric for result in results if result.metric != "score"}
+    notes += [f"Metrics: {', '.join(f'{task} {metric}' for task, metric in metrics.items())}."] * (0 < len(metrics) < 6)
+    haystacks = {of.identity.get("materials", {}).get("haystack") for of in results} - {None}
+    notes += [f"Haystack: {text}." for text in sorted(haystacks)]
+    cut = sum(result.cut_prompts for result in results)
+    notes += [f"{cut} prompts were longer than the length and were cut."] * bool(cut)
+    notes += [ONE_SEED] * (len(runs) > 1 and not _has_seeds(runs))
+    why = {f"{task}: {run.not_run[task, n]}" for run in runs for task, n in keys if (task, n) in run.not_run}
+    return notes + ([f"Not run: {'; '.join(sorted(why))}."] if why else [])
 
 
-def _tell(run: Measured) -> str:
-    some: Mapping[object, Sequence[TaskResult | PerplexityResult]] = {**run.found, **run.perplexity}
-    if not some:
+def _describe(run: Measured) -> str:
+    results = run.results()
+    if not results:
         return "nothing ran"
-    results = next(iter(some.values()))
-    names = ", ".join(result.checkpoint if result.step is None else f"step {result.step:,}" for result in results)
-    anchor = f", anchor {results[0].settings.anchor} before each prompt" if results[0].settings.anchor else ""
-    return (
-        f"{results[0].source}: {names}; {results[0].settings.dtype} on {results[0].versions.get('torch', '')}{anchor}"
-    )
+    steps = {of.checkpoint: of.step for of in results}
+    names = ", ".join(name if step is None else f"step {step:,}" for name, step in steps.items())
+    first = results[0]
+    anchor = f", anchor {first.settings.anchor} before each prompt" if first.settings.anchor else ""
+    return f"{first.source}: {names}; {first.settings.dtype} on {first.versions.get('torch', '')}{anchor}"

@@ -14,12 +14,14 @@ _Z = 1.959963984540054  # of the normal distribution: 95 per cent lie within
 
 
 def mean_interval(scores: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of scores in 0..1 and its 95 per cent interval, Wilson's.
+    """Return the mean of scores and its 95 per cent interval: Wilson's of scores in 0..1, Student's of any other.
 
     Wilson's is of scores 0 and 1; one between varies less, so that the interval is then too wide rather than too
     narrow. It has a width where all scores are equal, as it must: eight hits of eight do not prove a model perfect.
     """
     n, mean = len(scores), sum(scores) / len(scores)
+    if not 0 <= min(scores) <= max(scores) <= 1:
+        return documents_interval(scores) or (mean, mean, mean)
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
     return mean, max(0.0, centre - half), min(1.0, centre + half)
@@ -106,7 +108,7 @@ def documents_interval(losses: Sequence[float] | np.ndarray) -> tuple[float, flo
     return float(np.mean(losses)), low, high
 
 
-def tell_perplexity(loss: float) -> str:
+def format_perplexity(loss: float) -> str:
     """Return e to a loss, in few digits where it means nothing."""
     if loss < _MOST_LOSS:
         return f"{math.exp(loss):.2f}"

@@ -1,21 +1,18 @@
 """Evaluation of a model that is being trained, between two steps, without changing a bit of the training.
 
-What answers is a second tree of modules on the same weights (`share_weights`): with its own buffers, its own config,
-transformers' own attention and a KV cache. Of the training's model nothing is touched, not even RoPE's frequencies,
-which some types change as they meet longer rows. Greedy answers draw nothing; but lm-eval does, when it is imported
-and when it makes samples, so the generators' states are put back.
+What answers is a second tree of modules on the same weights (`share_weights`), with its own buffers, its own config,
+transformers' own attention and a KV cache. Nothing of the training's model is touched, not even RoPE's frequencies,
+which some types change as they meet longer rows. lm-eval draws from the process's random generators, so their states
+are put back.
 
-A suite that cannot be measured is refused before the training begins: settings, samples, a model that it does not fit.
-What fails later is of the moment (a full disk, no memory left, a cache that was removed) or a bug of ours, and no
-reason to lose a training: a line says it, and the next evaluation tries again.
+A suite that cannot be measured is refused before the training begins. What fails later (a full disk, no memory left) is
+no reason to lose a training: a line says it, and the next evaluation tries again.
 """
 
 import copy
 import hashlib
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,13 +21,10 @@ from anchorline.errors import UserError, disk_fault, quoted, quoted_reason
 from anchorline.files import resolve
 from torchtrain.checkpoint import rng
 from torchtrain.config import Config
-from torchtrain.evaluation.engines import TorchEngine
-from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_samples, check_suite, measure
-from torchtrain.evaluation.materials import Materials
+from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_suite, check_tokenizer, measure, plan
 from torchtrain.evaluation.perplexity import check_logits
-from torchtrain.evaluation.prompt_tokens import check_tokenizer
-from torchtrain.evaluation.results import Training
-from torchtrain.evaluation.suite import Suite, load_suite
+from torchtrain.evaluation.results import Settings, Training
+from torchtrain.evaluation.suite import load_suite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -48,19 +42,16 @@ class TrainingEvaluation:
 
     def __init__(self, config: Config) -> None:
         section = config.evaluation
-        overrides = [] if section.samples is None else [f"samples={section.samples}"]
-        self._suite: Suite = load_suite(section.suite, overrides)
-        self._source_of_suite = section.suite
+        self._suite = load_suite(section.suite, [] if section.samples is None else [f"samples={section.samples}"])
         self._lengths = sorted({*section.lengths} or {config.pack.sequence_length})
+        self._where = f"evaluation (suite {section.suite}, lengths {', '.join(map(str, self._lengths))})"
         if self._lengths[-1] > config.pack.sequence_length:
             raise UserError(
                 f"evaluation.lengths {self._lengths[-1]}: the model is trained for pack.sequence_length "
                 f"{config.pack.sequence_length}; give no more"
             )
-        if self._suite.backend != "torch":
-            raise UserError("evaluation.suite: on the way the model itself answers; set backend: torch in it")
-        if self._suite.device_map is not None:
-            raise UserError("evaluation.suite: on the way the model lies where it is trained; remove device_map there")
+        if self._suite.backend != "torch" or self._suite.device_map is not None:
+            raise UserError("evaluation.suite: the model in training answers; set backend: torch, without device_map")
         if self._suite.dtype not in (None, config.model.dtype):
             raise UserError(f"evaluation.suite: its dtype is not model.dtype ({config.model.dtype}); remove it there")
         with self._name_the_section():
@@ -68,13 +59,12 @@ class TrainingEvaluation:
         self._every, self._last, self._dtype = section.every, config.train.steps, config.model.dtype
         folder = resolve("run.folder", config.run.folder)
         self.out, self._source = folder.with_name(f"{folder.name}-on-the-way"), str(folder)
-        self._materials = Materials(self._suite)
 
     def check_new(self) -> None:
-        """Check that no results stand where a new run's will.
+        """Check that the folder of a new run's results is empty.
 
         Raises:
-            UserError: some do, of another run: `compare` would take them for this one's.
+            UserError: it holds results of another run: `compare` would take them for this one's.
         """
         if next(self.out.glob("*/*.json"), None) is not None:
             raise UserError(
@@ -83,14 +73,15 @@ class TrainingEvaluation:
             )
 
     def check_fits(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Make all samples, and look at the model, so that nothing of the suite is found wrong after steps were taken.
+        """Make all samples, and look at the model, so that no fault of the suite is met after steps were taken.
 
         Raises:
-            UserError: what cannot be measured, and not for want of a material.
+            UserError: what cannot be measured, and not for want of a material or of room.
         """
         with _keep_generators(), self._name_the_section():
-            check_tokenizer(tokenizer, model.name_or_path or "the model")
-            check_samples(self._suite, self._lengths, tokenizer, self._materials)
+            check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite)
+            evaluated = self._evaluated(model, tokenizer, 0, None, "")
+            plan(evaluated, self._suite, self._lengths, None, lambda line: None)
             if self._suite.perplexity is not None:
                 check_logits(share_weights(model))
 
@@ -100,8 +91,7 @@ class TrainingEvaluation:
         try:
             yield
         except UserError as error:
-            lengths = ", ".join(map(str, self._lengths))
-            raise UserError(f"evaluation (suite {self._source_of_suite}, lengths {lengths}): {error}") from None
+            raise UserError(f"{self._where}: {error}") from None
 
     def due(self, step: int) -> bool:
         """Whether a model is measured after so many steps: every so many, and after the last."""
@@ -116,7 +106,7 @@ class TrainingEvaluation:
         pulse: Callable[[], None],
         training: Training | None = None,
     ) -> None:
-        """Measure a model as it is after a step; what was finished of it before is taken over. What fails is told.
+        """Measure a model as it is after a step. What was finished of it before is taken over. A fault is logged.
 
         Args:
             model: the one that is trained; it is left as it is.
@@ -127,58 +117,49 @@ class TrainingEvaluation:
             training: how the model is trained, for its results.
         """
         ending: list[BaseException] = []
-
-        def end_or_go_on() -> None:
-            try:
-                pulse()
-            except BaseException as error:
-                ending.append(error)
-                raise
-
         try:
-            self._measure(model, tokenizer, step, say, end_or_go_on, training)
+            with _keep_generators() as put_back:
+
+                def on_batch() -> None:
+                    put_back()  # who ends the run saves them
+                    try:
+                        pulse()
+                    except BaseException as error:
+                        ending.append(error)
+                        raise
+
+                evaluated = self._evaluated(model, tokenizer, step, training, state_digest(model))
+                jobs = plan(evaluated, self._suite, self._lengths, self.out, say, replace_old=True)
+                measure(evaluated, jobs, self._suite, self.out, say=say, pulse=on_batch)
         except Exception as error:
             if ending:
                 raise
             rest = "training goes on, the next evaluation tries again"
-            say(f"warning   evaluation after step {step:,} failed: {_tell(error)}; {rest}")
-        if model.device.type == "cuda":  # no longer held by an exception either
+            say(f"warning   evaluation after step {step:,} failed: {_format_fault(error)}; {rest}")
+        if model.device.type == "cuda":  # an exception no longer holds memory either
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(model.device)  # the next step tells its own
+            torch.cuda.reset_peak_memory_stats(model.device)  # the next step measures its own
 
-    def _measure(
+    def _evaluated(
         self,
         model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerFast",
         step: int,
-        say: Callable[[str], None],
-        pulse: Callable[[], None],
         training: Training | None,
-    ) -> None:
-        with _keep_generators() as put_back:
-
-            def on_batch() -> None:
-                put_back()  # who ends the run saves them
-                pulse()
-
-            engine = TorchEngine(lambda: share_weights(model), self._suite, tokenizer)
-            checkpoint = Checkpoint(f"step-{step:08d}", step, self._source, training)
-            evaluated = EvaluatedModel(checkpoint, tokenizer, engine, state_digest(model), self._dtype)
-            arguments = (evaluated, self._suite, self._lengths, self.out, self._materials)
-            measure(*arguments, replace=True, say=say, pulse=on_batch)
+        weights: str,
+    ) -> EvaluatedModel:
+        checkpoint = Checkpoint(f"step-{step:08d}", step, self._source, training)
+        settings = Settings(weights=weights, anchor=[], dtype=self._dtype)
+        return EvaluatedModel(checkpoint, tokenizer, settings, lambda: share_weights(model))
 
 
-def _tell(error: Exception) -> str:
-    """Return what failed, on one line; of what nobody foresaw, where."""
-    if isinstance(error, UserError):
-        return str(error).removeprefix("--out: ")  # which is a setting of `torchtrain evaluate`
+def _format_fault(error: Exception) -> str:
+    """Return a fault on one line."""
     if isinstance(error, OSError):
         return disk_fault(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return quoted_reason(error)
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(where.filename).name}, line {where.lineno}"
-    return f"{type(error).__name__}: {quoted_reason(error)} ({place}; a bug, please report it)"
+    if isinstance(error, UserError | MemoryError | torch.OutOfMemoryError):
+        return quoted_reason(error).removeprefix("--out: ")  # which is a setting of `torchtrain evaluate`
+    return f"{type(error).__name__}: {quoted_reason(error)} (a bug, please report it)"
 
 
 @contextmanager

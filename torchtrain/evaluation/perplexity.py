@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, quoted
 from torchtrain.data.corpus import Document, read
-from torchtrain.evaluation.generation import check_finite
 from torchtrain.evaluation.suite import PerplexityConfig
 from torchtrain.modeling.head import head_of
 from torchtrain.modeling.placement import input_device, weights_of
@@ -23,6 +22,17 @@ if TYPE_CHECKING:
 _TOKENS, _VOCABULARY = 2048, 16_384  # of logits that exist at a time
 _FIRST_BUCKET = 256
 _ADDED = 16  # tokens that are of no byte: special ones, a space in front
+
+
+def check_finite(finite: Tensor | bool, model: "PreTrainedModel") -> None:
+    """Refuse a model whose logits are not finite: all that it says is one token, and worth nothing.
+
+    Raises:
+        UserError: they are not.
+    """
+    if not finite:
+        name = quoted(model.name_or_path) if model.name_or_path else "the model"
+        raise UserError(f"{name}: its logits are not finite; the checkpoint has diverged, evaluate an earlier one")
 
 
 def long_documents(config: PerplexityConfig, tokenizer: "PreTrainedTokenizerFast", length: int) -> list[list[int]]:

@@ -13,8 +13,9 @@ from pydantic import Field, model_validator
 
 from anchorline import settings
 from torchtrain.config import Count, Name, PackConfig, PositiveShare, Real, Section
+from torchtrain.evaluation.measured import Measured
 from torchtrain.evaluation.results import Training
-from torchtrain.evaluation.suite import LONGBENCH, TASKS
+from torchtrain.evaluation.suite import IN_2024, LONGBENCH, TASKS
 
 PLACE = Path("configs/paper/results.yaml")
 Scores = Literal["ruler_11", "ruler_13", "ruler_tasks", "short", "longbench"]
@@ -81,7 +82,7 @@ class PublishedTable(Section):
         if (self.model is None) != (self.training is None):
             raise ValueError(f"table {self.table}: model and training stand together; give both or none")
         known: dict[str, Sequence[str]] = {
-            "ruler_tasks": list(TASKS),
+            "ruler_tasks": [*TASKS, *IN_2024],
             "short": [ICL, "HellaSwag", "MMLU"],
             "longbench": list(LONGBENCH),
         }
@@ -182,7 +183,25 @@ def load_published(path: str | Path = PLACE) -> Publication:
     return settings.load(Publication, path, example="version=2")
 
 
-def tell_score(score: float) -> str:
+def published_scores(run: Measured, published: Publication) -> dict[Column, PublishedScore]:
+    """Return what is published of a run: nothing unless all its checkpoints were trained alike and were asked as the
+    paper's were, with nothing before the prompts. RULER's needs its tasks as they were in October 2024, and RULER's
+    kind of haystack; LongBench's tasks in lm-eval differ from LongBench's own, so that nothing of it is shown.
+    """
+    results = [of for each in run.found.values() for of in each]
+    trainings = {of.training.model_dump_json() if of.training else "" for of in results}
+    if len(trainings) != 1 or any(of.settings.anchor or of.identity.get("chat_template") for of in results):
+        return {}
+    found = published.scores_of(results[0].training, results[0].source, {of.step for of in results})
+    found = {key: score for key, score in found.items() if key[0] != "longbench" and key[2] != ICL}
+    haystacks = {of.identity.get("materials", {}).get("haystack") for of in results} - {None}
+    other = any(text.startswith("demo ") or not text.endswith("sentences english") for text in haystacks)
+    if other or {*IN_2024.values()} & {*run.tasks()}:
+        found = {key: score for key, score in found.items() if not key[0].startswith("ruler")}
+    return found
+
+
+def format_score(score: float) -> str:
     """Return a published number as it is printed, with one decimal at least."""
     assert math.isfinite(score)
     return f"{score:.2f}" if round(score, 1) != score else f"{score:.1f}"

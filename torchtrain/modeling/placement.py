@@ -115,7 +115,7 @@ def all_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), parameter
 
 
-def tell_devices(model: "PreTrainedModel") -> str:
+def format_devices(model: "PreTrainedModel") -> str:
     """Return what a model runs on, in words: the GPUs' names and how many, what was put off, or the one device."""
     places = getattr(model, "hf_device_map", None) or {"": input_device(model)}
     devices = dict.fromkeys(str(torch.device(of)) if of != "disk" else "disk" for of in places.values())

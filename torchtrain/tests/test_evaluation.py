@@ -1,82 +1,130 @@
-"""A suite, the models that it is asked of, and the benchmarks' section of it."""
+"""A suite, the models that it is asked of, lm-eval's own tasks, and several processes."""
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 from tokenizers import processors
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError
-from benchmarks.evaluation import with_section
 from torchtrain.cli import app
-from torchtrain.evaluation.evaluate import Checkpoint, evaluate
-from torchtrain.evaluation.prompt_tokens import check_tokenizer
+from torchtrain.evaluation.evaluate import check_tokenizer, leaves
+from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import SUITE, Suite, load_suite
 from torchtrain.run.folder import RunFolder
+from torchtrain.tests.ruler_fixtures import few_nouns  # noqa: F401
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
+LENGTH = 1536
 
 
-def test_the_section_of_the_benchmarks_is_written_alone():
-    row = {"task": "fwe", "ours_seconds": 1.0, "stock_seconds": 2.0, "ratio": 2.0, "ratios": [1.5, 2.5]}
-    rows = [row | {"computed_share": 0.5, "same_answers": 4}]
-    facts = {"batch_of_stock": 4, "model": "m", "dtype": "float32", "length": 1024, "samples": 4, "pairs": 1}
-    report = facts | {"device": "d", "threads": 1, "versions": {"torch": "2"}, "results": rows}
-    once = with_section("# Benchmarks\n\n<!-- begin: data -->\n## Data\n<!-- end: data -->\n", report)
-    assert "| fwe | 1.00 | 2.00 | 2.00 (1.50 to 2.50) | 50% | 4 of 4 |" in once
-    assert "## Data\n<!-- end: data -->\n\n<!-- begin: evaluation" in once
-    assert with_section(once, report) == once
-    changed = with_section(once, report | {"results": [rows[0] | {"ratio": 3.0}]})
-    assert changed == once.replace("| 2.00 (1.50", "| 3.00 (1.50")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model; the published files of HellaSwag, MMLU and LongBench, a few questions each; a suite without them."""
+    place = tmp_path_factory.mktemp("evaluated")
+    model, tokenizer = tiny_model("qwen3", max_position_embeddings=LENGTH), tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    for part in (model, tokenizer):
+        part.save_pretrained(place / "model")
+    record = {"activity_label": "A", "ctx_a": "We count.", "ctx_b": "1 2", "endings": ["3 4", "b c", "x", "9 9 9"]}
+    lines = [json.dumps(record | {"label": i % 4, "ctx_b": f"{i} {i + 1}"}) + "\n" for i in range(6)]
+    (place / "hellaswag_val.jsonl").write_text("".join(lines))
+    for split, count in (("dev", 5), ("test", 6)):
+        (place / split).mkdir()
+        rows = [f'"What is {i}, {split}?",{i},"two, or 2",three,four,{"ABCD"[i % 4]}' for i in range(count)]
+        (place / split / f"abstract_algebra_{split}.csv").write_text("\n".join(rows) + "\n")
+    (place / "data").mkdir()
+    asked = {"input": "Which?", "context": "word " * 500, "answers": ["word"], "all_classes": None}
+    (place / "data" / "qasper.jsonl").write_text(json.dumps(asked) + "\n")
+    (place / "suite.yaml").write_text(yaml.safe_dump({"tasks": ["fwe"], "samples": 3, "cache": str(place / "cache")}))
+    return place
+
+
+@pytest.fixture
+def call(folder, tmp_path):
+    def run(*more, model="model"):
+        given = ["evaluate", str(folder / model), "--suite", str(folder / "suite.yaml"), "--lengths", "1024"]
+        given += [f"data.{name}={folder}" for name in ("hellaswag", "mmlu", "longbench")]
+        return CliRunner().invoke(app, [*given, "--out", str(tmp_path / "out"), *map(str, more)])
+
+    return run
+
+
+def test_any_task_of_lm_eval_runs_by_name(call, tmp_path):
+    tasks = "hellaswag,mmlu_abstract_algebra,mmlu_anatomy,longbench_qasper"
+    done = call("--tasks", tasks, "fewshot.mmlu=5")
+    assert done.exit_code == 0, done.output
+    found = {of.task: of for of in read_results(tmp_path / "out")}
+    assert found.keys() == set(tasks.split(","))
+    hellaswag, algebra, qasper = (found[of] for of in ("hellaswag", "mmlu_abstract_algebra", "longbench_qasper"))
+    assert (hellaswag.metric, len(hellaswag.answers), len(algebra.answers)) == ("acc_norm", 3, 3)
+    assert hellaswag.values.keys() >= {"acc", "acc_norm"}
+    assert (qasper.metric, qasper.cut_prompts) == ("score", 1)  # 2,500 tokens
+    assert "has no test/anatomy_test.csv" in found["mmlu_anatomy"].not_run
+    # Of short prompts the greatest length alone is measured.
+    assert call("--tasks", "hellaswag", "--lengths", "1024,1280").exit_code == 0
+    assert not (tmp_path / "out" / "model" / "hellaswag-1024.json").read_text().startswith("x")
+    assert (tmp_path / "out" / "model" / "hellaswag-1280.json").is_file()
+
+
+def test_two_processes_give_the_answers_of_one(call, tmp_path):
+    tasks = ("--tasks", "hellaswag,fwe,niah_single_1")
+    assert call(*tasks).exit_code == 0
+    shared = call(*tasks, "--processes", "2", "--out", tmp_path / "two")
+    assert shared.exit_code == 0, shared.output
+    alone, both = ({of.task: of for of in read_results(tmp_path / name)} for name in ("out", "two"))
+    assert {task: of.samples for task, of in alone.items()} == {task: of.samples for task, of in both.items()}
+    said = [{task: [a.prediction for a in of.answers] for task, of in each.items()} for each in (alone, both)]
+    assert said[0] == said[1]
+
+
+def test_prompts_go_into_the_chat_template_and_still_fit(call, tmp_path):
+    assert call("--tasks", "fwe", "--apply-chat-template", "--lm-eval-log", tmp_path / "log").exit_code == 0
+    (log,) = (tmp_path / "log").rglob("samples_fwe_*.jsonl")
+    prompt = json.loads(log.read_text().splitlines()[0])["arguments"]["gen_args_0"]["arg_0"]
+    assert prompt.startswith("[user]Read the following coded text")
+    assert read_result(tmp_path / "out" / "model" / "fwe-1024.json").cut_prompts == 0
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(UserError, match="has no chat template; leave it out"):
+        check_tokenizer(tokenizer, "m", Suite(tasks=["fwe"], chat_template=True))
+
+
+def test_a_task_without_room_is_not_run_with_its_reason_and_the_rest_runs(call, tmp_path):
+    done = call("--tasks", "niah_single_1,hellaswag", "--lengths", "512")
+    assert done.exit_code == 0, done.output
+    assert "model niah_single_1 512: not run: 512 tokens leave no room; it needs 640" in done.stderr
+    assert done.stderr.index("not run") < done.stderr.index("hellaswag 512: acc_norm")
+    alone = call("--tasks", "niah_single_1", "--lengths", "512", "--out", tmp_path / "alone")
+    assert alone.exit_code == 1
+    assert "nothing ran: the reasons are above" in alone.stderr
+
+
+def test_groups_stand_for_their_tasks():
+    assert (len(leaves("ruler")), len(leaves("longbench_en")), len(leaves("mmlu"))) == (13, 16, 57)
+    assert {"vt_2024_10", "fwe_2024_10"} <= {*leaves("ruler")}
 
 
 def test_a_suite_is_strict():
-    for tasks, said in (
-        (["niah_single_4"], "did you mean niah_single_"),
-        (["vt", "vt_2024_10"], "the same task at two times"),
-        (["fwe", "fwe"], "stands twice"),
-        (["zzz"], "known: niah_single_1"),
-    ):
+    for tasks, said in ((["vt", "vt_2024_10"], "one task at two times"), (["fwe", "fwe"], "named twice")):
         with pytest.raises(ValueError, match=said):
             Suite.model_validate({"tasks": tasks})
     with pytest.raises(ValueError, match="exactly one of folder, demo, files, dataset"):
         Suite.model_validate({"tasks": ["fwe"], "haystack": {"folder": "a", "demo": "speeches"}})
-
-    for name, value in (
-        ("pretrained", "other"),
-        ("dtype", "float16"),
-        ("max_model_len", 10),
-        ("model", "m"),
-        ("backend", "b"),
-    ):
-        with pytest.raises(ValueError, match=f"vllm: {name} cannot be set there"):
-            Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {name: value}})
+    with pytest.raises(ValueError, match="vllm: dtype cannot be set there"):
+        Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {"dtype": "float16"}})
     assert Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {"tensor_parallel_size": 2}}).vllm
 
 
-def test_material_that_is_named_and_not_there_is_refused(tmp_path, monkeypatch):
-    for name in ("mmlu", "hellaswag", "longbench"):
-        with pytest.raises(UserError, match=rf"{name}\.folder 'nope': there is no such folder; correct it or leave it"):
-            load_suite(ROOT / "configs" / "eval" / "short.yaml", [f"{name}={{folder: nope}}"])
+def test_what_is_named_and_not_there_is_refused(call, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"data.mmlu 'nope': there is no such folder; correct it or leave it out"):
+        load_suite(ROOT / "configs" / "eval" / "short.yaml", ["data={mmlu: nope}"])
+    assert "the package vllm is not installed: pip install vllm, or set backend: torch" in call("backend=vllm").stderr
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"--suite: the default configs/eval/ruler\.yaml is not here; go to the repos"):
         load_suite(SUITE)
-
-
-def test_a_suite_of_which_nothing_ran_is_no_success(tmp_path):
-    """And its folder is compared, and says so."""
-    tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    suite = tmp_path / "suite.yaml"
-    suite.write_text("tasks: [hellaswag]\n")
-    arguments = ["evaluate", str(tmp_path / "model"), "--suite", str(suite), "--lengths", "512"]
-    told = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
-    assert told.exit_code == 1, told.output
-    assert "nothing ran: every task's material is missing" in told.stderr
-    told = CliRunner().invoke(app, ["compare", str(tmp_path / "out")])
-    assert told.exit_code in (0, 1)
-    assert told.exception is None or isinstance(told.exception, SystemExit)
 
 
 def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
@@ -91,15 +139,14 @@ def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
     assert len(RunFolder(tmp_path).last_models(5)) == 3
 
 
-def test_a_tokenizer_that_ends_prompts_is_refused_before_anything_is_loaded(tmp_path):
-    tokenizer = tiny_tokenizer()
-    check_tokenizer(tokenizer, "m")
-    for single, appends in (("<s> $A", False), ("<s> $A </s>", True), ("$A <pad>", True)):
+def test_a_tokenizer_that_ends_prompts_is_refused():
+    tokenizer, suite = tiny_tokenizer(), Suite(tasks=["fwe"])
+    check_tokenizer(tokenizer, "m", suite)
+    for single, appends in (("<s> $A", ""), ("<s> $A </s>", "</s>"), ("$A <pad>", "<pad>")):
         known = [("<s>", 256), ("</s>", 257), ("<pad>", 258)]
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=known)
-        tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / single[-5:])
-        tokenizer.save_pretrained(tmp_path / single[-5:])
-        said = f"appends {single[3:].split()[-1]} to prompts; set add_eos_token to false" if appends else "the least is"
-        checkpoint = Checkpoint("model", None, str(tmp_path / single[-5:]))
-        with pytest.raises(UserError, match=said):
-            evaluate([checkpoint], Suite(tasks=["fwe"]), [64], tmp_path / "out", say=lambda line: None)
+        if not appends:
+            check_tokenizer(tokenizer, "m", suite)
+            continue
+        with pytest.raises(UserError, match=f"appends {appends} to prompts; set add_eos_token to false"):
+            check_tokenizer(tokenizer, "m", suite)

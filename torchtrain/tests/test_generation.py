@@ -6,11 +6,10 @@ import random
 import pytest
 import torch
 from tokenizers import processors
-from transformers.cache_utils import DynamicLayer
 
 from anchorline.errors import UserError
-from torchtrain.evaluation.evaluate import _may_know
-from torchtrain.evaluation.generation import Generator
+from torchtrain.evaluation.evaluate import may_know, quiet_library
+from torchtrain.evaluation.model import SharedPrefixLM
 from torchtrain.evaluation.perplexity import (
     bucket_means,
     buckets,
@@ -59,43 +58,80 @@ def alone(model) -> list[list[int]]:
     return _alone(model, _prompts())
 
 
+def _lm(model, batch_tokens=100_000, **more) -> SharedPrefixLM:
+    with quiet_library():
+        return SharedPrefixLM(model, tiny_tokenizer(), batch_tokens, 256, **more)
+
+
+def _answers(model, prompts, batch_tokens=100_000, room=ROOM, **more) -> list[list[int]]:
+    found = {}
+    for batch, said in _lm(model, batch_tokens, **more).answers(prompts, room):
+        found |= dict(zip(batch, said, strict=True))
+    return [found[i] for i in range(len(prompts))]
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 200, 100_000])
 def test_answers_are_those_of_each_prompt_alone(model, alone, batch_tokens):
-    prompts, work = _prompts(), []
-    found = Generator(model, batch_tokens, [END]).answers(prompts, ROOM, lambda done, of: work.append((done, of)))
-    assert found == alone
-    assert len({tuple(answer) for answer in found}) == len(prompts) - 1  # only the copies agree
-    assert work[-1][0] == len(prompts)
-    assert sum(of.prompt_tokens for _, of in work) == sum(map(len, prompts))
-    if batch_tokens in (1, 100_000):  # what is computed is the tree of all prompts, and of a copy its last token again
-        tree = {tuple(prompt[:i]) for prompt in prompts for i in range(1, len(prompt) + 1)}
-        assert sum(of.computed_tokens for _, of in work) == len(tree) + 1
+    prompts, done = _prompts(), []
+    lm, found = _lm(model, batch_tokens, on_batch=lambda *of: done.append(of)), {}
+    for batch, said in lm.answers(prompts, ROOM):
+        found |= dict(zip(batch, said, strict=True))
+    assert [found[i] for i in range(len(prompts))] == alone
+    assert len({tuple(answer) for answer in alone}) == len(prompts) - 1  # only the copies agree
+    assert done[-1] == (len(prompts), len(prompts))
+    # What is computed is the tree of all prompts, and of a copy its last token again.
+    tree = {tuple(prompt[:i]) for prompt in prompts for i in range(1, len(prompt) + 1)}
+    assert (lm.prompt_tokens, lm.computed_tokens) == (sum(map(len, prompts)), len(tree) + 1)
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 100_000])
-def test_a_token_of_an_answer_copies_no_keys(model, monkeypatch, batch_tokens):
-    """transformers' own layer makes all keys anew for each token: 16 GiB of an 8B model at 128K."""
-    calls, update = [], DynamicLayer.update
-    monkeypatch.setattr(DynamicLayer, "update", lambda *args: calls.append(1) or update(*args))
-    assert all(Generator(model, batch_tokens, []).answers(_prompts(), ROOM))
-    reads = 0 if batch_tokens == 1 else len(_prompts())  # of one batch, each of which is kept
-    assert len(calls) == reads * model.config.num_hidden_layers
-
-
-def test_an_answer_ends_where_the_model_ends_it(model):
+def test_an_answer_ends_where_the_model_or_the_task_ends_it(model, monkeypatch):
     prompts = _prompts()
-    free = Generator(model, 100_000, []).answers(prompts, ROOM)
+    monkeypatch.setattr(SharedPrefixLM, "_end_ids", lambda self: frozenset())
+    free = _answers(model, prompts)
     stop = free[0][3]
-    ended = Generator(model, 100_000, [stop]).answers(prompts, ROOM)
-    assert ended == [answer[: answer.index(stop)] if stop in answer else answer for answer in free]
-    assert [len(answer) for answer in Generator(model, 100_000, []).answers(prompts, 1)] == [1] * len(prompts)
+    monkeypatch.setattr(SharedPrefixLM, "_end_ids", lambda self: frozenset([stop]))
+    assert _answers(model, prompts) == [a[: a.index(stop)] if stop in a else a for a in free]
+    assert [len(answer) for answer in _answers(model, prompts, room=1)] == [0 if a[0] == stop else 1 for a in free]
+
+
+def test_lm_evals_requests_are_answered_as_by_its_own_class(model):
+    """Texts that end an answer, prompts that are cut, likelihoods: against HFLM's own."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    texts = ["abc defg", "abc dxy", "q", "a" * 260]
+    with quiet_library():
+        stock, lm = HFLM(pretrained=model, tokenizer=tiny_tokenizer(), max_length=256), _lm(model)
+        free = stock.generate_until(
+            [Instance("generate_until", {}, (t, {"until": [], "max_gen_toks": 8}), i) for i, t in enumerate(texts)]
+        )
+        until = next(c for c in free[0][1:] if c.strip())
+        for settings in ({"until": [], "max_gen_toks": 8}, {"until": [until], "max_gen_toks": 8}):
+            requests = [Instance("generate_until", {}, (t, dict(settings)), i) for i, t in enumerate(texts)]
+            assert lm.generate_until(requests) == stock.generate_until(requests)
+        assert lm.cut_prompts == 2  # one, asked twice
+        pairs = [Instance("loglikelihood", {}, (t, " next"), i) for i, t in enumerate(texts[:3])]
+        found = zip(lm.loglikelihood(pairs), stock.loglikelihood(pairs), strict=True)
+        assert [a == pytest.approx(b, abs=1e-4) for a, b in found] == [True] * 3  # other batches
+
+
+def test_what_is_too_long_is_cut_left_or_in_its_middle(model):
+    lm = _lm(model)
+    assert lm._cut(list(range(300)), 56) == list(range(100, 300))
+    lm.set_length(256, cut_middle=True)
+    assert lm._cut(list(range(300)), 55) == [*range(101), *range(200, 300)]
+
+
+def test_an_anchor_is_put_before_prompts_that_have_none(model):
+    lm, plain = _lm(model, anchor=[256]), tiny_tokenizer()("ab").input_ids
+    assert lm.tok_encode("ab") == lm.tok_encode("<s>ab") == [256, *plain]
+    assert lm.tok_encode("ab", add_special_tokens=False) == plain
 
 
 def test_a_model_with_a_window_answers_each_prompt_alone():
     model = tiny_model("mistral", sliding_window=16, max_position_embeddings=256).eval()
-    generator = Generator(model, 100_000, [END])
-    assert not generator.shares_prefixes
-    assert generator.answers(_prompts(), ROOM) == _alone(model, _prompts())
+    assert not _lm(model).shares_prefixes
+    assert _answers(model, _prompts()) == _alone(model, _prompts())
 
 
 def test_losses_in_parts_of_the_vocabulary_are_the_models(model, monkeypatch):
@@ -120,9 +156,9 @@ def test_perplexity_says_that_a_run_was_trained_on_its_source():
         data={"sources": [{"demo": "speeches", "share": 1.0}]},
     )  # fmt: skip
     speeches = PerplexityConfig.model_validate({"source": {"demo": "speeches"}})
-    assert _may_know(training, speeches) == ", which the run was trained on"
-    assert _may_know(training, PerplexityConfig.model_validate({"source": {"demo": "code"}})) == ""
-    assert _may_know(None, speeches) == ""
+    assert may_know(training, speeches) == ", which the run was trained on"
+    assert may_know(training, PerplexityConfig.model_validate({"source": {"demo": "code"}})) == ""
+    assert may_know(None, speeches) == ""
 
 
 def test_buckets_hold_every_position_once():
@@ -172,9 +208,9 @@ def test_a_model_that_diverged_is_told_whatever_it_is_asked(worst):
         diverged.lm_head.weight[7] = worst  # inf times a negative is -inf, beside NaN by 0 and inf
     prompts = [[1, 2, 3], [4, 5], [6] * 30, [9, 8], [7, 7, 7]]
     asked = (
-        lambda: Generator(diverged, 100_000, []).answers(prompts, 4),
-        lambda: Generator(diverged, 1, []).answers(prompts, 4),
-        lambda: Generator(diverged, 1, []).log_likelihoods([(prompt, [1]) for prompt in prompts]),
+        lambda: _answers(diverged, prompts),
+        lambda: _answers(diverged, prompts, 1),
+        lambda: _lm(diverged)._loglikelihood_tokens([(("a", "b"), prompt, [1]) for prompt in prompts]),
         lambda: document_losses(diverged, list(range(60))),
         lambda: check_logits(diverged),
     )
@@ -188,12 +224,12 @@ def test_a_model_that_diverged_is_told_whatever_it_is_asked(worst):
 def test_a_model_that_diverges_within_its_answer_is_told(batch_tokens):
     diverged = tiny_model("qwen3", max_position_embeddings=256).eval()
     prompts = [[1, 2, 3], [4, 5]]
-    firsts = {answer[0] for answer in Generator(diverged, 1, []).answers(prompts, 1)}
+    firsts = {answer[0] for answer in _answers(diverged, prompts, room=1)}
     assert not firsts & {1, 2, 3, 4, 5}
     with torch.no_grad():
         diverged.model.embed_tokens.weight[sorted(firsts)] = torch.nan  # read from the second token on
     with pytest.raises(UserError, match="its logits are not finite"):
-        Generator(diverged, batch_tokens, []).answers(prompts, 3)
+        _answers(diverged, prompts, batch_tokens, room=3)
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("錨" * 100, 300), ("a" * 98, 100)], ids=["bytes", "special"])

@@ -6,19 +6,16 @@ import scipy.stats
 
 from torchtrain.evaluation.intervals import (
     documents_interval,
+    format_perplexity,
     mcnemar,
     mean_interval,
     paired_interval,
     sign_flip,
-    tell_perplexity,
 )
-from torchtrain.evaluation.scoring import score
 
 
-def test_scores_are_rulers():
-    assert score(" 12 and\n34\x00", ["12", "34", "5", "6"], "all") == 0.5
-    assert score("The ANSWER", ["answer", "other"], "any") == 1.0
-    assert score("", ["a"], "any") == score("", ["a"], "all") == 0.0
+def test_a_mean_has_wilsons_interval_and_students_where_scores_have_no_bounds():
+    assert mean_interval([2.0, 3.0, 5.0]) == documents_interval([2.0, 3.0, 5.0])
     assert mean_interval([1.0] * 8) == pytest.approx((1.0, 0.6756, 1.0), abs=1e-4)
     assert mean_interval([0.0] * 8) == pytest.approx((0.0, 0.0, 0.3244), abs=1e-4)
 
@@ -73,7 +70,7 @@ def test_losses_that_differ_alike_have_no_interval():
     ("loss", "told"), [(0.0, "1.00"), (13.0, "442413.39"), (20.0, "4.9e+08"), (708.0, "3.0e+307"), (800.0, "inf")]
 )
 def test_a_perplexity_is_told_whatever_it_is(loss, told):
-    assert tell_perplexity(loss) == told
+    assert format_perplexity(loss) == told
 
 
 def test_a_loss_has_students_interval_over_documents():

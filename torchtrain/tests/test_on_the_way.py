@@ -43,8 +43,10 @@ def suite(tmp_path_factory):
     tree = {
         "tasks": ["hellaswag", "mmlu_anatomy"],
         "cache": str(folder / "cache"),
-        "hellaswag": {"folder": str(folder)},
+        "data": {"hellaswag": str(folder), "mmlu": str(folder)},
     }
+    (folder / "test").mkdir()
+    (folder / "test" / "virology_test.csv").touch()
     (folder / "suite.yaml").write_text(yaml.safe_dump(tree))
     return folder / "suite.yaml"
 
@@ -138,7 +140,7 @@ def test_not_a_bit_of_the_training_changes(place, suite, measured, tmp_path, ove
     scores = [of for of in found if of.task == "hellaswag"]
     assert [(of.checkpoint, of.step) for of in scores] == [(f"step-0000000{step}", step) for step in (2, 4)]
     assert len({of.settings.weights for of in scores}) == 2
-    assert all("mmlu is not set" in of.not_run for of in found if of.task == "mmlu_anatomy")
+    assert all("has no test/anatomy_test.csv" in of.not_run for of in found if of.task == "mmlu_anatomy")
     # What was measured is what the model of that step, exported, is found to be.
     export = measured / "exports" / "step-00000002"
     again = evaluate(
@@ -149,15 +151,14 @@ def test_not_a_bit_of_the_training_changes(place, suite, measured, tmp_path, ove
 
 def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, measured, tmp_path, monkeypatch):
     settings = (*WITH_IT, f"evaluation.suite={suite}")
-    real, asked = measuring.run_choices, []
+    asked = []
 
-    def stop(*arguments):
+    def stop(*_):
         asked.append(1)
-        arguments[-1]._pulse = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-        return real(*arguments)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "run_choices", stop)
+        patch.setattr(measuring, "_run", stop)
         with pytest.raises(KeyboardInterrupt):
             _train(place, tmp_path / "run", *settings)
     assert asked == [1]
@@ -175,15 +176,19 @@ def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, measu
     assert not folder.exists()
 
 
-def test_a_suite_that_does_not_fit_is_told_before_a_folder_is_made(place, suite, tmp_path):
-    settings = ["evaluation.every=2", f"evaluation.suite={suite}", "evaluation.lengths=[8]"]
-    with pytest.raises(UserError, match=r"evaluation \(suite .*, lengths 8\): "):
+def test_a_suite_that_does_not_fit_is_told_before_a_folder_is_made(place, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("few words")
+    tree = {"tasks": ["niah_single_2"], "haystack": {"folder": str(tmp_path / "text")}, "cache": str(tmp_path / "c")}
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(tree))
+    settings = ["evaluation.every=2", f"evaluation.suite={tmp_path / 'suite.yaml'}"]
+    with pytest.raises(UserError, match=r"evaluation \(suite .*, lengths 128\): haystack: 2 words are too few"):
         _train(place, tmp_path / "short", *settings)
     assert not (tmp_path / "short").exists()
 
 
 def test_a_model_that_perplexity_does_not_take_is_refused_before_the_training(evaluation, model_folder, monkeypatch):
-    monkeypatch.setattr(on_the_way, "check_samples", lambda *_: None)
+    monkeypatch.setattr(on_the_way, "plan", lambda *_: None)
     evaluation._suite = evaluation._suite.model_copy(update={"perplexity": object()})
     model = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
     evaluation.check_fits(model, tiny_tokenizer())
@@ -199,9 +204,7 @@ def test_a_model_that_perplexity_does_not_take_is_refused_before_the_training(ev
         evaluation.check_fits(model, tiny_tokenizer())
 
 
-def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(place, suite, model_folder, monkeypatch):
-    config = load_config(place.config, ["evaluation.every=2", f"evaluation.suite={suite}"])
-    evaluation = TrainingEvaluation(config)
+def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(evaluation, model_folder, monkeypatch):
     seen = []
 
     def draw(*_, pulse, **__):
@@ -225,7 +228,7 @@ def test_what_is_drawn_on_the_way_is_put_back_before_who_may_save_it(place, suit
         (UserError("samples: damaged"), "samples: damaged"),
         (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory. Tried"),
         (MemoryError(), "MemoryError"),
-        (KeyError("x"), "KeyError: 'x' (test_on_the_way.py, line "),
+        (KeyError("x"), "KeyError: 'x' (a bug, please report it)"),
     ],
     ids=lambda of: type(of).__name__,
 )
@@ -240,7 +243,7 @@ def test_what_fails_on_the_way_is_told_in_a_line_and_tried_again(
         np.random.rand(3), torch.rand(3)
         raise fault
 
-    places = (on_the_way, "state_digest"), (measuring, "run_choices"), (measuring, "save_result")
+    places = (on_the_way, "state_digest"), (measuring, "_run"), (measuring, "save_result")
     for place in places:
         with monkeypatch.context() as patch:
             patch.setattr(*place, fail)

@@ -10,12 +10,12 @@ import torch
 
 from anchorline.errors import UserError
 from torchtrain.evaluation.evaluate import check_suite
-from torchtrain.evaluation.generation import Generator
+from torchtrain.evaluation.model import SharedPrefixLM
 from torchtrain.evaluation.perplexity import check_logits, document_losses
 from torchtrain.evaluation.suite import Suite
 from torchtrain.modeling.load import load_for_evaluation
-from torchtrain.modeling.placement import input_device, tell_devices
-from torchtrain.tests.tiny import tiny_model
+from torchtrain.modeling.placement import check_can_spread, format_devices, input_device
+from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
 
 MAPS = {
     "a layer on disk": {
@@ -35,15 +35,15 @@ def _prompts() -> list[list[int]]:
     return [base[:n] + [draw.randrange(256) for _ in range(8)] for n in (0, 20, 20, 40)]
 
 
-def measure(model) -> tuple[list[list[int]], ...]:
+def measure(model) -> tuple:
     """Answers in batches and one by one, likelihoods, losses."""
     prompts = _prompts()
-    pairs = [(prompt, [1 + i, 2]) for i, prompt in enumerate(prompts)]
     check_logits(model)
+    lm, single = (SharedPrefixLM(model, tiny_tokenizer(), tokens, 256) for tokens in (100_000, 1))
     return (
-        Generator(model, 100_000, [257]).answers(prompts, 8),
-        Generator(model, 1, [257]).answers(prompts, 8),
-        Generator(model, 1, []).log_likelihoods(pairs),
+        [said for _, said in lm.answers(prompts, 8)],
+        [said for _, said in single.answers(prompts, 8)],
+        single._loglikelihood_tokens([(("a", str(i)), ids, [1 + i, 2]) for i, ids in enumerate(prompts)]),
         document_losses(model, prompts[-1]).tolist(),
     )
 
@@ -61,7 +61,7 @@ def test_a_spread_model_answers_as_one_on_one_device(folder, name):
     spread = load_for_evaluation(str(folder), device_map=MAPS[name])
     assert any(parameter.device.type == "meta" for parameter in spread.parameters())
     assert input_device(spread).type == "cpu"
-    assert set(tell_devices(spread).split(", ")) == {"cpu", "disk"}
+    assert set(format_devices(spread).split(", ")) == {"cpu", "disk"}
     assert measure(spread) == measure(whole)
 
 
@@ -100,7 +100,7 @@ def test_a_map_that_does_not_fit_is_one_line(folder, monkeypatch):
         Suite.model_validate({"tasks": ["fwe"], "device_map": "auot"})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="device_map needs the package accelerate: pip install accelerate"):
-        check_suite(Suite.model_validate({"tasks": ["fwe"], "device_map": "auto"}), [1024])
+        check_can_spread("auto")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")

@@ -1,0 +1,1 @@
+"""Tasks for lm-eval: YAML files, and what they call."""
