@@ -7,12 +7,11 @@ results under them; places among arrays are between `Bench.run` and the engine.
 
 import hashlib
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -25,7 +24,7 @@ from anchorline.files import replace_file
 from jaxref.model import Decoder
 from ropestudy import text
 from ropestudy.compute.conditions import Condition
-from ropestudy.compute.engine import Pair, Row, Run, Stream, column_logits, compare
+from ropestudy.compute.engine import Pair, Row, Run, Stream, compare
 from ropestudy.compute.measures import DivergenceSample, Sample, Sums, difference, divergence, sample
 from ropestudy.models import Pretrained, variant
 from ropestudy.schema import AnyRecord, Difference, Mode, OutputDivergence
@@ -85,8 +84,7 @@ class NamedDivergence:
 class Cell:
     """What is computed on one row.
 
-    bos: where it stands; packed rows (`documents` of them) always open with it. sink: the conditions' method has one,
-    whose logits are column 0's mean under `exact` on the same row with the BOS first.
+    documents: in a packed row, which always opens with the BOS.
     """
 
     experiment: str
@@ -96,10 +94,8 @@ class Cell:
     streams: tuple[RunsOf, ...]
     pairs: tuple[NamedPair, ...]
     divergences: tuple[NamedDivergence, ...] = ()
-    bos: text.Bos = "first"
     mask: str = "full"
     documents: int | None = None
-    sink: bool = False
     gap: int = 0  # between the positions of the row's two halves
 
     def __post_init__(self) -> None:
@@ -150,33 +146,11 @@ class CellResult(BaseModel):
     seconds: float = 0.0
 
 
-Question = TypeVar("Question")
+class Task(NamedTuple):
+    """Cells that answer one question of an experiment, and what makes records of their results, in the same order."""
 
-
-class Experiment(ABC, Generic[Question]):
-    """A section of a study: questions, the cells that answer each, and the records that become of the answers."""
-
-    name: ClassVar[str]  # of its section
-
-    def cells(self) -> list[Any]:
-        """Return what is computed, in this order."""
-        return [cell for question in self._questions() for cell in self._cells(question)]
-
-    def records(self, results: Mapping[Any, CellResult]) -> list[AnyRecord]:
-        """Return what was found. results: of all `cells`."""
-        return [record for question in self._questions() for record in self._records(question, results)]
-
-    @abstractmethod
-    def _questions(self) -> Iterable[Question]:
-        """Each becomes records of its own."""
-
-    @abstractmethod
-    def _cells(self, question: Question) -> Sequence[Any]:
-        """Return what answers one."""
-
-    @abstractmethod
-    def _records(self, question: Question, results: Mapping[Any, CellResult]) -> Sequence[AnyRecord]:
-        """What is answered."""
+    cells: Sequence[Any]
+    make_records: Callable[[list[CellResult]], list[AnyRecord]]
 
 
 def per_sequence(cell: Cell, sequences: int) -> list[Cell]:
@@ -216,18 +190,13 @@ class Bench:
     def compare(self, cell: Cell, signed: Sequence[int] = ()) -> CellResult:
         """Compare the attention of a cell's pairs. signed: columns whose signed differences are kept."""
         decoder, made = self.decoder(cell.model), self._row(cell, cell.mask)
-        sinks_LH = None
-        if cell.sink:
-            with_bos = text.row(self.pool, cell.number, cell.tokens, self.pretrained.bos, "first")
-            plain = Row(with_bos.ids, with_bos.documents)
-            sinks_LH = column_logits(decoder, plain, with_bos.positions, 0, self.config.block)
         streams = []
         for runs in cell.streams:
             base = made if runs.mask is None else self._row(cell, runs.mask)
             assert np.array_equal(base.documents, made.documents), "runs of other documents are not the same function"
             positions_T = text.open_gap(base.positions, cell.gap)
             streams.append(Stream(runs.condition, positions_T + np.array(runs.shifts)[:, None]))
-        row = Row(made.ids, made.documents, sinks_LH, made.targets)
+        row = Row(made.ids, made.documents, made.targets)
         pairs = [Pair(cell.find(one.a), cell.find(one.b), one.mode) for one in cell.pairs]
         ends = [(cell.find(one.p), cell.find(one.q)) for one in cell.divergences]
         sums, divergences = compare(decoder, row, streams, pairs, ends, self.config.block, bool(signed))
@@ -276,8 +245,7 @@ class Bench:
     def _row(self, cell: Cell, mask: str) -> text.RowArrays:
         bos_id = self.pretrained.bos
         if cell.documents is None:
-            bos = cell.bos if self.config.text.bos == "first" else "none"
-            return text.row(self.pool, cell.number, cell.tokens, bos_id, bos)
+            return text.row(self.pool, cell.number, cell.tokens, bos_id, self.config.text.bos)
         assert bos_id is not None
         return text.packed_row(self.pool, cell.number, cell.tokens, bos_id, cell.documents, mask)
 

@@ -64,7 +64,7 @@ def ring(
     tokens: Annotated[int, typer.Option(min=2, max=MOST_POSITION, help="of the row, one document")] = 1024,
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="sizes of the ring; 1 is one process")] = "1,2,4,8",
     rounding: Annotated[str, typer.Option(help="the preset whose roundings everything has")] = "flash_bf16",
-    text: Annotated[str, typer.Option(help="demo, or a .jsonl, .txt or .parquet file or a folder of them")] = "demo",
+    text: Annotated[str, typer.Option(help="demo, or a .jsonl or .txt file or a folder of them")] = "demo",
     seed: Annotated[int, typer.Option(min=0, help="of the choice of the document")] = 0,
 ) -> None:
     """Show how far zigzag ring attention moves a model's logits from those of one process, in emulation.

@@ -29,15 +29,11 @@ INITIALISATIONS = {
         "kaiming_uniform_ with its default a = 0: U(+-sqrt(6 / fan_in)); embeddings N(0, 1) as nn.Embedding has them"
     ),
     "kaiming_sqrt5": "U(+-1 / sqrt(fan_in)), nn.Linear's own kaiming_uniform_ with a = sqrt(5); embeddings N(0, 1)",
-    "kaiming_small_embedding": "kaiming_uniform_ with a = 0; embeddings N(0, 0.02), as transformers has them",
-    "kaiming_all": "kaiming_uniform_ with a = 0 for every matrix, embeddings too: U(+-sqrt(6 / hidden_size))",
     "normal_002": "N(0, 0.02) for every matrix, embeddings too: transformers' own for Llama",
 }
 RANDOM_EMBEDDING: dict[str, float | None] = {
     "kaiming": 1.0,
     "kaiming_sqrt5": 1.0,
-    "kaiming_small_embedding": 0.02,
-    "kaiming_all": None,
     "normal_002": 0.02,
 }
 
@@ -184,7 +180,5 @@ def _kaiming_uniform(a: float) -> Callable[[np.random.Generator, tuple[int, ...]
 _DRAWS = {
     "kaiming": _kaiming_uniform(0),
     "kaiming_sqrt5": _kaiming_uniform(5**0.5),
-    "kaiming_small_embedding": _kaiming_uniform(0),
-    "kaiming_all": _kaiming_uniform(0),
     "normal_002": lambda random, shape: 0.02 * random.standard_normal(shape),
 }

@@ -15,7 +15,7 @@ from anchorline.files import MOST_JSON, read_file, replace_file
 from jaxref.rope import inverse_frequencies
 from jaxref.weights import to_arrays
 from ropestudy.cells import LIBRARIES, Bench
-from ropestudy.experiments import make_experiments
+from ropestudy.experiments import make_tasks
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
 from ropestudy.schema import ModelDescription, Results, StudyEnvironment, TextDescription, write_results
 from ropestudy.spec import StudyConfig, longest
@@ -48,24 +48,22 @@ def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, 
     bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]
     wavelengths = (2 * np.pi / inv_freq).tolist()
     found: Results | None = None
-    planned = [(experiment, experiment.cells()) for experiment in make_experiments(config, wavelengths)]
-    total, done, seconds, records = sum(len(cells) for _, cells in planned), 0, 0.0, []
-    counts: dict[str, tuple[int, int]] = {}
-    for experiment, cells in planned:
-        counts[experiment.name] = (0, counts.get(experiment.name, (0, 0))[1] + len(cells))
+    planned = make_tasks(config, wavelengths)
+    counts = {name: (0, sum(len(task.cells) for task in tasks)) for name, tasks in planned.items()}
+    total, done, seconds, records = sum(whole for _, whole in counts.values()), 0, 0.0, []
     write_config(config, out)  # last: a mistake found on the way must not mark the folder
-    for experiment, cells in planned:
-        results = {}
-        for cell in cells:
-            results[cell] = bench.kept_or_run(cell, out / CELLS)
-            done, seconds = done + 1, seconds + results[cell].seconds
-            if progress:
-                names = ", ".join(cell.conditions)
-                what = f"{cell.experiment} {cell.model}, {cell.tokens} tokens, sequence {cell.number}: {names}"
-                progress(f"{what} ({results[cell].seconds:.1f} s)", done, total)
-        records += experiment.records(results)
-        ready, whole = counts[experiment.name]
-        counts[experiment.name] = (ready + len(cells), whole)
+    for name, tasks in planned.items():
+        for task in tasks:
+            results = []
+            for cell in task.cells:
+                results.append(bench.kept_or_run(cell, out / CELLS))
+                done, seconds = done + 1, seconds + results[-1].seconds
+                if progress:
+                    names = ", ".join(cell.conditions)
+                    what = f"{cell.experiment} {cell.model}, {cell.tokens} tokens, sequence {cell.number}: {names}"
+                    progress(f"{what} ({results[-1].seconds:.1f} s)", done, total)
+            records += task.make_records(results)
+        counts[name] = (counts[name][1], counts[name][1])
         # After each experiment: what was found so far can be read while the rest is computed.
         found = Results(
             title=config.title,
@@ -129,7 +127,7 @@ def describe(config: StudyConfig, pretrained: Pretrained, wavelengths: list[floa
 
 
 def _check_bos(config: StudyConfig, pretrained: Pretrained) -> None:
-    needs = [name for name in ("masks", "first_token", "bias") if getattr(config, name) is not None]
+    needs = [name for name in ("masks", "bias") if getattr(config, name) is not None]
     if pretrained.bos is None and (needs or config.text.bos == "first"):
         what = f"{needs[0]}: it" if needs else "text.bos: 'first'"
         raise UserError(

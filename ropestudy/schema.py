@@ -32,7 +32,8 @@ Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+    # Kept studies may hold numbers that are no longer made.
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
 
 
 class Stat(_Part):
@@ -47,30 +48,18 @@ class Difference(_Part):
     """Every measure of the attention of two runs a, b of one row, each summed over all layers and heads."""
 
     d: Stat = Field(description="eq. 5: sum over layers, heads, columns j of n_j sum_i |ATTN_ij(a) - ATTN_ij(b)|")
-    d_unweighted: Stat = Field(description="the same with every n_j = 1")
     first_share: Stat = Field(description="column 0's part of d, 0 to 1")
-    first_share_unweighted: Stat = Field(description="column 0's part of d_unweighted, 0 to a half")
-    first_mass: Stat = Field(description="column 0's part of the attention mass, weighted by n as d is")
     first_mass_unweighted: Stat = Field(description="column 0's part of the attention mass: its mean probability")
-    first_per_mass: Stat = Field(description="column 0: sum_i |dATTN| over its mass sum_i ATTN")
-    rest_per_mass: Stat = Field(description="all other columns together: the same quotient")
     d_logit_first: Stat = Field(description="eq. 6: n_0 sum_i |dLOGIT_i0|, logits before softmax, scaled as in softmax")
     d_logit_rest: Stat = Field(description="the mean over columns j > 0 of n_j sum_i |dLOGIT_ij|, visible pairs only")
-    logit_rms: Stat = Field(description="root mean square of the logits' difference over all visible pairs")
     row: Stat = Field(description="mean over queries, layers, heads of sum_j |dATTN_ij|: 0 to 2, does not grow with T")
-    by_layer: list[float] = Field(description="[L]: each layer's part of d, mean over sequences")
-    by_head: list[list[float]] = Field(description="[L][H]: each head's part of d, mean over sequences")
 
 
 class Columns(_Part):
-    """Token by token, each list [T], means over sequences (and the spread of the first)."""
+    """Token by token, each list [T], means over sequences."""
 
     d: list[float] = Field(description="the paper's per-token D: n_j sum_i |dATTN_ij|, over layers and heads")
-    d_std: list[float]
-    unweighted: list[float] = Field(description="sum_i |dATTN_ij|")
-    mass: list[float] = Field(description="sum_i ATTN_ij of run a")
     d_logit: list[float] = Field(description="n_j sum_i |dLOGIT_ij|")
-    row: list[float] = Field(description="by query i: mean over layers and heads of sum_j |dATTN_ij|")
 
 
 class Record(_Part):
@@ -124,10 +113,6 @@ class LengthPoint(_Part):
     sequences: int
     shift: Difference = Field(description="shift d1 against d2")
     error: Difference | None = Field(description="the condition against float64, both at d1; None of `exact` itself")
-    columns: dict[int, float] = Field(
-        description="n_j sum_i |dLOGIT_ij| of some columns j between the two shifts, means"
-    )
-    columns_d: dict[int, float] = Field(description="n_j sum_i |dATTN_ij| of the same columns")
 
 
 class ByLength(Record):

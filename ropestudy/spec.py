@@ -8,27 +8,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from anchorline import settings
 from anchorline.errors import UserError
 from jaxref.rounding import PRESETS
+from ropestudy.compute.conditions import condition
 from ropestudy.schema import Mode
 
 # Positions are int32 in every framework's kernels, and RoPE's float32 angles hold each whole number only up to here.
 MOST_POSITION = 2**24
-INT32 = 2**31
 
-ModelName = Literal[
-    "pretrained", "shuffled", "kaiming", "kaiming_sqrt5", "kaiming_small_embedding", "kaiming_all", "normal_002"
-]
-MaskName = Literal["full", "intra", "intra_reset", "anchor", "anchor_reset"]
+ModelName = Literal["pretrained", "shuffled", "kaiming", "kaiming_sqrt5", "normal_002"]
+MaskName = Literal["full", "intra", "intra_reset", "anchor"]
 Half = Literal["bf16", "fp16"]
-HALF_PRESETS = [name for name, rounding in PRESETS.items() if rounding.q_rotated in get_args(Half)]
 SHORTEST = 4  # tokens of a sequence
 Tokens = Annotated[int, Field(ge=SHORTEST, le=MOST_POSITION)]
+Shift = Annotated[int, Field(ge=0, le=MOST_POSITION)]
 Count = Annotated[int, Field(ge=1, le=10_000)]
-Column = Annotated[int, Field(ge=0, le=MOST_POSITION)]
+
+
+def _is_condition(name: str) -> str:
+    condition(name)
+    return name
+
+
+def _is_half(name: str) -> str:
+    known = [name for name, rounding in PRESETS.items() if rounding.q_rotated in get_args(Half)]
+    if name not in known:
+        raise ValueError(f"{name!r} is not a preset of half precision; choose from {', '.join(known)}")
+    return name
+
+
+ConditionName = Annotated[str, AfterValidator(_is_condition)]
+HalfPreset = Annotated[str, AfterValidator(_is_half)]
 
 
 class _Strict(BaseModel):
@@ -55,9 +68,9 @@ class TextConfig(_Strict):
 
     source: str = Field(
         default="demo",
-        description="demo (addresses, factbook, standard library), or a .jsonl/.txt/.parquet file or folder",
+        description="demo (addresses, factbook, standard library), or a .jsonl/.txt file or folder",
     )
-    field: str = Field(default="text", description="of JSON and Parquet records")
+    field: str = Field(default="text", description="of JSON records")
     bos: Literal["first", "none"] = Field(default="first", description="whether the model's BOS opens each sequence")
     tokens: Tokens | None = Field(
         default=None,
@@ -70,7 +83,7 @@ class Contestant(_Strict):
     """A model and a condition of `conditions.CONDITIONS`: a preset of `jaxref.rounding`, or one with a change."""
 
     model: ModelName = "pretrained"
-    condition: str
+    condition: ConditionName
 
 
 class _Experiment(_Strict):
@@ -81,16 +94,16 @@ class _Experiment(_Strict):
 class RowPositions(_Strict):
     """Where a row stands: two shifts that are compared, and a gap that is opened in its middle."""
 
-    d1: int = 0
-    d2: int = 16
-    gap: int = Field(
+    d1: Shift = 0
+    d2: Shift = 16
+    gap: Shift = Field(
         default=0, description="added to the positions of the second half: its queries see keys this much farther away"
     )
 
 
 class _Pair(_Experiment):
-    d1: int = 0
-    d2: int = 16
+    d1: Shift = 0
+    d2: Shift = 16
 
 
 class _Placed(_Experiment):
@@ -102,10 +115,10 @@ class ShiftPairsConfig(_Experiment):
 
     contestants: list[Contestant] = Field(min_length=1)
     modes: list[Mode] = Field(default=["local", "propagated"], min_length=1)
-    d1: list[int] = Field(default=[0, 2, 4, 6, 8, 10, 12, 14, 15, 17, 18, 20, 22, 50, 100, 200, 500, 1000, 2000])
-    d2: int = 16
-    grid: list[int] = Field(default=[], description="all pairs of these shifts too")
-    propagated_d1: list[int] | None = Field(default=None, description="fewer shifts for that mode; null is all of d1")
+    d1: list[Shift] = Field(default=[0, 2, 4, 6, 8, 10, 12, 14, 15, 17, 18, 20, 22, 50, 100, 200, 500, 1000, 2000])
+    d2: Shift = 16
+    grid: list[Shift] = Field(default=[], description="all pairs of these shifts too")
+    propagated_d1: list[Shift] | None = Field(default=None, description="fewer shifts for that mode; null is all of d1")
     propagated_sequences: Count | None = Field(default=None, description="fewer sequences; null is all")
 
     def all_shifts(self, mode: Mode) -> list[int]:
@@ -129,16 +142,15 @@ class LengthsConfig(_Strict):
     lengths: list[Tokens] = Field(default=[64, 128, 256, 512, 1024, 2048, 4096, 8192], min_length=1)
     sequences: Count = 2
     modes: list[Mode] = Field(default=["local"], min_length=1)
-    d1: int = 0
-    d2: int = 16
-    columns: list[Column] = Field(default=[0, 1, 2, 3, 4, 8, 16, 32], description="beside the middle and the last one")
+    d1: Shift = 0
+    d2: Shift = 16
 
 
 class FactorialConfig(_Placed):
     """Every rounding site alone, and every site left out."""
 
     format: Half = "bf16"
-    off_from: list[str] = Field(
+    off_from: list[HalfPreset] = Field(
         default=["hf_eager_bf16", "flash_bf16", "paper_bf16"],
         description="half precision presets a site is left out of",
     )
@@ -147,7 +159,7 @@ class FactorialConfig(_Placed):
 class RemediesConfig(_Placed):
     """What is done against it."""
 
-    bases: list[str] = Field(
+    bases: list[HalfPreset] = Field(
         default=["hf_eager_bf16", "flash_bf16", "paper_bf16"], description="half precision presets"
     )
     only: list[str] | None = Field(default=None, description="of the remedies, by name; null is all")
@@ -156,23 +168,19 @@ class RemediesConfig(_Placed):
 class ControlsConfig(_Placed):
     """What must hold, or must not, if rounding is the cause."""
 
-    base: str = Field(default="hf_eager_bf16", description="a half precision preset")
+    base: HalfPreset = Field(default="hf_eager_bf16", description="a half precision preset")
     models: list[ModelName] = Field(default=list(get_args(ModelName)))
-    model_conditions: list[str] = Field(default=["hf_eager_bf16"], description="conditions of every model")
+    model_conditions: list[ConditionName] = Field(default=["hf_eager_bf16"], description="conditions of every model")
     phases: Count = Field(default=2, description="draws of random phases")
-
-
-class FirstTokenConfig(_Placed):
-    """The sink, and what is left without it."""
-
-    conditions: list[str] = Field(default=["hf_eager_bf16", "flash_bf16"], min_length=1)
 
 
 class MasksConfig(_Placed):
     """Packed documents under every mask."""
 
     documents: Annotated[int, Field(ge=2, le=10_000)] = Field(default=4, description="in a row, of unequal lengths")
-    conditions: list[str] = Field(default=["exact", "fp32", "hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1)
+    conditions: list[ConditionName] = Field(
+        default=["exact", "fp32", "hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1
+    )
     masks: list[MaskName] = Field(default=list(get_args(MaskName)), min_length=1)
 
 
@@ -181,8 +189,8 @@ class OwnErrorConfig(_Experiment):
 
     contestants: list[Contestant] = Field(min_length=1)
     modes: list[Mode] = Field(default=["local"], min_length=1)
-    shifts: list[int] = Field(default=[0, 1, 2, 4, 8, 15, 16, 17, 32, 100, 1000])
-    offsets: list[int] = Field(
+    shifts: list[Shift] = Field(default=[0, 1, 2, 4, 8, 15, 16, 17, 32, 100, 1000])
+    offsets: list[Shift] = Field(
         default=[0, 1024, 4096, 16384, 65536, 131072],
         description="of the row's end: the last token stands at offset - 1",
     )
@@ -195,7 +203,7 @@ class OwnErrorConfig(_Experiment):
 class FrequencyConfig(_Pair):
     """Rotary pairs, rounded group by group."""
 
-    conditions: list[str] = Field(default=["hf_eager_bf16"], min_length=1)
+    conditions: list[ConditionName] = Field(default=["hf_eager_bf16"], min_length=1)
     groups: Count = 8
     mode: Mode = "local"
 
@@ -204,8 +212,8 @@ class Placement(_Strict):
     """What a row of an outcome is: plain text or a copied key, and where it stands."""
 
     task: Literal["text", "copy"] = "text"
-    start: int = Field(default=0, description="position of the first token")
-    gap: int = Field(default=0, description="added to the positions of the second half")
+    start: Shift = Field(default=0, description="position of the first token")
+    gap: Shift = Field(default=0, description="added to the positions of the second half")
 
 
 class OutcomesConfig(_Experiment):
@@ -213,7 +221,7 @@ class OutcomesConfig(_Experiment):
     compared, so rows are computed together and cost a tenth.
     """
 
-    conditions: list[str] = Field(default=["hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1)
+    conditions: list[ConditionName] = Field(default=["hf_eager_bf16", "flash_bf16", "paper_bf16"], min_length=1)
     settings: list[Placement] = Field(default=[Placement()], min_length=1)
 
 
@@ -241,10 +249,10 @@ class SitesConfig(_Experiment):
 class BiasCase(_Strict):
     """A condition under a mask, somewhere. loss: whether the bias alone is tried too; under `full` only."""
 
-    condition: str
+    condition: ConditionName
     mask: MaskName = "full"
-    start: int = 0
-    gap: int = 0
+    start: Shift = 0
+    gap: Shift = 0
     loss: bool = False
 
 
@@ -269,7 +277,6 @@ class StudyConfig(_Strict):
     factorial: FactorialConfig | None = None
     remedies: RemediesConfig | None = None
     controls: ControlsConfig | None = None
-    first_token: FirstTokenConfig | None = None
     masks: MasksConfig | None = None
     own_error: OwnErrorConfig | None = None
     frequency: FrequencyConfig | None = None
@@ -286,17 +293,15 @@ class StudyConfig(_Strict):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        from ropestudy.compute.conditions import check_condition
-
         if not self.experiments:
             raise UserError(f"no experiment; give one of {', '.join(EXPERIMENTS)}")
         for name, section in self.experiments.items():
-            for field, shift, gap in _shifts(name, section):
-                _check_shift(field, shift, longest(section), gap)
-            for field, condition in _conditions(name, section):
-                check_condition(field, condition)
-            for field, name_of_preset in _bases(name, section):
-                _check_base(field, name_of_preset)
+            last = longest(section) + sum(_largest(section.model_dump()))
+            if last > MOST_POSITION:
+                raise UserError(
+                    f"{name}: its shifts and gaps put a row's end at {last}; float32 holds every position only up to "
+                    f"{MOST_POSITION}; give smaller ones"
+                )
         most, given = max(map(longest, self.experiments.values())), self.text.tokens
         if given is not None and given < most:
             raise UserError(f"text.tokens {given}: the longest row has {most}; give {most} or more, or leave it out")
@@ -306,10 +311,11 @@ class StudyConfig(_Strict):
         return self
 
 
+SHIFTS = ("d1", "d2", "start", "grid", "propagated_d1", "shifts", "offsets")  # what is added to positions
 # In the order in which they are computed: what says most for its cost first, for a study may be read before its end.
 EXPERIMENTS = (
     *("setups", "bias", "dose", "remedies", "lengths", "shift_pairs", "masks", "sites"),
-    *("factorial", "controls", "first_token", "own_error", "frequency"),
+    *("factorial", "controls", "own_error", "frequency"),
 )
 
 
@@ -318,56 +324,20 @@ def longest(section: Any) -> int:
     return max(section.lengths) if isinstance(section, LengthsConfig) else section.tokens
 
 
-def _shifts(name: str, section: Any) -> list[tuple[str, int, int]]:
-    """Return (field, shift, gap) of everything that is added to positions."""
-    found = []
-    for one in getattr(section, "positions", []):
-        found += [(f"{name}.positions", shift, one.gap) for shift in (one.d1, one.d2)]
-    for field in ("settings", "cases"):
-        found += [(f"{name}.{field}", one.start, one.gap) for one in getattr(section, field, [])]
-    for field in ("d1", "d2", "grid", "propagated_d1", "shifts", "offsets"):
-        value = getattr(section, field, None) or []
-        found += [(f"{name}.{field}", shift, 0) for shift in ([value] if isinstance(value, int) else value)]
-    return found
-
-
-def _check_shift(field: str, shift: int, tokens: int, gap: int) -> None:
-    if not 0 <= gap <= MOST_POSITION - tokens:
-        raise UserError(f"{field}: the gap {gap} leaves the positions; give one from 0 to {MOST_POSITION - tokens}")
-    tokens += gap
-    if not -INT32 <= shift < INT32:
-        raise UserError(f"{field}: the shift {shift} is not an int32; give one from 0 to {MOST_POSITION - tokens}")
-    if not 0 <= shift <= MOST_POSITION - tokens:
-        raise UserError(
-            f"{field}: the shift {shift} puts {tokens} tokens outside 0..{MOST_POSITION}, where float32 holds every "
-            f"position; give one from 0 to {MOST_POSITION - tokens}"
-        )
-
-
-def _conditions(name: str, section: Any) -> list[tuple[str, str]]:
-    found = [(f"{name}.contestants", one.condition) for one in getattr(section, "contestants", [])]
-    found += [(f"{name}.cases", one.condition) for one in getattr(section, "cases", [])]
-    for field in ("conditions", "bases", "base", "off_from", "model_conditions"):
-        value = getattr(section, field, [])
-        found += [(f"{name}.{field}", one) for one in ([value] if isinstance(value, str) else value)]
-    return found
-
-
-def _bases(name: str, section: Any) -> list[tuple[str, str]]:
-    """Return (field, preset) of everything that sites are changed in."""
-    found = []
-    for field in ("bases", "base", "off_from"):
-        value = getattr(section, field, [])
-        found += [(f"{name}.{field}", one) for one in ([value] if isinstance(value, str) else value)]
-    return found
-
-
-def _check_base(field: str, name: str) -> None:
-    if name not in HALF_PRESETS:
-        raise UserError(
-            f"{field}: {name!r} is not a preset of half precision, which is what is changed there; choose from "
-            f"{', '.join(HALF_PRESETS)}"
-        )
+def _largest(section: Any) -> tuple[int, int]:
+    """Return the largest shift and the largest gap anywhere in a section."""
+    shift, gap = 0, 0
+    for key, value in section.items():
+        values = value if isinstance(value, list) else [value]
+        numbers = [one for one in values if isinstance(one, int)]
+        if key in SHIFTS and numbers:
+            shift = max(shift, *numbers)
+        elif key == "gap":
+            gap = max(gap, value)
+        for inner in (one for one in values if isinstance(one, dict)):
+            below = _largest(inner)
+            shift, gap = max(shift, below[0]), max(gap, below[1])
+    return shift, gap
 
 
 def _check_documents(name: str, masks: MasksConfig | BiasConfig) -> None:

@@ -3,7 +3,6 @@
 Legend: T tokens of a row.
 """
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from anchorline.corpora import Document, Name, documents
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
 from jaxref.layout import lay_out
-from jaxref.mask import ANCHOR
 from ropestudy.spec import TextConfig
 
-Bos = Literal["first", "none", "middle"]
+Bos = Literal["first", "none"]
 DEMO: tuple[Name, ...] = ("speeches", "factbook_fields", "library_modules")
 
 MOST_FILES = 100_000  # of a folder
@@ -77,14 +75,12 @@ class RowArrays:
 
 
 def row(pool: Pool, number: int, tokens: int, bos_id: int | None, bos: Bos) -> RowArrays:
-    """Return one document as one row under `full`, with the BOS first, in the middle or nowhere."""
+    """Return one document as one row under `full`, with the BOS first, or without one."""
     own = pool.ids[number]
     if bos_id is None or bos == "none":
         ids = own[:tokens]
-    elif bos == "first":
-        ids = np.concatenate([[bos_id], own[: tokens - 1]])
     else:
-        ids = np.concatenate([own[: tokens // 2], [bos_id], own[tokens // 2 : tokens - 1]])
+        ids = np.concatenate([[bos_id], own[: tokens - 1]])
     return RowArrays(ids, np.ones(tokens, np.int64), np.arange(tokens), (tokens,))
 
 
@@ -116,20 +112,13 @@ def copy_row(pool: Pool, number: int, tokens: int, bos_id: int | None, seed: int
 
 
 def packed_row(pool: Pool, number: int, tokens: int, bos_id: int, documents: int, mask: str) -> RowArrays:
-    """Return several documents of unequal lengths behind one BOS, the anchor, under a mask of `spec.MaskName`.
-
-    `anchor_reset` is `anchor` with positions that restart at 1 in every document.
-    """
+    """Return several documents of unequal lengths behind one BOS, the anchor, under a mask of `spec.MaskName`."""
     shares = np.arange(1, documents + 1)
     lengths = [int(n) for n in (tokens - 1) * shares // shares.sum()]
     lengths[-1] += tokens - 1 - sum(lengths)
     pieces = [pool.ids[(number + k) % len(pool.ids)][:n] for k, n in enumerate(lengths)]
-    made = lay_out(lengths, mask.removesuffix("_reset") if mask == "anchor_reset" else mask, anchor=1)
-    positions = made.position_ids
-    if mask == "anchor_reset":
-        positions = np.concatenate([[0], *(np.arange(1, n + 1) for n in lengths)])
-        assert made.document_ids[0] == ANCHOR
-    return RowArrays(np.concatenate([[bos_id], *pieces]), made.document_ids, positions, tuple(lengths))
+    made = lay_out(lengths, mask, anchor=1)
+    return RowArrays(np.concatenate([[bos_id], *pieces]), made.document_ids, made.position_ids, tuple(lengths))
 
 
 def _documents(text: TextConfig, seed: int) -> Iterator[Document]:
@@ -148,16 +137,15 @@ def _shuffle(items: list[Document], random: np.random.Generator) -> list[Documen
 
 
 def _files(text: TextConfig) -> Iterator[Document]:
-    """A record of JSON lines or Parquet is a document, and so is a .txt file."""
+    """A record of JSON lines is a document, and so is a .txt file."""
     source = expand(text.source)
     files = list(islice(source.rglob("*"), MOST_FILES + 1)) if source.is_dir() else [source]
     if len(files) > MOST_FILES:
         raise UserError(f"text.source: {quoted(source)} holds more than {MOST_FILES:,} files; give a smaller folder")
-    known = sorted(path for path in files if path.suffix in (".jsonl", ".txt", ".parquet") and path.is_file())
+    known = sorted(path for path in files if path.suffix in (".jsonl", ".txt") and path.is_file())
     if not known:
         raise UserError(
-            f"text.source: {quoted(text.source)} is neither demo nor a .jsonl, .txt or .parquet file or a folder of "
-            "them"
+            f"text.source: {quoted(text.source)} is neither demo nor a .jsonl or .txt file or a folder of them"
         )
     for path in known:
         for number, item in enumerate(_items(path, text.field), start=1):
@@ -174,15 +162,7 @@ def _items(path: Path, field: str) -> Iterator[Any]:
     try:
         if path.suffix == ".txt":
             yield {field: path.read_text(encoding="utf-8")}
-        elif path.suffix == ".jsonl":
-            yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
         else:
-            if importlib.util.find_spec("pyarrow") is None:
-                raise UserError(f"text.source: {path} needs the package pyarrow: pip install pyarrow")
-            import pyarrow.parquet as parquet
-
-            yield from parquet.read_table(path).to_pylist()
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # of the system, UTF-8, JSON; and what pyarrow makes of a damaged file
+            yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, ValueError) as error:
         raise UserError(f"text.source: {quoted(path)} cannot be read: {quoted_reason(error)}") from None

@@ -94,14 +94,9 @@ CONDITIONS = _name_conditions()
 
 def condition(name: str) -> Condition:
     """Return a condition of `CONDITIONS`. Raises UserError for a name that is not there."""
-    check_condition("condition", name)
-    return CONDITIONS[name]
-
-
-def check_condition(field: str, name: str) -> None:
-    """Raise UserError, one line naming the field, if no condition has the name."""
     if name not in CONDITIONS:
-        raise UserError(f"{field}: {name!r} is not a condition; choose from {', '.join(CONDITIONS)}")
+        raise UserError(f"{name!r} is not a condition; choose from {', '.join(CONDITIONS)}")
+    return CONDITIONS[name]
 
 
 def on_alone(fmt: str) -> list[Condition]:

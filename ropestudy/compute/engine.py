@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxref.mask import PADDING, visible
+from jaxref.mask import PADDING
 from jaxref.model import Decoder, head_logits
 from jaxref.rope import inverse_frequencies
 from jaxref.rounding import Rounding
-from ropestudy.compute.conditions import EXACT, Condition
+from ropestudy.compute.conditions import Condition
 from ropestudy.compute.measures import DivergenceSample, Sums
 from ropestudy.compute.methods import tables
 from ropestudy.compute.pieces import (
@@ -47,7 +47,6 @@ class Row:
 
     ids_T: np.ndarray  # int64
     documents_T: np.ndarray  # int64, the contract's document_ids
-    sinks_LH: np.ndarray | None = None  # a logit per layer and head, for conditions with a sink
     targets_T: np.ndarray | None = None  # int64, the next token; below 0: no loss is taken. None: of none
 
 
@@ -121,8 +120,7 @@ def compare(
         embedded = decoder.embed_tokens(jnp.asarray(row.ids_T)[None], rounding)
         x[i] = jnp.broadcast_to(embedded, (len(runs), *embedded.shape[1:]))
 
-    for number, layer in enumerate(decoder.layers):
-        sink_H = None if row.sinks_LH is None else row.sinks_LH[number]
+    for layer in decoder.layers:
         own = {}
         for i in advanced:
             own[i] = project_and_rotate(layer, x[i], own_tables[i], streams[i].condition)
@@ -137,9 +135,9 @@ def compare(
                         layer, _first(x[group.source], condition.rounding.dtype), table[i], condition
                     )
                     sides.append(Side(condition, fed.q, fed.k))
-            sums.append(compare_layer(sides, documents_T, sink_H, group.index_P2, scale, query_block, signed))
+            sums.append(compare_layer(sides, documents_T, group.index_P2, scale, query_block, signed))
         for i in advanced:
-            x[i] = finish_layer(layer, x[i], own[i], documents_T, sink_H, streams[i].condition, scale, query_block)
+            x[i] = finish_layer(layer, x[i], own[i], documents_T, streams[i].condition, scale, query_block)
 
     hidden = {i: decoder.norm(x[i], streams[i].condition.rounding) for i in advanced} if divergences else {}
     ends = {
@@ -149,7 +147,7 @@ def compare(
     }
     outputs = _divergences(decoder, ends, divergences, row.documents_T, row.targets_T)
     found = {
-        pair: _over_layers(sums, place)
+        pair: _over_layers(sums, place, decoder.config.num_attention_heads)
         for group, sums in zip(groups, layers, strict=True)
         for place, pair in enumerate(group.pairs)
     }
@@ -171,7 +169,6 @@ def final_hidden(
         round.
     """
     rounding, method = condition.rounding, condition.method
-    assert not method.sink, "a sink's logits are one row's own"
     scale, T = decoder.config.head_dim**-0.5, ids_ST.shape[1]
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, T)
     table, documents = tables(positions_ST, inv_freq, scaling, rounding, method), jnp.asarray(documents_T)
@@ -179,7 +176,7 @@ def final_hidden(
     for number, layer in enumerate(decoder.layers):
         offset_SH = None if offsets_SLH is None else jnp.asarray(offsets_SLH[:, number])[:, None]
         own = project_and_rotate(layer, x, table, condition)
-        x = finish_layer(layer, x, own, documents, None, condition, scale, query_block, offset_SH)
+        x = finish_layer(layer, x, own, documents, condition, scale, query_block, offset_SH)
     return decoder.norm(x, rounding)
 
 
@@ -203,26 +200,6 @@ def divergences_of_rows(
         for one, samples in zip(_divergences(decoder, ends, pairs, documents_T, targets_T), found, strict=True):
             samples.append(one)
     return found
-
-
-def column_logits(
-    decoder: Decoder, row: Row, positions_T: np.ndarray, column: int, query_block: int = 64
-) -> np.ndarray:
-    """Return the mean over the queries that see it of one column's logit in `exact`, float64 [L, H]."""
-    rounding, method = EXACT.rounding, EXACT.method
-    scale = decoder.config.head_dim**-0.5
-    inv_freq, scaling = inverse_frequencies(decoder.config.rope, len(row.ids_T))
-    table = tables(positions_T[None], inv_freq, scaling, rounding, method)
-    documents_T = jnp.asarray(row.documents_T)
-    index_T = np.arange(len(row.ids_T))
-    sees_T = np.asarray(visible(row.documents_T, row.documents_T[column], index_T, column))
-    x, found = decoder.embed_tokens(jnp.asarray(row.ids_T)[None], rounding), []
-    for layer in decoder.layers:
-        own = project_and_rotate(layer, x, table, EXACT)
-        key_HD = np.repeat(np.asarray(own.k[0, column]), own.q.shape[2] // own.k.shape[2], axis=0)
-        found.append(np.einsum("thd,hd->th", np.asarray(own.q[0]), key_HD)[sees_T].mean(0) * scale)
-        x = finish_layer(layer, x, own, documents_T, None, EXACT, scale, query_block)
-    return np.array(found)
 
 
 @jax.jit
@@ -276,15 +253,14 @@ def _list_runs(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) 
     return {i: sorted(runs) for i, runs in needed.items() if runs}
 
 
-def _over_layers(layers: Sequence[LayerSums], place: int) -> Sums:
+def _over_layers(layers: Sequence[LayerSums], place: int, heads: int) -> Sums:
     """Add all layers of one pair together."""
     return Sums(
         column_T=np.array([layer.column_PT[place] for layer in layers]).sum(0),
         logit_T=np.array([layer.logit_PT[place] for layer in layers]).sum(0),
         row_T=np.array([layer.row_PT[place] for layer in layers]).sum(0),
         mass_T=np.array([layer.mass_PT[place] for layer in layers]).sum(0),
-        head_LH=np.array([layer.head_PH[place] for layer in layers]),
-        square=float(np.array([layer.square_P[place] for layer in layers]).sum()),
+        heads=heads * len(layers),
         signed_LHT=None
         if layers[0].signed_PHT is None
         else np.array([layer.signed_PHT[place] for layer in layers if layer.signed_PHT is not None]),

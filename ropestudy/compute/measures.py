@@ -21,8 +21,7 @@ class Sums:
     logit_T: np.ndarray  # the same of logits, visible pairs
     row_T: np.ndarray  # sum over layers, heads, keys of |dATTN|
     mass_T: np.ndarray  # sum over layers, heads, queries of ATTN of run a
-    head_LH: np.ndarray  # sum over columns j and queries of n_j |dATTN|
-    square: float  # sum over all visible pairs, layers, heads of dLOGIT^2
+    heads: int  # of all layers
     signed_LHT: np.ndarray | None = None  # sum over queries of LOGIT(a) - LOGIT(b), visible pairs; if asked for
 
 
@@ -32,18 +31,11 @@ class Sample(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     d: float
-    d_unweighted: float
     first_share: float
-    first_share_unweighted: float
-    first_mass: float
     first_mass_unweighted: float
-    first_per_mass: float
-    rest_per_mass: float
     d_logit_first: float
     d_logit_rest: float
-    logit_rms: float
     row: float
-    by_head: list[list[float]]
     columns: dict[str, list[float]]
     signed: dict[int, list[float]] = {}  # by column: mean over its queries of LOGIT(a) - LOGIT(b), [L H]
 
@@ -89,29 +81,15 @@ def sample(sums: Sums, document_ids_T: np.ndarray, signed: Sequence[int] = ()) -
     whose signed differences are kept.
     """
     n_T, count_T = weights(document_ids_T), queries_of_columns(document_ids_T)
-    weighted_T, weighted_mass_T, weighted_logit_T = (n_T * x for x in (sums.column_T, sums.mass_T, sums.logit_T))
-    heads = sums.head_LH.size
+    weighted_T, weighted_logit_T = n_T * sums.column_T, n_T * sums.logit_T
     return Sample(
         d=weighted_T.sum(),
-        d_unweighted=sums.column_T.sum(),
         first_share=_quotient(weighted_T[0], weighted_T.sum()),
-        first_share_unweighted=_quotient(sums.column_T[0], sums.column_T.sum()),
-        first_mass=_quotient(weighted_mass_T[0], weighted_mass_T.sum()),
         first_mass_unweighted=_quotient(sums.mass_T[0], sums.mass_T.sum()),
-        first_per_mass=_quotient(sums.column_T[0], sums.mass_T[0]),
-        rest_per_mass=_quotient(sums.column_T[1:].sum(), sums.mass_T[1:].sum()),
         d_logit_first=weighted_logit_T[0],
         d_logit_rest=_quotient(weighted_logit_T[1:].sum(), int(np.count_nonzero(count_T[1:]))),
-        logit_rms=(sums.square / (count_T.sum() * heads)) ** 0.5,
-        row=sums.row_T.sum() / (np.count_nonzero(count_T) * heads),
-        by_head=sums.head_LH.tolist(),
-        columns={
-            "d": weighted_T.tolist(),
-            "unweighted": sums.column_T.tolist(),
-            "mass": sums.mass_T.tolist(),
-            "d_logit": weighted_logit_T.tolist(),
-            "row": (sums.row_T / heads).tolist(),
-        },
+        row=sums.row_T.sum() / (np.count_nonzero(count_T) * sums.heads),
+        columns={"d": weighted_T.tolist(), "d_logit": weighted_logit_T.tolist()},
         signed={j: (sums.signed_LHT[..., j].ravel() * n_T[j]).tolist() for j in signed if sums.signed_LHT is not None},
     )
 
@@ -126,19 +104,13 @@ def stat(values: Sequence[float]) -> Stat:
 def difference(samples: Sequence[Sample]) -> Difference:
     """Return the sequences together."""
     scalars = [name for name, field in Sample.model_fields.items() if field.annotation is float]
-    by_head = np.mean([one.by_head for one in samples], axis=0)
-    return Difference(
-        **{name: stat([getattr(one, name) for one in samples]) for name in scalars},
-        by_layer=by_head.sum(-1).tolist(),
-        by_head=by_head.tolist(),
-    )
+    return Difference(**{name: stat([getattr(one, name) for one in samples]) for name in scalars})
 
 
 def columns(samples: Sequence[Sample]) -> Columns:
     """Return the sequences together, token by token."""
     together = {name: np.array([one.columns[name] for one in samples]) for name in samples[0].columns}
-    spread = together["d"].std(axis=0, ddof=1) if len(samples) > 1 else np.zeros(together["d"].shape[1])
-    return Columns(**{name: x.mean(0).tolist() for name, x in together.items()}, d_std=spread.tolist())
+    return Columns(**{name: x.mean(0).tolist() for name, x in together.items()})
 
 
 def divergence(samples: Sequence[DivergenceSample]) -> OutputDivergence:

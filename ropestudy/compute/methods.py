@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxref.mask import ANCHOR
 from jaxref.rope import cos_sin, rotate
 from jaxref.rounding import Format, Rounding, find_format, round_to
 
@@ -30,7 +29,6 @@ class Method:
         four products hi hi + hi lo + lo hi + lo lo are one product of the sums here.
     pairs: only the rotary pairs first..last are rounded at RoPE's sites; every other is rotated as the carrier
         computes.
-    sink: a logit per head that takes part in every softmax and has no position and no value, in place of a first token.
     per_head: q, k and v are rounded to this format, each key/value head (and the query heads that read it) with one
         scale that makes its largest entry the format's largest number, as FlashAttention-3 takes fp8. q and k before or
         after they are rotated.
@@ -41,7 +39,6 @@ class Method:
     before: Format = None
     split: Format = None
     pairs: tuple[int, int] | None = None
-    sink: bool = False
     per_head: Format = None
     per_head_when: Literal["before", "after"] = "after"
 
@@ -149,34 +146,3 @@ def add_offset(
     wider = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, 1))) for x in (q_STHD, k_STKD, v_STKD)]
     q = wider[0].at[..., -1].set(jnp.asarray(offset_H, q_STHD.dtype) / scale)
     return q, wider[1].at[:, 0, :, -1].set(1.0), wider[2]
-
-
-class WithSink(NamedTuple):
-    """What attention takes, one token longer and one dimension wider."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    document_ids: jax.Array
-
-
-def add_sink(
-    q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, document_ids_T: Any, sink_H: Any, scale: float
-) -> WithSink:
-    """Return the same attention with one key more in front: its logit for head h is `sink_H[h]`, its value 0, and
-    everyone sees it.
-
-    It is an anchor (document 0) on a head dimension of its own, so the oracle's attention needs to know nothing of it.
-    Returns q, k, v [S, T + 1, ., D + 1] and document ids [T + 1]; row 0 of the result and column 0 belong to the sink.
-    """
-
-    def wider(x: jax.Array, first: Any, others: Any) -> jax.Array:
-        """Add one token in front and one dimension behind, which holds `first` in that token and `others` in the
-        rest.
-        """
-        x = jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 1)))
-        return x.at[:, 0, :, -1].set(first).at[:, 1:, :, -1].set(others)
-
-    document_ids = jnp.concatenate([jnp.full(1, ANCHOR), jnp.asarray(document_ids_T)])
-    q = wider(q_STHD, 0.0, jnp.asarray(sink_H, q_STHD.dtype) / scale)
-    return WithSink(q, wider(k_STKD, 1.0, 0.0), wider(v_STKD, 0.0, 0.0), document_ids)

@@ -19,8 +19,7 @@ from jaxref.mask import PADDING, visible
 from jaxref.model import Layer
 from jaxref.rounding import Rounding
 from ropestudy.compute.conditions import Condition
-from ropestudy.compute.measures import weights
-from ropestudy.compute.methods import Method, Tables, add_offset, add_sink, rotate_heads, round_per_head
+from ropestudy.compute.methods import Method, Tables, add_offset, rotate_heads, round_per_head
 
 # The sites that act in each piece.
 PROJECTION = ("norm", "proj")
@@ -52,8 +51,6 @@ class LayerSums(NamedTuple):
     logit_PT: np.ndarray
     row_PT: np.ndarray
     mass_PT: np.ndarray
-    head_PH: np.ndarray
-    square_P: np.ndarray
     signed_PHT: np.ndarray | None
 
 
@@ -63,8 +60,6 @@ class _BlockSums(NamedTuple):
     column_PT: jax.Array
     logit_PT: jax.Array
     mass_RT: jax.Array
-    head_PH: jax.Array
-    square_P: jax.Array
     signed_PHT: jax.Array  # [P, H, 0] unless it is asked for
 
 
@@ -107,18 +102,16 @@ def finish_layer(
     x_STM: jax.Array,
     qkv: QKV,
     documents_T: jax.Array,
-    sink_H: Any,
     condition: Condition,
     scale: float,
     query_block: int,
     offset_H: Any = None,
 ) -> jax.Array:
-    """Return the layer's output [S, T, M] from its input and its q, k, v. sink_H: float [H], for a condition whose
-    method has one. offset_H: float [H], added to the logits of column 0.
+    """Return the layer's output [S, T, M] from its input and its q, k, v. offset_H: float [H], added to the logits of
+    column 0.
     """
-    used = sink_H if condition.method.sink else None
     at_once = None if query_block >= x_STM.shape[1] else query_block
-    return _finish(layer, x_STM, *qkv, documents_T, used, offset_H, restrict(condition, REST), scale, at_once)
+    return _finish(layer, x_STM, *qkv, documents_T, offset_H, restrict(condition, REST), scale, at_once)
 
 
 @partial(jax.jit, static_argnames=("rounding", "scale", "query_block"))
@@ -129,7 +122,6 @@ def _finish(
     k_STKD: jax.Array,
     v_STKD: jax.Array,
     documents_T: jax.Array,
-    sink_H: Any,
     offset_H: Any,
     rounding: Rounding,
     scale: float,
@@ -137,21 +129,16 @@ def _finish(
 ) -> jax.Array:
     """Return the layer's output, from q, k, v: `jaxref.model.Layer` behind the rotation."""
     D = q_STHD.shape[-1]
-    if sink_H is not None:
-        q_STHD, k_STKD, v_STKD, documents_T = add_sink(q_STHD, k_STKD, v_STKD, documents_T, sink_H, scale)
     if offset_H is not None:
         q_STHD, k_STKD, v_STKD = add_offset(q_STHD, k_STKD, v_STKD, offset_H, scale)
     documents_ST = jnp.broadcast_to(documents_T, (len(q_STHD), len(documents_T)))
     attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, query_block)
-    if sink_H is not None:
-        attn_STHD = attn_STHD[:, 1:]
     return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD[..., :D], rounding), rounding)[0]
 
 
 def compare_layer(
     sides: list[Side],
     documents_T: jax.Array,
-    sink_H: Any,
     index_P2: np.ndarray,
     scale: float,
     query_block: int,
@@ -161,27 +148,15 @@ def compare_layer(
 
     signed: whether the logits' difference a - b is summed with its sign too, by head and column.
     """
-    n_T = jnp.asarray(weights(np.asarray(documents_T)))
-    sinks = {side.condition.method.sink for side in sides}
-    assert len(sinks) == 1, "a run with a sink and one without are not the same function"
-    sink = sinks == {True}
-    if sink:
-        widened = [add_sink(side.q, side.k, side.k, documents_T, sink_H, scale) for side in sides]
-        sides = [Side(side.condition, wide.q, wide.k) for side, wide in zip(sides, widened, strict=True)]
-        documents_T = widened[0].document_ids
-        n_T = jnp.concatenate([jnp.zeros(1), n_T])
     queries, keys = tuple(side.q for side in sides), tuple(side.k for side in sides)
     roundings = tuple(restrict(side.condition, SOFTMAX) for side in sides)
-    sums, row_PT = _sums(queries, keys, documents_T, n_T, index_P2, roundings, scale, query_block, signed)
-    first = 1 if sink else 0  # behind the sink, which the row does not hold
+    sums, row_PT = _sums(queries, keys, documents_T, index_P2, roundings, scale, query_block, signed)
     return LayerSums(
-        column_PT=np.asarray(sums.column_PT)[:, first:],
-        logit_PT=np.asarray(sums.logit_PT)[:, first:],
-        row_PT=np.asarray(row_PT)[:, first:],
-        mass_PT=np.asarray(sums.mass_RT)[index_P2[:, 0], first:],
-        head_PH=np.asarray(sums.head_PH),
-        square_P=np.asarray(sums.square_P),
-        signed_PHT=np.asarray(sums.signed_PHT)[..., first:] if signed else None,
+        column_PT=np.asarray(sums.column_PT),
+        logit_PT=np.asarray(sums.logit_PT),
+        row_PT=np.asarray(row_PT),
+        mass_PT=np.asarray(sums.mass_RT)[index_P2[:, 0]],
+        signed_PHT=np.asarray(sums.signed_PHT) if signed else None,
     )
 
 
@@ -206,7 +181,6 @@ def _sums(
     queries: tuple[jax.Array, ...],
     keys: tuple[jax.Array, ...],
     documents_T: jax.Array,
-    n_T: jax.Array,
     index_P2: jax.Array,
     roundings: tuple[Rounding, ...],
     scale: float,
@@ -245,27 +219,17 @@ def _sums(
         def one_pair(ends: jax.Array) -> tuple[jax.Array, ...]:
             d_HQT = jnp.abs(probs_RHQT[ends[0]] - probs_RHQT[ends[1]])
             signed_HQT = logits_RHQT[ends[0]] - logits_RHQT[ends[1]]
-            d_logit_HQT = jnp.abs(signed_HQT)
-            by_column_HT = d_HQT.sum(1)
-            square = jnp.square(d_logit_HQT).sum()
             signed_HT = signed_HQT.sum(1)[:, : T if signed else 0]
-            return (
-                by_column_HT.sum(0),
-                d_logit_HQT.sum((0, 1)),
-                d_HQT.sum((0, 2)),
-                by_column_HT @ n_T,
-                square,
-                signed_HT,
-            )
+            return d_HQT.sum(1).sum(0), jnp.abs(signed_HQT).sum((0, 1)), d_HQT.sum((0, 2)), signed_HT
 
-        column, logit, row, head, square, with_sign = lax.map(one_pair, index_P2)
+        column, logit, row, with_sign = lax.map(one_pair, index_P2)
         mass = probs_RHQT.sum((1, 2))
-        sums = _BlockSums(column, logit, mass, head, square, with_sign)
+        sums = _BlockSums(column, logit, mass, with_sign)
         added = jax.tree.map(lambda before, now: before + now.astype(jnp.float64), carry, sums)
         return added, row.astype(jnp.float64)
 
     P, R, H = len(index_P2), sum(len(q) for q in queries), queries[0].shape[2]
-    shapes = ((P, T), (P, T), (R, T), (P, H), (P,), (P, H, T if signed else 0))
+    shapes = ((P, T), (P, T), (R, T), (P, H, T if signed else 0))
     nothing = _BlockSums(*(jnp.zeros(shape) for shape in shapes))
     index_nQ = jnp.arange(blocks * query_block).reshape(blocks, query_block)
     q_blocks = tuple(split(q, k.shape[2]) for q, k in zip(queries, keys, strict=True))

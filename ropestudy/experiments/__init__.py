@@ -6,29 +6,25 @@
 
 from collections.abc import Sequence
 
-from ropestudy.cells import Experiment
-from ropestudy.experiments.bias import Bias
-from ropestudy.experiments.outcomes import Outcomes
-from ropestudy.experiments.scores import Controls, Factorial, FirstToken, MaskPairs, Masks, Remedies
-from ropestudy.experiments.shifts import Frequency, Lengths, OwnErrorExperiment, ShiftPairsExperiment
+from ropestudy.cells import Task
+from ropestudy.experiments import bias, outcomes, scores, shifts
 from ropestudy.spec import StudyConfig
 
 
-def make_experiments(config: StudyConfig, wavelengths: Sequence[float]) -> list[Experiment]:
-    """Return the experiments of a study in their order. wavelengths: of each rotary pair, in tokens."""
+def make_tasks(config: StudyConfig, wavelengths: Sequence[float]) -> dict[str, list[Task]]:
+    """Return the tasks of each section, in their order. wavelengths: of each rotary pair, in tokens."""
     make = {
-        "shift_pairs": lambda section: [ShiftPairsExperiment(section)],
-        "lengths": lambda section: [Lengths(section)],
-        "factorial": lambda section: [Factorial(section)],
-        "remedies": lambda section: [Remedies(section)],
-        "controls": lambda section: [Controls(section, config.seed)],
-        "first_token": lambda section: [FirstToken(section)],
-        "masks": lambda section: [Masks(section), MaskPairs(section)],
-        "own_error": lambda section: [OwnErrorExperiment(section)],
-        "setups": lambda section: [Outcomes(section, "setups", "setup")],
-        "bias": lambda section: [Bias(section)],
-        "dose": lambda section: [Outcomes(section, "dose", "dose")],
-        "sites": lambda section: [Outcomes(section, "sites", "site")],
-        "frequency": lambda section: [Frequency(section, tuple(wavelengths))],
+        "shift_pairs": shifts.shift_pairs,
+        "lengths": shifts.lengths,
+        "factorial": scores.factorial,
+        "remedies": scores.remedy,
+        "controls": lambda section: scores.controls(section, config.seed),
+        "masks": scores.masks,
+        "own_error": shifts.own_error,
+        "setups": outcomes.setups,
+        "bias": bias.bias,
+        "dose": outcomes.doses,
+        "sites": outcomes.sites,
+        "frequency": lambda section: shifts.frequency(section, tuple(wavelengths)),
     }
-    return [experiment for name, section in config.experiments.items() for experiment in make[name](section)]
+    return {name: list(make[name](section)) for name, section in config.experiments.items()}

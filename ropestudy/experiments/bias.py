@@ -3,18 +3,20 @@
 Legend: S texts · L layers · H heads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ropestudy import schema
-from ropestudy.cells import ERROR, TRUTH, Bench, Cell, CellResult, Experiment, NamedPair, RunAt, RunsOf
+from ropestudy.cells import ERROR, TRUTH, Bench, Cell, CellResult, NamedPair, RunAt, RunsOf, Task
 from ropestudy.compute.conditions import EXACT, condition
 from ropestudy.compute.engine import divergences_of_rows, final_hidden
 from ropestudy.compute.measures import Sample, divergence, stat
 from ropestudy.experiments.outcomes import RowsOfText
+from ropestudy.schema import AnyRecord
 from ropestudy.spec import BiasCase, BiasConfig, Placement
 
 OWN, ALONE, WHOLE = "own", "alone", "whole"
@@ -78,50 +80,41 @@ class BiasCell:
         return {f"{ALONE} {n}": one for n, one in enumerate(alone)} | {f"{WHOLE} {n}": x for n, x in enumerate(whole)}
 
 
-@dataclass(frozen=True)
-class Bias(Experiment[BiasCase]):
+def bias(section: BiasConfig) -> Iterator[Task]:
     """Every case."""
+    spread = np.linspace(0, section.tokens - 1, section.columns + 2)[1:-1]
+    columns = (0, *sorted({int(j) for j in spread} - {0}))
+    for case in section.cases:
+        cell = BiasCell(case, section.tokens, section.sequences, section.documents, columns)
+        yield Task([cell], partial(_records, cell))
 
-    section: BiasConfig
-    name = "bias"
 
-    def _questions(self) -> list[BiasCase]:
-        return self.section.cases
-
-    def _cells(self, question: BiasCase) -> list[BiasCell]:
-        section = self.section
-        spread = np.linspace(0, section.tokens - 1, section.columns + 2)[1:-1]
-        columns = (0, *sorted({int(j) for j in spread} - {0}))
-        return [BiasCell(question, section.tokens, section.sequences, section.documents, columns)]
-
-    def _records(self, question: BiasCase, results: Mapping[Any, CellResult]) -> list[schema.SignedBias]:
-        (cell,) = self._cells(question)
-        found = results[cell]
-        samples = [found.samples[str(number)] for number in range(cell.sequences)]
-        heads = len(samples[0].signed[0])
-        others = [gram([one.signed[j] for one in samples]) for j in cell.columns[1:]]
-        outputs = {
-            what: divergence([found.divergences[f"{what} {number}"] for number in range(cell.sequences)])
-            for what in (ALONE, WHOLE)
-            if question.loss
-        }
-        record = schema.SignedBias(
-            model=cell.model,
-            condition=question.condition,
-            tokens=cell.tokens,
-            sequences=cell.sequences,
-            mask=question.mask,
-            start=question.start,
-            gap=question.gap,
-            first=gram([one.signed[0] for one in samples]).tolist(),
-            others=np.mean(others, axis=0).tolist(),
-            columns=list(cell.columns[1:]),
-            first_abs=stat([one.d_logit_first / heads for one in samples]),
-            first_mass=stat([one.first_mass_unweighted for one in samples]),
-            alone=outputs.get(ALONE),
-            whole=outputs.get(WHOLE),
-        )
-        return [record]
+def _records(cell: BiasCell, results: list[CellResult]) -> list[AnyRecord]:
+    (found,) = results
+    samples = [found.samples[str(number)] for number in range(cell.sequences)]
+    heads = len(samples[0].signed[0])
+    outputs = {
+        what: divergence([found.divergences[f"{what} {number}"] for number in range(cell.sequences)])
+        for what in (ALONE, WHOLE)
+        if cell.case.loss
+    }
+    record = schema.SignedBias(
+        model=cell.model,
+        condition=cell.case.condition,
+        tokens=cell.tokens,
+        sequences=cell.sequences,
+        mask=cell.case.mask,
+        start=cell.case.start,
+        gap=cell.case.gap,
+        first=gram([one.signed[0] for one in samples]).tolist(),
+        others=np.mean([gram([one.signed[j] for one in samples]) for j in cell.columns[1:]], axis=0).tolist(),
+        columns=list(cell.columns[1:]),
+        first_abs=stat([one.d_logit_first / heads for one in samples]),
+        first_mass=stat([one.first_mass_unweighted for one in samples]),
+        alone=outputs.get(ALONE),
+        whole=outputs.get(WHOLE),
+    )
+    return [record]
 
 
 def gram(vectors: Sequence[Sequence[float]]) -> np.ndarray:

@@ -4,18 +4,20 @@ together, which costs a tenth of comparing their attention.
 Legend: S rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxref.mask import PADDING
 from ropestudy import schema
-from ropestudy.cells import Bench, CellResult, Experiment
+from ropestudy.cells import Bench, CellResult, Task
 from ropestudy.compute.conditions import EXACT, Condition, condition, dose, on_alone
 from ropestudy.compute.engine import divergences_of_rows, final_hidden
-from ropestudy.compute.measures import DivergenceSample, divergence
+from ropestudy.compute.measures import divergence
+from ropestudy.schema import AnyRecord
 from ropestudy.spec import DoseConfig, OutcomesConfig, Placement, SitesConfig
 from ropestudy.text import NO_TARGET, copy_row, open_gap, row
 
@@ -47,7 +49,12 @@ class OutcomeCell:
             for one in (EXACT, *self.asked)
         ]
         found = divergences_of_rows(decoder, hidden, rows.counted_T, rows.targets)
-        return CellResult(samples={}, divergences=_named(self.conditions, found), lengths=(self.tokens,))
+        divergences = {
+            _at(name, number): one
+            for name, samples in zip(self.conditions, found, strict=True)
+            for number, one in enumerate(samples)
+        }
+        return CellResult(samples={}, divergences=divergences, lengths=(self.tokens,))
 
 
 class RowsOfText(NamedTuple):
@@ -80,73 +87,55 @@ class RowsOfText(NamedTuple):
         return RowsOfText(ids, positions, targets, documents_T, np.where(counts_T, documents_T, PADDING))
 
 
-def _named(names: list[str], found: list[list[DivergenceSample]]) -> dict[str, DivergenceSample]:
-    return {
-        _at(name, number): one for name, samples in zip(names, found, strict=True) for number, one in enumerate(samples)
-    }
-
-
 def _at(name: str, number: int) -> str:
     return f"{name}: row {number}"
 
 
-class Together(NamedTuple):
-    """Conditions that share a cell, and the setting."""
-
-    conditions: tuple[Condition, ...]
-    setting: Placement
+def setups(section: OutcomesConfig) -> Iterator[Task]:
+    """What whole setups make of the outputs."""
+    return _outcomes("setups", "setup", section, [[condition(name) for name in dict.fromkeys(section.conditions)]])
 
 
-@dataclass(frozen=True)
-class Outcomes(Experiment[Together]):
-    """Whole setups, doses and sites. `name` is the section's."""
+def doses(section: DoseConfig) -> Iterator[Task]:
+    """How many bits RoPE needs, site by site."""
+    asked = [[dose(site, bits) for bits in section.mantissa_bits] for site in section.sites]
+    return _outcomes("dose", "dose", section, asked)
 
-    section: Any
-    name: str  # type: ignore[misc]
-    group: Literal["setup", "dose", "site"]
 
-    def _questions(self) -> Iterator[Together]:
-        for setting in self.section.settings:
-            for together in self._asked():
-                for start in range(0, len(together), SHARING):
-                    yield Together(tuple(together[start : start + SHARING]), setting)
+def sites(section: SitesConfig) -> Iterator[Task]:
+    """Every site alone."""
+    return _outcomes("sites", "site", section, [on_alone(section.format)])
 
-    def _asked(self) -> list[list[Condition]]:
-        """Return the conditions, those that may share a cell together."""
-        section = self.section
-        if isinstance(section, OutcomesConfig):
-            return [[condition(name) for name in dict.fromkeys(section.conditions)]]
-        if isinstance(section, DoseConfig):
-            return [[dose(site, bits) for bits in section.mantissa_bits] for site in section.sites]
-        assert isinstance(section, SitesConfig)
-        return [on_alone(section.format)]
 
-    def _cells(self, question: Together) -> list[OutcomeCell]:
-        section = self.section
-        return [OutcomeCell(self.name, section.tokens, section.sequences, question.setting, question.conditions)]
+def _outcomes(name: str, group: Literal["setup", "dose", "site"], section: Any, asked: Any) -> Iterator[Task]:
+    """asked: lists of conditions that may share a cell."""
+    for setting in section.settings:
+        for together in asked:
+            for start in range(0, len(together), SHARING):
+                conditions = tuple(together[start : start + SHARING])
+                cell = OutcomeCell(name, section.tokens, section.sequences, setting, conditions)
+                yield Task([cell], partial(_records, group, cell))
 
-    def _records(self, question: Together, results: Mapping[Any, CellResult]) -> list[schema.Outcome]:
-        (cell,) = self._cells(question)
-        found, made = results[cell].divergences, []
-        for one in question.conditions:
-            samples = [found[_at(one.name, number)] for number in range(cell.sequences)]
-            made.append(
-                schema.Outcome(
-                    model=cell.model,
-                    condition=one.name,
-                    tokens=cell.tokens,
-                    sequences=cell.sequences,
-                    group=self.group,
-                    task=question.setting.task,
-                    about=one.about,
-                    start=question.setting.start,
-                    gap=question.setting.gap,
-                    site=one.site,
-                    mantissa_bits=_bits(one) if self.group == "dose" else None,
-                    outputs=divergence(samples),
-                )
-            )
-        return made
+
+def _records(group: Literal["setup", "dose", "site"], cell: OutcomeCell, results: list[CellResult]) -> list[AnyRecord]:
+    (result,) = results
+    return [
+        schema.Outcome(
+            model=cell.model,
+            condition=one.name,
+            tokens=cell.tokens,
+            sequences=cell.sequences,
+            group=group,
+            task=cell.setting.task,
+            about=one.about,
+            start=cell.setting.start,
+            gap=cell.setting.gap,
+            site=one.site,
+            mantissa_bits=_bits(one) if group == "dose" else None,
+            outputs=divergence([result.divergences[_at(one.name, number)] for number in range(cell.sequences)]),
+        )
+        for one in cell.asked
+    ]
 
 
 def _bits(one: Condition) -> int:

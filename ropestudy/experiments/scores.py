@@ -1,13 +1,12 @@
-"""The experiments whose rows are `schema.Score`: factorial, remedies, controls, first token, masks.
+"""The experiments whose rows are `schema.Score`: factorial, remedies, controls, masks.
 
 Every row is asked the same: how far are shifts d1 and d2 apart, how far is shift d1 from float64, and what do the
 outputs make of both. A few conditions share a cell, and with it one float64 run.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ropestudy import schema
 from ropestudy.cells import (
@@ -16,11 +15,11 @@ from ropestudy.cells import (
     TRUTH,
     Cell,
     CellResult,
-    Experiment,
     NamedDivergence,
     NamedPair,
     RunAt,
     RunsOf,
+    Task,
     difference_of,
     divergence_of,
     per_sequence,
@@ -36,21 +35,12 @@ from ropestudy.compute.conditions import (
     remedies,
 )
 from ropestudy.compute.methods import Method
-from ropestudy.schema import Mode
-from ropestudy.spec import (
-    ControlsConfig,
-    FactorialConfig,
-    FirstTokenConfig,
-    MasksConfig,
-    RemediesConfig,
-    RowPositions,
-)
-from ropestudy.text import Bos
+from ropestudy.schema import AnyRecord, Mode
+from ropestudy.spec import ControlsConfig, FactorialConfig, MasksConfig, RemediesConfig, RowPositions
 
 SHARING = 6  # conditions in a cell
 MODES: tuple[Mode, ...] = ("local", "propagated")
 OUTPUTS = "outputs"  # the name of a divergence
-MASK_PAIRS = (("intra", "intra_reset"), ("anchor", "anchor_reset"))
 
 
 @dataclass(frozen=True)
@@ -60,94 +50,92 @@ class Asked:
     group: schema.Group
     condition: Condition
     model: str = "pretrained"
-    text: Bos = "first"
     mask: str = "full"
     partner: Condition | None = None
-
-    @property
-    def place(self) -> "Place":
-        """Rows of one place share their cells."""
-        return Place(self.model, self.text, self.mask, self.condition.method.sink)
 
     def name(self, what: str, mode: Mode | None = None) -> str:
         """Return the name of one of its pairs or, without a mode, of its divergences."""
         return f"{self.condition.name}: {what}" + (f", {mode}" if mode else "")
 
 
-class Place(NamedTuple):
-    """What all rows of a cell share."""
-
-    model: str
-    text: Bos
-    mask: str
-    sink: bool
-
-
-class Inquiry(NamedTuple):
-    """Rows that share their cells, and where these stand."""
-
-    rows: list[Asked]
-    positions: RowPositions
+def factorial(section: FactorialConfig) -> Iterator[Task]:
+    """Every rounding site alone, and every site left out of each preset."""
+    rows = [Asked("baseline", EXACT), *(Asked("on_alone", one) for one in on_alone(section.format))]
+    for base in section.off_from:
+        rows.append(Asked("baseline", replace(condition(base), base=base)))
+        rows += [Asked("off_alone", one) for one in (*off_alone(base), *off_together(base))]
+    return _score("factorial", section, rows)
 
 
-class Scores(Experiment[Inquiry]):
-    """An experiment that asks for rows of the table, at each of its positions."""
+def remedy(section: RemediesConfig) -> Iterator[Task]:
+    """Each preset, and what is done against it."""
+    rows = []
+    for base in section.bases:
+        rows.append(Asked("baseline", replace(condition(base), base=base)))
+        for one in remedies(base):
+            if section.only is None or one.name.removeprefix(f"{base}: ") in section.only:
+                rows.append(Asked("remedy", one))
+    return _score("remedies", section, rows)
 
-    section: Any  # with positions, tokens and sequences
 
-    @abstractmethod
-    def list_rows(self) -> Iterator[Asked]:
-        """Return every row."""
+def controls(section: ControlsConfig, seed: int) -> Iterator[Task]:
+    """What must hold, or must not, if rounding is the cause. seed: of the random phases."""
+    base, still = condition(section.base), Method(angles="float64")
+    rows = [Asked("baseline", replace(base, base=base.name))]
+    rows += [Asked("control", one) for one in before_and_after(section.base)]
+    rows += [Asked("control", condition(name)) for name in ("fp32", "fp32_angles64")]
+    about = "a constant random phase per rotary pair, against none: as neutral as a shift"
+    for start in (EXACT, base):
+        without = Condition(f"{start.name}: float64 angles", start.rounding, still)
+        for draw in range(section.phases):
+            method = replace(still, phases=seed + draw)
+            phases = Condition(f"{start.name}: random phases {draw}", start.rounding, method, about, start.name)
+            rows.append(Asked("control", phases, partner=without))
+    rows += [Asked("control", condition(name), model) for model in section.models for name in section.model_conditions]
+    return _score("controls", section, rows)
 
-    @property
-    def documents(self) -> int | None:
-        """Documents in a packed row."""
-        return None
 
-    def _questions(self) -> Iterator[Inquiry]:
-        places: dict[Place, list[Asked]] = {}
-        for one in self.list_rows():
-            places.setdefault(one.place, []).append(one)
-        for positions in self.section.positions:
-            for rows in places.values():
-                for start in range(0, len(rows), SHARING):
-                    yield Inquiry(rows[start : start + SHARING], positions)
+def masks(section: MasksConfig) -> Iterator[Task]:
+    """Packed documents under every mask; and the same tokens with and without reset positions."""
+    conditions = [condition(name) for name in section.conditions]
+    rows = [Asked("mask", replace(one, base=one.name), mask=mask) for mask in section.masks for one in conditions]
+    yield from _score("masks", section, rows, section.documents)
+    if {"intra", "intra_reset"} <= set(section.masks):
+        yield from (_reset(section, name) for name in section.conditions)
 
-    def _cells(self, question: Inquiry) -> list[Cell]:
-        rows, positions = question
-        section, place = self.section, rows[0].place
-        exact = replace(EXACT, name="exact + sink", method=replace(EXACT.method, sink=True)) if place.sink else EXACT
-        truth = RunAt(TRUTH, positions.d1)
-        streams, pairs, divergences = [RunsOf(TRUTH, exact, (positions.d1,))], [], []
-        # A condition may be asked for twice, such as a baseline that is a control too: it is computed once.
-        for one in {row.condition.name: row for row in rows}.values():
-            name = one.condition.name
-            own = RunAt(name, positions.d1)
-            if one.partner is None:
-                streams.append(RunsOf(name, one.condition, (positions.d1, positions.d2)))
-                a, b = own, RunAt(name, positions.d2)
-            else:
-                without = f"{name}, partner"
-                streams += [
-                    RunsOf(without, one.partner, (positions.d1,)),
-                    RunsOf(name, one.condition, (positions.d1,)),
-                ]
-                a, b = RunAt(without, positions.d1), own
-            pairs += [NamedPair(one.name(SHIFT, mode), a, b, mode) for mode in MODES]
-            pairs += [NamedPair(one.name(ERROR, mode), own, truth, mode) for mode in MODES]
-            divergences += [NamedDivergence(one.name(SHIFT), a, b), NamedDivergence(one.name(ERROR), truth, own)]
-        cell = Cell(
-            self.name, place.model, 0, section.tokens, tuple(streams), tuple(pairs), tuple(divergences),
-            bos=place.text, mask=place.mask, documents=self.documents, sink=place.sink, gap=positions.gap,
-        )  # fmt: skip
-        return per_sequence(cell, section.sequences)
 
-    def _records(self, question: Inquiry, results: Mapping[Cell, CellResult]) -> list[schema.Score]:
-        found = [results[cell] for cell in self._cells(question)]
-        return [self._score(row, question.positions, found) for row in question.rows]
+def _score(name: str, section: Any, rows: Iterable[Asked], documents: int | None = None) -> Iterator[Task]:
+    """Yield cells that rows of one model and mask share, at each of the section's positions."""
+    shared: dict[tuple[str, str], list[Asked]] = {}
+    for row in rows:
+        shared.setdefault((row.model, row.mask), []).append(row)
+    for positions in section.positions:
+        for together in shared.values():
+            for start in range(0, len(together), SHARING):
+                yield _score_rows(name, section, together[start : start + SHARING], positions, documents)
 
-    def _score(self, row: Asked, positions: RowPositions, results: list[CellResult]) -> schema.Score:
-        section = self.section
+
+def _score_rows(name: str, section: Any, rows: list[Asked], at: RowPositions, documents: int | None) -> Task:
+    truth = RunAt(TRUTH, at.d1)
+    streams, pairs, divergences = [RunsOf(TRUTH, EXACT, (at.d1,))], [], []
+    # A condition may be asked for twice, such as a baseline that is a control too: it is computed once.
+    for one in {row.condition.name: row for row in rows}.values():
+        own = RunAt(one.condition.name, at.d1)
+        if one.partner is None:
+            streams.append(RunsOf(own.stream, one.condition, (at.d1, at.d2)))
+            a, b = own, RunAt(own.stream, at.d2)
+        else:
+            a, b = RunAt(f"{own.stream}, partner", at.d1), own
+            streams += [RunsOf(a.stream, one.partner, (at.d1,)), RunsOf(own.stream, one.condition, (at.d1,))]
+        pairs += [NamedPair(one.name(SHIFT, mode), a, b, mode) for mode in MODES]
+        pairs += [NamedPair(one.name(ERROR, mode), own, truth, mode) for mode in MODES]
+        divergences += [NamedDivergence(one.name(SHIFT), a, b), NamedDivergence(one.name(ERROR), truth, own)]
+    cell = Cell(
+        name, rows[0].model, 0, section.tokens, tuple(streams), tuple(pairs), tuple(divergences),
+        mask=rows[0].mask, documents=documents, gap=at.gap,
+    )  # fmt: skip
+
+    def record(row: Asked, found: list[CellResult]) -> schema.Score:
         return schema.Score(
             model=row.model,
             condition=row.condition.name,
@@ -156,178 +144,46 @@ class Scores(Experiment[Inquiry]):
             group=row.group,
             base=row.condition.base,
             site=row.condition.site,
-            text=row.text,
+            text="first",
             mask=row.mask,
             about=row.condition.about,
-            d1=positions.d1,
-            d2=positions.d1 if row.partner is not None else positions.d2,
-            gap=positions.gap,
-            shift={mode: difference_of(results, row.name(SHIFT, mode)) for mode in MODES},
-            error={mode: difference_of(results, row.name(ERROR, mode)) for mode in MODES},
-            kl_shift=divergence_of(results, row.name(SHIFT)),
-            kl_error=divergence_of(results, row.name(ERROR)),
+            d1=at.d1,
+            d2=at.d1 if row.partner is not None else at.d2,
+            gap=at.gap,
+            shift={mode: difference_of(found, row.name(SHIFT, mode)) for mode in MODES},
+            error={mode: difference_of(found, row.name(ERROR, mode)) for mode in MODES},
+            kl_shift=divergence_of(found, row.name(SHIFT)),
+            kl_error=divergence_of(found, row.name(ERROR)),
         )
 
-
-@dataclass(frozen=True)
-class Factorial(Scores):
-    """Every rounding site alone, and every site left out."""
-
-    section: FactorialConfig
-    name = "factorial"
-
-    def list_rows(self) -> Iterator[Asked]:
-        """Return float64, every site, every preset and each of its sites."""
-        yield Asked("baseline", EXACT)
-        for one in on_alone(self.section.format):
-            yield Asked("on_alone", one)
-        for base in self.section.off_from:
-            yield Asked("baseline", replace(condition(base), base=base))
-            for one in (*off_alone(base), *off_together(base)):
-                yield Asked("off_alone", one)
+    return Task(per_sequence(cell, section.sequences), lambda found: [record(row, found) for row in rows])
 
 
-@dataclass(frozen=True)
-class Remedies(Scores):
-    """What is done against it."""
+def _reset(section: MasksConfig, name: str) -> Task:
+    a, b = "intra", "intra_reset"
+    ends = RunAt(a, 0), RunAt(b, 0)
+    streams = tuple(RunsOf(mask, condition(name), (0,), mask) for mask in (a, b))
+    pairs = tuple(NamedPair(mode, *ends, mode) for mode in MODES)
+    cell = Cell(
+        "masks", "pretrained", 0, section.tokens, streams, pairs, (NamedDivergence(OUTPUTS, *ends),),
+        mask=a, documents=section.documents,
+    )  # fmt: skip
 
-    section: RemediesConfig
-    name = "remedies"
-
-    def list_rows(self) -> Iterator[Asked]:
-        """Return each preset, and every remedy of it."""
-        for base in self.section.bases:
-            yield Asked("baseline", replace(condition(base), base=base))
-            for one in remedies(base):
-                if self.section.only is None or one.name.removeprefix(f"{base}: ") in self.section.only:
-                    yield Asked("remedy", one)
-
-
-@dataclass(frozen=True)
-class Controls(Scores):
-    """What must hold, or must not, if rounding is the cause. seed: of the random phases."""
-
-    section: ControlsConfig
-    seed: int
-    name = "controls"
-
-    def list_rows(self) -> Iterator[Asked]:
-        """Return the preset, its controls, and every model."""
-        section = self.section
-        base = condition(section.base)
-        yield Asked("baseline", replace(base, base=base.name))
-        for one in before_and_after(section.base):
-            yield Asked("control", one)
-        for name in ("fp32", "fp32_angles64"):
-            yield Asked("control", condition(name))
-        still = Method(angles="float64")
-        for start in (EXACT, base):
-            for draw in range(section.phases):
-                yield Asked(
-                    "control",
-                    Condition(
-                        f"{start.name}: random phases {draw}",
-                        start.rounding,
-                        replace(still, phases=self.seed + draw),
-                        "a constant random phase per rotary pair, against none: as neutral as a shift",
-                        start.name,
-                    ),
-                    partner=Condition(f"{start.name}: float64 angles", start.rounding, still),
-                )
-        for model in section.models:
-            for name in section.model_conditions:
-                yield Asked("control", condition(name), model=model)
-
-
-@dataclass(frozen=True)
-class FirstToken(Scores):
-    """The sink, and what is left without it."""
-
-    section: FirstTokenConfig
-    name = "first_token"
-
-    def list_rows(self) -> Iterator[Asked]:
-        """Return each condition with the BOS in every place, and with a sink in its stead."""
-        for name in self.section.conditions:
-            chosen = condition(name)
-            for text in ("first", "none", "middle"):
-                yield Asked("first_token", replace(chosen, base=name), text=text)
-            sink = replace(chosen.method, sink=True)
-            about = f"{name}, no BOS, and a logit per head in every softmax that has no position: the BOS' mean one"
-            with_sink = replace(chosen, name=f"{name} + sink", method=sink, about=about, base=name)
-            yield Asked("first_token", with_sink, text="none")
-
-
-@dataclass(frozen=True)
-class Masks(Scores):
-    """Packed documents under every mask."""
-
-    section: MasksConfig
-    name = "masks"
-
-    @property
-    def documents(self) -> int:
-        """Documents in a packed row."""
-        return self.section.documents
-
-    def list_rows(self) -> Iterator[Asked]:
-        """Return every mask under every condition."""
-        for mask in self.section.masks:
-            for name in self.section.conditions:
-                yield Asked("mask", replace(condition(name), base=name), mask=mask)
-
-
-class TwoMasks(NamedTuple):
-    """Two masks that see the same, and a condition."""
-
-    a: str
-    b: str
-    condition: str
-
-
-@dataclass(frozen=True)
-class MaskPairs(Experiment[TwoMasks]):
-    """Packed documents, the same tokens under two masks, wherever both are among the section's."""
-
-    section: MasksConfig
-    name = "masks"
-
-    def _questions(self) -> Iterator[TwoMasks]:
-        for a, b in MASK_PAIRS:
-            if {a, b} <= set(self.section.masks):
-                for name in self.section.conditions:
-                    yield TwoMasks(a, b, name)
-
-    def _cells(self, question: TwoMasks) -> list[Cell]:
-        section, (a, b, name) = self.section, question
-        ends = RunAt(a, 0), RunAt(b, 0)
-        cell = Cell(
-            self.name,
-            "pretrained",
-            0,
-            section.tokens,
-            tuple(RunsOf(mask, condition(name), (0,), mask) for mask in (a, b)),
-            tuple(NamedPair(mode, *ends, mode) for mode in MODES),
-            (NamedDivergence(OUTPUTS, *ends),),
-            mask=a,
-            documents=section.documents,
-        )
-        return per_sequence(cell, section.sequences)
-
-    def _records(self, question: TwoMasks, results: Mapping[Cell, CellResult]) -> list[schema.MaskPair]:
-        found = [results[cell] for cell in self._cells(question)]
+    def make(found: list[CellResult]) -> list[AnyRecord]:
         return [
             schema.MaskPair(
                 model="pretrained",
-                condition=question.condition,
-                tokens=self.section.tokens,
-                sequences=self.section.sequences,
+                condition=name,
+                tokens=section.tokens,
+                sequences=section.sequences,
                 mode=mode,
-                a=question.a,
-                b=question.b,
+                a=a,
+                b=b,
                 documents=list(found[0].lengths),
                 difference=difference_of(found, mode),
                 kl=divergence_of(found, OUTPUTS),
             )
             for mode in MODES
         ]
+
+    return Task(per_sequence(cell, section.sequences), make)

@@ -1,11 +1,8 @@
-"""The experiments over shifts, lengths, positions and rotary pairs: the cells they ask for, the records that become of
-them.
-"""
+"""Experiments over shifts, lengths, positions and rotary pairs: their cells, and the records of these."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from itertools import pairwise, product
+from typing import Any
 
 from ropestudy import schema
 from ropestudy.cells import (
@@ -14,10 +11,10 @@ from ropestudy.cells import (
     TRUTH,
     Cell,
     CellResult,
-    Experiment,
     NamedPair,
     RunAt,
     RunsOf,
+    Task,
     difference_of,
     per_sequence,
 )
@@ -30,213 +27,135 @@ from ropestudy.spec import Contestant, FrequencyConfig, LengthsConfig, OwnErrorC
 OWN = "own"  # the name of the stream of the condition that is looked at
 
 
-class Trial(NamedTuple):
-    """A contestant in a mode."""
-
-    contestant: Contestant
-    mode: Mode
-
-
-class _Contest(Experiment[Trial]):
-    """An experiment that asks the same of every contestant in every mode."""
-
-    section: Any  # with contestants and modes
-
-    def _questions(self) -> Iterator[Trial]:
-        for contestant in self.section.contestants:
-            for mode in self.section.modes:
-                yield Trial(contestant, mode)
-
-
-@dataclass(frozen=True)
-class ShiftPairsExperiment(_Contest):
+def shift_pairs(section: ShiftPairsConfig) -> Iterator[Task]:
     """Many pairs of shifts, of each contestant in each mode."""
+    return (_shift_pairs(section, *one) for one in product(section.contestants, section.modes))
 
-    section: ShiftPairsConfig
-    name = "shift_pairs"
 
-    def _cells(self, question: Trial) -> list[Cell]:
-        section, mode = self.section, question.mode
-        sequences = section.sequences
-        if mode == "propagated" and section.propagated_sequences is not None:
-            sequences = min(sequences, section.propagated_sequences)
-        # Rising, so that 0, where it is one of them, is the shift that feeds every layer in `local`.
-        own = RunsOf(OWN, condition(question.contestant.condition), tuple(section.all_shifts(mode)))
-        pairs = tuple(
-            NamedPair(_between(a, b), RunAt(OWN, a), RunAt(OWN, b), mode, keep_columns=(a, b) == (0, section.d2))
-            for a, b in section.pairs(mode)
-        )
-        return per_sequence(Cell(self.name, question.contestant.model, 0, section.tokens, (own,), pairs), sequences)
+def lengths(section: LengthsConfig) -> Iterator[Task]:
+    """One pair of shifts at many lengths, and the error against float64 there."""
+    return (_lengths(section, *one) for one in product(section.contestants, section.modes))
 
-    def _records(self, question: Trial, results: Mapping[Cell, CellResult]) -> list[AnyRecord]:
-        section, mode = self.section, question.mode
-        found = [results[cell] for cell in self._cells(question)]
-        about: dict[str, Any] = {
-            "model": question.contestant.model,
-            "condition": question.contestant.condition,
-            "tokens": section.tokens,
-            "sequences": len(found),
-            "mode": mode,
-        }
+
+def own_error(section: OwnErrorConfig) -> Iterator[Task]:
+    """Each shift's distance from float64, and from the condition's own shift 0."""
+    return (_own_error(section, *one) for one in product(section.contestants, section.modes))
+
+
+def frequency(section: FrequencyConfig, wavelengths: tuple[float, ...]) -> Iterator[Task]:
+    """Rotary pairs, rounded group by group. wavelengths: of each rotary pair, in tokens."""
+    return (_frequency(section, wavelengths, name) for name in section.conditions)
+
+
+def _shift_pairs(section: ShiftPairsConfig, contestant: Contestant, mode: Mode) -> Task:
+    sequences = section.sequences
+    if mode == "propagated" and section.propagated_sequences is not None:
+        sequences = min(sequences, section.propagated_sequences)
+    # Rising, so that 0, where it is one of them, is the shift that feeds every layer in `local`.
+    own = RunsOf(OWN, condition(contestant.condition), tuple(section.all_shifts(mode)))
+    first = (0, section.d2)
+    pairs = tuple(
+        NamedPair(_between(a, b), RunAt(OWN, a), RunAt(OWN, b), mode, keep_columns=(a, b) == first)
+        for a, b in section.pairs(mode)
+    )
+
+    def make(found: list[CellResult]) -> list[AnyRecord]:
+        about = _about(contestant, section.tokens, len(found), mode)
         differences = {(a, b): difference_of(found, _between(a, b)) for a, b in section.pairs(mode)}
-        pairs = [schema.PairDifference(d1=a, d2=b, difference=one) for (a, b), one in differences.items()]
-        records: list[AnyRecord] = [schema.ShiftPairs(**about, pairs=pairs)]
-        if (shown := differences.get((0, section.d2))) is not None:
-            by_token = columns([result.samples[_between(0, section.d2)] for result in found])
+        together = [schema.PairDifference(d1=a, d2=b, difference=one) for (a, b), one in differences.items()]
+        records: list[AnyRecord] = [schema.ShiftPairs(**about, pairs=together)]
+        if first in differences:
+            by_token = columns([result.samples[_between(*first)] for result in found])
+            shown = differences[first]
             records.append(schema.PerToken(**about, d1=0, d2=section.d2, difference=shown, columns=by_token))
         return records
 
-
-@dataclass(frozen=True)
-class Lengths(_Contest):
-    """One pair of shifts at many lengths, and the error against float64 there."""
-
-    section: LengthsConfig
-    name = "lengths"
-
-    def _cells(self, question: Trial) -> list[Cell]:
-        return [cell for tokens in self.section.lengths for cell in self._cells_of(question, tokens)]
-
-    def _cells_of(self, question: Trial, tokens: int) -> list[Cell]:
-        section, contestant = self.section, question.contestant
-        first = RunAt(OWN, section.d1)
-        streams = [RunsOf(OWN, condition(contestant.condition), (section.d1, section.d2))]
-        pairs = [NamedPair(SHIFT, first, RunAt(OWN, section.d2), question.mode, keep_columns=True)]
-        if not _is_exact(contestant):
-            streams.append(RunsOf(TRUTH, EXACT, (section.d1,)))
-            pairs.append(NamedPair(ERROR, first, RunAt(TRUTH, section.d1), question.mode))
-        cell = Cell(self.name, contestant.model, 0, tokens, tuple(streams), tuple(pairs))
-        return per_sequence(cell, section.sequences)
-
-    def _records(self, question: Trial, results: Mapping[Cell, CellResult]) -> list[schema.ByLength]:
-        section, (contestant, mode) = self.section, question
-        record = schema.ByLength(
-            model=contestant.model,
-            condition=contestant.condition,
-            tokens=max(section.lengths),
-            sequences=section.sequences,
-            mode=mode,
-            d1=section.d1,
-            d2=section.d2,
-            points=[
-                self._point(contestant, tokens, [results[cell] for cell in self._cells_of(question, tokens)])
-                for tokens in section.lengths
-            ],
-        )
-        return [record]
-
-    def _point(self, contestant: Contestant, tokens: int, found: list[CellResult]) -> schema.LengthPoint:
-        shown = columns([result.samples[SHIFT] for result in found])
-        chosen = sorted({j for j in (*self.section.columns, tokens // 2, tokens - 1) if j < tokens})
-        return schema.LengthPoint(
-            tokens=tokens,
-            sequences=len(found),
-            shift=difference_of(found, SHIFT),
-            error=None if _is_exact(contestant) else difference_of(found, ERROR),
-            columns={j: shown.d_logit[j] for j in chosen},
-            columns_d={j: shown.d[j] for j in chosen},
-        )
+    return Task(per_sequence(Cell("shift_pairs", contestant.model, 0, section.tokens, (own,), pairs), sequences), make)
 
 
-@dataclass(frozen=True)
-class OwnErrorExperiment(_Contest):
-    """Each shift's distance from float64, and from the condition's own shift 0."""
+def _lengths(section: LengthsConfig, contestant: Contestant, mode: Mode) -> Task:
+    d1, d2, exact = section.d1, section.d2, contestant.condition == EXACT.name
+    streams = [RunsOf(OWN, condition(contestant.condition), (d1, d2))]
+    pairs = [NamedPair(SHIFT, RunAt(OWN, d1), RunAt(OWN, d2), mode)]
+    if not exact:
+        streams.append(RunsOf(TRUTH, EXACT, (d1,)))
+        pairs.append(NamedPair(ERROR, RunAt(OWN, d1), RunAt(TRUTH, d1), mode))
+    cells = []
+    for tokens in section.lengths:
+        cell = Cell("lengths", contestant.model, 0, tokens, tuple(streams), tuple(pairs))
+        cells += per_sequence(cell, section.sequences)
 
-    section: OwnErrorConfig
-    name = "own_error"
+    def make(found: list[CellResult]) -> list[AnyRecord]:
+        points = []
+        for place, tokens in enumerate(section.lengths):
+            own = found[place * section.sequences : (place + 1) * section.sequences]
+            error = None if exact else difference_of(own, ERROR)
+            shift = difference_of(own, SHIFT)
+            points.append(schema.LengthPoint(tokens=tokens, sequences=len(own), shift=shift, error=error))
+        about = _about(contestant, max(section.lengths), section.sequences, mode)
+        return [schema.ByLength(**about, d1=d1, d2=d2, points=points)]
 
-    def _cells(self, question: Trial) -> list[Cell]:
-        section, (contestant, mode), shifts = self.section, question, self.section.all_shifts()
-        # In exact arithmetic every shift is the same function: float64 at shift 0 is the truth of them all.
-        streams = (RunsOf(OWN, condition(contestant.condition), tuple(shifts)), RunsOf(TRUTH, EXACT, (0,)))
-        errors = [NamedPair(_error_at(shift), RunAt(OWN, shift), RunAt(TRUTH, 0), mode) for shift in shifts]
-        from_zero = [NamedPair(_between(0, shift), RunAt(OWN, 0), RunAt(OWN, shift), mode) for shift in shifts if shift]
-        cell = Cell(self.name, contestant.model, 0, section.tokens, streams, (*errors, *from_zero))
-        return per_sequence(cell, section.sequences)
+    return Task(cells, make)
 
-    def _records(self, question: Trial, results: Mapping[Cell, CellResult]) -> list[schema.OwnError]:
-        section = self.section
-        found = [results[cell] for cell in self._cells(question)]
+
+def _own_error(section: OwnErrorConfig, contestant: Contestant, mode: Mode) -> Task:
+    shifts = section.all_shifts()
+    # In exact arithmetic every shift is the same function: float64 at shift 0 is the truth of them all.
+    streams = (RunsOf(OWN, condition(contestant.condition), tuple(shifts)), RunsOf(TRUTH, EXACT, (0,)))
+    errors = [NamedPair(_error_at(shift), RunAt(OWN, shift), RunAt(TRUTH, 0), mode) for shift in shifts]
+    from_zero = [NamedPair(_between(0, shift), RunAt(OWN, 0), RunAt(OWN, shift), mode) for shift in shifts if shift]
+    cell = Cell("own_error", contestant.model, 0, section.tokens, streams, (*errors, *from_zero))
+
+    def make(found: list[CellResult]) -> list[AnyRecord]:
         points = [
             schema.OwnErrorPoint(
                 shift=shift,
                 error=difference_of(found, _error_at(shift)),
                 from_zero=difference_of(found, _between(0, shift)) if shift else None,
             )
-            for shift in section.all_shifts()
+            for shift in shifts
         ]
-        record = schema.OwnError(
-            model=question.contestant.model,
-            condition=question.contestant.condition,
-            tokens=section.tokens,
-            sequences=section.sequences,
-            mode=question.mode,
-            points=points,
+        return [schema.OwnError(**_about(contestant, section.tokens, section.sequences, mode), points=points)]
+
+    return Task(per_sequence(cell, section.sequences), make)
+
+
+def _frequency(section: FrequencyConfig, wavelengths: tuple[float, ...], base: str) -> Task:
+    d1, d2, rotary = section.d1, section.d2, len(wavelengths)
+    count = min(section.groups, rotary)
+    groups = [(a, b - 1) for a, b in pairwise(round(i * rotary / count) for i in range(count + 1))]
+    # Of the base, RoPE's roundings and nothing else: what the rest of the model rounds would hide a group's share.
+    rope_alone = condition(base).rounding.only(*ROPE_SITES).replace(carrier="float64", normalise="before_pv")
+    streams, pairs = [RunsOf(TRUTH, EXACT, (d1,))], []
+    for first, last in groups:
+        name = f"pairs {first}-{last}"
+        streams.append(
+            RunsOf(name, Condition(f"{base}, {name}", rope_alone, Method(pairs=(first, last)), base=base), (d1, d2))
         )
-        return [record]
+        pairs.append(NamedPair(f"{name}: {SHIFT}", RunAt(name, d1), RunAt(name, d2), section.mode))
+        pairs.append(NamedPair(f"{name}: {ERROR}", RunAt(name, d1), RunAt(TRUTH, d1), section.mode))
+    cell = Cell("frequency", "pretrained", 0, section.tokens, tuple(streams), tuple(pairs))
 
-
-@dataclass(frozen=True)
-class Frequency(Experiment[str]):
-    """Rotary pairs, rounded group by group. wavelengths: of each rotary pair, in tokens."""
-
-    section: FrequencyConfig
-    wavelengths: tuple[float, ...]
-    name = "frequency"
-
-    def _questions(self) -> list[str]:
-        return self.section.conditions
-
-    def _cells(self, question: str) -> list[Cell]:
-        section = self.section
-        # Of the base, RoPE's roundings and nothing else: what the rest of the model rounds would hide a group's share.
-        rope_alone = condition(question).rounding.only(*ROPE_SITES).replace(carrier="float64", normalise="before_pv")
-        streams, pairs = [RunsOf(TRUTH, EXACT, (section.d1,))], []
-        for ends in self._groups():
-            name = _rotary(ends)
-            alone = Condition(f"{question}, {name}", rope_alone, Method(pairs=ends), base=question)
-            streams.append(RunsOf(name, alone, (section.d1, section.d2)))
-            first, second, truth = RunAt(name, section.d1), RunAt(name, section.d2), RunAt(TRUTH, section.d1)
-            pairs.append(NamedPair(f"{name}: {SHIFT}", first, second, section.mode))
-            pairs.append(NamedPair(f"{name}: {ERROR}", first, truth, section.mode))
-        cell = Cell(self.name, "pretrained", 0, section.tokens, tuple(streams), tuple(pairs))
-        return per_sequence(cell, section.sequences)
-
-    def _groups(self) -> list[tuple[int, int]]:
-        """Return the first and the last rotary pair of each group."""
-        pairs = len(self.wavelengths)
-        count = min(self.section.groups, pairs)
-        edges = [round(i * pairs / count) for i in range(count + 1)]
-        return [(first, behind - 1) for first, behind in pairwise(edges)]
-
-    def _records(self, question: str, results: Mapping[Cell, CellResult]) -> list[schema.ByFrequency]:
-        section = self.section
-        found = [results[cell] for cell in self._cells(question)]
-        groups = [
+    def make(found: list[CellResult]) -> list[AnyRecord]:
+        parts = [
             schema.PairGroup(
                 first=first,
                 last=last,
-                wavelengths=(self.wavelengths[first], self.wavelengths[last]),
-                shift=difference_of(found, f"{_rotary((first, last))}: {SHIFT}"),
-                error=difference_of(found, f"{_rotary((first, last))}: {ERROR}"),
+                wavelengths=(wavelengths[first], wavelengths[last]),
+                shift=difference_of(found, f"pairs {first}-{last}: {SHIFT}"),
+                error=difference_of(found, f"pairs {first}-{last}: {ERROR}"),
             )
-            for first, last in self._groups()
+            for first, last in groups
         ]
-        record = schema.ByFrequency(
-            model="pretrained",
-            condition=question,
-            tokens=section.tokens,
-            sequences=section.sequences,
-            mode=section.mode,
-            d1=section.d1,
-            d2=section.d2,
-            groups=groups,
-        )
-        return [record]
+        about = _about(Contestant(condition=base), section.tokens, section.sequences, section.mode)
+        return [schema.ByFrequency(**about, d1=d1, d2=d2, groups=parts)]
+
+    return Task(per_sequence(cell, section.sequences), make)
 
 
-def _is_exact(contestant: Contestant) -> bool:
-    return contestant.condition == EXACT.name
+def _about(contestant: Contestant, tokens: int, sequences: int, mode: Mode) -> dict[str, Any]:
+    who = {"model": contestant.model, "condition": contestant.condition}
+    return {**who, "tokens": tokens, "sequences": sequences, "mode": mode}
 
 
 def _between(d1: int, d2: int) -> str:
@@ -245,7 +164,3 @@ def _between(d1: int, d2: int) -> str:
 
 def _error_at(shift: int) -> str:
     return f"error at {shift}"
-
-
-def _rotary(ends: tuple[int, int]) -> str:
-    return f"pairs {ends[0]}-{ends[1]}"

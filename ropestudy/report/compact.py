@@ -1,6 +1,5 @@
 """A study's results in a megabyte or two, for a repository: whoever doubts a number of the page makes it again from
-them in a minute, where the study takes hours. Every text's own numbers are there, to seven digits; what no page shows,
-each layer's and head's, is not.
+them in a minute, where the study takes hours. Every text's own numbers are there, to seven digits.
 """
 
 import json
@@ -14,7 +13,6 @@ from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import read_file, replace_file
 from ropestudy.schema import VERSION, Results, read_results
 
-DROPPED = ("by_layer", "by_head")
 _DIGITS = 7
 _MOST_BYTES = 1 << 26
 _MOST_TEXT = 1 << 28
@@ -59,7 +57,7 @@ def write_compact(results: Results, path: Path) -> None:
 
 def _compact(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: [] if key in DROPPED else _compact(held) for key, held in value.items()}
+        return {key: _compact(held) for key, held in value.items()}
     if isinstance(value, list):
         return [_compact(held) for held in value]
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

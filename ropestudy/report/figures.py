@@ -18,7 +18,7 @@ PANEL = (4.8, 3.4)  # inches
 
 
 def write_figures(results: Results, folder: Path) -> list[Path]:
-    """Write `shift.png`, `samples.png`, `tokens.png`, `length.png` and `dose.png`, where the study has records for it;
+    """Write `shift.png`, `tokens.png`, `length.png` and `dose.png`, where the study has records for it;
     return their paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,24 +47,6 @@ def draw_shift(results: Results) -> Figure | None:
             bars = [min(one.high - one.value, value * 0.9) for one, value in zip(values, y, strict=True)]
             style = {"color": colours[_label(record)], "marker": "o", "markersize": 3, "linewidth": 1}
             axes.errorbar([d for d, _ in points], y, bars, label=_label(record), **style)
-        axes.set(xscale="symlog", yscale="log", xlabel=f"d1 (d2 = {_paper_shift(results)})", ylabel="D (eq. 5)")
-
-    return _by_mode(records, panel)
-
-
-def draw_samples(results: Results) -> Figure | None:
-    """The paper's appendix: the same, every text by itself."""
-    records = [one for one in results.records if isinstance(one, ShiftPairs)]
-
-    colours = _colours(records)
-
-    def panel(axes: Any, mode: str) -> None:
-        for record in (one for one in records if one.mode == mode):
-            points = _against(record, _paper_shift(results))
-            for text in range(record.sequences):
-                y = [max(one.d.values[text], SMALLEST) for _, one in points]
-                name = _label(record) if text == 0 else None
-                axes.plot([d for d, _ in points], y, color=colours[_label(record)], linewidth=0.6, label=name)
         axes.set(xscale="symlog", yscale="log", xlabel=f"d1 (d2 = {_paper_shift(results)})", ylabel="D (eq. 5)")
 
     return _by_mode(records, panel)
@@ -130,7 +112,6 @@ def draw_dose(results: Results) -> Figure | None:
 
 FIGURES = {
     "shift": draw_shift,
-    "samples": draw_samples,
     "tokens": draw_tokens,
     "length": draw_length,
     "dose": draw_dose,

@@ -55,14 +55,11 @@ def twin(decoder, documents, positions, mode) -> dict[str, np.ndarray]:
         inner = gate / (1 + np.exp(-gate)) * (h @ p[layer + "mlp.up_proj.weight"].T)
         return probs, logits, x + inner @ p[layer + "mlp.down_proj.weight"].T
 
-    seers = [sum(visible(documents, i, j) for i in range(T)) for j in range(T)]
     found = {
         "column_T": np.zeros(T, np.longdouble),
         "logit_T": np.zeros(T, np.longdouble),
         "row_T": np.zeros(T, np.longdouble),
         "mass_T": np.zeros(T, np.longdouble),
-        "head_LH": np.zeros((L, H), np.longdouble),
-        "square": np.longdouble(0),
     }
     xs = [p["model.embed_tokens.weight"][IDS]] * 2
     for number in range(L):
@@ -78,8 +75,6 @@ def twin(decoder, documents, positions, mode) -> dict[str, np.ndarray]:
                     found["row_T"][i] += gap
                     found["mass_T"][j] += pa[head, i, j]
                     found["logit_T"][j] += logit_gap
-                    found["square"] += logit_gap**2
-                    found["head_LH"][number, head] += gap / seers[j] if seers[j] else 0
     return found
 
 
@@ -109,8 +104,9 @@ def test_in_exact_arithmetic_a_shift_is_nothing():
         d = {}
         for name in ("exact", "fp32", "hf_eager_bf16"):
             streams, pair = [Stream(CONDITIONS[name], shifted)], [Pair((0, 0), (0, 1), mode)]
-            d[name] = sample(compare(decoder, Row(IDS, FULL), streams, pair)[0][0], FULL)
-        assert 0 < d["exact"].d <= 2 * d["fp32"].d * UNIT_RATIO + 2.0**-53 * np.sum(d["exact"].columns["mass"])
+            sums = compare(decoder, Row(IDS, FULL), streams, pair)[0][0]
+            d[name] = sample(sums, FULL)
+        assert 0 < d["exact"].d <= 2 * d["fp32"].d * UNIT_RATIO + 2.0**-53 * sums.mass_T.sum()
         assert d["fp32"].d < d["hf_eager_bf16"].d
 
 
@@ -118,8 +114,10 @@ def test_the_first_layer_cannot_tell_the_modes_apart():
     decoder, shifted = tiny("llama"), np.arange(TOKENS) + np.array([[0], [16]])
     pairs = [Pair((0, 0), (0, 1), "local"), Pair((0, 0), (0, 1), "propagated")]
     (local, propagated), _ = compare(decoder, Row(IDS, FULL), [Stream(CONDITIONS["hf_eager_bf16"], shifted)], pairs)
-    assert np.array_equal(local.head_LH[0], propagated.head_LH[0])
-    assert not np.array_equal(local.head_LH[1], propagated.head_LH[1])
+    assert not np.array_equal(local.column_T, propagated.column_T)
+    one_layer = tiny("llama", num_hidden_layers=1)
+    (local, propagated), _ = compare(one_layer, Row(IDS, FULL), [Stream(CONDITIONS["hf_eager_bf16"], shifted)], pairs)
+    assert np.array_equal(local.column_T, propagated.column_T)
 
 
 def test_many_runs_at_once_are_the_runs_one_by_one():
@@ -173,18 +171,13 @@ def test_a_sample_of_sums_written_out():
         logit_T=np.array([6.0, 4.0, 2.0]),
         row_T=np.array([0.0, 2.0, 4.0]),
         mass_T=np.array([4.0, 1.0, 1.0]),
-        head_LH=np.array([[2.0, 1.0], [0.5, 0.0]]),
-        square=24.0,
+        heads=4,
     )
     got = sample(sums, np.ones(3, np.int64))
     assert got.d == 3 / 3 + 1 / 2 + 2
-    assert (got.d_unweighted, got.first_share_unweighted) == (6.0, 0.5)
     assert got.first_share == 1 / 3.5
     assert got.first_mass_unweighted == 4 / 6
-    assert got.first_mass == (4 / 3) / (4 / 3 + 1 / 2 + 1)
-    assert (got.first_per_mass, got.rest_per_mass) == (3 / 4, 3 / 2)
     assert (got.d_logit_first, got.d_logit_rest) == (2.0, (4 / 2 + 2) / 2)
-    assert got.logit_rms == (24 / (6 * 4)) ** 0.5
     assert got.row == 6 / (3 * 4)
 
 

@@ -7,17 +7,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxref.attention import attention
 from jaxref.rope import cos_sin, inverse_frequencies, rotate
 from jaxref.rounding import NO_SITES, SITES, Rounding, preset
 from jaxref.tests.decoders import tiny
-from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of
+from jaxref.tests.test_model import UNIT_RATIO
 from jaxref.weights import to_arrays
 from ropestudy.compute import conditions, pieces
 from ropestudy.compute.conditions import EXACT, Condition, before_and_after, off_alone, off_together, on_alone, remedies
-from ropestudy.compute.engine import Pair, Row, Stream, column_logits, compare
+from ropestudy.compute.engine import Pair, Row, Stream, compare
 from ropestudy.compute.measures import sample
-from ropestudy.compute.methods import AS_THE_ORACLE, Method, add_sink, phases_C, rotate_heads, tables, two_terms
+from ropestudy.compute.methods import AS_THE_ORACLE, Method, phases_C, rotate_heads, tables, two_terms
 from ropestudy.tests.test_measures import FULL, IDS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -65,7 +64,7 @@ def test_random_phases_are_as_neutral_as_a_shift():
         ]
         sums, _ = compare(decoder, Row(IDS, FULL), streams, [Pair((0, 0), (1, 0), "propagated")])
         d.append(sample(sums[0], FULL))
-    assert 0 < d[0].d <= 2 * d[1].d * UNIT_RATIO + 2.0**-53 * np.sum(d[0].columns["mass"])
+    assert 0 < d[0].d <= 2 * d[1].d * UNIT_RATIO + 2.0**-53 * sums[0].mass_T.sum()
     assert d[1].d < d[2].d
 
 
@@ -108,37 +107,6 @@ def test_pairs_that_are_not_chosen_are_rotated_without_a_rounding():
         for dimension in (pair, pair + 4):
             assert np.array_equal(some[..., dimension], (whole if pair in (1, 2) else plain)[..., dimension])
     assert not np.array_equal(whole, plain)
-
-
-def test_a_sink_is_one_more_term_of_the_softmax():
-    T, H, K, D = 5, 4, 2, 6
-    q, k, v = (RANDOM.normal(size=(1, T, heads, D)) for heads in (H, K, K))
-    sink, scale = RANDOM.normal(size=H), D**-0.5
-    truth = np.zeros((T, H, D), np.longdouble)
-    for head in range(H):
-        for i in range(T):
-            score = [np.longdouble(q[0, i, head]) @ k[0, j, head // 2] * scale for j in range(i + 1)]
-            exponentials = np.exp(np.array([sink[head], *score]) - max(sink[head], *score))
-            truth[i, head] = (exponentials / exponentials.sum())[1:] @ v[0, : i + 1, head // 2]
-    results = []
-    for name in ("exact", "fp32"):
-        rounding = preset(name)
-        arrays = (jnp.asarray(x, rounding.dtype) for x in (q, k, v))
-        *wider, documents = add_sink(*arrays, np.ones(T, np.int64), sink, scale)
-        out, _ = attention(*wider, documents[None], rounding, scale)
-        results.append(np.asarray(out)[0, 1:, :, :D])
-    assert_float64_of(*results, truth)
-
-
-def test_column_logits_are_the_means_of_a_column():
-    decoder = tiny("llama")
-    taps = decoder(IDS[None], np.arange(TOKENS)[None], FULL[None], preset("exact"), taps=True)[1]
-    got = column_logits(decoder, Row(IDS, FULL), np.arange(TOKENS), 2)
-    for layer in range(decoder.config.num_hidden_layers):
-        q, k = (np.asarray(taps[f"layers.{layer}.{name}"])[0] for name in ("q_rope", "k_rope"))
-        scores = [[q[i, head] @ k[2, head // 2] / 6**0.5 for i in range(2, TOKENS)] for head in range(4)]
-        # Two float64 computations of the same sums of TOKENS products of 6 terms.
-        assert np.abs(np.mean(scores, axis=1) - got[layer]).max() <= 2.0**-53 * 6 * TOKENS * np.abs(scores).max() * 4
 
 
 def test_every_site_is_switched_on_and_off_alone():

@@ -16,8 +16,8 @@ from ropestudy.compute.conditions import DOSES, EXACT, condition, dose
 from ropestudy.compute.engine import Row, Stream, compare, divergences_of_rows, final_hidden
 from ropestudy.compute.methods import add_offset, round_per_head
 from ropestudy.compute.pieces import restrict
-from ropestudy.experiments.bias import Bias, BiasCell, gram
-from ropestudy.experiments.outcomes import OutcomeCell, Outcomes, RowsOfText
+from ropestudy.experiments.bias import BiasCell, bias, gram
+from ropestudy.experiments.outcomes import OutcomeCell, RowsOfText, doses
 from ropestudy.models import Pretrained
 from ropestudy.spec import BiasCase, BiasConfig, DoseConfig, Placement, StudyConfig
 from ropestudy.text import NO_TARGET, Pool, copy_row, open_gap, packed_row, row
@@ -34,6 +34,10 @@ def bench() -> Bench:
     decoder = tiny("llama", num_hidden_layers=2)
     config = StudyConfig(title="by hand", bias=BiasConfig(tokens=TOKENS, documents=2), block=TOKENS)
     return Bench(config, Pretrained({}, decoder.config, decoder, Tokenizer(models.WordLevel({})), BOS, "0"), POOL)
+
+
+def records_of(bench, tasks):
+    return [one for task in tasks for one in task.make_records([bench.run(cell) for cell in task.cells])]
 
 
 def test_rows_together_are_rows_alone(bench):
@@ -128,8 +132,7 @@ def test_a_bias_record_and_what_the_bias_alone_does(bench):
         tokens=TOKENS, sequences=ROWS, documents=2, columns=2,
         cases=[BiasCase(condition="hf_eager_bf16", gap=50, loss=True), BiasCase(condition="flash_bf16", mask="anchor")],
     )  # fmt: skip
-    experiment = Bias(section)
-    records = experiment.records({cell: bench.run(cell) for cell in experiment.cells()})
+    records = records_of(bench, bias(section))
     whole, packed = records
     assert np.linalg.eigvalsh(np.array(whole.first)).min() >= -1e-12 * np.trace(whole.first)
     assert whole.columns == [2, 4]
@@ -194,8 +197,7 @@ def test_a_gap_moves_the_second_half():
 
 def test_doses(bench):
     section = DoseConfig(tokens=TOKENS, sequences=ROWS, mantissa_bits=[2, 23], settings=[Placement(task="copy")])
-    experiment = Outcomes(section, "dose", "dose")
-    records = experiment.records({cell: bench.run(cell) for cell in experiment.cells()})
+    records = records_of(bench, doses(section))
     assert [(one.site, one.mantissa_bits) for one in records] == [(site, bits) for site in DOSES for bits in (2, 23)]
     for coarse, fine in zip(records[::2], records[1::2], strict=True):
         assert coarse.outputs.kl.mean > 1e4 * fine.outputs.kl.mean

@@ -44,12 +44,11 @@ FEWER = [
     "own_error.contestants=[{condition: hf_eager_bf16}]",
     "controls.phases=1",
     "controls.models=[pretrained, shuffled, kaiming_sqrt5]",
-    "first_token.conditions=[hf_eager_bf16]",
     "masks.conditions=[exact, hf_eager_bf16]",
     "setups.conditions=[hf_eager_bf16]",
     "dose.sites=[table]",
     "remedies.positions=[{d1: 0}, {d1: 100, d2: 116, gap: 50}]",
-    *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls", "first_token", "own_error", "frequency")),
+    *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls", "own_error", "frequency")),
 ]
 
 
@@ -91,9 +90,7 @@ def test_every_record_is_there_and_reads_back(finished):
         *("shift_pairs", "per_token", "by_length", "score", "own_error", "by_frequency", "mask_pair"),
         *("outcome", "signed_bias"),
     }
-    assert {one.group for one in of(results, "score")} == {
-        *("baseline", "on_alone", "remedy", "control", "first_token", "mask")
-    }
+    assert {one.group for one in of(results, "score")} == {*("baseline", "on_alone", "remedy", "control", "mask")}
     local = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="local")[0]
     assert [(one.d1, one.d2) for one in local.pairs] == [(0, 2), (0, 16), (0, 100), (2, 16), (16, 100)]
     assert [len(one.difference.d.values) for one in local.pairs] == [2] * 5
@@ -145,16 +142,6 @@ def test_every_site_alone_does_something(finished):
     assert exact.kl_error.kl.mean == 0
 
 
-def test_sums_fit_together(finished):
-    for one in of(finished[0], "score"):
-        for found in (*one.shift.values(), *one.error.values()):
-            parts = np.array([sum(found.by_layer), np.sum(found.by_head)])
-            # The same numbers in two other orders of sums, within a block in the carrier, which may be float32.
-            terms = np.size(found.by_head) * one.tokens**2
-            assert np.abs(parts - found.d.mean).max() <= terms * 2.0**-24 * found.d.mean
-            assert 0 <= found.first_share_unweighted.mean <= 0.5 + 2.0**-24
-
-
 def test_masks(finished):
     results, _ = finished
     exact, half = (
@@ -164,7 +151,6 @@ def test_masks(finished):
     # Reset or not is the same function without an anchor: what is left is float64's rounding, 2^-45 of bf16's.
     assert exact["intra"].d.mean <= half["intra"].d.mean * 2.0**-40
     assert half["intra"].d.mean > 0
-    assert exact["anchor"].d.mean > half["intra"].d.mean  # distances to the anchor do change
 
 
 def test_an_interrupted_study_goes_on_and_ends_the_same(given, finished, tmp_path):
@@ -204,7 +190,7 @@ def test_a_study_of_other_sections_has_the_same_cells_where_its_texts_are_the_sa
 
 
 OTHERS = (
-    *("setups", "bias", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "first_token", "masks"),
+    *("setups", "bias", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "masks"),
     *("own_error", "frequency"),
 )
 ONE_LENGTH = [*(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]", f"lengths.contestants=[{HALF}]"]
@@ -244,12 +230,12 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["shift_pairs.d2=3000000000"], "shift_pairs.d2: the shift 3000000000 is not an int32"),
-        ([f"lengths.d2={MOST_POSITION}"], "lengths.d2: the shift 16777216 puts 12 tokens outside"),
-        (["remedies.positions=[{d1: 16777210}]"], "remedies.positions: the shift 16777210 puts 12 tokens outside"),
-        (["remedies.positions=[{gap: -1}]"], "remedies.positions: the gap -1 leaves the positions"),
-        (["dose.settings=[{gap: 16777216}]"], "dose.settings: the gap 16777216 leaves the positions"),
-        (["setups.conditions=[bf17]"], "setups.conditions: 'bf17' is not a condition; choose from exact"),
+        (["shift_pairs.d2=3000000000"], "shift_pairs.d2: 3000000000: give 16777216 or less"),
+        ([f"lengths.d2={MOST_POSITION}"], "lengths: its shifts and gaps put a row's end at 16777228"),
+        (["remedies.positions=[{d1: 16777210}]"], "remedies: its shifts and gaps put a row's end at 16777222"),
+        (["remedies.positions=[{gap: -1}]"], "remedies.positions.0.gap: -1: give 0 or more"),
+        (["dose.settings=[{gap: 16777216}]"], "dose: its shifts and gaps put a row's end at 16777228"),
+        (["setups.conditions=[bf17]"], "setups.conditions.0: 'bf17' is not a condition; choose from exact"),
         (["bias.documents=5"], "bias.documents: 5 documents of unequal lengths need 16 tokens, and bias.tokens is 12"),
         (["dose.mantissa_bits=[24]"], "dose.mantissa_bits.0: 24: give 23 or less"),
         (["shift_pairs.toknes=3"], "shift_pairs.toknes: unknown key; did you mean shift_pairs.tokens?"),
@@ -258,7 +244,7 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
         (["block=0"], "block: 0: give 1 or more"),
         ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of setups"),
         (["lengths.lengths=[0]"], "lengths.lengths.0: 0: give 4 or more"),
-        (["remedies.bases=[fp32]"], "remedies.bases: 'fp32' is not a preset of half precision"),
+        (["remedies.bases=[fp32]"], "remedies.bases.0: 'fp32' is not a preset of half precision"),
         (
             ["masks.documents=5"],
             "masks.documents: 5 documents of unequal lengths need 16 tokens, and masks.tokens is 12",
@@ -343,7 +329,7 @@ def test_the_smallest_row_of_packed_documents():
 
 
 def test_a_mistake_that_is_found_on_the_way_marks_no_folder(given, tmp_path, monkeypatch):
-    monkeypatch.setattr("ropestudy.run.make_experiments", lambda *_: (_ for _ in ()).throw(ValueError("late")))
+    monkeypatch.setattr("ropestudy.run.make_tasks", lambda *_: (_ for _ in ()).throw(ValueError("late")))
     with pytest.raises(ValueError, match="late"):
         run_study(load_study(TINY, given), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -351,14 +337,14 @@ def test_a_mistake_that_is_found_on_the_way_marks_no_folder(given, tmp_path, mon
 
 def test_random_models_have_the_bounds_they_say(given):
     config = DecoderConfig.from_hf(hf_config("llama"))
-    bounds = {"kaiming": 6**0.5, "kaiming_sqrt5": 1.0, "kaiming_small_embedding": 6**0.5, "kaiming_all": 6**0.5}
+    bounds = {"kaiming": 6**0.5, "kaiming_sqrt5": 1.0}
     assert bounds.keys() | {"normal_002"} == INITIALISATIONS.keys() == RANDOM_EMBEDDING.keys()
     for name, factor in bounds.items():
         arrays = random_arrays(config, name, seed=0)
         for parameter, array in arrays.items():
             if array.ndim == 1:
                 assert np.array_equal(array, np.ones_like(array))
-            elif "embed_tokens" not in parameter or name == "kaiming_all":
+            elif "embed_tokens" not in parameter:
                 # Of n uniform draws the largest is below 0.9 of the bound with probability 0.9^n: at 72, one in 2,000.
                 bound = np.float32(factor / array.shape[1] ** 0.5)
                 assert 0.9 * bound < np.abs(array).max() <= bound
@@ -374,24 +360,18 @@ def test_rows():
     pool = Pool(["a", "b"], [np.arange(10, 20), np.arange(20, 30)])
     assert row(pool, 1, 4, BOS, "first").ids.tolist() == [BOS, 20, 21, 22]
     assert row(pool, 1, 4, BOS, "none").ids.tolist() == [20, 21, 22, 23]
-    assert row(pool, 1, 5, BOS, "middle").ids.tolist() == [20, 21, BOS, 22, 23]
-    packed = packed_row(pool, 0, 7, BOS, 2, "anchor_reset")
+    packed = packed_row(pool, 0, 7, BOS, 2, "anchor")
     assert packed.ids.tolist() == [BOS, 10, 11, 20, 21, 22, 23]
     assert packed.documents.tolist() == [0, 1, 1, 2, 2, 2, 2]
-    assert packed.positions.tolist() == [0, 1, 2, 1, 2, 3, 4]
-    assert packed_row(pool, 0, 7, BOS, 2, "anchor").positions.tolist() == list(range(7))
+    assert packed.positions.tolist() == list(range(7))
     assert packed_row(pool, 0, 7, BOS, 2, "intra_reset").positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert packed_row(pool, 0, 7, BOS, 2, "intra").documents.tolist() == [1, 1, 1, 2, 2, 2, 2]
 
 
 def test_text_of_every_kind(given, tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
     tokenizer = load_pretrained(ModelConfig(source=given[0].partition("=")[2])).tokenizer
     (tmp_path / "a.txt").write_text("w3 w4 w5")
-    (tmp_path / "b.jsonl").write_text('{"body": "w6 w7 w8"}\n\n{"body": "w9"}\n')
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["w2 w2 w2"]}), tmp_path / "c.parquet")
+    (tmp_path / "b.jsonl").write_text('{"body": "w6 w7 w8"}\n\n{"body": "w9"}\n{"body": "w2 w2 w2"}\n')
     pool = read_pool(TextConfig(source=str(tmp_path), field="body"), tokenizer, 3, 3, seed=0)
     assert sorted(ids.tolist() for ids in pool.ids) == [[2, 2, 2], [3, 4, 5], [6, 7, 8]]
     again = read_pool(TextConfig(source=str(tmp_path), field="body"), tokenizer, 3, 3, seed=0)
