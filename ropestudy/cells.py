@@ -146,7 +146,7 @@ class CellResult(BaseModel):
     seconds: float = 0.0
 
 
-class Task(NamedTuple):
+class Question(NamedTuple):
     """Cells that answer one question of an experiment, and what makes records of their results, in the same order."""
 
     cells: Sequence[Any]

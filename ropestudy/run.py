@@ -15,7 +15,7 @@ from anchorline.files import MOST_JSON, read_file, replace_file
 from jaxref.rope import inverse_frequencies
 from jaxref.weights import to_arrays
 from ropestudy.cells import LIBRARIES, Bench
-from ropestudy.experiments import make_tasks
+from ropestudy.experiments import make_questions
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
 from ropestudy.schema import ModelDescription, Results, StudyEnvironment, TextDescription, write_results
 from ropestudy.spec import StudyConfig, longest
@@ -48,7 +48,7 @@ def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, 
     bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]
     wavelengths = (2 * np.pi / inv_freq).tolist()
     found: Results | None = None
-    planned = make_tasks(config, wavelengths)
+    planned = make_questions(config, wavelengths)
     counts = {name: (0, sum(len(task.cells) for task in tasks)) for name, tasks in planned.items()}
     total, done, seconds, records = sum(whole for _, whole in counts.values()), 0, 0.0, []
     write_config(config, out)  # last: a mistake found on the way must not mark the folder

@@ -21,7 +21,7 @@ Legend: T tokens of a row · L layers · H heads · j column (key) · i row (que
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from anchorline.errors import UserError
 from anchorline.files import replace_file
@@ -168,26 +168,6 @@ class Score(Record):
     kl_error: OutputDivergence = Field(description="of `exact`'s outputs from the condition's, at d1")
 
 
-class OwnErrorPoint(_Part):
-    """One shift, beside float64 at the same shift and beside the condition's own shift 0."""
-
-    shift: int
-    error: Difference
-    from_zero: Difference | None = Field(description="None of shift 0")
-
-
-class OwnError(Record):
-    """Is shift 0 privileged, and does the error grow with the position? Each shift's own distance from float64.
-
-    The same record for the small shifts of the paper and for offsets that put the last token at up to 131,071. The
-    truth is float64 at shift 0, which every shift is in exact arithmetic.
-    """
-
-    kind: Literal["own_error"] = "own_error"
-    mode: Mode
-    points: list[OwnErrorPoint]
-
-
 class PairGroup(_Part):
     """Rotary pairs [first, last], with RoPE's roundings of the condition; every other pair and all else is float64."""
 
@@ -296,16 +276,7 @@ class SignedBias(Record):
 
 
 AnyRecord = Annotated[
-    ShiftPairs
-    | PerToken
-    | ByLength
-    | Score
-    | OwnError
-    | ByFrequency
-    | MaskPair
-    | EmulationCheck
-    | Outcome
-    | SignedBias,
+    ShiftPairs | PerToken | ByLength | Score | ByFrequency | MaskPair | EmulationCheck | Outcome | SignedBias,
     Field(discriminator="kind"),
 ]
 
@@ -356,6 +327,14 @@ class Results(_Part):
         default={}, description="by experiment: cells that were computed, and all; records are of finished ones alone"
     )
     records: list[AnyRecord]
+
+    @field_validator("records", mode="before")
+    @classmethod
+    def _leave_out_former_kinds(cls, records: Any) -> Any:
+        """Kept studies hold a kind of record that is no longer made."""
+        if not isinstance(records, list):
+            return records
+        return [one for one in records if not isinstance(one, dict) or one.get("kind") != "own_error"]
 
 
 def write_results(results: Results, path: Path) -> None:

@@ -184,22 +184,6 @@ class MasksConfig(_Placed):
     masks: list[MaskName] = Field(default=list(get_args(MaskName)), min_length=1)
 
 
-class OwnErrorConfig(_Experiment):
-    """The distance from float64 at each shift."""
-
-    contestants: list[Contestant] = Field(min_length=1)
-    modes: list[Mode] = Field(default=["local"], min_length=1)
-    shifts: list[Shift] = Field(default=[0, 1, 2, 4, 8, 15, 16, 17, 32, 100, 1000])
-    offsets: list[Shift] = Field(
-        default=[0, 1024, 4096, 16384, 65536, 131072],
-        description="of the row's end: the last token stands at offset - 1",
-    )
-
-    def all_shifts(self) -> list[int]:
-        """Return the shifts, and those that put the last token at each offset."""
-        return sorted({0, *self.shifts, *(max(0, offset - self.tokens) for offset in self.offsets)})
-
-
 class FrequencyConfig(_Pair):
     """Rotary pairs, rounded group by group."""
 
@@ -278,7 +262,6 @@ class StudyConfig(_Strict):
     remedies: RemediesConfig | None = None
     controls: ControlsConfig | None = None
     masks: MasksConfig | None = None
-    own_error: OwnErrorConfig | None = None
     frequency: FrequencyConfig | None = None
     setups: OutcomesConfig | None = None
     bias: BiasConfig | None = None
@@ -311,11 +294,11 @@ class StudyConfig(_Strict):
         return self
 
 
-SHIFTS = ("d1", "d2", "start", "grid", "propagated_d1", "shifts", "offsets")  # what is added to positions
+SHIFTS = ("d1", "d2", "start", "grid", "propagated_d1")  # what is added to positions
 # In the order in which they are computed: what says most for its cost first, for a study may be read before its end.
 EXPERIMENTS = (
     *("setups", "bias", "dose", "remedies", "lengths", "shift_pairs", "masks", "sites"),
-    *("factorial", "controls", "own_error", "frequency"),
+    *("factorial", "controls", "frequency"),
 )
 
 

@@ -6,12 +6,12 @@
 
 from collections.abc import Sequence
 
-from ropestudy.cells import Task
+from ropestudy.cells import Question
 from ropestudy.experiments import bias, outcomes, scores, shifts
 from ropestudy.spec import StudyConfig
 
 
-def make_tasks(config: StudyConfig, wavelengths: Sequence[float]) -> dict[str, list[Task]]:
+def make_questions(config: StudyConfig, wavelengths: Sequence[float]) -> dict[str, list[Question]]:
     """Return the tasks of each section, in their order. wavelengths: of each rotary pair, in tokens."""
     make = {
         "shift_pairs": shifts.shift_pairs,
@@ -20,7 +20,6 @@ def make_tasks(config: StudyConfig, wavelengths: Sequence[float]) -> dict[str, l
         "remedies": scores.remedy,
         "controls": lambda section: scores.controls(section, config.seed),
         "masks": scores.masks,
-        "own_error": shifts.own_error,
         "setups": outcomes.setups,
         "bias": bias.bias,
         "dose": outcomes.doses,

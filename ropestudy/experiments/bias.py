@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ropestudy import schema
-from ropestudy.cells import ERROR, TRUTH, Bench, Cell, CellResult, NamedPair, RunAt, RunsOf, Task
+from ropestudy.cells import ERROR, TRUTH, Bench, Cell, CellResult, NamedPair, RunAt, RunsOf, Question
 from ropestudy.compute.conditions import EXACT, condition
 from ropestudy.compute.engine import divergences_of_rows, final_hidden
 from ropestudy.compute.measures import Sample, divergence, stat
@@ -80,13 +80,13 @@ class BiasCell:
         return {f"{ALONE} {n}": one for n, one in enumerate(alone)} | {f"{WHOLE} {n}": x for n, x in enumerate(whole)}
 
 
-def bias(section: BiasConfig) -> Iterator[Task]:
+def bias(section: BiasConfig) -> Iterator[Question]:
     """Every case."""
     spread = np.linspace(0, section.tokens - 1, section.columns + 2)[1:-1]
     columns = (0, *sorted({int(j) for j in spread} - {0}))
     for case in section.cases:
         cell = BiasCell(case, section.tokens, section.sequences, section.documents, columns)
-        yield Task([cell], partial(_records, cell))
+        yield Question([cell], partial(_records, cell))
 
 
 def _records(cell: BiasCell, results: list[CellResult]) -> list[AnyRecord]:

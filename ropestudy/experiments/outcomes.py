@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxref.mask import PADDING
 from ropestudy import schema
-from ropestudy.cells import Bench, CellResult, Task
+from ropestudy.cells import Bench, CellResult, Question
 from ropestudy.compute.conditions import EXACT, Condition, condition, dose, on_alone
 from ropestudy.compute.engine import divergences_of_rows, final_hidden
 from ropestudy.compute.measures import divergence
@@ -91,30 +91,30 @@ def _at(name: str, number: int) -> str:
     return f"{name}: row {number}"
 
 
-def setups(section: OutcomesConfig) -> Iterator[Task]:
+def setups(section: OutcomesConfig) -> Iterator[Question]:
     """What whole setups make of the outputs."""
     return _outcomes("setups", "setup", section, [[condition(name) for name in dict.fromkeys(section.conditions)]])
 
 
-def doses(section: DoseConfig) -> Iterator[Task]:
+def doses(section: DoseConfig) -> Iterator[Question]:
     """How many bits RoPE needs, site by site."""
     asked = [[dose(site, bits) for bits in section.mantissa_bits] for site in section.sites]
     return _outcomes("dose", "dose", section, asked)
 
 
-def sites(section: SitesConfig) -> Iterator[Task]:
+def sites(section: SitesConfig) -> Iterator[Question]:
     """Every site alone."""
     return _outcomes("sites", "site", section, [on_alone(section.format)])
 
 
-def _outcomes(name: str, group: Literal["setup", "dose", "site"], section: Any, asked: Any) -> Iterator[Task]:
+def _outcomes(name: str, group: Literal["setup", "dose", "site"], section: Any, asked: Any) -> Iterator[Question]:
     """asked: lists of conditions that may share a cell."""
     for setting in section.settings:
         for together in asked:
             for start in range(0, len(together), SHARING):
                 conditions = tuple(together[start : start + SHARING])
                 cell = OutcomeCell(name, section.tokens, section.sequences, setting, conditions)
-                yield Task([cell], partial(_records, group, cell))
+                yield Question([cell], partial(_records, group, cell))
 
 
 def _records(group: Literal["setup", "dose", "site"], cell: OutcomeCell, results: list[CellResult]) -> list[AnyRecord]:

@@ -19,7 +19,7 @@ from ropestudy.cells import (
     NamedPair,
     RunAt,
     RunsOf,
-    Task,
+    Question,
     difference_of,
     divergence_of,
     per_sequence,
@@ -58,7 +58,7 @@ class Asked:
         return f"{self.condition.name}: {what}" + (f", {mode}" if mode else "")
 
 
-def factorial(section: FactorialConfig) -> Iterator[Task]:
+def factorial(section: FactorialConfig) -> Iterator[Question]:
     """Every rounding site alone, and every site left out of each preset."""
     rows = [Asked("baseline", EXACT), *(Asked("on_alone", one) for one in on_alone(section.format))]
     for base in section.off_from:
@@ -67,7 +67,7 @@ def factorial(section: FactorialConfig) -> Iterator[Task]:
     return _score("factorial", section, rows)
 
 
-def remedy(section: RemediesConfig) -> Iterator[Task]:
+def remedy(section: RemediesConfig) -> Iterator[Question]:
     """Each preset, and what is done against it."""
     rows = []
     for base in section.bases:
@@ -78,7 +78,7 @@ def remedy(section: RemediesConfig) -> Iterator[Task]:
     return _score("remedies", section, rows)
 
 
-def controls(section: ControlsConfig, seed: int) -> Iterator[Task]:
+def controls(section: ControlsConfig, seed: int) -> Iterator[Question]:
     """What must hold, or must not, if rounding is the cause. seed: of the random phases."""
     base, still = condition(section.base), Method(angles="float64")
     rows = [Asked("baseline", replace(base, base=base.name))]
@@ -95,7 +95,7 @@ def controls(section: ControlsConfig, seed: int) -> Iterator[Task]:
     return _score("controls", section, rows)
 
 
-def masks(section: MasksConfig) -> Iterator[Task]:
+def masks(section: MasksConfig) -> Iterator[Question]:
     """Packed documents under every mask; and the same tokens with and without reset positions."""
     conditions = [condition(name) for name in section.conditions]
     rows = [Asked("mask", replace(one, base=one.name), mask=mask) for mask in section.masks for one in conditions]
@@ -104,7 +104,7 @@ def masks(section: MasksConfig) -> Iterator[Task]:
         yield from (_reset(section, name) for name in section.conditions)
 
 
-def _score(name: str, section: Any, rows: Iterable[Asked], documents: int | None = None) -> Iterator[Task]:
+def _score(name: str, section: Any, rows: Iterable[Asked], documents: int | None = None) -> Iterator[Question]:
     """Yield cells that rows of one model and mask share, at each of the section's positions."""
     shared: dict[tuple[str, str], list[Asked]] = {}
     for row in rows:
@@ -115,7 +115,7 @@ def _score(name: str, section: Any, rows: Iterable[Asked], documents: int | None
                 yield _score_rows(name, section, together[start : start + SHARING], positions, documents)
 
 
-def _score_rows(name: str, section: Any, rows: list[Asked], at: RowPositions, documents: int | None) -> Task:
+def _score_rows(name: str, section: Any, rows: list[Asked], at: RowPositions, documents: int | None) -> Question:
     truth = RunAt(TRUTH, at.d1)
     streams, pairs, divergences = [RunsOf(TRUTH, EXACT, (at.d1,))], [], []
     # A condition may be asked for twice, such as a baseline that is a control too: it is computed once.
@@ -156,10 +156,10 @@ def _score_rows(name: str, section: Any, rows: list[Asked], at: RowPositions, do
             kl_error=divergence_of(found, row.name(ERROR)),
         )
 
-    return Task(per_sequence(cell, section.sequences), lambda found: [record(row, found) for row in rows])
+    return Question(per_sequence(cell, section.sequences), lambda found: [record(row, found) for row in rows])
 
 
-def _reset(section: MasksConfig, name: str) -> Task:
+def _reset(section: MasksConfig, name: str) -> Question:
     a, b = "intra", "intra_reset"
     ends = RunAt(a, 0), RunAt(b, 0)
     streams = tuple(RunsOf(mask, condition(name), (0,), mask) for mask in (a, b))
@@ -186,4 +186,4 @@ def _reset(section: MasksConfig, name: str) -> Task:
             for mode in MODES
         ]
 
-    return Task(per_sequence(cell, section.sequences), make)
+    return Question(per_sequence(cell, section.sequences), make)

@@ -14,7 +14,7 @@ from ropestudy.cells import (
     NamedPair,
     RunAt,
     RunsOf,
-    Task,
+    Question,
     difference_of,
     per_sequence,
 )
@@ -22,32 +22,27 @@ from ropestudy.compute.conditions import EXACT, Condition, condition
 from ropestudy.compute.measures import columns
 from ropestudy.compute.methods import ROPE_SITES, Method
 from ropestudy.schema import AnyRecord, Mode
-from ropestudy.spec import Contestant, FrequencyConfig, LengthsConfig, OwnErrorConfig, ShiftPairsConfig
+from ropestudy.spec import Contestant, FrequencyConfig, LengthsConfig, ShiftPairsConfig
 
 OWN = "own"  # the name of the stream of the condition that is looked at
 
 
-def shift_pairs(section: ShiftPairsConfig) -> Iterator[Task]:
+def shift_pairs(section: ShiftPairsConfig) -> Iterator[Question]:
     """Many pairs of shifts, of each contestant in each mode."""
     return (_shift_pairs(section, *one) for one in product(section.contestants, section.modes))
 
 
-def lengths(section: LengthsConfig) -> Iterator[Task]:
+def lengths(section: LengthsConfig) -> Iterator[Question]:
     """One pair of shifts at many lengths, and the error against float64 there."""
     return (_lengths(section, *one) for one in product(section.contestants, section.modes))
 
 
-def own_error(section: OwnErrorConfig) -> Iterator[Task]:
-    """Each shift's distance from float64, and from the condition's own shift 0."""
-    return (_own_error(section, *one) for one in product(section.contestants, section.modes))
-
-
-def frequency(section: FrequencyConfig, wavelengths: tuple[float, ...]) -> Iterator[Task]:
+def frequency(section: FrequencyConfig, wavelengths: tuple[float, ...]) -> Iterator[Question]:
     """Rotary pairs, rounded group by group. wavelengths: of each rotary pair, in tokens."""
     return (_frequency(section, wavelengths, name) for name in section.conditions)
 
 
-def _shift_pairs(section: ShiftPairsConfig, contestant: Contestant, mode: Mode) -> Task:
+def _shift_pairs(section: ShiftPairsConfig, contestant: Contestant, mode: Mode) -> Question:
     sequences = section.sequences
     if mode == "propagated" and section.propagated_sequences is not None:
         sequences = min(sequences, section.propagated_sequences)
@@ -70,10 +65,12 @@ def _shift_pairs(section: ShiftPairsConfig, contestant: Contestant, mode: Mode) 
             records.append(schema.PerToken(**about, d1=0, d2=section.d2, difference=shown, columns=by_token))
         return records
 
-    return Task(per_sequence(Cell("shift_pairs", contestant.model, 0, section.tokens, (own,), pairs), sequences), make)
+    return Question(
+        per_sequence(Cell("shift_pairs", contestant.model, 0, section.tokens, (own,), pairs), sequences), make
+    )
 
 
-def _lengths(section: LengthsConfig, contestant: Contestant, mode: Mode) -> Task:
+def _lengths(section: LengthsConfig, contestant: Contestant, mode: Mode) -> Question:
     d1, d2, exact = section.d1, section.d2, contestant.condition == EXACT.name
     streams = [RunsOf(OWN, condition(contestant.condition), (d1, d2))]
     pairs = [NamedPair(SHIFT, RunAt(OWN, d1), RunAt(OWN, d2), mode)]
@@ -95,32 +92,10 @@ def _lengths(section: LengthsConfig, contestant: Contestant, mode: Mode) -> Task
         about = _about(contestant, max(section.lengths), section.sequences, mode)
         return [schema.ByLength(**about, d1=d1, d2=d2, points=points)]
 
-    return Task(cells, make)
+    return Question(cells, make)
 
 
-def _own_error(section: OwnErrorConfig, contestant: Contestant, mode: Mode) -> Task:
-    shifts = section.all_shifts()
-    # In exact arithmetic every shift is the same function: float64 at shift 0 is the truth of them all.
-    streams = (RunsOf(OWN, condition(contestant.condition), tuple(shifts)), RunsOf(TRUTH, EXACT, (0,)))
-    errors = [NamedPair(_error_at(shift), RunAt(OWN, shift), RunAt(TRUTH, 0), mode) for shift in shifts]
-    from_zero = [NamedPair(_between(0, shift), RunAt(OWN, 0), RunAt(OWN, shift), mode) for shift in shifts if shift]
-    cell = Cell("own_error", contestant.model, 0, section.tokens, streams, (*errors, *from_zero))
-
-    def make(found: list[CellResult]) -> list[AnyRecord]:
-        points = [
-            schema.OwnErrorPoint(
-                shift=shift,
-                error=difference_of(found, _error_at(shift)),
-                from_zero=difference_of(found, _between(0, shift)) if shift else None,
-            )
-            for shift in shifts
-        ]
-        return [schema.OwnError(**_about(contestant, section.tokens, section.sequences, mode), points=points)]
-
-    return Task(per_sequence(cell, section.sequences), make)
-
-
-def _frequency(section: FrequencyConfig, wavelengths: tuple[float, ...], base: str) -> Task:
+def _frequency(section: FrequencyConfig, wavelengths: tuple[float, ...], base: str) -> Question:
     d1, d2, rotary = section.d1, section.d2, len(wavelengths)
     count = min(section.groups, rotary)
     groups = [(a, b - 1) for a, b in pairwise(round(i * rotary / count) for i in range(count + 1))]
@@ -150,7 +125,7 @@ def _frequency(section: FrequencyConfig, wavelengths: tuple[float, ...], base: s
         about = _about(Contestant(condition=base), section.tokens, section.sequences, section.mode)
         return [schema.ByFrequency(**about, d1=d1, d2=d2, groups=parts)]
 
-    return Task(per_sequence(cell, section.sequences), make)
+    return Question(per_sequence(cell, section.sequences), make)
 
 
 def _about(contestant: Contestant, tokens: int, sequences: int, mode: Mode) -> dict[str, Any]:
@@ -160,7 +135,3 @@ def _about(contestant: Contestant, tokens: int, sequences: int, mode: Mode) -> d
 
 def _between(d1: int, d2: int) -> str:
     return f"shift {d1} and {d2}"
-
-
-def _error_at(shift: int) -> str:
-    return f"error at {shift}"

@@ -27,7 +27,6 @@ from ropestudy.schema import (
     EmulationCheck,
     MaskPair,
     Outcome,
-    OwnError,
     PerToken,
     Record,
     Results,
@@ -285,10 +284,6 @@ def _causes(results: Results) -> Numbers:
         if base and one.group == "remedy" and "inverse" not in one.condition:
             effects.setdefault("remedy.moved", []).append(fold_of(moved.values, base.shift["propagated"].row.values))
             effects.setdefault("remedy.error", []).append(fold_of(error.values, base.error["propagated"].row.values))
-        if one.group == "baseline" and one.condition in BF16:
-            effects.setdefault("kl_shift_over_error", []).append(
-                fold_of(one.kl_shift.kl.values, one.kl_error.kl.values)
-            )
     return _ranges(effects)
 
 
@@ -299,14 +294,6 @@ def _rest(results: Results) -> Numbers:
         most = max(one.groups, key=lambda group: group.shift.row.mean)
         found["frequency.largest"] = _percent([mean_of((np.array(most.shift.row.values) / sums).tolist())])
         found["frequency.groups"] = str(len(one.groups))
-    effects: dict[str, list[Effect]] = {}
-    for one in (one for one in _of(results, OwnError) if one.condition in BF16 and one.mode == "propagated"):
-        zero = next(point for point in one.points if point.shift == 0)
-        for point in one.points:
-            if point.shift:
-                part = "within" if point.shift < 2**20 else "beyond"
-                quotient = fold_of(point.error.row.values, zero.error.row.values)
-                effects.setdefault(f"position.{part}", []).append(quotient)
     checks = _of(results, EmulationCheck)
     if checks:
         found["emulation.ratio"] = _between([ratio for one in checks for ratio in one.ratio])
@@ -318,8 +305,7 @@ def _rest(results: Results) -> Numbers:
             if one.alone.nll_p and one.alone.nll_q:
                 found["bias.loss"] = difference_of(one.alone.nll_q.values, one.alone.nll_p.values).written()
     found["seconds"] = f"{results.seconds / 3600:.1f}" if results.seconds > 7200 else f"{results.seconds / 60:.0f}"
-    found["parameters"] = f"{results.model.parameters / 1e6:.1f}"
-    return found | _ranges(effects)
+    return found
 
 
 def _of(results: Results, kind: type[R]) -> list[R]:

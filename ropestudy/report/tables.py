@@ -22,7 +22,6 @@ KINDS = {
     "shift_pairs": "D of pairs of shifts (eq. 5)",
     "per_token": "The first column's part",
     "by_length": "By length",
-    "own_error": "Distance from float64 at each shift",
     "by_frequency": "Rotary pairs, group by group",
     "mask_pair": "One mask against another",
     "signed_bias": "Signed errors of the first column's logits",

@@ -39,16 +39,14 @@ FEWER = [
     "factorial.off_from=[]",
     f"shift_pairs.contestants=[{HALF}, {{model: kaiming, condition: hf_eager_bf16}}]",
     f"lengths.contestants=[{HALF}]",
-    "own_error.shifts=[0]",
     "remedies.bases=[hf_eager_bf16]",
-    "own_error.contestants=[{condition: hf_eager_bf16}]",
     "controls.phases=1",
     "controls.models=[pretrained, shuffled, kaiming_sqrt5]",
     "masks.conditions=[exact, hf_eager_bf16]",
     "setups.conditions=[hf_eager_bf16]",
     "dose.sites=[table]",
     "remedies.positions=[{d1: 0}, {d1: 100, d2: 116, gap: 50}]",
-    *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls", "own_error", "frequency")),
+    *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls", "frequency")),
 ]
 
 
@@ -87,7 +85,7 @@ def test_every_record_is_there_and_reads_back(finished):
     results, out = finished
     assert read_results(out / "results.json") == results
     assert {one.kind for one in results.records} == {
-        *("shift_pairs", "per_token", "by_length", "score", "own_error", "by_frequency", "mask_pair"),
+        *("shift_pairs", "per_token", "by_length", "score", "by_frequency", "mask_pair"),
         *("outcome", "signed_bias"),
     }
     assert {one.group for one in of(results, "score")} == {*("baseline", "on_alone", "remedy", "control", "mask")}
@@ -191,7 +189,7 @@ def test_a_study_of_other_sections_has_the_same_cells_where_its_texts_are_the_sa
 
 OTHERS = (
     *("setups", "bias", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "masks"),
-    *("own_error", "frequency"),
+    "frequency",
 )
 ONE_LENGTH = [*(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]", f"lengths.contestants=[{HALF}]"]
 
@@ -329,7 +327,7 @@ def test_the_smallest_row_of_packed_documents():
 
 
 def test_a_mistake_that_is_found_on_the_way_marks_no_folder(given, tmp_path, monkeypatch):
-    monkeypatch.setattr("ropestudy.run.make_tasks", lambda *_: (_ for _ in ()).throw(ValueError("late")))
+    monkeypatch.setattr("ropestudy.run.make_questions", lambda *_: (_ for _ in ()).throw(ValueError("late")))
     with pytest.raises(ValueError, match="late"):
         run_study(load_study(TINY, given), tmp_path / "out")
     assert not (tmp_path / "out").exists()
