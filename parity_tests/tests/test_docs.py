@@ -103,3 +103,9 @@ def test_the_configuration_that_readme_prints_is_one(tmp_path):
               if language == "yaml"]  # fmt: skip
     (tmp_path / "mine.yaml").write_text(blocks[0])
     assert load_config(tmp_path / "mine.yaml", []).pack.sequence_length == 65536
+
+
+def test_readme_prints_the_example():
+    blocks = dict(FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    example = (ROOT / "examples" / "train_from_strings.py").read_text(encoding="utf-8")
+    assert blocks["python"].strip() == example.split('"""', 2)[2].strip()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ropestudy import schema
-from ropestudy.cells import ERROR, TRUTH, Bench, Cell, CellResult, NamedPair, RunAt, RunsOf, Question
+from ropestudy.cells import ERROR, TRUTH, Bench, Cell, CellResult, NamedPair, Question, RunAt, RunsOf
 from ropestudy.compute.conditions import EXACT, condition
 from ropestudy.compute.engine import divergences_of_rows, final_hidden
 from ropestudy.compute.measures import Sample, divergence, stat

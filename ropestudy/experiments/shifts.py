@@ -12,9 +12,9 @@ from ropestudy.cells import (
     Cell,
     CellResult,
     NamedPair,
+    Question,
     RunAt,
     RunsOf,
-    Question,
     difference_of,
     per_sequence,
 )
