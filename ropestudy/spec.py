@@ -315,7 +315,7 @@ def _largest(section: Any) -> tuple[int, int]:
         numbers = [one for one in values if isinstance(one, int)]
         if key in SHIFTS and numbers:
             shift = max(shift, *numbers)
-        elif key == "gap":
+        elif key == "gap" and isinstance(value, int):
             gap = max(gap, value)
         for inner in (one for one in values if isinstance(one, dict)):
             below = _largest(inner)
