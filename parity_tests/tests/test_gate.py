@@ -90,6 +90,9 @@ def test_ci_covers_what_it_promises():
     merges = {f"{base}{tag}" for base in ("full", "intra", "anchor") for tag in ("+interleave", "+tag+interleave")}
     assert merges <= {spec.variant for spec in specs}
     assert any(1 in row.lengths for spec in specs for row in rows(spec))
+    trained = [spec for spec in specs if "gradients" in spec.stages]
+    assert max(length for spec in trained for row in rows(spec) for length in row.lengths) > 512
+    assert max(spec.position_offset + spec.tokens for spec in trained) == 131_072
     assert {spec.schedule for spec in specs if spec.warmup_steps and "trajectory" in spec.stages} == {
         "linear",
         "cosine",
