@@ -25,9 +25,9 @@ from torchtrain.config import RopeConfig, TrainConfig
 from torchtrain.data import check_store, collate
 from torchtrain.distributed.world import World
 from torchtrain.marks import IGNORED
-from torchtrain.modeling.check import check_config
 from torchtrain.modeling.compilation import check_compiler
 from torchtrain.modeling.load import load_for_training, set_up_layers
+from torchtrain.modeling.parts import check_config
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter

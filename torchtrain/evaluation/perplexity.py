@@ -13,7 +13,7 @@ from torch import Tensor
 from anchorline.errors import UserError, quoted
 from torchtrain.data.corpus import Document, read
 from torchtrain.evaluation.suite import PerplexityConfig
-from torchtrain.modeling.head import head_of
+from torchtrain.modeling.parts import head_of
 from torchtrain.modeling.placement import input_device, weights_of
 
 if TYPE_CHECKING:

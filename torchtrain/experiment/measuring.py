@@ -19,8 +19,8 @@ from torchtrain.attention import make_plan
 from torchtrain.config import ModelConfig
 from torchtrain.experiment.facts import RecallRows
 from torchtrain.experiment.spec import ARITHMETICS
-from torchtrain.modeling.head import head_of, hidden_states
 from torchtrain.modeling.load import load_for_evaluation, load_for_training
+from torchtrain.modeling.parts import head_of, hidden_states
 from torchtrain.modeling.source import open_config
 
 if TYPE_CHECKING:

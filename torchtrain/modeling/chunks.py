@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from anchorline.errors import UserError
 from torchtrain.modeling.adapters import is_linear, layer_and_factors
-from torchtrain.modeling.whole import whole_shape
+from torchtrain.modeling.parts import whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anchorline.errors import UserError
 from torchtrain.config import Recomputation
-from torchtrain.modeling.kept_attention import checkpointing
+from torchtrain.modeling.recompute import checkpointing
 from torchtrain.modeling.source import first_line
 
 if TYPE_CHECKING:

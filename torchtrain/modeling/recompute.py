@@ -1,15 +1,60 @@
-"""What of a model's activations is kept for the backward pass, as `model` of a config says."""
+"""Activation checkpointing: what of a model's activations is kept for the backward pass, and where.
 
-from typing import TYPE_CHECKING
+`true` keeps each layer's input. Two settings keep more or elsewhere:
+
+`keep_attention` also keeps what the attention kernel returned: its output and log-sum-exp, about as much again. The
+kernel is then not run a second time, which of a long row under `full` is most of a layer's work. Everything else is
+computed again, so that the kernel's backward pass gets the q, k and v that it had: the same bits. Only what named
+operations of torch return is kept; a kernel that is none, or that torch.compile makes, is not seen. torch's own
+selective checkpointing does the same, but allows no other difference between the two passes, and ZeRO 3 gathers other
+weights ahead in them (torch 2.13).
+
+`offload` keeps a layer's input in host memory. On a stream of its own, an input is copied to page-locked memory while
+its layer runs, and copied back while the layer after it has its backward pass. The device holds two at most: the one in
+use and the one on its way. The last layer's input is needed first and does not leave. Every copy runs on one stream, in
+order, so a block of host memory is free for the next copy once the last has been asked for. The stream that computes
+waits, not the host: for a copy to the host before its input is dropped, and for a copy from the host before the input
+is used. Host memory is taken in blocks of `BLOCK` bytes and kept for the next pass: torch rounds page-locked memory up
+to a power of two. torch's `save_on_cpu` copies without a stream of its own, and takes new page-locked memory each time.
+
+Upstream: torch/utils/checkpoint.py (create_selective_checkpoint_contexts).
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from anchorline.errors import UserError
+from torchtrain.attention.flash import uses_flash_attn
+from torchtrain.attention.half_on_cpu import CAUSAL
 from torchtrain.config import ModelConfig, Recomputation
 from torchtrain.modeling.chunks import chunk_layers
-from torchtrain.modeling.kept_attention import checkpointing
-from torchtrain.modeling.offload import HostMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+BLOCK = 2**24
+SHAPES = "anchorline::kernel_of_shapes"  # `torchtrain.planning.memory` counts with it
+_OF_FLASH_ATTN = "flash_attn::_flash_attn_varlen_forward"
+KERNELS = frozenset(
+    {
+        "torch_attn::_varlen_attn",
+        _OF_FLASH_ATTN,
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        CAUSAL,
+        SHAPES,
+    }
+)
 
 
 def save_memory(model: "PreTrainedModel", settings: ModelConfig, most: int | None = None) -> None:
@@ -49,3 +94,208 @@ def hand_layers_over(model: "PreTrainedModel", recomputation: Recomputation = Tr
     # Renamed within the versions we support; both take the arguments of torch's checkpoint first.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable(checkpointing(recomputation))
+
+
+def can_keep(engine: str) -> bool:
+    """Whether the kernel of an engine that runs here is seen."""
+    if engine == "flash" and uses_flash_attn():
+        return hasattr(torch.ops.flash_attn, _OF_FLASH_ATTN.split("::")[1])
+    return engine not in ("flex", "dense")
+
+
+def check_can_keep(engine: str) -> None:
+    """Check `can_keep`.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not can_keep(engine):
+        why = "needs flash-attn 2.7 or newer" if engine == "flash" else "keeps nothing of this engine"
+        raise UserError(
+            f"model.activation_checkpointing keep_attention: {why} (attention {engine}); set it to true, which "
+            "computes attention again, too"
+        )
+
+
+def checkpointing(recomputation: Recomputation) -> dict[str, Any]:
+    """Return how torch's checkpoint is called: its keyword arguments."""
+    kept = {"context_fn": _contexts} if recomputation == "keep_attention" else {}
+    return {"use_reentrant": False} | kept
+
+
+def _contexts() -> "tuple[_Keep, _Give]":
+    """Return what is entered for a layer's forward pass, and for the second one."""
+    kept: deque[Any] = deque()
+    return _Keep(kept), _Give(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps what kernels return, in order."""
+
+    def __init__(self, kept: deque[Any]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of a layer run as they are."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        made = func(*args, **(kwargs or {}))
+        if func._schema.name in KERNELS:
+            self._kept.append(tree_map_only(Tensor, Tensor.detach, made))
+        return made
+
+
+class _Give(_Keep):
+    """Gives what was kept in place of running kernels again, and holds it no longer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, or give what it returned."""
+        return self._kept.popleft() if func._schema.name in KERNELS else func(*args, **(kwargs or {}))
+
+
+def count_host_bytes(model: "PreTrainedModel", tokens: int) -> int:
+    """Return what the inputs of a model's layers take of the host for `tokens` tokens, in whole blocks."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    return layers * -(-tokens * model.config.hidden_size * model.dtype.itemsize // BLOCK) * BLOCK
+
+
+class Lane(Protocol):
+    """Where copies run beside what is computed."""
+
+    def run(self, copy: Callable[[], None]) -> Any:
+        """Run a copy after all that was asked for until now; return what `wait` takes."""
+
+    def wait(self, copied: Any) -> None:
+        """Let what is asked for from now on come after a copy."""
+
+
+class CudaLane:
+    """A stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def run(self, copy: Callable[[], None]) -> Any:
+        """See `Lane`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy()
+            return self._stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        """See `Lane`."""
+        torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+class InOrder:
+    """Copies are made at once: on a CPU, and where there are shapes only."""
+
+    def run(self, copy: Callable[[], None]) -> None:
+        """See `Lane`."""
+        copy()
+
+    def wait(self, copied: Any) -> None:
+        """See `Lane`."""
+
+
+class _Kept:
+    """An input: on the device, on the host, or both."""
+
+    def __init__(self, x: Tensor, blocks: list[Tensor]) -> None:
+        self.here: Tensor | None = x
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.blocks = blocks
+        self.copied: Any = None  # of the copy that was asked for last
+
+
+class HostMemory:
+    """Keeps inputs of layers there; see above. A model's layers share one.
+
+    Args:
+        lane: default: the one that the device of the first input asks for.
+    """
+
+    def __init__(self, lane: Lane | None = None) -> None:
+        self._lane = lane
+        self._order: list[weakref.ref[_Kept]] = []  # of the pass, in the order of its layers
+        self._free: list[Tensor] = []
+
+    def checkpoint(self, layer: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+        """Run a layer and keep its input alone, on the host; in its backward pass it is computed again.
+
+        Args:
+            layer: as `torch.utils.checkpoint.checkpoint` takes it.
+            x: what it takes first, the output of another layer.
+            *args: what else it takes, which is kept where it is.
+        """
+        if not torch.is_grad_enabled():
+            return layer(x, *args)
+        given, needs = [x], x.requires_grad
+
+        def run(kept: _Kept, _: Tensor) -> Any:
+            own = given.pop() if given else self._take(kept).requires_grad_(needs)
+            return layer(own, *args)
+
+        # The empty tensor tells which device's random state the layer is computed with again.
+        return checkpoint(run, self._keep(x.detach().contiguous()), x.new_empty(0), use_reentrant=False)
+
+    def _keep(self, x: Tensor) -> _Kept:
+        if self._lane is None:
+            self._lane = CudaLane(x.device) if x.device.type == "cuda" else InOrder()
+        self._order = [one for one in self._order if one() is not None]
+        if (before := self._last()) is not None and before.here is not None:
+            self._lane.wait(before.copied)
+            before.here = None
+        kept = _Kept(x, self._blocks(x))
+        self._order.append(weakref.ref(kept))
+        weakref.finalize(kept, self._free.extend, kept.blocks).atexit = False
+        kept.copied = self._lane.run(lambda: _copy(x, kept.blocks, back=False))
+        return kept
+
+    def _take(self, kept: _Kept) -> Tensor:
+        """Return an input for its backward pass, and ask for the one before it."""
+        assert self._lane is not None, "it was kept"
+        self._fetch(kept)
+        self._lane.wait(kept.copied)
+        x, kept.here = kept.here, None
+        assert x is not None, "it was fetched"
+        alive = [one for one in (ref() for ref in self._order) if one is not None]
+        place = next((number for number, one in enumerate(alive) if one is kept), 0)
+        if place:
+            self._fetch(alive[place - 1])
+        return x
+
+    def _fetch(self, kept: _Kept) -> None:
+        if kept.here is None:
+            assert self._lane is not None, "it was kept"
+            x = kept.here = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+            kept.copied = self._lane.run(lambda: _copy(x, kept.blocks, back=True))
+
+    def _last(self) -> _Kept | None:
+        return self._order[-1]() if self._order else None
+
+    def _blocks(self, x: Tensor) -> list[Tensor]:
+        if x.is_meta:
+            return []
+        needed, pinned = -(-x.nbytes // BLOCK), x.device.type == "cuda"
+        while len(self._free) < needed:
+            self._free.append(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned))
+        return [self._free.pop() for _ in range(needed)]
+
+
+def _copy(x: Tensor, blocks: list[Tensor], back: bool) -> None:
+    """Copy a tensor to the host or back, block by block. Of shapes there is nothing to copy."""
+    if x.is_meta:
+        return
+    flat = x.view(-1).view(torch.uint8)
+    for part, block in zip(flat.split(BLOCK), blocks, strict=True):
+        if back:
+            part.copy_(block[: len(part)], non_blocking=True)
+        else:
+            block[: len(part)].copy_(part, non_blocking=True)

@@ -36,8 +36,8 @@ from anchorline.errors import UserError
 from torchtrain.config import LEAST_STAGE, Config, Recomputation
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.zero import BUCKET, GATHERED
-from torchtrain.modeling.check import check_config
-from torchtrain.modeling.offload import count_host_bytes
+from torchtrain.modeling.parts import check_config
+from torchtrain.modeling.recompute import count_host_bytes
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import open_config, resolve_source
 from torchtrain.planning.memory import Shapes

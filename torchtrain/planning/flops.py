@@ -38,8 +38,7 @@ from torch import Tensor, nn
 
 from torchtrain.config import Recomputation
 from torchtrain.modeling.chunks import multiplied_again
-from torchtrain.modeling.head import head_of
-from torchtrain.modeling.whole import whole_shape
+from torchtrain.modeling.parts import head_of, whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

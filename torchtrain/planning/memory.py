@@ -28,9 +28,8 @@ from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.config import Config, ModelConfig
 from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
-from torchtrain.modeling.head import head_of, hidden_states
-from torchtrain.modeling.kept_attention import SHAPES
-from torchtrain.modeling.recompute import save_memory
+from torchtrain.modeling.parts import head_of, hidden_states
+from torchtrain.modeling.recompute import SHAPES, save_memory
 from torchtrain.modeling.source import read_by_library
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy

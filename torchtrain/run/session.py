@@ -27,7 +27,7 @@ from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed, Terminated
 from torchtrain.modeling.adapters import FOLDER as ADAPTER
 from torchtrain.modeling.adapters import save_adapter, split_off
-from torchtrain.modeling.finite import first_not_finite
+from torchtrain.modeling.parts import first_not_finite
 from torchtrain.modeling.save import reader_notes, save_folder
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup

@@ -36,15 +36,14 @@ from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.threads import share_cores
 from torchtrain.distributed.world import ALONE, World, here
-from torchtrain.modeling.check import check_config
 from torchtrain.modeling.compilation import check_compiler
-from torchtrain.modeling.kept_attention import can_keep, check_can_keep
 from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training
+from torchtrain.modeling.parts import check_config, whole_shape
+from torchtrain.modeling.recompute import can_keep, check_can_keep
 from torchtrain.modeling.rope import check_resets, extend
 from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
-from torchtrain.modeling.whole import whole_shape
 from torchtrain.planning.memory import shape_of_model
 
 # Of what is free; the rest is for what `torchtrain.planning` does not count: Python and its packages, a kernel's own

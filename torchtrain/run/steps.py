@@ -12,7 +12,7 @@ from torch import Tensor
 from anchorline.errors import UserError
 from torchtrain.checkpoint.state import state_of
 from torchtrain.config import TrainConfig
-from torchtrain.modeling.finite import first_not_finite
+from torchtrain.modeling.parts import first_not_finite
 from torchtrain.planning.flops import FlopCounter, peak_flops
 from torchtrain.run.setup import Setup
 from torchtrain.training.guard import Guard

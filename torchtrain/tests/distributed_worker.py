@@ -34,7 +34,7 @@ from torchtrain.distributed.shard import pad, part_of, rows_of_rank
 from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.modeling.adapters import add_adapters
-from torchtrain.modeling.head import head_of, hidden_states
+from torchtrain.modeling.parts import head_of, hidden_states
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Replicated, Strategy, Zero, make_strategy
 

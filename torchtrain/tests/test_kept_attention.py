@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.config import ModelConfig, Recomputation, load_config
-from torchtrain.modeling import kept_attention
-from torchtrain.modeling.kept_attention import KERNELS
-from torchtrain.modeling.recompute import save_memory
+from torchtrain.modeling import recompute as kept_attention
+from torchtrain.modeling.recompute import KERNELS, save_memory
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.planning.memory import PeakBytes
 from torchtrain.run.setup import set_up

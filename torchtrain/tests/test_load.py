@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, GenerationMixin, Mi
 
 from anchorline.errors import UserError
 from torchtrain.config import ModelConfig, RopeConfig
-from torchtrain.modeling.check import check_config
 from torchtrain.modeling.load import load_for_evaluation, load_for_training
+from torchtrain.modeling.parts import check_config
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import open_config
 from torchtrain.run.session import export

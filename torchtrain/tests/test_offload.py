@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtrain.config import ModelConfig
-from torchtrain.modeling.offload import HostMemory, count_host_bytes
-from torchtrain.modeling.recompute import save_memory
+from torchtrain.modeling.recompute import HostMemory, count_host_bytes, save_memory
 from torchtrain.tests.tiny import tiny_model
 
 LAYERS = 5

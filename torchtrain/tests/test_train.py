@@ -16,8 +16,8 @@ from anchorline.errors import UserError
 from torchtrain.config import Config, RopeConfig, TrainConfig, load_config
 from torchtrain.data import PackedRows, collate, prepare, split_documents
 from torchtrain.marks import IGNORED
-from torchtrain.modeling.head import hidden_states
 from torchtrain.modeling.load import load_for_training
+from torchtrain.modeling.parts import hidden_states
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import open_config, open_tokenizer
 from torchtrain.run.recipe import train

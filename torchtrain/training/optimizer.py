@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchtrain.config import TrainConfig
 from torchtrain.distributed.gradient_sums import GradientSums
-from torchtrain.modeling.whole import whole_shape
+from torchtrain.modeling.parts import whole_shape
 
 
 class Optimizer:

@@ -31,7 +31,7 @@ from torchtrain.distributed.zero import (
     leave_out,
 )
 from torchtrain.modeling.chunks import parameters_outside
-from torchtrain.modeling.head import head_of, hidden_states
+from torchtrain.modeling.parts import head_of, hidden_states
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, adamw

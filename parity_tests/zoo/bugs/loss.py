@@ -15,7 +15,7 @@ from torchtrain.attention.gather import _GatherKeys
 from torchtrain.data.rows import build_row
 from torchtrain.distributed.world import ALONE
 from torchtrain.marks import ANCHOR, IGNORED
-from torchtrain.modeling.head import hidden_states
+from torchtrain.modeling.parts import hidden_states
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import _losses, chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, _move_gradient

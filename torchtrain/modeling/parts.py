@@ -1,18 +1,57 @@
-"""What training relies on in a model: of its config before any weight is read, of the model once it is loaded.
+"""What training relies on in a model: its two parts, hidden states and the head that makes logits of them; the shape
+and the numbers of its weights; and the checks of its config before any weight is read, and of the model once loaded.
 
-Legend: B batch · T tokens of a row · V vocabulary.
+Legend: B batch · T tokens of a row · M model width · V vocabulary.
 """
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anchorline.errors import UserError
-from torchtrain.modeling.head import head_of, hidden_states
+from torchtrain.attention.masks import MASKED_LAYER_TYPES, hide_nothing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+def hidden_states(model: "PreTrainedModel", batch: Mapping[str, Tensor], plan: Any = None) -> Tensor:
+    """Run the model without its head: [B, T, M], under the batch's documents and positions."""
+    return model.base_model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        document_ids=batch["document_ids"],
+        attention_mask=hide_nothing(batch["input_ids"]),
+        plan=plan,
+        use_cache=False,
+    ).last_hidden_state
+
+
+def head_of(model: "PreTrainedModel") -> nn.Module:
+    """Return the module that makes logits [.., V] of hidden states [.., M]."""
+    head = model.get_output_embeddings()
+    assert head is not None, "a causal language model has a head"
+    return head
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return a parameter's shape, that of all ranks' parts together where it is cut up."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor that holds NaN or an infinity, or None.
+
+    Reads each once, and copies nothing.
+    """
+    for name, x in tensors:
+        if x.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(x)))):
+            return name
+    return None
 
 
 def check_config(config: "PretrainedConfig", length: int) -> None:
@@ -32,8 +71,6 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
             f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local "
             "copy"
         )
-    from torchtrain.attention.masks import MASKED_LAYER_TYPES
-
     for what, setting in MASKED_LAYER_TYPES.items():
         reach = getattr(config, setting, None)
         is_used = what in (getattr(config, "layer_types", None) or [what])
