@@ -148,4 +148,3 @@ def test_the_engine_sums_what_the_matrices_hold():
         # Within a block the engine sums in float32, so many terms, each rounded.
         unit = 2.0**-24 * twin_T.sum() * a.shape[1] * TOKENS
         assert np.abs(got.column_T - twin_T).max() <= unit
-        assert np.abs(got.head_LH - np.abs(a - b).sum(2) @ weights(documents_T)).max() <= unit
