@@ -44,6 +44,8 @@ def test_what_it_names_exists(name):
 TWINS = {
     "ModelConfig": "the section `model` of a configuration, of the study and of the trainer",
     "Part": "of an array that is judged, of its report, and of a checkpoint",
+    "Run": "of a study's comparison, and of an experiment",
+    "Case": "of a benchmark of attention, and of a gate's report",
     "GateConfig": "of the parity gate, and of what an experiment's base must reach",
     "Documents": "their lengths as a plan counts them, and their tokens in a store",
 }
