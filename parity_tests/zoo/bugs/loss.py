@@ -196,8 +196,8 @@ last_micro_batch_only = Bug(
 )
 
 
-def _round(logits_nV, labels_n):
-    return F.cross_entropy(logits_nV.bfloat16().to(logits_nV.dtype), labels_n, reduction="none")
+def _round_logits(losses):
+    return lambda logits_nV, *rest: losses(logits_nV.bfloat16().to(logits_nV.dtype), *rest)
 
 
 # The loss takes logits that were rounded to bfloat16.
@@ -205,7 +205,7 @@ logits_in_bf16 = Bug(
     what="logits rounded to bf16 before the loss",
     where="optax issue 1020, modalities PR 464, marin PR 8217 (its loss erred 0.25 at most, unnoticed)",
     stage="loss",
-    apply=lambda: swap(_losses, _round),
+    apply=lambda: wrap(_losses, _round_logits),
     likely={"dtype": "float32"},
 )
 

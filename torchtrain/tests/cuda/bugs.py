@@ -196,7 +196,7 @@ BUGS: dict[str, Bug] = {
     "item_in_the_loss": Bug(
         "`.item()` on the losses of each chunk",
         ": item",
-        lambda: _then(loss, "_losses", lambda x: x.sum().item()),
+        lambda: _then(loss, "_losses", lambda x: x[0].sum().item()),
     ),
     "item_in_a_hook": Bug(
         "gradients looked at one by one",
@@ -234,7 +234,7 @@ BUGS: dict[str, Bug] = {
         "logits in float64",
         "float64",
         lambda: _around(
-            loss.F, "cross_entropy", lambda real: lambda x, *rest, **how: real(x.double(), *rest, **how).float()
+            loss, "_losses", lambda real: lambda x, *rest: tuple(y.float() for y in real(x.double(), *rest))
         ),
     ),
     "rope_in_float64": Bug(
