@@ -97,7 +97,8 @@ class Plain:
             logits_TV = self.model(**self._inputs(row)).logits[0]
         labels_T = row["shift_labels"][0].to(self.device)
         kept = labels_T != IGNORED
-        return F.cross_entropy(logits_TV[kept].float(), labels_T[kept], reduction="none")
+        logits_nV, labels_n = logits_TV[kept].float(), labels_T[kept]
+        return logits_nV.logsumexp(-1) - logits_nV.gather(-1, labels_n[:, None])[:, 0]
 
     def _inputs(self, row: Row) -> dict[str, Any]:
         mask = visible_BTT(row["document_ids"].to(self.device))[:, None] if self.masked else None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from parity_tests.tolerance import judge
+from anchorline.tolerance import judge
 from torchtrain.marks import IGNORED
 from torchtrain.training import loss
 from torchtrain.training.labels import find_labels
