@@ -90,6 +90,7 @@ def judge(
     axes: str | None = None,
     *,
     cancels: bool = False,
+    inherits: bool = False,
     rotated: bool = False,
 ) -> Verdict:
     """Judge `candidate` against `truth`, allowing what `reference` errs.
@@ -103,6 +104,8 @@ def judge(
             (tokens T in rows B, heads H) or `OI` (a weight).
         cancels: the array is a difference of larger numbers, as gradients are, so that a token is allowed what the
             whole array is.
+        inherits: the array has errors of the layers before it. A token is allowed what the whole array is, and its
+            values count as one, because one error of an earlier layer moves all of them.
         rotated: the array comes out of RoPE, so that the angle of each pair is judged.
 
     Raises:
@@ -130,7 +133,7 @@ def judge(
     allowance = 2 * reference_error + UNIT_ROUNDOFF[dtype] * size
     part = None
     if axes is not None and dtype in HALF and error and np.isfinite(allowance) and np.isfinite(error):
-        parts = _judge_parts(candidate, truth, reference, dtype, axes, allowance, cancels)
+        parts = _judge_parts(candidate, truth, reference, dtype, axes, allowance, cancels or inherits, inherits)
         parts += _judge_angles(candidate, truth, reference, allowance) if rotated else []
         part = max(parts, key=lambda part: part.ratio)
     return Verdict(error, allowance, tuple(int(i) for i in np.unravel_index(worst, truth.shape)), part)
@@ -144,18 +147,21 @@ def _judge_parts(
     axes: str,
     allowance: float,
     cancels: bool,
+    inherits: bool,
 ) -> list[Part]:
     """Each token, each head, the mean and the scale."""
     per_row = truth.shape[axes.index("T")] if "T" in axes else 0
     candidate_NHD, truth_NHD, reference_NHD = (_by_token(x, axes) for x in (candidate, truth, reference))
     N, H, D = truth_NHD.shape
-    sums = np.zeros((7, N, H))
+    sums = np.zeros((8, N, H))
     for start in range(0, N, step := max(1, _AT_ONCE // (H * D))):
         at = slice(start, start + step)
         true = truth_NHD[at].astype(np.float64)
         errs, allowed = (_signed(x[at].astype(np.float64), true) for x in (candidate_NHD, reference_NHD))
         true = np.where(np.isfinite(true), true, 0.0)
-        products = (errs * errs, allowed * allowed, true * true, errs * true, allowed * true, errs, allowed)
+        squared = true * true
+        products = (errs * errs, allowed * allowed, squared, errs * true, allowed * true, errs, allowed)
+        products += (squared * squared,)
         sums[:, at] = [x.sum(-1) for x in products]
 
     parts: list[Part] = []
@@ -164,7 +170,10 @@ def _judge_parts(
         if "T" not in axes or count < LEAST or squares.shape[1] == 1:
             continue
         error, own, size = np.sqrt(squares / count)
-        chance = 1 + UNLIKELY / np.sqrt(2 * count)
+        # Where few values are much larger than the others, only their errors count. Of a normal distribution this is
+        # the number of values; of one value among zeros it is 3.
+        independent = 3 * squares[2] ** 2 / np.maximum(sums[7].sum(axis), 1e-300)
+        chance = 1 + UNLIKELY / np.sqrt(2 * np.clip(independent, 1, 1 if inherits else count))
         allowed = chance * np.maximum(2 * own + UNIT_ROUNDOFF[dtype] * size, allowance if cancels else 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             i = int(np.where(error > 0, error / allowed, 0.0).argmax())

@@ -209,7 +209,7 @@ def _measure(name: str, candidate: np.ndarray, truth: np.ndarray, reference: np.
         reference,
         dtype,
         _axes(name, truth.ndim),
-        cancels=group == "gradients",
+        inherits=True,
         rotated=tap.endswith("_rope"),
     )
     profile = _profile(candidate, truth, reference, dtype) if group == "forward" else None

@@ -88,6 +88,6 @@ def test_the_example_test_file_passes():
 
     (mark,) = test_my_kernel.pytestmark
     cases = {parameter.id: parameter.values[0] for parameter in mark.args[1]}
-    assert len(cases) == len(LAYOUTS)
+    assert {bound.case.layout.name for bound in cases.values()} == set(LAYOUTS)
     for name in ("anchor", "padded_end", "rows_of_every_kind"):
         test_my_kernel(cases[f"{name}-h4k2d16-float32"])

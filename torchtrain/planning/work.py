@@ -10,8 +10,6 @@ import numpy as np
 from anchorline.errors import UserError, quoted
 from anchorline.files import expand, read_json
 from torchtrain.config import Config, SaveConfig, TrainConfig
-from torchtrain.data.store import HEADER, TokenStore
-from torchtrain.planning.flops import FlopCounter, peak_of
 from torchtrain.training.events import read_metrics
 
 if TYPE_CHECKING:
@@ -52,6 +50,8 @@ def read_documents(config: Config, document_tokens: float | None) -> Documents:
     """
     if document_tokens is not None:
         return Documents(document_tokens, "--document-tokens")
+    from torchtrain.data.store import HEADER, TokenStore  # imports torch, which `torchtrain config` does without
+
     prepared = config.data.prepared
     if prepared is not None and (expand(prepared) / HEADER).is_file():
         lengths = TokenStore.open(expand(prepared)).lengths
@@ -91,6 +91,8 @@ class Work:
 
 def count_work(config: Config, model: "PreTrainedModel", documents: Documents) -> Work:
     """Count a run's tokens and FLOPs, every token of every row with a label."""
+    from torchtrain.planning.flops import FlopCounter
+
     rows, length = config.train.steps * config.train.sequences_per_step, config.pack.sequence_length
     pairs = full = length * (length + 1) // 2
     if config.pack.base_variant != "full":
@@ -133,6 +135,8 @@ def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
     Raises:
         UserError: no peak is known for a GPU of this name.
     """
+    from torchtrain.planning.flops import peak_of
+
     peak = peak_of(gpu)
     if peak is None:
         raise UserError(

@@ -219,7 +219,9 @@ def test_exports_on_the_way_have_their_adapters_and_go_with_the_run(train, tmp_p
         assert {f"{FOLDER}/adapter_config.json", f"{FOLDER}/adapter_model.safetensors"} <= outputs[name].keys()
     given = ["train.steps=1", "save.every=0", "save.last=1", f"run.folder={run}"]
     recipe.train(load_config(place.config, given), replace=True, console=QUIET)
-    assert {path.suffix for path in (run / "model").iterdir()} == {".json", ".safetensors"}, "every weight was trained"
+    assert {path.suffix for path in (run / "model").iterdir()} == {".json", ".md", ".safetensors"}, (
+        "every weight was trained"
+    )
 
 
 # --- its numbers ------------------------------------------------------------------------------------------------------
