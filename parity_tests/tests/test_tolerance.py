@@ -158,3 +158,18 @@ def test_a_wrong_angle_shows(tokens, theta, off_by_one, part):
 def test_float32_needs_no_parts():
     truth = np.ones((1, 32, 2, 16))
     assert judge(truth * (1 + 2**-20), truth, truth, "float32", "BTHD").part is None
+
+
+def test_errors_that_earlier_layers_made_move_a_token_as_a_whole():
+    """Candidate and reference err alike: a normal factor for each token, along one direction."""
+    random = np.random.default_rng(0)
+    truth_BTM, direction_M = random.standard_normal((1, 2000, 64)), random.standard_normal(64)
+    factors_CBT1 = 0.02 * random.standard_normal((2, 1, 2000, 1))
+    candidate_BTM, reference_BTM = truth_BTM + factors_CBT1 * direction_M
+    alone = judge(candidate_BTM, truth_BTM, reference_BTM, "bfloat16", "BTM")
+    assert not alone.passed
+    assert alone.part is not None
+    assert alone.part.name.startswith("token")
+    assert judge(candidate_BTM, truth_BTM, reference_BTM, "bfloat16", "BTM", inherits=True).passed
+    candidate_BTM[0, -1] *= 2
+    assert not judge(candidate_BTM, truth_BTM, reference_BTM, "bfloat16", "BTM", inherits=True).passed

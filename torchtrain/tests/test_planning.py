@@ -224,8 +224,7 @@ def test_the_papers_data_leaves_as_many_pairs_as_its_statistics_say(length, shar
 
 def test_lengths_come_from_the_prepared_store(config_of, tmp_path, monkeypatch):
     (tmp_path / "store.json").touch()
-    monkeypatch.setattr("torchtrain.planning.work.HEADER", "store.json")
-    monkeypatch.setattr("torchtrain.planning.work.TokenStore.open", lambda _: memory_store([100, 20]))
+    monkeypatch.setattr("torchtrain.data.store.TokenStore.open", lambda _: memory_store([100, 20]))
     config = config_of(f"data.prepared={tmp_path}", "data.sources=[]")
     T = config.pack.sequence_length
     found = read_documents(config, None)
