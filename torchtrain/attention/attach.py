@@ -107,42 +107,63 @@ def _check_masks(
     return None
 
 
+_ADVICE = "torchtrain.collate makes both `labels` and `shift_labels` of packed rows"
+
+
 def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse labels that transformers should not shift, and would: looked at until a batch had what tells."""
-    labels, tokens = kwargs.get("labels"), _tokens(args, kwargs)
-    if labels is None or kwargs.get("shift_labels") is not None or tokens is None:
+    """Refuse labels that would be shifted twice, or not at all. A check ends with the first batch that decides it."""
+    labels, targets, tokens = kwargs.get("labels"), kwargs.get("shift_labels"), _tokens(args, kwargs)
+    if tokens is None:
         return
-    if not tokens.is_floating_point() and not getattr(model, "_anchor_saw_labels", False):
+    if targets is not None:
+        if not tokens.is_floating_point():
+            _check_targets(model, targets, tokens)
+        return
+    if labels is None:
+        return
+    if not tokens.is_floating_point():
         _check_shifted(model, labels, tokens)
     _check_document_ends(model, labels, kwargs.get("document_ids"))
 
 
+def _check_targets(model: nn.Module, targets: Tensor, tokens: Tensor) -> None:
+    """Refuse targets that are the tokens themselves, of rows whose tokens differ."""
+    if targets.shape != tokens.shape or getattr(model, "_anchor_saw_targets", False):
+        return
+    used = targets != IGNORED
+    if not bool((used[:, :-1] & (tokens[:, :-1] != tokens[:, 1:])).any()):
+        return
+    if bool(((targets == tokens) | ~used).all()):
+        raise UserError(f"shift_labels: each is its own token and not the next one; {_ADVICE}")
+    model._anchor_saw_targets = True  # type: ignore[assignment]
+
+
 def _check_shifted(model: nn.Module, labels: Tensor, tokens: Tensor) -> None:
     """Refuse labels that are already shifted, which transformers shifts once more."""
-    model._anchor_saw_labels = True  # type: ignore[assignment]
+    if getattr(model, "_anchor_saw_labels", False):
+        return
     used = labels != IGNORED
-    shifted = (labels[:, :-1] == tokens[:, 1:]) | ~used[:, :-1]
-    if bool(shifted.all() & (used & (labels != tokens)).any()):
+    if not bool(((labels[:, :-1] == tokens[:, 1:]) | ~used[:, :-1]).all()):
+        model._anchor_saw_labels = True  # type: ignore[assignment]
+    elif bool((used & (labels != tokens)).any()):
         raise UserError(
-            "labels: each is already the next token, and transformers shifts labels by one more; pass them twice, as "
-            "labels=shift_labels, shift_labels=shift_labels"
+            "labels: each is already the next token, and transformers shifts labels by one more; give them as "
+            f"shift_labels: {_ADVICE}"
         )
 
 
 def _check_document_ends(model: nn.Module, labels: Tensor, document_ids: Tensor | None) -> None:
-    """Refuse targets beyond a document's end, until a batch had such an end and none. The anchor may have one: what
-    follows it is what a model says first.
-    """
+    """Refuse targets beyond a document's end. The anchor may have one: what follows it is what a model says first."""
     if document_ids is None or document_ids.shape != labels.shape or getattr(model, "_anchor_saw_ends", False):
         return
-    ends = (document_ids[:, :-1] > 0) & (document_ids[:, 1:] != document_ids[:, :-1])
-    if bool((ends & (labels[:, 1:] != IGNORED)).any()):
+    used, ends = labels != IGNORED, (document_ids[:, :-1] > 0) & (document_ids[:, 1:] != document_ids[:, :-1])
+    if bool((ends & used[:, 1:]).any()):
         raise UserError(
             "labels: transformers shifts them over the ends of documents, so that the last token of one learns the "
-            f"first of the next; set them to {IGNORED} where a document or padding begins, or pass "
-            "labels=shift_labels, shift_labels=shift_labels"
+            f"first of the next; set them to {IGNORED} where a document or padding begins, or give shift_labels: "
+            f"{_ADVICE}"
         )
-    model._anchor_saw_ends = bool(ends.any())  # type: ignore[assignment]
+    model._anchor_saw_ends = bool(ends.any() & used.any())  # type: ignore[assignment]
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -269,6 +269,24 @@ def test_labels_that_would_be_shifted_over_the_end_of_a_document_are_refused(doc
     model(**inputs, labels=labels)
 
 
+def test_a_batch_that_tells_nothing_and_a_call_that_failed_decide_nothing():
+    model, inputs = torchtrain.attach(tiny()), batch()
+    model(**inputs, labels=torch.full_like(inputs["input_ids"], -100))
+    for _ in range(2):
+        assert refused(lambda: model(**inputs, labels=shifted_labels(inputs))).startswith("labels: each is already")
+    said = refused(lambda: model(**inputs, labels=inputs["input_ids"]))
+    assert said.startswith("labels: transformers shifts them over the ends")
+
+
+def test_targets_that_are_not_shifted_are_refused():
+    model, inputs = torchtrain.attach(tiny()), batch()
+    tokens, nothing = inputs["input_ids"], torch.full_like(inputs["input_ids"], -100)
+    model(**inputs, labels=nothing, shift_labels=nothing)
+    assert refused(lambda: model(**inputs, labels=tokens, shift_labels=tokens)).startswith("shift_labels: each is its")
+    targets = shifted_labels(inputs)
+    model(**inputs, labels=targets, shift_labels=targets)
+
+
 def test_a_mask_of_ones_is_looked_at_once(monkeypatch):
     model, inputs, looked = torchtrain.attach(tiny()), batch(), []
     hides_nothing = attach_module.hides_nothing
