@@ -52,7 +52,7 @@ def train(family: str, dtype: torch.dtype, recomputation: Recomputation, **setti
             position_ids=torch.arange(T).expand(2, T),
             document_ids=DOCUMENTS,
             labels=ids,
-            shift_labels=ids.masked_fill(DOCUMENTS < 0, -100),
+            shift_labels=(ids + 1).masked_fill(DOCUMENTS < 0, -100),
             use_cache=False,
         ).loss
         loss.backward()
