@@ -111,10 +111,6 @@ def compare(
     document: Annotated[
         Path | None, typer.Option(help="a Markdown file, such as docs/results.md, whose tables are made anew")
     ] = None,
-    published: Annotated[
-        Path | None,
-        typer.Option(help="YAML of published tables; default: configs/paper/results.yaml, where it is there"),
-    ] = None,
 ) -> None:
     """Put results side by side, run by length: the paper's tables and figures, with n, intervals and what did not run.
 
@@ -133,11 +129,9 @@ def compare(
 
         if document is not None:
             read_marked(document, [TABLES])  # before anything is written
-        if published is None and not PLACE.is_file():
-            print(f"{PLACE} is not here: no published numbers; --published names them", file=sys.stderr)
-            tables, facts, measured = tables_of(runs, last)
-        else:
-            tables, facts, measured = tables_of(runs, last, load_published(published or PLACE))
+        if not PLACE.is_file():
+            print(f"{PLACE} is not in this folder: the paper's numbers are left out", file=sys.stderr)
+        tables, facts, measured = tables_of(runs, last, load_published() if PLACE.is_file() else None)
         print_tables(tables)
         if out is None and document is None:
             return

@@ -29,7 +29,7 @@ from torchtrain.evaluation.measured import (
     read_measured,
     ruler_averages,
 )
-from torchtrain.evaluation.published import Column, Publication, format_score, published_scores
+from torchtrain.evaluation.published import UNSAID, UNSAID_OF_SPLITS, Column, Publication, published_scores
 from torchtrain.evaluation.results import Found
 from torchtrain.evaluation.suite import HELLASWAG, LONGBENCH, benchmark_of
 from torchtrain.evaluation.tables import ScoreCell, ScoreTable
@@ -106,7 +106,7 @@ def _other_tables(runs: list[Measured], published: Publication | None) -> list[S
     if lengths := first.lengths("mmlu"):
         subjects = [(task, lengths[-1]) for task in first.tasks("mmlu")]
         short.append((f"MMLU ({len(subjects)} of 57 subjects)", Average("MMLU", subjects, pooled=True)))
-        keys.append(("short", None, "MMLU" if len(subjects) == 57 else ""))
+        keys.append(("", None, ""))  # lm-eval's prompts are not the paper's
         notes.append("MMLU: of all questions, whatever their subject.")
     if len(short) > bool(of_group["ICL"]):
         tables += _side_by_side("Short benchmarks", runs, short, notes)
@@ -202,7 +202,7 @@ def _over_seeds(run: Measured, other: Measured, of: Callable[[Measured], float])
 def _beside_published(
     title: str, runs: list[Measured], published: Publication | None, columns: Columns, keys: Sequence[Column]
 ) -> list[ScoreTable]:
-    """Return a table of runs that the paper has numbers of, each with the paper's own below it; none where it has none.
+    """Return a table of the runs that the paper has numbers of, each with the paper's below it; [] if there are none.
 
     Args:
         title: of what.
@@ -213,30 +213,35 @@ def _beside_published(
     """
     if published is None:
         return []
-    known = {run.name: published_scores(run, published) for run in runs}
-    held = [
-        (of, key)
-        for of, key in zip(columns, keys, strict=True)
-        if any(key in scores for scores in known.values()) and not of[1].missing(runs[0])
+    scores = {run.name: published_scores(run, published) for run in runs}
+    shown = [
+        (name, average, key)
+        for (name, average), key in zip(columns, keys, strict=True)
+        if any(key in of for of in scores.values()) and not average.missing(runs[0])
     ]
-    rows, unsaid = [], []
+    rows, notes = [], []
     for run in runs:
-        scores = {key: known[run.name][key] for _, key in held if key in known[run.name]}
-        if scores:
-            own = [ScoreCell(_format_mean(run, average) if key in scores else "") for (_, average), key in held]
-            theirs = [ScoreCell(format_score(scores[key].score) if key in scores else "") for _, key in held]
-            numbers = ", ".join(sorted({str(score.table) for score in scores.values()}))
-            rows += [(run.name, own), (f"{run.name}, published (table {numbers})", theirs)]
-            unsaid += [score.unsaid for score in scores.values()]
+        own, theirs = scores[run.name], [scores[run.name].get(key) for _, _, key in shown]
+        if any(theirs):
+            cells = [ScoreCell(_format_mean(run, average) if key in own else "") for _, average, key in shown]
+            tables = ", ".join(sorted({str(of[1]) for of in theirs if of is not None}))
+            rows.append((run.name, cells))
+            rows.append(
+                (
+                    f"{run.name}, published (table {tables})",
+                    [ScoreCell("" if of is None else f"{of[0]:g}") for of in theirs],
+                )
+            )
+            training = next(iter(run.found.values()))[0].training
+            notes += [UNSAID_OF_SPLITS] * (training is not None and "interleave" in training.variant)
     if not rows:
         return []
-    notes = [
-        f"Published: arXiv {published.arxiv}v{published.version}, of the same model, data, variant and length, "
-        "by transcriptions. It is in no mean and no interval.",
-        *(f"The paper does not say {what}." for what in dict.fromkeys(unsaid)),
-        *_notes(runs[:1], [of for (_, of), _ in held]),
-    ]
-    return [ScoreTable(f"{title}, beside what is published", ["", *(name for (name, _), _ in held)], rows, notes)]
+    where = (
+        f"Published: arXiv {published.arxiv}v{published.version}, by transcriptions, of the same model, data, variant"
+    )
+    notes = [f"{where} and length. It is in no mean and no interval.", UNSAID, *dict.fromkeys(notes)]
+    notes += _notes(runs[:1], [average for _, average, _ in shown])
+    return [ScoreTable(f"{title}, beside what is published", ["", *(name for name, _, _ in shown)], rows, notes)]
 
 
 def _right_and_wrong(runs: list[Measured]) -> list[ScoreTable]:

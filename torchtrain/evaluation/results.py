@@ -49,6 +49,7 @@ class Training(_Strict):
 
     model: str  # `model.source` of its run
     variant: str
+    split: str | None = None  # `pack.split`, where the variant interleaves
     sequence_length: int
     rope: dict[str, Any]  # rope_parameters of the model that was trained
     steps: int  # of the whole run

@@ -33,6 +33,7 @@ def training_of(config: Config, record: Mapping[str, Any]) -> Training:
     return Training(
         model=config.model.source,
         variant=config.pack.variant,
+        split=config.pack.split if config.pack.interleave else None,
         sequence_length=config.pack.sequence_length,
         rope=identity.get("model", {}).get("rope_parameters") or {},
         steps=config.train.steps,

@@ -245,9 +245,10 @@ def test_a_run_of_each_config_stands_beside_its_own_row_of_the_papers_tables(pap
     }
     training = training_of(config, {"identity": identity, "corpus": {"made_of": made_of}})
     published = load_published(CONFIGS / "paper" / "results.yaml")
-    found = {(name, length): of.score for (name, _, length), of in published.scores_of(training, "", [2000]).items()}
+    found = {(name, length): of[0] for (name, _, length), of in published.scores_of(training, "", {2000}).items()}
     ablated = "-rope_" in path.stem and not path.stem.endswith("64k-rope_default_5e6")  # which is that of table 5
-    if ablated or config.model.source != LLAMA:
+    # The paper cuts chunks at random points, the authors' code by another rule: what made those rows is unknown.
+    if ablated or config.model.source != LLAMA or config.pack.interleave:
         assert found == {}
         return
     stores = {name: name.lower() for name in published.trainings}
@@ -258,7 +259,7 @@ def test_a_run_of_each_config_stands_beside_its_own_row_of_the_papers_tables(pap
     assert {key: score for key, score in found.items() if key[0] == "ruler_11"} == {
         ("ruler_11", length): score for length, score in zip(table.columns, row, strict=True)
     }
-    assert {name for name, _ in found} <= {"ruler_11", "short", "longbench"}
+    assert {name for name, _ in found} == {"ruler_11", "short"}
     assert training_of(config, {"identity": identity}).data == {}
 
 
