@@ -1,5 +1,6 @@
 """`torchtrain prepare`: one store, whoever makes it and wherever that is interrupted; nothing half-written counts."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -483,6 +484,22 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tm
     assert os.listdir(tmp_path / "out.partial" / SHARDS) == []
     store = produce(preparation, word_tokenizer(), tmp_path / "out")
     assert contents(store) == contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
+
+
+def test_a_disk_that_does_not_even_take_the_reason(preparation, tmp_path, monkeypatch):
+    from torchtrain.data import blocks
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_nothing(path: Path, *_: Any, **__: Any) -> None:
+        path.touch()
+        full()
+
+    monkeypatch.setattr(blocks.WriteShard, "_write", full)
+    monkeypatch.setattr(Path, "write_text", write_nothing)
+    with pytest.raises(UserError, match=r"out\.partial cannot be written: the disk is full: 6 of 6 tasks are not done"):
+        produce(preparation, word_tokenizer(), tmp_path / "out")
 
 
 def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
