@@ -140,7 +140,7 @@ def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         host += count_host_bytes(model, config.train.micro_batch * -(-config.pack.sequence_length // shared))
 
     # What a save beside the steps is written from; every process holds its share.
-    staged = STATE_BYTES * count if config.save.asynchronous and any(config.save.schedule(config.train.steps)) else 0
+    staged = STATE_BYTES * count if config.save.asynchronous and config.save.every else 0
 
     exported = bytes_each * held.count  # by the first process, which gathers it, perhaps while a save is written
 

@@ -1,7 +1,6 @@
 """Saving a run between two steps, resuming it, and exporting its model as a Hugging Face folder."""
 
 import errno
-import itertools
 import json
 import signal
 import threading
@@ -22,7 +21,7 @@ from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress,
 from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import State, state_of
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import Config, LoraSettings, SaveConfig
+from torchtrain.config import Config, LoraSettings
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed, Terminated
 from torchtrain.modeling.adapters import FOLDER as ADAPTER
@@ -142,7 +141,8 @@ class Session:
 
         The last one does, so that nothing is lost while the model is evaluated and exported.
         """
-        return any(self.step in steps for steps in self._config.save.schedule(self._config.train.steps))
+        save, steps = self._config.save, self._config.train.steps
+        return self.step in save.before_last(steps) or (self.step == steps and save.every > 0)
 
     @property
     def saved(self) -> bool:
@@ -326,8 +326,8 @@ class Session:
         return weights, lambda folder: save_adapter(model, lora, self.setup.base, adapter, folder / ADAPTER)
 
     def export_if_kept(self) -> None:
-        """Export this step's model if it is one of the last that `save.last` keeps; the trained one comes later."""
-        if self.step in exported_steps(self._config.save, self._config.train.steps):
+        """Export this step's model if it is one of those that `save.last` keeps; the trained one comes later."""
+        if self.step in self._config.save.exports(self._config.train.steps):
             self.export(self._folder.exports / f"step-{self.step:08d}")
 
     @contextmanager
@@ -402,14 +402,6 @@ def model_card(config: Config, model_config: "PretrainedConfig", step: int) -> s
     if notes:
         lines += ["", "Other readers need these settings:", "", *(f"- {note}" for note in notes)]
     return "\n".join(lines) + "\n"
-
-
-def exported_steps(save: SaveConfig, steps: int) -> list[int]:
-    """Return the steps whose models `save.last` keeps besides the trained one's: the last that save before the end."""
-    every, final = save.schedule(steps)
-    backwards = itertools.chain(reversed(final), reversed(every))
-    before_the_end = (step for step in backwards if step < steps)
-    return sorted(itertools.islice(before_the_end, save.last - 1))
 
 
 def is_whole(model: Path) -> bool:

@@ -75,8 +75,9 @@ class Digest:
 
 
 @pytest.fixture
-def preparation(tmp_path) -> Preparation:
+def preparation(tmp_path, monkeypatch) -> Preparation:
     """60 texts of 200 words in two files; every third has a near copy in the other, every tenth a copy there."""
+    monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", 1)
     random = np.random.default_rng(0)
     files: list[list[dict[str, str]]] = [[], []]
     for number in range(60):
@@ -89,9 +90,7 @@ def preparation(tmp_path) -> Preparation:
     for name, records in zip("ab", files, strict=True):
         write_jsonl(tmp_path / f"{name}.jsonl", records)
     data = DataConfig(sources=[Source(files=f"{tmp_path}/?.jsonl")], cache=f"{tmp_path}/cache", near_duplicates=True)
-    return Preparation(
-        tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1, task_bytes=1)
-    )
+    return Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1))
 
 
 def test_no_near_duplicate_of_what_is_held_out_is_trained_on(preparation, tmp_path):

@@ -34,8 +34,9 @@ FILES = 5
 
 
 @pytest.fixture
-def preparation(tmp_path) -> Preparation:
+def preparation(tmp_path, monkeypatch) -> Preparation:
     """Five files of two domains in turn, with bad records and short documents, and another source behind them."""
+    monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", 1)
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(FILES):
@@ -49,9 +50,7 @@ def preparation(tmp_path) -> Preparation:
         Source(files=f"{tmp_path}/other.jsonl"),
     ]
     data = DataConfig(sources=sources, cache=f"{tmp_path}/cache", bad_record_share=0.1, min_tokens=2)
-    return Preparation(
-        tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1, task_bytes=1)
-    )
+    return Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1))
 
 
 def change(preparation: Preparation, **settings) -> Preparation:
@@ -81,12 +80,12 @@ def test_it_holds_what_one_process_makes_in_a_run(preparation, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_how_files_are_grouped_into_shards_moves_no_document(preparation, tmp_path):
+def test_how_files_are_grouped_into_shards_moves_no_document(preparation, tmp_path, monkeypatch):
     largest = max(path.stat().st_size for path in (tmp_path / "corpus").iterdir())
-    stores = [
-        produce(change(preparation, task_bytes=size), word_tokenizer(), tmp_path / f"out{size}")
-        for size in (1, 2 * largest, 2**28)
-    ]
+    stores = []
+    for size in (1, 2 * largest, 2**28):
+        monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", size)
+        stores.append(produce(preparation, word_tokenizer(), tmp_path / f"out{size}"))
     assert [len(store.shards) for store in stores] == [6, 4, 2]
     assert len({store.header.fingerprint for store in stores}) == 3  # files are others, so the store is another
     for store in stores[1:]:
