@@ -19,12 +19,12 @@ class SaveConfig(Section):
 
     every: CountOrZero = Field(
         default=100,
-        description="steps between two checkpoints, from which `torchtrain resume` continues; the last step saves, too; "
+        description="steps between two checkpoints, from which `torchtrain resume` continues; the last step saves too; "
         "0: no checkpoints",
     )
     asynchronous: bool = Field(
         default=True,
-        description="copy the state to host memory (12 bytes a weight) and write it while training continues; a process "
+        description="copy the state to host memory (12 bytes a weight) and write it while training goes on; a process "
         "killed meanwhile resumes from the checkpoint before",
     )
     keep: Count = Field(default=2, description="how many checkpoints are kept, the last ones")

@@ -42,7 +42,6 @@ from anchorline.files import (
 from torchtrain.checkpoint.folder import STEP, step_of
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import Config, dump_config
-from torchtrain.data.store import TokenStore
 from torchtrain.run.lock import at_work, claim, hold, is_held
 from torchtrain.training.events import MetricsFile, last_saved, read_metrics
 
@@ -264,15 +263,16 @@ class RunFolder:
             raise UserError(f"{self.record}: is damaged: it lacks the config or the identity of its run; put it back")
         return content
 
-    def note_start(self, step: int, store: TokenStore, base: Path | None) -> None:
+    def note_start(self, step: int, tokens: Path, sha256: str, base: Path | None) -> None:
         """Write into `timing.jsonl` at which step the run starts, and where its tokens and frozen weights are now.
 
         Args:
             step: steps done.
-            store: the tokens.
+            tokens: folder of the token store.
+            sha256: the digest of its tokens.
             base: folder of the weights beside which adapters are trained; None: every weight is trained.
         """
-        place = {"tokens": str(store.folder.resolve()), "tokens_sha256": store.header.sha256}
+        place = {"tokens": str(tokens.resolve()), "tokens_sha256": sha256}
         with MetricsFile(self.timing) as timing:
             timing.write("begin", {"step": step, **place, "base": None if base is None else str(base)})
 

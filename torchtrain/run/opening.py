@@ -86,7 +86,7 @@ class Opening:
             if self.leads:
                 sources = local_sources(self.config)
                 replaced = locks.enter_context(self.folder.create(self.config, setup.record, replace, sources))
-                self.folder.note_start(0, setup.store, setup.frozen)
+                self._note_start(0, setup)
                 if replaced is not None and delete_replaced:
                     shutil.rmtree(replaced, ignore_errors=True)
                 if replaced is not None and os.path.lexists(replaced):
@@ -177,13 +177,16 @@ class Opening:
         with self.world.together():
             if self.leads:  # in this order: killed in between, it is taken up at the same step
                 self.folder.reopen()
-                self.folder.note_start(done, setup.store, setup.frozen)
+                self._note_start(done, setup)
                 if checkpoint is None:
                     self.checkpoints.give_up()
                     self.checkpoints.sweep()
                 self.checkpoints.forget_after(done)
                 self.folder.remove_later_exports(done, self.config.train.steps)
                 rewind_metrics(self.folder.metrics, events)
+
+    def _note_start(self, step: int, setup: Setup) -> None:
+        self.folder.note_start(step, setup.store.folder, setup.store.header.sha256, setup.frozen)
 
     def _check_shared(self) -> None:
         """Check that all ranks see the run that rank 0 made or found."""
