@@ -28,6 +28,7 @@ from torchtrain.modeling.adapters import FOLDER as ADAPTER
 from torchtrain.modeling.adapters import save_adapter, split_off
 from torchtrain.modeling.parts import first_not_finite
 from torchtrain.modeling.save import reader_notes, save_folder
+from torchtrain.products import multiplies_in_float32
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup
 from torchtrain.run.steps import check_finite
@@ -375,6 +376,7 @@ def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
         device=setup.record["device"],
         attention=setup.engine,
         deterministic=train.deterministic and world.device.type == "cuda",
+        float32_products=multiplies_in_float32(setup.model.dtype, world.device),
     )
 
 

@@ -46,6 +46,7 @@ from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.planning.memory import shape_of_model
+from torchtrain.products import describe_products
 
 # Of what is free; the rest is for what `torchtrain.planning` does not count: Python and its packages, a kernel's own
 # buffers, and fragments.
@@ -187,6 +188,8 @@ def set_up(
     model = load_for_training(source, model_config, settings, engine, device, cutter, config.run.seed)
     count = _count(model.parameters())
     log(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
+    if products := describe_products(model.dtype, device):
+        log(f"products  {products}")
     if config.model.lora is not None:
         trained = _count(p for p in model.parameters() if p.requires_grad)
         log(f"lora      {trained:,} parameters are trained, {count - trained:,} stay as they are")
