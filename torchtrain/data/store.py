@@ -124,7 +124,7 @@ class Documents:
     domains: list[str]
     sizes: Sequence[ShardSize]
     hashes: np.ndarray | None = None  # uint64 [documents]; None: computed when asked for
-    signatures: np.ndarray | None = None  # uint64 [documents, 14] (`torchtrain.data.selection`); None where not asked for
+    signatures: np.ndarray | None = None  # uint64 [documents, 14], under near_duplicates
     repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None: once
 
     @classmethod
