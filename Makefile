@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Containers tend to set it, and every process would compile all that it imports: 5 of its first 8 seconds, measured.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test gate readers rivals families check format lock clean distclean
+.PHONY: help setup train longer test gate readers rivals families check format lock clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,6 +18,12 @@ help:  ## list the targets
 train: setup  ## extend SmolLM2-135M on real documents with AnchorAttention (configs/demo.yaml)
 	@echo "==> training configs/demo.yaml"
 	@$(BIN)/torchtrain train configs/demo.yaml --replace --delete-replaced
+
+longer: setup  ## hours: train configs/longer.yaml, and compare RULER's needle tasks at 2K to 8K before and after
+	@$(BIN)/torchtrain evaluate smollm2 --suite configs/eval/needles.yaml --lengths 2048,4096,8192 --processes 2 --out runs/before
+	@if test -d runs/longer; then $(BIN)/torchtrain resume runs/longer; else $(BIN)/torchtrain train configs/longer.yaml; fi
+	@$(BIN)/torchtrain evaluate runs/longer --suite configs/eval/needles.yaml --lengths 2048,4096,8192 --processes 2
+	@$(BIN)/torchtrain compare runs/before runs/longer --out runs/longer-tables
 
 test: setup  ## run every test (those marked gpu are skipped, and say so, where there is no CUDA device)
 	@echo "==> running every test"

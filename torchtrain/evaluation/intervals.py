@@ -1,141 +1,97 @@
-"""How sure a mean is, and a difference: over samples, over pairs of samples, over seeds."""
+"""Intervals of 95 per cent: of a mean over samples, documents or seeds, and of a difference paired by sample."""
 
-import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import stats
 
 DRAWS = 2000
-_ALL_SIGNS = 12
-_MOST_LOSS = math.log(1e6)  # nats, whose perplexity has more digits than mean anything
-MOST_EXPONENT = 709.0  # nats, whose perplexity float64 holds
-_Z = 1.959963984540054  # of the normal distribution: 95 per cent lie within
+_MOST_LOSS = math.log(1e6)  # nats: a larger perplexity is written with two digits
+MOST_EXPONENT = 709.0  # nats: the largest loss whose perplexity float64 holds
+_Z = 1.959963984540054  # 95 per cent of the normal distribution lie within
+Scores = Sequence[Sequence[float] | np.ndarray]  # of each task the scores [samples]
+Interval = tuple[float, float, float]  # mean, low, high
 
 
-def mean_interval(scores: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of scores and its 95 per cent interval: Wilson's of scores in 0..1, Student's of any other.
+def mean_interval(scores: Sequence[float] | np.ndarray) -> Interval:
+    """Return a mean with Wilson's interval if all scores lie in 0..1, else with Student's.
 
-    Wilson's is of scores 0 and 1; one between varies less, so that the interval is then too wide rather than too
-    narrow. It has a width where all scores are equal, as it must: eight hits of eight do not prove a model perfect.
+    Wilson's is made for scores of 0 and 1. Scores between vary less, so that the interval is then too wide, never too
+    narrow. It has a width even where all scores are equal: eight hits of eight do not prove a model perfect.
     """
-    n, mean = len(scores), sum(scores) / len(scores)
+    n, mean = len(scores), float(np.mean(scores))
     if not 0 <= min(scores) <= max(scores) <= 1:
-        return documents_interval(scores) or (mean, mean, mean)
+        return student_interval(scores) or (mean, mean, mean)
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
     return mean, max(0.0, centre - half), min(1.0, centre + half)
 
 
-def interval_of(scores: Sequence[Sequence[float] | np.ndarray]) -> tuple[float, float, float]:
-    """Return the mean over tasks and its 95 per cent interval: half widths of independent means added as squares.
-
-    Args:
-        scores: of each task the scores [samples].
-    """
-    each = [mean_interval(list(of)) for of in scores]
+def interval_of(scores: Scores) -> Interval:
+    """Return the mean over tasks with its interval: half widths of independent means are added as squares."""
+    each = [mean_interval(of) for of in scores]
     mean = sum(of[0] for of in each) / len(each)
-    low = mean - math.sqrt(sum((of[0] - of[1]) ** 2 for of in each)) / len(each)
-    high = mean + math.sqrt(sum((of[2] - of[0]) ** 2 for of in each)) / len(each)
-    return mean, low, high
+    below = math.hypot(*(of[0] - of[1] for of in each)) / len(each)
+    above = math.hypot(*(of[2] - of[0] for of in each)) / len(each)
+    return mean, mean - below, mean + above
 
 
-def paired_interval(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """Return the mean over tasks of a - b, paired by sample, and its 95 per cent interval (bootstrap, seeded).
-
-    Where the scores of all samples of a task differ alike the bootstrap gives it no width, and it has that of what no
-    sample showed: a share p of samples that differ otherwise stays unseen in all n with a chance of (1 - p)^n. Half
-    widths are added as squares.
-
-    Args:
-        a, b: of each task the scores [samples], 0 to 1, of the same samples.
-    """
-    random = np.random.default_rng(0)
-    draws = np.zeros(DRAWS)
-    for x, y in zip(a, b, strict=True):
-        difference = x - y
-        draws += difference[random.integers(0, len(difference), (DRAWS, len(difference)))].mean(-1)
-    low, high = np.quantile(draws / len(a), [0.025, 0.975])
-    mean = float(np.mean([np.mean(x - y) for x, y in zip(a, b, strict=True)]))
-    alike = [(float((x - y)[0]), len(x)) for x, y in zip(a, b, strict=True) if are_equal(x - y)]
-    each = [(of, 1 - 0.025 ** (1 / n)) for of, n in alike]
-    below, above = ([unseen * (1 + sign * of) / len(a) for of, unseen in each] for sign in (1, -1))
-    low, high = mean - math.hypot(mean - low, *below), mean + math.hypot(high - mean, *above)
-    return mean, float(low), float(high)
+def student_interval(numbers: Sequence[float] | np.ndarray) -> Interval | None:
+    """Return a mean with Student's interval; None for one number, or for equal ones, which do not tell of the next."""
+    if len(numbers) < 2 or are_equal(numbers):
+        return None
+    low, high = stats.ttest_1samp(numbers, 0).confidence_interval()
+    return float(np.mean(numbers)), float(low), float(high)
 
 
 def are_equal(numbers: Sequence[float] | np.ndarray) -> bool:
-    """Whether numbers are one number but for rounding."""
+    """Return whether numbers are equal but for rounding."""
     return bool(np.ptp(numbers) <= 1e-9 * max(1.0, float(np.max(np.abs(numbers)))))
 
 
-def sign_flip(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
-    """Return how often the mean over tasks of a - b is as far from zero when each sample's sign is drawn: two-sided p.
+def paired_interval(a: Scores, b: Scores) -> Interval:
+    """Return the mean over tasks of a - b, paired by sample, with its interval by bootstrap.
 
-    Of few samples that differ all signs are tried: five can show nothing (2 of 32).
+    Where all samples of a task differ alike, the bootstrap gives no width. The task then gets the width of what its n
+    samples may have missed: a share p of other samples stays unseen with a chance of (1 - p)^n. Half widths are added
+    as squares.
 
     Args:
-        a, b: of each task the scores [samples], the same samples.
+        a, b: scores of the same samples, 0 to 1.
     """
-    parts = [(x - y) / len(x) for x, y in zip(a, b, strict=True)]
-    each = np.concatenate(parts)
+    random, draws, unseen = np.random.default_rng(0), np.zeros(DRAWS), []
+    differences = [np.asarray(x) - np.asarray(y) for x, y in zip(a, b, strict=True)]
+    for each in differences:
+        draws += each[random.integers(0, len(each), (DRAWS, len(each)))].mean(-1)
+        if are_equal(each):
+            share = 1 - 0.025 ** (1 / len(each))
+            unseen.append((share * (1 + each[0]) / len(a), share * (1 - each[0]) / len(a)))
+    low, high = np.quantile(draws / len(a), [0.025, 0.975])
+    mean = float(np.mean([each.mean() for each in differences]))
+    low = mean - math.hypot(mean - low, *(below for below, _ in unseen))
+    return mean, low, mean + math.hypot(high - mean, *(above for _, above in unseen))
+
+
+def sign_flip(a: Scores, b: Scores) -> float:
+    """Return the two-sided p of the mean over tasks of a - b, when the sign of each sample's difference is drawn.
+
+    All signs are tried where few samples differ; five can show nothing (2 of 32).
+
+    Args:
+        a, b: scores of the same samples.
+    """
+    each = np.concatenate([(np.asarray(x) - np.asarray(y)) / len(x) for x, y in zip(a, b, strict=True)])
     each = each[each != 0]
-    if not len(each):
+    if len(each) < 2:
         return 1.0
-    if len(each) <= _ALL_SIGNS:
-        signs = np.array(list(itertools.product((1, -1), repeat=len(each))))
-        own = 0  # the signs as they are stand among them
-    else:
-        signs = np.random.default_rng(0).choice((1, -1), (5 * DRAWS, len(each)))
-        own = 1
-    as_far = int((np.abs(signs @ each) >= abs(each.sum()) * (1 - 1e-9)).sum())
-    return (as_far + own) / (len(signs) + own)
-
-
-def documents_interval(losses: Sequence[float] | np.ndarray) -> tuple[float, float, float] | None:
-    """Return the mean of documents' losses, or of differences of them, and its 95 per cent interval, Student's; None of
-    one document, or where all are equal, which says nothing of the next.
-
-    Few documents, of losses without bounds: a bootstrap of eight takes too narrow an interval. A perplexity's is that
-    of its loss, raised by e.
-
-    Args:
-        losses: [documents], nats.
-    """
-    if len(losses) < 2 or are_equal(losses):
-        return None
-    low, high = seeds_interval(list(losses), [0.0] * len(losses))
-    return float(np.mean(losses)), low, high
+    rng = np.random.default_rng(0)
+    found = stats.permutation_test((each,), np.sum, permutation_type="samples", n_resamples=5 * DRAWS, rng=rng)
+    return float(found.pvalue)
 
 
 def format_perplexity(loss: float) -> str:
-    """Return e to a loss, in few digits where it means nothing."""
+    """Return e to a loss, with two digits where more mean nothing."""
     if loss < _MOST_LOSS:
         return f"{math.exp(loss):.2f}"
     return f"{math.exp(loss):.1e}" if loss < MOST_EXPONENT else "inf"
-
-
-def seeds_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Return Student's 95 per cent interval of the mean of a - b, paired in order.
-
-    Args:
-        a, b: of each seed a number; two seeds or more.
-    """
-    from scipy.stats import t
-
-    each = np.asarray(a) - np.asarray(b)
-    half = float(t.ppf(0.975, len(each) - 1) * each.std(ddof=1) / math.sqrt(len(each)))
-    return float(each.mean()) - half, float(each.mean()) + half
-
-
-def mcnemar(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
-    """Return how many samples a alone gets right, how many b alone, and McNemar's exact p (two-sided, binomial).
-
-    Args:
-        a, b: scores [samples] of the same samples, each 0 or 1.
-    """
-    only_a, only_b = int(np.sum(a > b)), int(np.sum(b > a))
-    from scipy.stats import binomtest
-
-    differing = only_a + only_b
-    return only_a, only_b, float(binomtest(only_a, differing).pvalue) if differing else 1.0

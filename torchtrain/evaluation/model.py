@@ -1,10 +1,10 @@
-"""lm-eval's HFLM with three changes: the start that prompts share is computed once, each prompt may have an anchor in
-front, and logits that are not finite end the evaluation.
+"""lm-eval's HFLM with three changes: the start that prompts share is computed once, an anchor may precede each prompt,
+and logits that are not finite end the evaluation.
 
-Prompts are read in lexical order into one cache. So each prompt shares with the one before all that it shares with any
-prompt before, and what is computed is the tree of all prompts. The prompts of a batch then go on together, a token
-each a step; a prompt that is alone in its batch goes on in the cache itself, so that its keys exist once. Attention is
-plain causal attention, whatever the model was trained with.
+Prompts are read in lexical order into one cache. Each prompt then shares with the one before it all that it shares with
+any earlier prompt, so that the tree of all prompts is computed, and nothing twice. The prompts of a batch are continued
+together, one token each a step. A prompt that is alone in its batch is continued in the cache itself, so that its keys
+exist once. Attention is plain causal attention, whatever the model was trained with.
 
 Legend: B prompts at a time · T tokens of the longest · H key heads · D head size · V vocabulary.
 """
@@ -20,6 +20,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
+from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 _PREFILL = 4096  # tokens of the rest of a prompt at a time: its mask is a matrix of so many rows
 _TAIL = 32  # tokens of an answer that are searched for a text that ends it
-OnBatch = Callable[[int, int], None]  # how many requests are done, and of how many
 
 
 class SharedPrefixLM(HFLM):
@@ -43,7 +43,7 @@ class SharedPrefixLM(HFLM):
         batch_tokens: tokens whose keys and values are held at a time; a prompt that needs more goes alone.
         length: tokens of a prompt and its answer, at most; `set_length` changes it.
         anchor: ids that are put before each prompt that does not begin with them.
-        on_batch: called after each batch of answers.
+        pulse: called after each batch of answers.
     """
 
     def __init__(
@@ -53,12 +53,11 @@ class SharedPrefixLM(HFLM):
         batch_tokens: int,
         length: int,
         anchor: Sequence[int] = (),
-        on_batch: OnBatch = lambda done, of: None,
+        pulse: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(pretrained=model, tokenizer=tokenizer)
-        self._device = input_device(model)
+        self._device, self._pulse = input_device(model), pulse
         self._batch_tokens, self._anchor = batch_tokens, list(anchor)
-        self.on_batch, self.cut_prompts, self.prompt_tokens, self.computed_tokens = on_batch, 0, 0, 0
         self.shares_prefixes = all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
         self.set_length(length)
 
@@ -88,39 +87,36 @@ class SharedPrefixLM(HFLM):
         with torch.inference_mode():
             found = super()._loglikelihood_tokens(requests, *args, **kwargs)
         check_finite(all(math.isfinite(log_p) for log_p, _ in found), self.model)
-        self.on_batch(len(found), len(found))
+        self._pulse()
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """See `HFLM`. Requests that sample, search beams or penalise go to HFLM's own generation.
+        """See `HFLM`. Requests that sample, search beams, penalise or differ in that go to HFLM's own generation.
 
         Raises:
             UserError: logits are not finite.
         """
-        by_settings: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            by_settings.setdefault(repr(request.args[1]), []).append(i)
-        found: dict[int, str] = {}
-        for places in by_settings.values():
-            chosen = [requests[i] for i in places]
-            settings = normalize_gen_kwargs(dict(chosen[0].args[1]), self.max_gen_toks)
-            others = settings.keys() - {"do_sample", "temperature", "until", "max_gen_toks"}
-            if settings["do_sample"] or others:
-                texts = super().generate_until(chosen, disable_tqdm)
-            else:
-                texts = self._greedy(chosen, settings["max_gen_toks"], settings["until"] or [])
-            found |= dict(zip(places, texts, strict=True))
-        return [found[i] for i in range(len(requests))]
+        if not requests:
+            return []
+        first = requests[0].args[1]
+        settings = normalize_gen_kwargs(dict(first), self.max_gen_toks)
+        others = settings.keys() - {"do_sample", "temperature", "until", "max_gen_toks"}
+        if settings["do_sample"] or others or any(request.args[1] != first for request in requests):
+            return super().generate_until(requests, disable_tqdm)
+        return self._greedy(requests, settings["max_gen_toks"], settings["until"] or [])
 
     def _greedy(self, requests: list[Any], room: int, until: str | list[str]) -> list[str]:
         until = [until] if isinstance(until, str) else until
         prompts = [self._cut(self.tok_encode(request.args[0]), room) for request in requests]
         done: list[str] = [""] * len(prompts)
-        for batch, answers in self.answers(prompts, room, until):
-            for i, answer in zip(batch, answers, strict=True):
-                text = self.tok_decode(answer)  # pyright: ignore[reportArgumentType]
-                done[i] = postprocess_generated_text(text, until, None)
-                self.cache_hook.add_partial("generate_until", requests[i].args, done[i])
+        with tqdm(total=len(prompts), desc="Running generate_until requests", mininterval=2) as bar:
+            for batch, answers in self.answers(prompts, room, until):
+                for i, answer in zip(batch, answers, strict=True):
+                    text = self.tok_decode(answer)  # pyright: ignore[reportArgumentType]
+                    done[i] = postprocess_generated_text(text, until, None)
+                    self.cache_hook.add_partial("generate_until", requests[i].args, done[i])
+                bar.update(len(batch))
+                self._pulse()
         return done
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
@@ -140,8 +136,8 @@ class SharedPrefixLM(HFLM):
 
         An answer does not hold the token that ends it. A text of `until` that ends it is a part of it.
         """
-        order, done, holds = sorted(range(len(prompts)), key=lambda i: list(prompts[i])), 0, ()
-        trunk = self._roomy(max(map(len, prompts), default=0) + room) if self.shares_prefixes else None
+        order, holds = sorted(range(len(prompts)), key=lambda i: list(prompts[i])), ()
+        trunk = self._new_cache(max(map(len, prompts), default=0) + room) if self.shares_prefixes else None
         for batch in self._batches(order, prompts, room):
             cache, first, read = trunk or DynamicCache(config=self.model.config), [], []
             for i in batch:
@@ -153,8 +149,7 @@ class SharedPrefixLM(HFLM):
             said = self._go_on(first, lengths, self._stack(read, max(lengths), room) if read else cache, room, until)
             if trunk:
                 _shorten(trunk, len(holds))
-            self.prompt_tokens, done = self.prompt_tokens + sum(lengths), done + len(batch)
-            self.on_batch(done, len(prompts))
+            self.prompt_tokens += sum(lengths)
             yield batch, said
 
     def _batches(self, order: list[int], prompts: Sequence[Sequence[int]], room: int) -> list[list[int]]:
@@ -169,7 +164,7 @@ class SharedPrefixLM(HFLM):
                 longest = len(prompts[i]) + room
         return batches
 
-    def _roomy(self, room: int) -> DynamicCache:
+    def _new_cache(self, room: int) -> DynamicCache:
         """Return a cache with room for so many tokens; transformers' own copies all keys for each token."""
         cache = DynamicCache(config=self.model.config)
         cache.layers = [_RoomyLayer(room) for _ in cache.layers]
@@ -242,7 +237,7 @@ class SharedPrefixLM(HFLM):
         """Lay keys and values side by side, shorter ones filled up on the left; each layer of `read` goes as it is
         copied, because there may not be room for two.
         """
-        cache = self._roomy(longest + room)
+        cache = self._new_cache(longest + room)
         for layer in cache.layers:
             sides = [
                 torch.cat([torch.nn.functional.pad(kind, (0, 0, longest - kind.shape[2], 0)) for kind in kinds])

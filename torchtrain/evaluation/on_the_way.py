@@ -1,12 +1,11 @@
 """Evaluation of a model that is being trained, between two steps, without changing a bit of the training.
 
-What answers is a second tree of modules on the same weights (`share_weights`), with its own buffers, its own config,
-transformers' own attention and a KV cache. Nothing of the training's model is touched, not even RoPE's frequencies,
-which some types change as they meet longer rows. lm-eval draws from the process's random generators, so their states
-are put back.
+A second tree of modules on the same weights (`share_weights`) answers, with its own buffers and config, transformers'
+own attention and a KV cache. The training's model stays as it is, even RoPE's frequencies, which some types change as
+they meet longer rows. lm-eval draws from the process's random generators, so their states are put back.
 
-A suite that cannot be measured is refused before the training begins. What fails later (a full disk, no memory left) is
-no reason to lose a training: a line says it, and the next evaluation tries again.
+A suite that cannot be measured is refused before the training begins. A later fault (a full disk, no memory left) does
+not end a training: a line reports it, and the next evaluation tries again.
 """
 
 import copy
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TrainingEvaluation:
-    """What a run measures on its way.
+    """What a run measures while it trains.
 
     Args:
         config: the run's; `evaluation.every` is above 0.
@@ -80,8 +79,7 @@ class TrainingEvaluation:
         """
         with _keep_generators(), self._name_the_section():
             check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite)
-            evaluated = self._evaluated(model, tokenizer, 0, None, "")
-            plan(evaluated, self._suite, self._lengths, None, lambda line: None)
+            plan(self._evaluated(model, tokenizer, 0), self._suite, self._lengths, None, lambda line: None)
             if self._suite.perplexity is not None:
                 check_logits(share_weights(model))
 
@@ -145,8 +143,8 @@ class TrainingEvaluation:
         model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerFast",
         step: int,
-        training: Training | None,
-        weights: str,
+        training: Training | None = None,
+        weights: str = "",
     ) -> EvaluatedModel:
         checkpoint = Checkpoint(f"step-{step:08d}", step, self._source, training)
         settings = Settings(weights=weights, anchor=[], dtype=self._dtype)

@@ -55,9 +55,9 @@ def long_documents(config: PerplexityConfig, tokenizer: "PreTrainedTokenizerFast
     )
 
 
-def digest_of(documents: Sequence[Sequence[int]], stride: int | None) -> str:
-    """Return the SHA-256 of token ids and of how windows move over them."""
-    return hashlib.sha256(repr(([list(ids) for ids in documents], stride)).encode()).hexdigest()
+def digest_of(documents: Sequence[Sequence[int]]) -> str:
+    """Return the SHA-256 of token ids."""
+    return hashlib.sha256(repr(([list(ids) for ids in documents], None)).encode()).hexdigest()
 
 
 def buckets(length: int) -> list[tuple[int, int]]:
@@ -93,21 +93,6 @@ def document_losses(model: "PreTrainedModel", ids: Sequence[int]) -> Tensor:
     losses_T = torch.cat(losses)
     check_finite(losses_T.isfinite().all(), model)
     return losses_T
-
-
-@torch.inference_mode()
-def strided_loss(model: "PreTrainedModel", ids: Sequence[int], window: int, stride: int) -> tuple[float, int]:
-    """Return the sum of losses, and how many: of each token once, in the first window that holds it."""
-    assert 0 < stride < window, "the first token of a window has no loss there"
-    total, tokens, seen = 0.0, 0, 1
-    for first in range(0, max(len(ids) - window, 0) + stride, stride):
-        part = ids[first : first + window]
-        new = first + len(part) - seen
-        if new <= 0:
-            break
-        losses = document_losses(model, part)[-new:]
-        total, tokens, seen = total + float(losses.double().sum()), tokens + len(losses), seen + new
-    return total, tokens
 
 
 def token_losses(hidden_tM: Tensor, head: torch.nn.Module, targets_t: Tensor, vocabulary: int = _VOCABULARY) -> Tensor:

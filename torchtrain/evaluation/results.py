@@ -3,7 +3,6 @@
 OUT/CHECKPOINT/TASK-LENGTH.json
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -28,11 +27,12 @@ class _Strict(BaseModel):
 
 
 class Answer(_Strict):
-    """What the model said to one sample (of a choice: its number), and its score."""
+    """What the model said to one sample (for choices: the number of one), and its score."""
 
     index: int
     prediction: str
     score: float
+    part: str = ""  # of LongBench-E: the length of its context
 
 
 class Settings(_Strict):
@@ -77,7 +77,7 @@ class TaskResult(_Result):
     """One task at one length of one checkpoint.
 
     `metric` is the score of `answers`; `values` are all of lm-eval's numbers for the task. A task whose metric is not
-    one of single samples (perplexity of a corpus, BLEU) has no answers.
+    a mean over samples (perplexity of a corpus, BLEU) has no answers.
     """
 
     metric: str
@@ -90,20 +90,22 @@ class TaskResult(_Result):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        if len(set(self.indices)) != len(self.answers):
+        if len(set(self.parts)) != len(self.answers):
             raise ValueError("answers: one sample is there twice")
         return self
 
     @property
-    def indices(self) -> list[int]:
-        """Of the samples, ascending."""
+    def parts(self) -> list[int]:
+        """The numbers of the samples, ascending."""
         return sorted(answer.index for answer in self.answers)
 
-    @property
-    def scores(self) -> list[float]:
-        """Of each sample, by its index; of a task without answers its one number."""
-        scores = [answer.score for answer in sorted(self.answers, key=lambda answer: answer.index)]
-        return scores or [self.values[self.metric]]
+    def scores(self, part: str = "") -> list[float]:
+        """Return the score of each sample by its number, of one part of them if it is named; of a task without answers
+        its one number.
+        """
+        ordered = sorted(self.answers, key=lambda answer: answer.index)
+        scores = [answer.score for answer in ordered if part in ("", answer.part)]
+        return scores if part or scores else [self.values[self.metric]]
 
 
 class Bucket(_Strict):
@@ -120,16 +122,19 @@ class PerplexityResult(_Result):
     task: Literal["perplexity"] = "perplexity"
     text: str
     buckets: list[Bucket]
-    strided: float | None  # mean loss in windows of half the length, if they were asked for
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if len({len(bucket.losses) for bucket in self.buckets}) != 1:
             raise ValueError("buckets: they are of different documents")
-        edges = [(bucket.first, bucket.end) for bucket in self.buckets]
-        if any(first >= end for first, end in edges) or any(a[1] != b[0] for a, b in pairwise(edges)):
+        if any(a.end != b.first for a, b in pairwise(self.buckets)):
             raise ValueError("buckets: one does not begin where the one before ends")
         return self
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """The first position, the end and the number of documents of each bucket."""
+        return [(bucket.first, bucket.end, len(bucket.losses)) for bucket in self.buckets]
 
 
 class NotRun(_Strict):
@@ -143,7 +148,7 @@ class NotRun(_Strict):
 
 
 Measurement = TaskResult | PerplexityResult
-Found = TaskResult | NotRun | PerplexityResult
+Result = TaskResult | PerplexityResult | NotRun
 
 
 def weights_digest(folder: Path) -> str:
@@ -165,21 +170,19 @@ def result_path(out: Path, checkpoint: str, task: str, length: int) -> Path:
     return out / checkpoint / f"{task}-{length}.json"
 
 
-def check_out(out: Path) -> None:
-    """Check, before anything is measured, that results can be written into a folder, which need not exist yet.
+def make_out(out: Path) -> None:
+    """Make the folder of results, before anything is measured.
 
     Raises:
-        UserError: they cannot.
+        UserError: it cannot be made.
     """
-    place = next(place for place in (out.absolute(), *out.absolute().parents) if os.path.lexists(place))
-    fault = None if place.is_dir() else errno.ENOTDIR
-    if fault is None and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
-        fault = errno.EACCES
-    if fault is not None:
-        raise UserError(f"--out: {quoted(place)}: {os.strerror(fault).lower()}; choose a folder that can be written")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 
 
-def save_result(out: Path, result: Found) -> None:
+def save_result(out: Path, result: Result) -> None:
     """Write a result below a folder; whoever reads it sees it whole or not at all.
 
     Raises:
@@ -193,44 +196,39 @@ def save_result(out: Path, result: Found) -> None:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 
 
-def read_result(path: Path) -> Found:
+def read_result(path: Path) -> Result:
     """Read a result.
 
     Raises:
         UserError: it is damaged, of another version, or in the wrong place.
     """
     content = read_json(path, "results", _MOST_BYTES)
-    kind: type[Found] = TaskResult
+    kind: type[Result] = TaskResult
     if "not_run" in content or "buckets" in content:
         kind = NotRun if "not_run" in content else PerplexityResult
     try:
-        found = kind.model_validate_json(json.dumps(content))
+        result = kind.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise UserError(
             f"results: {quoted(path)}: is damaged, or of another version ({explain(kind, error)}); remove it, and "
             "evaluate again"
         ) from None
-    if path.name != f"{found.task}-{found.length}.json" or path.parent.name != found.checkpoint:
-        raise UserError(f"results: {quoted(path)}: is of {found.task} at {found.length}; move it back")
-    return found
+    if path.name != f"{result.task}-{result.length}.json" or path.parent.name != result.checkpoint:
+        raise UserError(f"results: {quoted(path)}: is of {result.task} at {result.length}; move it back")
+    return result
 
 
-def holds_scores(path: Path) -> bool:
-    """Return whether a file holds scores, of whatever checkpoint.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    return path.exists() and not isinstance(read_result(path), NotRun)
-
-
-def read_results(out: Path) -> Iterator[Found]:
+def read_results(out: Path, checkpoint: str = "*") -> Iterator[Result]:
     """Yield the results below a folder, by checkpoint, task and length.
+
+    Args:
+        out: the folder.
+        checkpoint: of one checkpoint alone.
 
     Raises:
         UserError: one is damaged, or in the wrong place.
     """
-    yield from (read_result(path) for path in sorted(out.glob("*/*.json")) if _NAME.fullmatch(path.name))
+    yield from (read_result(path) for path in sorted(out.glob(f"{checkpoint}/*.json")) if _NAME.fullmatch(path.name))
 
 
 def finished_result(path: Path, settings: Settings, identity: dict[str, Any]) -> Measurement | None:
@@ -239,20 +237,12 @@ def finished_result(path: Path, settings: Settings, identity: dict[str, Any]) ->
     Raises:
         UserError: it is damaged, or of another checkpoint, samples or settings.
     """
-    try:
-        path.lstat()
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise UserError(f"--out: {disk_fault(error)}") from None
-    found = read_result(path)
-    if isinstance(found, NotRun):
+    if not os.path.lexists(path) or isinstance(result := read_result(path), NotRun):
         return None
-    was, now = (
-        {**of.model_dump(), "samples": made} for of, made in ((found.settings, found.identity), (settings, identity))
-    )
-    _refuse_change(path, was, now, list(was))
-    return found
+    what = different_setting(result, settings) or ("" if result.identity == identity else "samples")
+    if what:
+        raise UserError(_refusal(path, what))
+    return result
 
 
 def check_one_model(out: Path, checkpoint: str, settings: Settings) -> None:
@@ -261,20 +251,19 @@ def check_one_model(out: Path, checkpoint: str, settings: Settings) -> None:
     Raises:
         UserError: one is of other weights, dtype, anchor or engine (an average would be over both), or is damaged.
     """
-    for path in sorted((out / checkpoint).glob("*.json")):
-        if _NAME.fullmatch(path.name) and not isinstance(found := read_result(path), NotRun):
-            _refuse_change(path, found.settings.model_dump(), settings.model_dump(), alike_in(found))
+    for result in read_results(out, checkpoint):
+        if not isinstance(result, NotRun) and (what := different_setting(result, settings)):
+            raise UserError(_refusal(result_path(out, checkpoint, result.task, result.length), what))
 
 
-def alike_in(result: Measurement) -> list[str]:
-    """Return in which settings all results of a checkpoint agree; perplexity is measured without anchor and engine."""
-    return ["weights", "dtype", "engine", "anchor"] if isinstance(result, TaskResult) else ["weights", "dtype"]
+def _refusal(path: Path, what: str) -> str:
+    return f"--out: {quoted(path)} was measured with other {what}; choose another --out, or remove it"
 
 
-def _refuse_change(path: Path, was: dict[str, Any], now: dict[str, Any], names: list[str]) -> None:
-    for name in names:
-        if was[name] != now[name]:
-            told = f" ({quoted(was[name], 20)}, now {quoted(now[name], 20)})" if name != "samples" else ""
-            raise UserError(
-                f"--out: {quoted(path)} was measured with other {name}{told}; choose another --out, or remove it"
-            )
+def different_setting(result: Measurement, settings: Settings) -> str:
+    """Return the name of a setting in which a result differs from the others of its checkpoint; "": in none.
+
+    Perplexity is measured without anchor and engine.
+    """
+    names = ("weights", "dtype", "engine", "anchor") if isinstance(result, TaskResult) else ("weights", "dtype")
+    return next((name for name in names if getattr(result.settings, name) != getattr(settings, name)), "")

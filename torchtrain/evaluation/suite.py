@@ -44,6 +44,8 @@ LONGBENCH: dict[str, tuple[str, ...]] = {
     "Summarization": ("gov_report", "qmsum", "multi_news", "vcsum"),
     "Synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
 }
+# LongBench-E's parts by the words of a context, and the number of words at which each ends.
+LONGBENCH_E_PARTS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
 HELLASWAG = "hellaswag"
 _LEAST_LENGTH = 64
 # The suite and the model decide these arguments of lm-eval's class for vLLM.
@@ -55,9 +57,9 @@ def room_of(task: str) -> int:
     return TASKS[IN_2024.get(task, task)]
 
 
-def setting_of(task: str, settings: dict[str, Any]) -> Any:
-    """Return what a setting by the start of tasks' names says of a task; None: nothing."""
-    return next((value for name, value in settings.items() if task == name or task.startswith(f"{name}_")), None)
+def key_of(task: str, settings: dict[str, Any]) -> str | None:
+    """Return which key of a setting by the start of tasks' names (`mmlu`) is a task's; None: none is."""
+    return next((name for name in settings if task == name or task.startswith(f"{name}_")), None)
 
 
 def is_ruler(task: str) -> bool:
@@ -72,44 +74,20 @@ def benchmark_of(task: str) -> str:
     return next((name for name in ("longbench", "mmlu") if task.startswith(f"{name}_")), task)
 
 
-class Haystack(Section):
-    """The text in which needles are hidden: exactly one of `folder`, `demo`, `files`, `dataset`."""
+class Haystack(Source):
+    """The text in which needles are hidden: a source as in data.sources. RULER's essays are `texts: ESSAYS/*.txt`."""
 
-    folder: PathText | None = Field(default=None, description="folder of .txt files, such as RULER's essays")
-    demo: Literal["speeches", "encyclopedia", "code"] | None = Field(default=None, description="as in data.sources")
-    files: PathText | None = Field(default=None, description="as in data.sources: glob of .jsonl or .parquet files")
-    dataset: Name | None = Field(default=None, description="as in data.sources: folder or hub id of a data set")
-    split: Name = Field(default="train", description="of the dataset")
-    text_field: Name = Field(default="text", description="name of the field that holds the text")
     sentences: Literal["english", "untrained"] = Field(
         default="english",
         description="how sentences are found: by NLTK's punkt_tab for English, as RULER does (its data must be on "
         "this machine), or by NLTK's Punkt without training, which needs no data",
     )
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        kinds = [name for name in ("folder", "demo", "files", "dataset") if getattr(self, name) is not None]
-        if len(kinds) != 1:
-            raise ValueError(
-                f"a haystack is exactly one of folder, demo, files, dataset; this one is {kinds or 'none'}"
-            )
-        return self
-
     @property
     def name(self) -> str:
         """The haystack's name in results."""
-        kind = next(name for name in ("folder", "demo", "files", "dataset") if getattr(self, name) is not None)
+        kind = next(kind for kind in ("demo", "files", "texts", "dataset") if getattr(self, kind) is not None)
         return f"{kind} {getattr(self, kind)}, sentences {self.sentences}"
-
-
-class QuestionSet(Section):
-    """Questions with documents as the hub has them."""
-
-    dataset: Name = Field(description="as in data.sources: folder or hub id of a data set")
-    subset: Name | None = Field(default=None, description="as in data.sources; of hotpotqa on the hub: distractor")
-    split: Name = Field(default="validation", description="of the dataset")
-    revision: Name | None = Field(default=None, description="commit or branch of the dataset; a commit pins its text")
 
 
 class PerplexityConfig(Section):
@@ -117,9 +95,6 @@ class PerplexityConfig(Section):
 
     source: Source
     documents: Count = Field(default=8, description="the first so many documents that are long enough")
-    stride: Count | None = Field(
-        default=None, description="tokens that a window of half the length moves; default: no windows"
-    )
 
 
 class Suite(Section):
@@ -135,12 +110,8 @@ class Suite(Section):
     seed: int = Field(default=42, ge=0, lt=2**32, description="RULER's is 42; each task is seeded with it alone")
     cache: PathText = Field(default="cache", description="folder of samples, answers and converted models")
     haystack: Haystack | None = None
-    squad: PathText | QuestionSet | None = Field(
-        default=None, description="for qa_1: SQuAD 2.0's dev-v2.0.json, or {dataset: rajpurkar/squad_v2}"
-    )
-    hotpotqa: PathText | QuestionSet | None = Field(
-        default=None, description="for qa_2: hotpot_dev_distractor_v1.json, or {dataset: hotpotqa/hotpot_qa}"
-    )
+    squad: PathText | None = Field(default=None, description="for qa_1: SQuAD 2.0's dev-v2.0.json")
+    hotpotqa: PathText | None = Field(default=None, description="for qa_2: hotpot_dev_distractor_v1.json")
     data: dict[Name, PathText] = Field(
         default={},
         description="local data of lm-eval's tasks, by the start of their names: {mmlu: FOLDER}. The folder holds the "
@@ -173,9 +144,6 @@ class Suite(Section):
             raise ValueError("device_map belongs to backend torch; remove it (vllm: {tensor_parallel_size: 8} spreads)")
         if len(set(self.tasks)) != len(self.tasks):
             raise ValueError("tasks: one is named twice; remove it")
-        for old, new in IN_2024.items():
-            if {old, new} <= set(self.tasks):
-                raise ValueError(f"tasks: {new} and {old} are one task at two times; keep one")
         return self
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -16,8 +17,8 @@ from anchorline.errors import UserError, disk_fault
 from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page import figure_style, inline, render
-from anchorline.page.figures import SERIES
-from torchtrain.evaluation.intervals import MOST_EXPONENT, documents_interval, interval_of
+from anchorline.page.colours import SERIES
+from torchtrain.evaluation.intervals import MOST_EXPONENT, interval_of, student_interval
 from torchtrain.evaluation.measured import Average, Measured, format_length, ruler_averages
 
 TABLES = MarkedPlace("<!-- made by torchtrain compare -->", "<!-- end of torchtrain compare -->")  # of a document
@@ -66,7 +67,13 @@ def write_tables(
     command: str,
     figures: Sequence["ScoreFigure"] = (),
 ) -> None:
-    """Write results.md, results.tex and results.html, and each figure as an SVG of its own.
+    """Write results.md, results.tex, results.html, and an SVG for each figure.
+
+    Args:
+        tables, figures: what is written.
+        facts: a line about each run.
+        folder: is made if it is not there.
+        command: what the reader would call to make them again.
 
     Raises:
         UserError: the folder cannot be written.
@@ -82,13 +89,12 @@ def write_tables(
         tables=tables,
         figures=[(inline(figure.svg, figure.title), figure) for figure in figures],
     )
+    texts = {"results.md": _as_markdown(tables, facts), "results.tex": "\n".join(map(latex, tables))}
+    texts |= {"results.html": page, **{f"{figure.name}.svg": figure.svg for figure in figures}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save(folder / "results.md", _as_markdown(tables, facts).encode())
-        save(folder / "results.tex", "\n".join(map(latex, tables)).encode())
-        save(folder / "results.html", page.encode())
-        for figure in figures:
-            save(folder / f"{figure.name}.svg", figure.svg.encode())
+        for name, text in texts.items():
+            save(folder / name, text.encode())
     except OSError as error:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 
@@ -96,13 +102,12 @@ def write_tables(
 def write_document(
     tables: Sequence[ScoreTable], facts: Mapping[str, str], document: Path, figures: Sequence["ScoreFigure"] = ()
 ) -> None:
-    """Put the tables into a place of a Markdown file, and the figures, in `figures/` beside it, before them.
+    """Put figures and tables between the marks of a Markdown file; the drawings go into `figures/` next to it.
 
     Raises:
         UserError: as `read_marked`, or it cannot be written.
     """
-    text = read_marked(document, [TABLES])
-    shown = []
+    text, shown = read_marked(document, [TABLES]), []
     try:
         for figure in figures:
             drawn = document.parent / "figures" / f"{document.stem}-{figure.name}.svg"
@@ -133,35 +138,16 @@ def markdown(table: ScoreTable) -> str:
 def latex(table: ScoreTable) -> str:
     """Return a table as LaTeX, for the package booktabs."""
 
-    def line(cells: Sequence[str]) -> str:
-        return " & ".join(cells) + r" \\"
+    def line(cells: Sequence[ScoreCell]) -> str:
+        texts = (cell.text.translate(_LATEX) for cell in cells)
+        return " & ".join(rf"\textbf{{{text}}}" if cell.bold else text for cell, text in zip(cells, texts, strict=True))
 
-    rows = [
-        [
-            name.translate(_LATEX),
-            *(
-                rf"\textbf{{{cell.text.translate(_LATEX)}}}" if cell.bold else cell.text.translate(_LATEX)
-                for cell in cells
-            ),
-        ]
-        for name, cells in table.rows
-    ]
+    rows = [line([*map(ScoreCell, table.head)]), *(line([ScoreCell(name), *cells]) for name, cells in table.rows)]
+    head, *body = [rf"{row} \\" for row in rows]
     caption = " ".join([f"{table.title}.", *table.notes]).translate(_LATEX)
-    return "\n".join(
-        [
-            r"\begin{table}",
-            rf"\caption{{{caption}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}",
-            r"\toprule",
-            line([name.translate(_LATEX) for name in table.head]),
-            r"\midrule",
-            *map(line, rows),
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )
+    begin = rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}"
+    lines = [r"\begin{table}", rf"\caption{{{caption}}}", begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    return "\n".join([*lines, r"\end{tabular}", r"\end{table}", ""])
 
 
 Point = tuple[float, float, float, float]  # x, y, and the ends of its interval
@@ -178,75 +164,70 @@ class ScoreFigure:
 
 
 def figures_of(runs: Sequence[Measured]) -> list[ScoreFigure]:
-    """Return the figures that the results of runs allow: one that would hold nothing is left out.
+    """Return the figures that the results of runs allow; one that would show a single point is left out.
 
     Args:
         runs: measured alike, as `compare` returns them.
     """
     figures, first = [], runs[0]
+    steps = {run.name: _by_step(run) for run in runs}
+    moves = any(len(of) > 1 for of in steps.values())
     bars = "Bars are 95 per cent intervals of each run alone; the tables have those of the differences."
-    if told := ruler_averages(first):
-        title, averages = told[0]
-        held = [(n, of) for n, of in zip(first.lengths(), averages, strict=True) if of is not None]
-        lines = {run.name: [_point(run, of, n) for n, of in held] for run in runs}
-        if len(held) > 1:  # of one the table says as much
-            svg = _draw("by-length", lines, "tokens", "score", [n for n, _ in held])
+    if averages := ruler_averages(first):
+        title, by_length = next(iter(averages.items()))
+        if len(by_length) > 1:
+            lines = {run.name: [_score_point(run, of, length) for length, of in by_length] for run in runs}
+            svg = _draw("by-length", lines, "tokens", "score", [length for length, _ in by_length])
             figures.append(ScoreFigure("score-by-length", f"RULER by length: {title.lower()}", bars, svg))
-        length, average = held[-1]
-        lines = {run.name: [_point(of, average, step) for step, of in _by_step(run)] for run in runs}
-        if any(len(points) > 1 for points in lines.values()):
-            note = f"Each checkpoint alone, at {length:,} tokens. {bars}"
+        length, average = by_length[-1]
+        if moves:
+            lines = {name: [_score_point(at, average, step) for step, at in of] for name, of in steps.items()}
             svg = _draw("by-step", lines, "training step", "score")
+            note = f"Each checkpoint alone, at {length:,} tokens. {bars}"
             figures.append(ScoreFigure("score-by-step", "RULER against the training step", note, svg))
-    if first.perplexity:
+    if first.perplexity and moves:
         length = max(first.perplexity)
-        lines = {run.name: [_perplexity_point(of, length, step) for step, of in _by_step(run)] for run in runs}
-        if any(len(points) > 1 for points in lines.values()):
-            note = f"Of all positions up to {length:,}. {bars}"
-            svg = _draw("perplexity", lines, "training step", "perplexity")
-            figures.append(ScoreFigure("perplexity-by-step", "Perplexity against the training step", note, svg))
+        lines = {name: [_perplexity_point(at, length, step) for step, at in of] for name, of in steps.items()}
+        svg = _draw("perplexity", lines, "training step", "perplexity")
+        note = f"Of all positions up to {length:,}. {bars}"
+        figures.append(ScoreFigure("perplexity-by-step", "Perplexity against the training step", note, svg))
     return figures
 
 
-def _by_step(run: Measured) -> list[tuple[float, Measured]]:
+def _by_step(run: Measured) -> list[tuple[int, Measured]]:
     """Return a run's results by step, ascending; of several seeds those of one step together."""
-    results = (run.whole or run).results()
-    steps = sorted({of.step for of in results if of.step is not None})
-    return [(float(step), Measured(run.name).add(of for of in results if of.step == step)) for step in steps]
+    steps = {result.checkpoint: result.step for result in run.results() if result.step is not None}
+    return [
+        (step, run.of_checkpoints([name for name, of in steps.items() if of == step]))
+        for step in sorted({*steps.values()})
+    ]
 
 
-def _point(run: Measured, average: Average, x: float) -> Point:
+def _score_point(run: Measured, average: Average, x: float) -> Point:
     mean, low, high = interval_of(average.scores(run))
     return x, 100 * mean, 100 * low, 100 * high
 
 
 def _perplexity_point(run: Measured, length: int, x: float) -> Point:
-    each = []
-    for result in run.perplexity[length]:
-        widths = [of.end - of.first for of in result.buckets]
-        each.append(np.average([of.losses for of in result.buckets], axis=0, weights=widths))
-    losses = np.mean(each, axis=0)
-    found = documents_interval(losses) or (float(losses.mean()),) * 3
-    mean, low, high = (math.exp(min(loss, MOST_EXPONENT)) for loss in found)
+    results = run.perplexity[length]
+    widths = [bucket.end - bucket.first for bucket in results[0].buckets]
+    losses = np.average([[bucket.losses for bucket in of.buckets] for of in results], axis=1, weights=widths).mean(0)
+    interval = student_interval(losses) or (float(losses.mean()),) * 3
+    mean, low, high = (math.exp(min(loss, MOST_EXPONENT)) for loss in interval)
     return x, mean, low, high
 
 
 def _draw(salt: str, lines: dict[str, list[Point]], across: str, up: str, lengths: Sequence[int] | None = None) -> str:
-    """Draw a line a run, with the interval of each point; runs lie a little beside one another."""
+    """Return a drawing with a line for each run and the interval of each point, as SVG."""
     drawn = io.StringIO()
     with matplotlib.rc_context(figure_style(f"evaluation-{salt}")):
         canvas = Canvas(figsize=(6.4, 3.4), layout="constrained")
         axes = canvas.subplots()
         for i, (name, points) in enumerate(lines.items()):
-            if not points:
-                continue
-            x, y, low, high = zip(*points, strict=True)
-            shift = 1 + 0.012 * (i - (len(lines) - 1) / 2) if lengths else 1.0
-            bars = [[a - b for a, b in zip(y, low, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
-            at, colour = [of * shift for of in x], SERIES[i % len(SERIES)]
-            axes.errorbar(
-                at, y, yerr=bars, color=colour, label=name, linewidth=1.5, marker="o", markersize=3.5, capsize=2
-            )
+            x, y, low, high = np.array(points).reshape(-1, 4).T
+            shift = 1 + 0.012 * (i - (len(lines) - 1) / 2) if lengths else 1.0  # intervals must not hide one another
+            style: dict[str, Any] = {"linewidth": 1.5, "marker": "o", "markersize": 3.5, "capsize": 2}
+            axes.errorbar(x * shift, y, yerr=[y - low, high - y], color=SERIES[i % len(SERIES)], label=name, **style)
         if lengths:
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [format_length(length) for length in lengths])

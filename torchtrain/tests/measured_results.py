@@ -40,7 +40,6 @@ def perplexity_result(shift=0.0, samples="d", losses=((2.0, 2.1, 2.2), (1.9, 2.0
             Bucket(first=a, end=b, losses=[of + shift for of in each])
             for (a, b), each in zip(edges, losses, strict=True)
         ],
-        strided=None,
     )
 
 

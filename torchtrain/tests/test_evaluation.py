@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from torchtrain.cli import app
-from torchtrain.evaluation.evaluate import check_tokenizer, leaves
+from torchtrain.evaluation.compare import compare
+from torchtrain.evaluation.evaluate import check_suite, check_tokenizer
 from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import SUITE, Suite, load_suite
+from torchtrain.evaluation.tasks.index import leaves
 from torchtrain.run.folder import RunFolder
 from torchtrain.tests.ruler_fixtures import few_nouns  # noqa: F401
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
@@ -39,6 +41,8 @@ def folder(tmp_path_factory):
     (place / "data").mkdir()
     asked = {"input": "Which?", "context": "word " * 500, "answers": ["word"], "all_classes": None}
     (place / "data" / "qasper.jsonl").write_text(json.dumps(asked) + "\n")
+    extended = [json.dumps(asked | {"context": "word", "length": words}) for words in (3999, 4000, 9000)]
+    (place / "data" / "qasper_e.jsonl").write_text("\n".join(extended) + "\n")
     (place / "suite.yaml").write_text(yaml.safe_dump({"tasks": ["fwe"], "samples": 3, "cache": str(place / "cache")}))
     return place
 
@@ -68,6 +72,16 @@ def test_any_task_of_lm_eval_runs_by_name(call, tmp_path):
     assert call("--tasks", "hellaswag", "--lengths", "1024,1280").exit_code == 0
     assert not (tmp_path / "out" / "model" / "hellaswag-1024.json").read_text().startswith("x")
     assert (tmp_path / "out" / "model" / "hellaswag-1280.json").is_file()
+
+
+def test_longbench_e_is_scored_by_the_length_of_the_context_too(call, tmp_path):
+    assert (len(leaves("longbench_e")), len(leaves("longbench_en"))) == (13, 16)
+    done = call("--tasks", "longbench_e")
+    assert done.exit_code == 0, done.output
+    result = read_result(tmp_path / "out" / "model" / "longbench_qasper_e-1024.json")
+    assert [answer.part for answer in result.answers] == ["0-4k", "4-8k", "8k+"]
+    (table,) = [of for of in compare([tmp_path / "out"])[0] if of.title == "LongBench-E at 1,024 tokens"]
+    assert table.head == ["", "0-4k", "4-8k", "8k+"]
 
 
 def test_two_processes_give_the_answers_of_one(call, tmp_path):
@@ -103,16 +117,17 @@ def test_a_task_without_room_is_not_run_with_its_reason_and_the_rest_runs(call, 
 
 
 def test_groups_stand_for_their_tasks():
-    assert (len(leaves("ruler")), len(leaves("longbench_en")), len(leaves("mmlu"))) == (13, 16, 57)
+    assert (len(leaves("ruler")), len(leaves("mmlu"))) == (13, 57)
     assert {"vt_2024_10", "fwe_2024_10"} <= {*leaves("ruler")}
 
 
 def test_a_suite_is_strict():
-    for tasks, said in ((["vt", "vt_2024_10"], "one task at two times"), (["fwe", "fwe"], "named twice")):
-        with pytest.raises(ValueError, match=said):
-            Suite.model_validate({"tasks": tasks})
-    with pytest.raises(ValueError, match="exactly one of folder, demo, files, dataset"):
-        Suite.model_validate({"tasks": ["fwe"], "haystack": {"folder": "a", "demo": "speeches"}})
+    with pytest.raises(ValueError, match="named twice"):
+        Suite.model_validate({"tasks": ["fwe", "fwe"]})
+    with pytest.raises(UserError, match="one task at two times"):
+        check_suite(Suite(tasks=["ruler", "vt"]), [1024])
+    with pytest.raises(ValueError, match="exactly one of demo, files, texts, dataset"):
+        Suite.model_validate({"tasks": ["fwe"], "haystack": {"texts": "a", "demo": "speeches"}})
     with pytest.raises(ValueError, match="vllm: dtype cannot be set there"):
         Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {"dtype": "float16"}})
     assert Suite.model_validate({"tasks": ["fwe"], "backend": "vllm", "vllm": {"tensor_parallel_size": 2}}).vllm

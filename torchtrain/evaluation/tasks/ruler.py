@@ -1,13 +1,13 @@
-"""RULER's tasks for lm-eval, made by the generators of the installed lm-eval; this file mends where those differ from
+"""RULER's tasks for lm-eval, made by the generators of the installed lm-eval. This file mends where those differ from
 RULER.
 
-Each task is seeded alone, as NVIDIA's scripts are, and a prompt is counted as the model reads it: with the prefix of
-the answer, the special tokens, one token of anchor, and room for the answer.
+Each task is seeded alone, as NVIDIA's scripts are. A prompt is counted as the model reads it: with the prefix of the
+answer, the special tokens, one token of anchor, and room for the answer.
 
-    niah_*, qa_1, qa_2   are lm-eval's, sample by sample; qa counts any of the references
+    niah_*, qa_1, qa_2   are lm-eval's samples; for qa any of the references counts
     fwe                  leaves the room for the answer that NVIDIA's does since June 2025
     fwe_2024_10          leaves none, as before
-    cwe                  has its one-shot example, which lm-eval drops; words are drawn as NVIDIA's script of 2024 does
+    cwe                  has its one-shot example, which lm-eval drops; words are drawn as by NVIDIA's script of 2024
     vt_2024_10           one example for all samples, its template folded to a line, as before 4 December 2024
     vt                   as since May 2025: one sentence of noise a line, a new example each time, "assigned"
 
@@ -25,7 +25,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -36,41 +36,16 @@ from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault, quoted_reason
 from anchorline.files import expand, replace_file
 from torchtrain.data.prepare import tokenizer_identity
-from torchtrain.evaluation.suite import Suite, load_suite, room_of
-from torchtrain.evaluation.tasks.materials import NEEDS_HAYSTACK, CannotRunError, Materials
+from torchtrain.evaluation.suite import load_suite, room_of
+from torchtrain.evaluation.tasks.materials import CannotRunError, Materials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Sample = dict[str, Any]
+Make = Callable[[int], tuple[str, list[str]]]  # from a size to a prompt with its answer's prefix, and the answers
 
-_CONTROL = re.compile(r"[\x00-\x1f]")
 _MOST_LENGTH_TRIED, _LENGTH_STEP = 4096, 128  # for the least length that a message names
-NEEDLES: dict[str, dict[str, Any]] = {
-    "niah_single_1": {"type_haystack": "repeat", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_single_2": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_single_3": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "uuids"},
-    "niah_multikey_1": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_k": 4,
-    },
-    "niah_multikey_2": {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_multikey_3": {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"},
-    "niah_multivalue": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_v": 4,
-    },
-    "niah_multiquery": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_q": 4,
-    },
-}
 _QUESTION = re.compile(r"(?s:.*)\nWhat (is|are all) the special magic (\S+) for (.+?) mentioned in the provided text\?")
 _EXAMPLE_TOKENS = 500  # of vt's one-shot example, at most
 _HOPS, _CHAINS = 4, 1
@@ -79,12 +54,12 @@ _PLACEHOLDER = "12345"
 
 
 class PromptLengths:
-    """Counts a prompt as the model will read it, in place of the tokenizer that lm-eval asks for `input_ids`.
+    """Counts the tokens of a prompt as the model will read it. lm-eval takes it for the tokenizer.
 
     Args:
         tokenizer: the model's own.
         chat: whether prompts go into its chat template.
-        prefix_of: from a text without the answer's prefix to the text with it.
+        prefix_of: from a text that still lacks the prefix of its answer to the text with it.
     """
 
     def __init__(
@@ -93,27 +68,25 @@ class PromptLengths:
         chat: bool = False,
         prefix_of: Callable[[str], str] = lambda text: text,
     ) -> None:
-        self._tokenizer, self._prefix_of, self._chat = tokenizer, prefix_of, 0
+        self._tokenizer, self._chat, self._prefix_of, self._more = tokenizer, chat, prefix_of, 1  # 1: the anchor
         if chat:
             turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-            self._chat = len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
+            self._more += len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
 
     def with_prefix(self, prefix_of: Callable[[str], str]) -> "PromptLengths":
-        """Return the same counts for texts that still lack the prefix of their answer."""
-        found = PromptLengths(self._tokenizer, prefix_of=prefix_of)
-        found._chat = self._chat
-        return found
+        """Return the same counts for texts that lack the prefix of their answer."""
+        return PromptLengths(self._tokenizer, self._chat, prefix_of)
 
     def count(self, prompt: str) -> int:
-        """Return the tokens of a whole prompt, special ones and one of anchor with them."""
-        return len(self._tokenizer(prompt, verbose=False).input_ids) + 1 + self._chat
+        """Return the tokens of a whole prompt, with special ones and one of anchor."""
+        return len(self._tokenizer(prompt, verbose=False).input_ids) + self._more
 
     def __call__(self, text: str) -> SimpleNamespace:
-        """Return what has as many `input_ids` as a text with its answer's prefix has tokens."""
+        """Return an object with as many `input_ids` as the text with its answer's prefix has tokens."""
         return SimpleNamespace(input_ids=range(self.count(self._prefix_of(text))))
 
 
-def prompt_of(sample: Mapping[str, Any]) -> str:
+def prompt_of(sample: Sample) -> str:
     """Return what the model reads: the question, and the prefix of its answer."""
     return f"{sample['input']} {sample['gen_prefix']}"
 
@@ -122,39 +95,41 @@ def load_samples(**metadata: Any) -> dict[str, Any]:
     """Return the samples of a task as lm-eval takes a data set: `custom_dataset` of the YAML files.
 
     Args:
-        metadata: `ruler` (the task), `length`, `suite` (a YAML file, or a Suite), `tokenizer` or `pretrained` (a model,
-            or a tokenizer); `samples` overrides the suite's.
+        metadata: `ruler` (the task), `length`, `suite` (a YAML file), `pretrained` (a model), and `samples`, which
+            overrides the suite's.
 
     Raises:
         UserError: one of them is missing, or as `make_samples`.
     """
-    import datasets
-
     from torchtrain.modeling.source import open_tokenizer, resolve_source
 
     task: str = metadata["ruler"]
-    source: Any = metadata.get("tokenizer") or metadata.get("pretrained")
-    for name, value in (("pretrained", source), ("length", metadata.get("length")), ("suite", metadata.get("suite"))):
-        if not value:
+    for name in ("pretrained", "length", "suite"):
+        if not metadata.get(name):
             raise UserError(f"{task}: {name} is not in --metadata or --model_args; add it")
-    suite: Any = metadata["suite"]
-    if not isinstance(suite, Suite):
-        suite = load_suite(suite, [f"samples={metadata['samples']}"] if "samples" in metadata else [])
-    if isinstance(source, str):
-        source = open_tokenizer(resolve_source(source, suite.cache, needs="tokenizer"))
+    suite = load_suite(metadata["suite"], [f"samples={metadata['samples']}"] if "samples" in metadata else [])
+    tokenizer = open_tokenizer(resolve_source(metadata["pretrained"], suite.cache, needs="tokenizer"))
     try:
-        made = open_samples(task, int(metadata["length"]), source, Materials(suite))[0]
+        return as_dataset(open_samples(task, int(metadata["length"]), tokenizer, Materials(suite))[0])
     except CannotRunError as error:
         raise UserError(f"{task}: {error}") from None
-    return {"test": datasets.Dataset.from_list(made, split=datasets.Split.TEST)}
+
+
+def as_dataset(samples: list[Sample]) -> dict[str, Any]:
+    """Return samples as lm-eval takes a data set."""
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(samples, split=datasets.Split.TEST)}
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return RULER's score: the share of answers that stand in what the model said, upper case or not.
+    """Return RULER's score: the share of answers that the model's text contains, in upper case or lower.
 
-    Of a question (qa) it is whether any of them does; lm-eval averages over them.
+    For a question (qa) it is whether the text contains any of them. lm-eval takes their share there, too.
     """
-    text = _CONTROL.sub("\n", results[0].strip()).strip().lower()
+    from lm_eval.tasks.ruler.common_utils import postprocess_pred
+
+    text = postprocess_pred(results)[0].lower()
     hits = [answer.lower() in text for answer in doc["outputs"]]
     return {"score": float(any(hits)) if doc["any"] else sum(hits) / len(hits)}
 
@@ -216,10 +191,9 @@ def make_samples(
 
     Raises:
         CannotRunError: the task's material is not set, or the length leaves no room; the message has the least length.
-        UserError: lm-eval is missing or another, or the haystack is too short.
+        UserError: lm-eval is missing or another version, or the haystack is too short.
     """
-    materials.identity(task)
-    if task in NEEDS_HAYSTACK and len(materials.haystack) < length:
+    if "haystack" in materials.identity(task) and len(materials.haystack) < length:
         raise UserError(
             f"haystack: {len(materials.haystack):,} words are too few for a length of {length:,} tokens; give more text"
         )
@@ -246,16 +220,16 @@ def _make(
     lengths, room = PromptLengths(tokenizer, materials.suite.chat_template), room_of(task)
     with library() as lm, _seeded(seed, lm):
         try:
-            if task in NEEDLES:
+            if task.startswith("niah"):
                 made = _needles(lm, task, length, samples, seed, lengths, materials)
-            elif task in ("qa_1", "qa_2"):
+            elif task.startswith("qa"):
                 made = _questions(lm, task, length, samples, lengths, materials)
-            elif task in ("fwe", "fwe_2024_10"):
+            elif task.startswith("fwe"):
                 made = _frequent_words(lm, length - room if task == "fwe" else length, samples, lengths)
-            elif task == "cwe":
-                made = _common_words(lm, length, samples, seed, lengths)
             else:
-                made = _variables(lm, length, samples, lengths, now=task == "vt")
+                make = {"cwe": _common_words, "vt": _variables, "vt_2024_10": _variables_2024}[task]
+                texts = make(lm, length, samples, seed, lengths)
+                made = [_sample(index, *of) for index, of in enumerate(texts)]
         except UserError:
             raise
         except (AttributeError, TypeError, KeyError) as error:
@@ -266,8 +240,8 @@ def _make(
         except ValueError:
             raise _NoRoomError from None
     for sample in made:
-        assert all(answer.strip() for answer in sample["outputs"] or [""]), "an empty one stands in whatever is said"
-        sample |= {"any": task in ("qa_1", "qa_2"), "max_length": length}
+        assert all(answer.strip() for answer in sample["outputs"] or [""]), "an empty one is part of every text"
+        sample |= {"any": task.startswith("qa"), "max_length": length}
         sample["length"] = lengths.count(prompt_of(sample)) + room
         lacks = task.startswith("fwe") and any(word not in sample["input"] for word in sample["outputs"])
         if lacks or sample["length"] > length + (room if task == "fwe_2024_10" else 0):
@@ -277,27 +251,28 @@ def _make(
 
 @contextmanager
 def library() -> Iterator[SimpleNamespace]:
-    """Yield lm-eval's modules of RULER, imported (10 seconds, once) without asking the network for anything.
+    """Yield lm-eval's modules of RULER, which then print nothing and ask the network for nothing.
 
     Raises:
         UserError: a package is missing.
     """
-    try:
-        import nltk
-
-        # It says that it downloaded what it did not.
-        with _replaced(nltk, download=lambda *_, **__: False), redirect_stdout(io.StringIO()):
-            names = ("niah_utils", "prepare_niah", "vt_utils", "cwe_utils", "fwe_utils", "qa_utils")
-            found = {name: importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names}
-    except ImportError as error:
-        raise UserError(f"RULER needs the package {error.name}: pip install 'anchorline[eval]'") from None
-    quiet, log = {"tqdm": lambda items, **_: items}, logging.getLogger("lm_eval")
+    names = ("niah_utils", "prepare_niah", "vt_utils", "cwe_utils", "fwe_utils", "qa_utils")
+    log = logging.getLogger("lm_eval")
     with ExitStack() as changes:
         changes.callback(log.setLevel, log.level)
-        log.setLevel(logging.ERROR)  # it tells what it left out
-        for name in ("prepare_niah", "fwe_utils", "qa_utils"):
-            changes.enter_context(_replaced(found[name], **quiet))
-        yield SimpleNamespace(**{name.removesuffix("_utils"): module for name, module in found.items()})
+        log.setLevel(logging.ERROR)  # it warns of samples that it left out
+        changes.enter_context(redirect_stdout(io.StringIO()))
+        try:
+            import nltk
+
+            with _replaced(nltk, download=lambda *_, **__: False):
+                modules = [importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names]
+        except ImportError as error:
+            raise UserError(f"RULER needs the package {error.name}: pip install 'anchorline[eval]'") from None
+        found = {name.removesuffix("_utils"): module for name, module in zip(names, modules, strict=True)}
+        for name in ("prepare_niah", "fwe", "qa"):
+            changes.enter_context(_replaced(found[name], tqdm=lambda items, **_: items))
+        yield SimpleNamespace(**found)
 
 
 @contextmanager
@@ -315,7 +290,7 @@ def _replaced(module: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int, lm: SimpleNamespace) -> Iterator[None]:
-    """Seed what lm-eval draws from, which is the process's and two constants, and put back what it was."""
+    """Seed what lm-eval draws from: the process's generators, and two constants. Put them back afterwards."""
     states = random.getstate(), np.random.get_state()
     try:
         random.seed(seed)
@@ -357,29 +332,26 @@ def _needles(
     lengths: PromptLengths,
     materials: Materials,
 ) -> list[Sample]:
-    settings, changes = NEEDLES[task], {}
-    if settings["type_haystack"] == "essay":
-        haystack = materials.haystack
-        assert materials.suite.haystack is not None
-        split, known = sentence_splitter(materials.suite.haystack.sentences), {}
+    """Call lm-eval's own function of the task, with our tokenizer, haystack, number of samples and seed."""
+    haystack, made, generate = materials.suite.haystack, [], lm.prepare_niah.generate_samples
+    known: dict[str, list[str]] = {}
 
-        def sentences(text: str) -> list[str]:
-            return known[text] if text in known else known.setdefault(text, split(text))
+    def split(text: str) -> list[str]:
+        assert haystack is not None
+        return known[text] if text in known else known.setdefault(text, sentence_splitter(haystack.sentences)(text))
 
-        changes["cached_sent_tokenize"] = sentences
-    else:
-        haystack = lm.prepare_niah.get_haystack(type_haystack=settings["type_haystack"])
-    with _replaced(lm.prepare_niah, **changes):
-        return lm.prepare_niah.generate_samples(
-            haystack,
-            TOKENIZER=lengths.with_prefix(_with_needle_prefix),
-            max_seq_length=length,
-            template=lm.niah.TEMPLATE,
-            num_samples=samples,
-            tokens_to_generate=room_of(task),
-            random_seed=seed,
-            **settings,
-        )
+    def get_haystack(type_haystack: str) -> Any:
+        return materials.haystack if type_haystack == "essay" else lm.prepare_niah.get_haystack(type_haystack)
+
+    def generate_samples(*given: Any, **settings: Any) -> list[Sample]:
+        own = {"num_samples": samples, "TOKENIZER": lengths.with_prefix(_with_needle_prefix), "random_seed": seed}
+        made.extend(generate(*given, **{**settings, **own, "tokens_to_generate": room_of(task)}))
+        return made
+
+    changes = {"generate_samples": generate_samples, "get_haystack": get_haystack, "get_tokenizer": lambda _: None}
+    with _replaced(lm.niah, **changes), _replaced(lm.prepare_niah, cached_sent_tokenize=split):
+        getattr(lm.niah, task)(max_seq_lengths=[length])
+    return made
 
 
 def _with_needle_prefix(text: str) -> str:
@@ -399,7 +371,7 @@ def _questions(
     materials: Materials,
 ) -> list[Sample]:
     published, name, _ = materials.questions(task)
-    # The readers are cached by their address, of which ours are none: what is under `cache` is called.
+    # The readers are cached by their address, which ours lack: the function below the cache is called.
     reader = (lm.qa.read_squad if task == "qa_1" else lm.qa.read_hotpotqa).__wrapped__
     with _replaced(lm.qa, download_json=lambda _: published):
         try:
@@ -424,96 +396,66 @@ def _questions(
 
 def _frequent_words(lm: SimpleNamespace, prompt: int, samples: int, lengths: PromptLengths) -> list[Sample]:
     if lengths.count(lm.fwe.TEMPLATE.format(context="", query="")) > prompt or prompt < 4 * 50:
-        raise _NoRoomError  # lm-eval would go on for ever; it has a word for every 50 tokens, and asks for three
+        raise _NoRoomError  # lm-eval would run for ever; it has a word for every 50 tokens, and asks for three
     return lm.fwe.sys_kwext(tokenizer=lengths, max_seq_length=prompt, num_samples=samples)
 
 
-def _common_words(lm: SimpleNamespace, length: int, samples: int, seed: int, lengths: PromptLengths) -> list[Sample]:
+def _common_words(
+    lm: SimpleNamespace, length: int, samples: int, seed: int, lengths: PromptLengths
+) -> list[tuple[str, list[str]]]:
     def shuffle(words: list[str]) -> None:
-        random.Random(seed).shuffle(words)  # lm-eval goes on with one generator, so that a sample depends on all before
+        random.Random(seed).shuffle(words)  # lm-eval keeps one generator, so that a sample depends on all before it
 
     def make(words: int) -> tuple[str, list[str]]:
         example, text, answers = lm.cwe.generate_input_output(words, length)
         return f"{example}\n{text}", answers
 
+    def tokens(words: int) -> int:
+        text, answers = make(words)
+        return lengths.count(text + " " + " ".join(f"{i + 1}. {word}" for i, word in enumerate(answers)))
+
     # lm-eval shuffles the vocabulary at import by the seed 42, as NVIDIA's script does by its seed.
     with _replaced(lm.cwe, RNG=SimpleNamespace(shuffle=shuffle)):
         room = room_of("cwe")
-
-        def tokens(words: int) -> int:
-            text, answers = make(words)
-            return lengths.count(text + " " + " ".join(f"{i + 1}. {word}" for i, word in enumerate(answers)))
-
         words = _largest(tokens, room, length, step=10, most=len(lm.cwe.WORDS))
-        return [
-            _sample(index, *_fitting(make, words, 10, lambda text: lengths.count(text) + room <= length))
-            for index in range(samples)
-        ]
+        return [_fitting(make, words, 10, lengths, length - room) for _ in range(samples)]
 
 
-def _variables(lm: SimpleNamespace, length: int, samples: int, lengths: PromptLengths, now: bool) -> list[Sample]:
+def _variables_2024(
+    lm: SimpleNamespace, length: int, samples: int, seed: int, lengths: PromptLengths
+) -> list[tuple[str, list[str]]]:
     room = room_of("vt")
 
-    def fits(prompt: str) -> bool:
-        return lengths.count(prompt) + room <= length
-
-    if now:
-        make = _variables_now(lm)
-        example, answers = _fitting(
-            lambda size: make(size, True),
-            _most_by_halves(lambda size: lengths.count(make(size, True)[0]), _EXAMPLE_TOKENS, 5),
-            5,
-            lambda text: lengths.count(text) <= _EXAMPLE_TOKENS,
-        )
-        example = f"{example} {' '.join(answers)}\n"
-        step, taken = (10 if length >= 4096 else 5), lengths.count(example) + room
-        size = _most_by_halves(lambda size: lengths.count(make(size, False)[0]) + taken, length, step)
-
-        def sample(size: int) -> tuple[str, list[str]]:
-            text, answers = make(size, False)
-            return f"{_renamed(example)}\n{text}", answers
-
-        return [_sample(index, *_fitting(sample, size, step, fits)) for index in range(samples)]
-
-    def make_2024(size: int, is_example: bool) -> tuple[str, list[str]]:
-        # A template that is not the task's own is folded for the example: since December 2024, lm-eval's is its own.
+    def make(size: int, is_example: bool = False) -> tuple[str, list[str]]:
+        # A template that is not the task's own is folded for the example. Since December 2024 lm-eval's is its own.
         with _replaced(lm.vt, TEMPLATE=f" {lm.vt.TEMPLATE}" if is_example else lm.vt.TEMPLATE):
             return lm.vt.generate_input_output(size, _CHAINS, _HOPS, is_icl=is_example)
 
-    def tokens(size: int, is_example: bool) -> int:
-        text, answers = make_2024(size, is_example)
-        return lengths.count(f"{text} {answers}")
+    def make_example(size: int) -> tuple[str, list[str]]:
+        return make(size, is_example=True)
 
-    with _muted(lm.vt):
-        size = _largest(lambda size: tokens(size, True), room, _EXAMPLE_TOKENS, step=5)
-        example, answers = _fitting(
-            lambda size: make_2024(size, True), size, 5, lambda text: lengths.count(text) + room <= _EXAMPLE_TOKENS
-        )
-        example = f"{example} {' '.join(answers)}\n\n"
-        size = _largest(lambda size: tokens(size, False), room + lengths.count(example), length, step=10)
+    def tokens(make: Make) -> Callable[[int], int]:
+        return lambda size: lengths.count("{} {}".format(*make(size)))
 
-        def sample_2024(size: int) -> tuple[str, list[str]]:
-            text, answers = make_2024(size, False)
-            return f" {example}\n\n{text}", answers
+    size = _largest(tokens(make_example), room, _EXAMPLE_TOKENS, step=5)
+    example, answers = _fitting(make_example, size, 5, lengths, _EXAMPLE_TOKENS - room)
+    example = f"{example} {' '.join(answers)}\n\n"
+    size = _largest(tokens(make), room + lengths.count(example), length, step=10)
 
-        return [_sample(index, *_fitting(sample_2024, size, 10, fits)) for index in range(samples)]
+    def make_whole(size: int) -> tuple[str, list[str]]:
+        text, answers = make(size)
+        return f" {example}\n\n{text}", answers
 
-
-@contextmanager
-def _muted(module: Any) -> Iterator[None]:
-    module.print = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del module.print
+    return [_fitting(make_whole, size, 10, lengths, length - room) for _ in range(samples)]
 
 
-def _variables_now(lm: SimpleNamespace) -> Callable[[int, bool], tuple[str, list[str]]]:
-    noise = lm.prepare_niah.get_haystack(type_haystack="repeat")
-    config = lm.vt.CONFIG["variable_tracking"]
+def _variables(
+    lm: SimpleNamespace, length: int, samples: int, seed: int, lengths: PromptLengths
+) -> list[tuple[str, list[str]]]:
+    room, noise, config = room_of("vt"), lm.prepare_niah.get_haystack("repeat"), lm.vt.CONFIG["variable_tracking"]
     template = config["template"] + config["answer_prefix"].replace("assgined", "assigned")
 
-    def make(size: int, is_example: bool) -> tuple[str, list[str]]:
+    def make(size: int, is_example: bool = False) -> tuple[str, list[str]]:
         names, chains = lm.vt.generate_chains(_CHAINS, _HOPS, is_icl=is_example)
         value = chains[0][0].rpartition(" ")[2]
         if is_example:
@@ -527,7 +469,20 @@ def _variables_now(lm: SimpleNamespace) -> Callable[[int, bool], tuple[str, list
         context = "\n".join(lines).replace(". \n", ".\n")
         return template.format(context=context, query=value, num_v=_HOPS + 1), names[0]
 
-    return make
+    def make_example(size: int) -> tuple[str, list[str]]:
+        return make(size, is_example=True)
+
+    size = _most_by_halves(lambda size: lengths.count(make_example(size)[0]), _EXAMPLE_TOKENS, 5)
+    example, answers = _fitting(make_example, size, 5, lengths, _EXAMPLE_TOKENS)
+    example = f"{example} {' '.join(answers)}\n"
+    step, taken = (10 if length >= 4096 else 5), lengths.count(example) + room
+    size = _most_by_halves(lambda size: lengths.count(make(size)[0]) + taken, length, step)
+
+    def make_whole(size: int) -> tuple[str, list[str]]:
+        text, answers = make(size)
+        return f"{_renamed(example)}\n{text}", answers
+
+    return [_fitting(make_whole, size, step, lengths, length - room) for _ in range(samples)]
 
 
 def _renamed(example: str) -> str:
@@ -544,7 +499,7 @@ def _sample(index: int, prompt: str, answers: list[str]) -> Sample:
 
 
 def _largest(tokens: Callable[[int], int], room: int, limit: int, step: int, most: float = math.inf) -> int:
-    """Return the size that NVIDIA's scripts of 2024 find: grown by steps until a first sample does not fit."""
+    """Return the size that NVIDIA's scripts of 2024 find: it grows by steps until a first sample does not fit."""
     size, total = step, 0
     while total + room < limit:
         total = tokens(size)
@@ -569,17 +524,15 @@ def _most_by_halves(tokens: Callable[[int], int], limit: int, step: int) -> int:
     return best
 
 
-def _fitting(
-    make: Callable[[int], tuple[str, list[str]]], size: int, step: int, fits: Callable[[str], bool]
-) -> tuple[str, list[str]]:
-    """Make a sample of this size, or of the next smaller one that fits.
+def _fitting(make: Make, size: int, step: int, lengths: PromptLengths, limit: int) -> tuple[str, list[str]]:
+    """Make a sample of this size, or of the next smaller one whose prompt has at most `limit` tokens.
 
     Raises:
-        _NoRoomError: none does.
+        _NoRoomError: none fits.
     """
     for _ in range(size // step + _ATTEMPTS):
         text, answers = make(size)
-        if fits(text):
+        if lengths.count(text) <= limit:
             return text, answers
         size = size - step if size > step else size
     raise _NoRoomError
