@@ -1,8 +1,6 @@
-"""Settings: strict YAML and `section.key=value` overrides in, a validated pydantic model out. All commands read here.
+"""Read settings: strict YAML and `section.key=value` overrides in, a validated pydantic model out. All commands do.
 
-Strict means: string keys, each once; plain values only (no tags, dates or merge keys); numbers of 64 bits; text without
-NUL and half surrogate pairs; bounded size, depth and expansion of aliases. So whatever a file holds, building its
-values neither fails nor takes long, and what is left is the schema's to refuse.
+Strict means: keys are text, each once; values are plain (no tags, aliases, dates or merge keys); integers have 64 bits.
 """
 # pyright: reportUnknownMemberType=false
 # PyYAML's types leave its members open.
@@ -24,31 +22,32 @@ from anchorline.files import read_file
 
 SHIPPED = Path(__file__).parent / "configs"  # in a checkout a link to the folder at its top
 MOST_BYTES = 1 << 16  # the parser takes a second for as much
-_MOST_VALUES = 100_000
-_MOST_DEPTH = 64
 _MOST_SHOWN = 8  # mistakes of one file
-_MOST_DIGITS = 64  # characters of a number
-_MOST_NAMES = 16  # in `section.key`
+_MOST_DEPTH = 64
 _TOO_DEEP = f"values are nested more than {_MOST_DEPTH} deep"
-_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
-_STRING = "tag:yaml.org,2002:str"
-_NOT_YAML = "not valid YAML"
 
 Tree = dict[str, Any]
 Schema = TypeVar("Schema", bound=BaseModel)
 
-
-_NUMBERS = {
-    "tag:yaml.org,2002:int": re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)$"),
-    "tag:yaml.org,2002:float": re.compile(
-        r"^([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
-    ),
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+_NUMBERS = {  # as YAML 1.2 has them: 2e-5 is a number, 12:30 is none
+    f"{_TAG}int": r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
+    f"{_TAG}float": r"([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))",
 }
-_OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people read it, where 1.1 is not: 2e-5 is a number, 2026-11-30 and 12:30 are strings."""
+    """Plain values alone. What YAML 1.1 makes of 2026-11-30, 12:30 or 010 stays text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own attribute
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN and tag not in _NUMBERS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {  # noqa: RUF012
+        tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _PLAIN
+    }
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         """Refuse at once what is nested too deep: the scanner looks at every open bracket again for each token."""
@@ -56,13 +55,37 @@ class _Loader(yaml.SafeLoader):
             raise UserError(_TOO_DEEP)
         super().fetch_flow_collection_start(TokenClass)
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise UserError(
+                f"line {self.peek_event().start_mark.line + 1}: aliases are not read; write the value again"
+            )
+        return super().compose_node(parent, index)
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN and tag not in _NUMBERS]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.tag != f"{_TAG}str":
+                shown = key.value if isinstance(key, yaml.ScalarNode) else f"(a {key.id})"
+                raise UserError(f"line {key.start_mark.line + 1}: key {quoted(shown)} is not a name; quote it")
+            if key.value in seen:
+                raise UserError(f"line {key.start_mark.line + 1}: key {quoted(key.value)} appears twice; remove one")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_plain(self, node: Any) -> Any:
+        value = yaml.SafeLoader.yaml_constructors[node.tag](self, node)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise UserError(f"{quoted(node.value)} does not fit into 64 bits; give a smaller number")
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise UserError(f"{quoted(value)} holds NUL or half a surrogate pair; remove it")
+        return value
+
+
+for _name in ("int", "str"):
+    _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_plain)
 for _tag, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
+    _Loader.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+.0123456789"))
 
 
 def find_file(path: str | Path) -> Path:
@@ -105,7 +128,7 @@ def load(
     """
     name = quoted(Path(path))
     try:
-        found = _parse(read_file(find_file(path), MOST_BYTES))
+        found = _parse(read_file(find_file(path), MOST_BYTES).decode("utf-8-sig"))
     except OSError as error:
         reason = one_line(error.strerror or error).lower()
         raise UserError(f"config {name}: {reason}; give a YAML file that can be read") from None
@@ -184,111 +207,45 @@ def _either(fixes: Sequence[str]) -> str:
     return "; ".join(filter(None, [*others, given]))
 
 
-def _parse(text: bytes) -> Any:
-    """Return what a YAML text holds. Raises UserError, or UnicodeDecodeError."""
-    loader: _Loader | None = None
+def _parse(text: str) -> Any:
+    """Return what a YAML text holds. Raises UserError."""
     try:
-        loader = _Loader(text.decode("utf-8-sig"))
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check(loader, node)
-        return cast(Any, loader.construct_document(node))
-    except yaml.YAMLError as error:
-        raise UserError(f"{_NOT_YAML}: {quoted_reason(error)}") from None
+        return yaml.load(text, _Loader)  # a SafeLoader
     except RecursionError:
         raise UserError(_TOO_DEEP) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _check(loader: _Loader, root: yaml.Node) -> None:
-    """Refuse all that plain settings do not need. Aliases count each time they stand for their value."""
-    values, ahead = 0, [(root, 0)]
-    while ahead:
-        node, depth = ahead.pop()
-        values += 1
-        place = f"line {node.start_mark.line + 1}" if node.start_mark else "the value"
-        if values > _MOST_VALUES:
-            raise UserError(f"more than {_MOST_VALUES:,} values, aliases written out; write fewer")
-        if depth > _MOST_DEPTH:
-            raise UserError(f"{place}: {_TOO_DEEP}")
-        if node.tag not in _PLAIN:
-            raise UserError(f"{place}: the tag {quoted(node.tag)} is not taken; write a plain value")
-        if isinstance(node, yaml.ScalarNode):
-            _check_scalar(loader, node, place)
-        elif isinstance(node, yaml.MappingNode):
-            _check_keys(node)
-            ahead.extend((child, depth + 1) for pair in node.value for child in pair)
-        else:
-            ahead.extend((child, depth + 1) for child in node.value)
-
-
-def _check_scalar(loader: _Loader, node: yaml.ScalarNode, place: str) -> None:
-    text = node.value
-    if node.tag == _STRING:
-        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
-            raise UserError(f"{place}: {quoted(text)} holds NUL or half a surrogate pair; remove it")
-        return
-    if node.tag in _NUMBERS and _OCTAL.fullmatch(text):
-        raise UserError(f"{place}: {quoted(text)}: a 0 in front makes a number octal in YAML; leave it out")
-    if loader.resolve(yaml.ScalarNode, text, (True, False)) != node.tag:
-        raise UserError(f"{place}: {quoted(text)} does not fit its tag; leave the tag out")
-    if node.tag in _NUMBERS and len(text) > _MOST_DIGITS:
-        raise UserError(f"{place}: {quoted(text)} is longer than any number; quote it if it is text")
-    try:
-        value = cast(Any, loader.construct_object(node))
-    except (ValueError, IndexError):  # of `0x_`, `_`
-        raise UserError(f"{place}: {quoted(text)} is not a number; quote it if it is text") from None
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise UserError(f"{place}: {quoted(text)} does not fit into 64 bits; give a smaller number")
-
-
-def _check_keys(node: yaml.MappingNode) -> None:
-    seen: set[str] = set()
-    for key, _ in node.value:
-        place = f"line {key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode) or key.tag != _STRING:
-            shown = key.value if isinstance(key, yaml.ScalarNode) else f"(a {key.id})"
-            raise UserError(f"{place}: key {one_line(shown[:200])[:40]} is not a name; quote it")
-        if key.value in seen:
-            raise UserError(f"{place}: key {quoted(key.value)} stands twice; remove one")
-        seen.add(key.value)
+    except UserError:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two of a number or of a tag's value
+        raise UserError(f"not valid YAML: {quoted_reason(error)}") from None
 
 
 def _override(tree: Tree, override: str, example: str) -> None:
     dotted, equals, text = override.partition("=")
+    said = f"override {quoted(override)}"
     if not equals or not dotted:
-        raise UserError(f"override {quoted(override)}: write section.key=value, for example {example}")
-    *parents, leaf = dotted.split(".", _MOST_NAMES)
-    if len(parents) == _MOST_NAMES:
-        raise UserError(f"override {quoted(override)}: no key is so deep; write section.key=value")
+        raise UserError(f"{said}: write section.key=value, for example {example}")
+    *parents, leaf = dotted.split(".")
     node: Tree | list[Any] = tree
     for name in parents:
-        inner = node[_index(node, name, dotted)] if isinstance(node, list) else node.get(name)
+        inner = node[_index(node, name, said)] if isinstance(node, list) else node.get(name)
         if inner is None and isinstance(node, dict):
             inner = node[name] = {}
         if not isinstance(inner, dict | list):
-            raise UserError(f"override {quoted(override)}: {quoted(name)} holds a value, not a section")
+            raise UserError(f"{said}: {quoted(name)} holds a value, not a section")
         node = cast("Tree | list[Any]", inner)
     try:
-        value = _parse(text.encode("utf-8", "surrogatepass"))
-    except ValueError as error:
-        if isinstance(error, UserError) and not str(error).startswith(_NOT_YAML):
-            raise UserError(f"override {quoted(override)}: {str(error).removeprefix('line 1: ')}") from None
-        raise UserError(
-            f"override {quoted(override)}: {quoted(text)} is not a YAML value; quote it ({quoted_reason(error)})"
-        ) from None
+        value = _parse(text)
+    except UserError as error:
+        raise UserError(f"{said}: {str(error).removeprefix('line 1: ')}; quote it if it is text") from None
     if isinstance(node, list):
-        node[_index(node, leaf, dotted)] = value
+        node[_index(node, leaf, said)] = value
     else:
         node[leaf] = value
 
 
-def _index(items: list[Any], name: str, dotted: str) -> int:
+def _index(items: list[Any], name: str, said: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
-        raise UserError(f"override {quoted(dotted)[1:-1]}: {quoted(name)} is not an index of a list of {len(items)}")
+        raise UserError(f"{said}: {quoted(name)} is not an index of a list of {len(items)}")
     return int(name)
 
 

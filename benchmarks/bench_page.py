@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from anchorline.files import save
 from anchorline.marked import MarkedPlace
 from anchorline.page import figure_style
-from anchorline.page.colours import LIGHT, SERIES
+from anchorline.page.figures import SERIES
 from benchmarks.data.page import HEAD
 from torchtrain.bench.measure import format_spread
 from torchtrain.bench.memory import WAYS
@@ -118,7 +118,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("tokens a row")
         axes.set_ylabel("time / full attention")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        canvas.savefig(path, format="svg", metadata={"Date": None}, facecolor=LIGHT["paper"])
+        canvas.savefig(path, format="svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
-"""Templates become a page: Jinja2 with autoescape, so that everything a report holds is text and never markup.
+"""Render a template as one self-contained HTML page. Jinja2 escapes all that a report holds.
 
-A page needs nothing but itself, and its own policy forbids all else: no style but this style sheet, no script but this
-one. Without the script it says the same.
+Without its script a page says the same.
 """
 
-import base64
-import hashlib
+import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any, cast
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-
-from anchorline.page.colours import custom_properties
-from anchorline.page.text import breakable, count, day, printable
 
 
 def render(
@@ -40,10 +36,6 @@ def render(
         versions: of packages.
         values: what the template asks for besides.
     """
-    style = custom_properties() + _asset("page.css")
-    script = _asset("page.js")
-    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}"
-    policy += "; img-src data:; base-uri 'none'; form-action 'none'"
     loader = ChoiceLoader([PackageLoader("anchorline.page", "."), PackageLoader(package, ".")])
     environment = Environment(
         loader=loader,
@@ -63,9 +55,8 @@ def render(
         command=command,
         facts=facts,
         versions=versions,
-        style=Markup(style),
-        script=Markup(script),
-        policy=policy,
+        style=Markup(_asset("page.css")),
+        script=Markup(_asset("page.js")),
     )
 
 
@@ -78,5 +69,24 @@ def _asset(name: str) -> str:
     return files("anchorline.page").joinpath(name).read_text("utf-8").strip()
 
 
-def _digest(content: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+def printable(text: str) -> str:
+    """Return a text in which what neither HTML, XML nor UTF-8 can hold is a replacement character."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
+
+
+def breakable(name: str) -> Markup:
+    """Return a long name that may go on in the next line after its separators."""
+    return Markup("<wbr>").join(re.findall(r"[^-._+/]*[-._+/]+|[^-._+/]+", printable(name)))
+
+
+def count(amount: int, noun: str) -> str:
+    """`1 sequence`, `3 sequences`."""
+    return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
+
+
+def day(created: str) -> str:
+    """`20 November 2026, 12:34 UTC`; what is not ISO 8601 as it is."""
+    try:
+        return f"{datetime.fromisoformat(created).astimezone(UTC):%d %B %Y, %H:%M} UTC"
+    except (ValueError, OverflowError):
+        return created

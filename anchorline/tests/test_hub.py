@@ -1,4 +1,4 @@
-"""Where a model is looked for, and for how long: a local hub that never answers, that stalls, that knows nothing."""
+"""Where a model is looked for, and for how long: a local hub that never answers, that knows nothing."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ import pytest
 from anchorline import hub
 from anchorline.errors import UserError
 
-ANSWER, STALL = 0.5, 0.7  # seconds, in place of the real ones
+ANSWER = 0.5  # seconds, in place of the real ones
 AT_MOST = 15.0  # of a busy machine, importing huggingface_hub; without bounds it was 23 to 420 s
 FILES = ("config.json", *hub.WEIGHTS)
 
@@ -23,7 +23,6 @@ def _short(monkeypatch, tmp_path):
     import huggingface_hub.constants
 
     monkeypatch.setattr(hub, "ANSWER_SECONDS", ANSWER)
-    monkeypatch.setattr(hub, "STALL_SECONDS", STALL)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
@@ -56,10 +55,10 @@ def silent() -> Iterator[int]:
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Knows tiny/model. Its config.json can be had, its weights never come."""
+    """Knows tiny/model. It notes whether anyone asks for the weights."""
 
     def do_GET(self) -> None:
-        if self.path == "/api/models/tiny/model":
+        if self.path.split("/revision/")[0] == "/api/models/tiny/model":
             self._send(
                 json.dumps(
                     {
@@ -73,11 +72,14 @@ class _Hub(BaseHTTPRequestHandler):
                     }
                 ).encode()
             )
+        elif self.path.startswith("/api/models/tiny/model/tree/"):
+            names = ["config.json", "model.safetensors"]
+            self._send(json.dumps([{"type": "file", "path": n, "size": 2, "oid": "abc"} for n in names]).encode())
         elif self.path.endswith("config.json"):
             self._send(b"{}")
         elif self.path.endswith("model.safetensors"):
             self.server.asked.set()  # type: ignore[attr-defined]
-            self.server.over.wait(30)  # type: ignore[attr-defined]
+            self._send(b"{}")
         else:
             self.send_response(404)
             self.send_header("X-Error-Code", "RepoNotFound")
@@ -102,11 +104,10 @@ class _Hub(BaseHTTPRequestHandler):
 def answering(endpoint) -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
         server.daemon_threads = True
-        server.asked, server.over = threading.Event(), threading.Event()  # type: ignore[attr-defined]
+        server.asked = threading.Event()  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         endpoint(server.server_address[1])
         yield server
-        server.over.set()  # type: ignore[attr-defined]
         server.shutdown()
 
 
@@ -124,7 +125,7 @@ def test_a_hub_that_never_answers(endpoint, silent):
     message = refused("nobody/nothing")
     assert message == (
         "model.source 'nobody/nothing': no folder with a config.json here, and no id that can be reached: "
-        "the hub did not answer within 0.5 s; give a folder, or another id"
+        "the hub did not answer in time; give a folder, or another id"
     )
 
 
@@ -150,11 +151,6 @@ def test_a_hub_that_knows_no_such_model(answering):
     assert "the hub has none of that name, or not for you" in refused("nobody/nothing")
 
 
-def test_a_download_that_stalls(answering):
-    assert "the hub sent nothing for 0.7 s" in refused("tiny/model")
-    assert answering.asked.is_set()
-
-
 def test_what_is_asked_for_alone_is_fetched_and_found_again(answering, endpoint, silent):
     told: list[str] = []
     folder = hub.find_model("tiny/model", "model.source", ("*.json",), told.append)
@@ -162,7 +158,7 @@ def test_what_is_asked_for_alone_is_fetched_and_found_again(answering, endpoint,
     assert not answering.asked.is_set()
     endpoint(silent)
     assert hub.find_model("tiny/model", "model.source", ("*.json",), told.append) == folder
-    assert told[-1].startswith("warning   tiny/model: the hub did not answer within 0.5 s; taken from the cache, ")
+    assert told[-1].startswith("warning   tiny/model: the hub did not answer in time; taken from the cache, ")
 
 
 def test_a_folder_is_taken_without_asking(tmp_path):

@@ -1,4 +1,4 @@
-"""How long data-parallel ranks wait for the fullest row of a step, by simulation (`torchtrain.data.balance`)."""
+"""How long data-parallel ranks wait for the fullest row of a step, by simulation (`torchtrain.data.statistics`)."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.data import inputs
-from torchtrain.data.balance import balance_of
+from torchtrain.data.statistics import balance_of
 from torchtrain.tests.data_fixtures import PUBLISHED, published_corpus
 
 DOCUMENTS = 1_900_000  # 2 billion tokens

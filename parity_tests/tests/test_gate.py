@@ -111,7 +111,7 @@ def test_ci_covers_what_it_promises():
         ("matrix: [{}]", [], "title: missing"),
         ("title: [", [], "config"),
         ("- a", [], "holds a list; give sections such as `title:`"),
-        ("title: t\ntitle: u", [], "stands twice"),
+        ("title: t\ntitle: u", [], "appears twice"),
         ("title: t\nmatrix: [{}]", ["matrix.1.tokens=40"], "'1' is not an index"),
         (
             "title: t\nmatrix: [{}]",

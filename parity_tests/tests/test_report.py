@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from anchorline.page.colours import DARK, LIGHT
 from parity_tests.report.html import ListedCase, headline, place, ratio, render
 from parity_tests.report.plot import plot, where_over
 from parity_tests.report.schema import Case, Divergence, Environment, Measure, Profile, Report
@@ -333,12 +332,12 @@ def texts(page: Any, selector: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["mixed", "passing", "empty", "hostile"])
 def test_it_is_shown_without_complaint_in_every_width_and_scheme(open_page, pages, name):
-    for width, scheme, paper in ((1280, "dark", DARK), (360, "light", LIGHT)):
+    for width, scheme, paper in ((1280, "dark", "#14171a"), (360, "light", "#ffffff")):
         page = open_page(pages[name], width, scheme)
         page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
-        assert background == "rgb({}, {}, {})".format(*bytes.fromhex(paper["paper"][1:]))
+        assert background == "rgb({}, {}, {})".format(*bytes.fromhex(paper[1:]))
         assert page.locator("script:not(body > script), [onfocus]").count() == 0
 
 

@@ -7,9 +7,9 @@ from jaxref.rounding import preset
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of, visible
 from jaxref.weights import to_arrays
-from ropestudy.compute.conditions import CONDITIONS, EXACT, Condition
+from ropestudy.compute.conditions import CONDITIONS
 from ropestudy.compute.engine import Pair, Row, Stream, compare
-from ropestudy.compute.measures import Sums, queries_of_columns, sample, stat, weights
+from ropestudy.compute.measures import Sums, queries_of_columns, sample, weights
 
 TOKENS = 7
 IDS = np.random.default_rng(2).permutation(29)[:TOKENS]
@@ -120,17 +120,6 @@ def test_the_first_layer_cannot_tell_the_modes_apart():
     assert np.array_equal(local.column_T, propagated.column_T)
 
 
-def test_many_runs_at_once_are_the_runs_one_by_one():
-    decoder, shifts = tiny("llama"), (0, 3, 16)
-    stream = Stream(CONDITIONS["hf_eager_bf16"], np.arange(TOKENS) + np.array(shifts)[:, None])
-    exact = Stream(EXACT, np.arange(TOKENS)[None])
-    pairs = [Pair((0, 0), (0, 2), "propagated"), Pair((0, 1), (0, 2), "local"), Pair((0, 1), (1, 0), "local")]
-    together, _ = compare(decoder, Row(IDS, FULL), [stream, exact], pairs)
-    for pair, sums in zip(pairs, together, strict=True):
-        (alone,), _ = compare(decoder, Row(IDS, FULL), [stream, exact], [pair])
-        assert np.array_equal(alone.column_T, sums.column_T)
-
-
 def test_divergences():
     """KL in loops over the vocabulary, from the decoder's own logits."""
     decoder, documents = tiny("llama"), ANCHOR
@@ -179,20 +168,3 @@ def test_a_sample_of_sums_written_out():
     assert got.first_mass_unweighted == 4 / 6
     assert (got.d_logit_first, got.d_logit_rest) == (2.0, (4 / 2 + 2) / 2)
     assert got.row == 6 / (3 * 4)
-
-
-def test_spread_is_the_sample_standard_deviation():
-    assert stat([1.0, 3.0]).std == 2**0.5
-    assert stat([1.0]).std == 0
-
-
-def test_unweighted_share_of_a_column_is_at_most_a_half():
-    """Rows sum to one: what the first column loses, the others gain. So of all |differences| it has at most a half."""
-    decoder = tiny("llama")
-    moved = Condition("moved", preset("exact").replace(inv_freq="bf16"))
-    streams = [Stream(EXACT, POSITIONS), Stream(moved, POSITIONS)]
-    pairs = [Pair((0, 0), (0, 1), "local"), Pair((0, 1), (1, 1), "propagated")]
-    sums, _ = compare(decoder, Row(IDS, FULL), streams, pairs)
-    for one in sums:
-        # One rounding of each of the sums that are compared.
-        assert one.column_T.max() <= one.column_T.sum() / 2 * (1 + TOKENS * 2.0**-53)

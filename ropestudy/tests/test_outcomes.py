@@ -16,11 +16,11 @@ from ropestudy.compute.conditions import DOSES, EXACT, condition, dose
 from ropestudy.compute.engine import Row, Stream, compare, divergences_of_rows, final_hidden
 from ropestudy.compute.methods import add_offset, round_per_head
 from ropestudy.compute.pieces import restrict
-from ropestudy.experiments.bias import BiasCell, bias, gram
+from ropestudy.experiments.bias import BiasCell, bias
 from ropestudy.experiments.outcomes import OutcomeCell, RowsOfText, doses
 from ropestudy.models import Pretrained
 from ropestudy.spec import BiasCase, BiasConfig, DoseConfig, Placement, StudyConfig
-from ropestudy.text import NO_TARGET, Pool, copy_row, open_gap, packed_row, row
+from ropestudy.text import NO_TARGET, Pool, copy_row, packed_row, row
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
@@ -141,10 +141,6 @@ def test_a_bias_record_and_what_the_bias_alone_does(bench):
     assert packed.mask == "anchor"
 
 
-def test_gram():
-    np.testing.assert_allclose(gram([[1.0, 3.0], [2.0, 0.0]]), [[5.0, 1.0], [1.0, 2.0]])
-
-
 def test_an_offset_moves_the_logits_of_column_0_alone():
     q, k, v = (jnp.asarray(RANDOM.normal(size=(2, 5, heads, 4))) for heads in (4, 2, 2))
     wide_q, wide_k, wide_v = add_offset(q, k, v, jnp.arange(4.0), 0.5)
@@ -189,10 +185,6 @@ def test_targets_end_with_their_document():
     packed = packed_row(POOL, 0, 7, BOS, 2, "anchor")
     ids = packed.ids
     assert packed.targets.tolist() == [NO_TARGET, ids[2], NO_TARGET, ids[4], ids[5], ids[6], NO_TARGET]
-
-
-def test_a_gap_moves_the_second_half():
-    assert open_gap(np.arange(5), 100).tolist() == [0, 1, 102, 103, 104]
 
 
 def test_doses(bench):

@@ -5,6 +5,7 @@ in bfloat16 (docs/LOG.md). So the backward pass runs in float32, and each gradie
 rounds as FlashAttention-2's (float32 logits, softmax and accumulator, P rounded for P V); in bfloat16 it is two to
 three times as fast as in float32 where the processor has tiles for it (AMX), and no faster elsewhere, where it runs in
 float32. What is kept for the backward pass is in half precision either way. `products_on_cpu` says who multiplies.
+A float32 model takes the same road, in which nothing is rounded.
 
 Upstream: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 
@@ -61,5 +62,5 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def attend_half(q_BHnD: Tensor, k_BKnD: Tensor, v_BKnD: Tensor, scale: float) -> Tensor:
-    """Return out [B, H, n, D] of queries in half precision, each of which sees all keys up to its own."""
+    """Return out [B, H, n, D] of queries in half precision or float32, each of which sees all keys up to its own."""
     return _CausalAttention.apply(q_BHnD, k_BKnD, v_BKnD, scale)  # type: ignore[return-value]

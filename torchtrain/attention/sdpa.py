@@ -5,7 +5,7 @@ It runs the same plan as `flash`. SDPA's causal flag is aligned top-left and so 
 brings the anchor's queries along with the anchor's keys, and their A rows of output are thrown away. That costs A extra
 queries a document and never a mask, and nor does the padding of a batch (`torchtrain.attention.batches`).
 
-In half precision on a CPU `torchtrain.attention.half_on_cpu` stands in for it.
+On a CPU `torchtrain.attention.half_on_cpu` stands in for it, but in float64.
 
 On CUDA torch falls back, in silence, to a kernel that holds all pairs of a document, H x n x n, where its others do not
 fit. Here that one is never taken: key/value heads are repeated where the others do not take fewer of them, and what
@@ -61,7 +61,7 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scal
     """Attend within each of the segments that follow one another in q [G n, H, D], k, v [G n, K, D]."""
     # Head by head in memory, which the CPU's kernel reads fastest.
     q_GHnD, k_GKnD, v_GKnD = (x.unflatten(0, shape).transpose(1, 2).contiguous() for x in (q, k, v))
-    if q.device.type == "cpu" and q.dtype in HALF:
+    if q.device.type == "cpu" and q.dtype != torch.float64:
         out_GHnD = attend_half(q_GHnD, k_GKnD, v_GKnD, scale)
     else:
         out_GHnD = F.scaled_dot_product_attention(q_GHnD, k_GKnD, v_GKnD, is_causal=True, scale=scale, enable_gqa=True)

@@ -50,6 +50,7 @@ class ProcessLayout(_Part):
     device: str
     attention: str  # the engine
     deterministic: bool = False  # on a GPU
+    float32_products: bool = False  # of a bfloat16 model on a CPU (`torchtrain.products`)
 
 
 class Manifest(_Part):

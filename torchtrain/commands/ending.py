@@ -41,8 +41,10 @@ def one_speaks() -> Iterator[None]:
         if not _is_memory(error):
             raise
         raise MemoryError(one_line(str(error).partition("\n")[0])) from error
-    except KeyboardInterrupt:
-        raise Leave("" if os.environ.get("RANK", "0") != "0" else "interrupted", INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        rank = os.environ.get("RANK", "0")
+        alone = "interrupted" if rank == "0" else f"rank {quoted(rank)[1:-1]}: interrupted"
+        raise Leave(str(error) or alone, INTERRUPTED) from None
 
 
 @contextmanager

@@ -6,17 +6,14 @@ twice is an error too. `load_config` is the only way in, for the command line an
 
 from torchtrain.config.data import DataConfig, MixtureConfig, Source
 from torchtrain.config.distributed import LEAST_STAGE, DistributedConfig
-from torchtrain.config.evaluation import EvaluationConfig, HeldOutConfig
-from torchtrain.config.load import EXAMPLE, dump_config, fill_empty_sections, load_config, load_preparation
+from torchtrain.config.load import EXAMPLE, Config, dump_config, fill_empty_sections, load_config, load_preparation
 from torchtrain.config.model import LoraSettings, ModelConfig, Recomputation
 from torchtrain.config.pack import BASE_VARIANTS, EXTRAS, PackConfig
 from torchtrain.config.preparation import Preparation, PrepareConfig, SlurmConfig, TokenizerConfig
 from torchtrain.config.rope import PAPER_ROPE_THETA, RopeConfig
-from torchtrain.config.run import LogConfig, RunConfig
-from torchtrain.config.save import FinalSaves, SaveConfig
+from torchtrain.config.run import EvaluationConfig, HeldOutConfig, LogConfig, RunConfig, SaveConfig
 from torchtrain.config.section import MOST_TOKENS, Count, Name, PathText, PositiveShare, Real, Section, SmallCount
 from torchtrain.config.train import TrainConfig
-from torchtrain.config.whole import Config
 
 __all__ = [
     "BASE_VARIANTS",
@@ -30,7 +27,6 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "EvaluationConfig",
-    "FinalSaves",
     "HeldOutConfig",
     "LogConfig",
     "LoraSettings",

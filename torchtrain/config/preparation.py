@@ -19,14 +19,11 @@ class SlurmConfig(Section):
 
 
 class PrepareConfig(Section):
-    """How the work of `torchtrain prepare` is spread. Of all this only `task_bytes` shows in a store: in its files."""
+    """How the work of `torchtrain prepare` is spread. The store is the same whatever these settings are."""
 
     executor: Literal["local", "slurm", "ray"] = Field(default="local", description="who runs the tasks")
     workers: SmallCount | None = Field(
         default=None, description="tasks at work at a time; default: one per core, and all of Slurm's or Ray's"
-    )
-    task_bytes: Annotated[int, Field(ge=1, lt=2**50)] = Field(
-        default=2**28, description="bytes of source files to a task, each of which leaves a shard; one file at least"
     )
     memory: Annotated[int, Field(ge=1, le=2**16)] = Field(default=2, description="GiB that a task asks of Slurm or Ray")
     slurm: SlurmConfig = SlurmConfig()

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from anchorline.errors import UserError, quoted
+from torchtrain.config.load import Config
 from torchtrain.config.preparation import Preparation
-from torchtrain.config.whole import Config
 
 _INTRODUCTION = """# Settings
 

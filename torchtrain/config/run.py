@@ -1,19 +1,82 @@
-"""Where a run lives, and who is told of it."""
+"""The run: its folder, what is kept of it, what is measured of it, and which services get its metrics."""
 
-from pydantic import Field
+from typing import Self
 
-from torchtrain.config.section import Name, PathText, Section
+from pydantic import Field, model_validator
+
+from torchtrain.config.section import Count, CountOrZero, Name, PathText, Section
 
 
 class RunConfig(Section):
     """Where a run lives and what makes it repeatable."""
 
-    folder: PathText = Field(description="the run's folder; everything the run writes stands in it")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="seeds the packing, the shuffling and torch")
+    folder: PathText = Field(description="the run's folder; the run writes everything into it")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of packing, shuffling and torch")
+
+
+class SaveConfig(Section):
+    """What is kept of a run: checkpoints to resume from, and models to use."""
+
+    every: CountOrZero = Field(
+        default=100,
+        description="steps between two checkpoints, from which `torchtrain resume` continues; the last step saves too; "
+        "0: no checkpoints",
+    )
+    asynchronous: bool = Field(
+        default=True,
+        description="copy the state to host memory (12 bytes a weight) and write it while training goes on; a process "
+        "killed meanwhile resumes from the checkpoint before",
+    )
+    keep: Count = Field(default=2, description="how many checkpoints are kept, the last ones")
+    last: Count = Field(
+        default=1,
+        description="how many models are kept: the trained one, and in exports/ those of steps before the end",
+    )
+    last_every: Count | None = Field(
+        default=None, description="steps between two of the models that last keeps; default: those of the last saves"
+    )
+
+    @model_validator(mode="after")
+    def _saves_for_the_last(self) -> Self:
+        if self.last > 1 and not self.every and self.last_every is None:
+            raise ValueError(f"last {self.last} needs last_every where every is 0; change one")
+        return self
+
+    def before_last(self, steps: int) -> range:
+        """Return the steps of a run of `steps` that save, without the last step. That one saves unless `every` is 0."""
+        return range(self.every, steps, self.every) if self.every else range(0)
+
+    def exports(self, steps: int) -> range:
+        """Return the steps of a run of `steps` whose models are kept in exports/, without the trained one."""
+        if self.last_every is None:
+            saves = self.before_last(steps)
+            return saves[max(0, len(saves) - self.last + 1) :]
+        first = steps - min(self.last - 1, (steps - 1) // self.last_every) * self.last_every
+        return range(first, steps, self.last_every)
+
+
+class HeldOutConfig(Section):
+    """Held-out loss, before and after training."""
+
+    sequences: Count = Field(default=8, description="largest number of packed rows of held-out documents per domain")
+
+
+class EvaluationConfig(Section):
+    """A suite of tasks that the model is measured on while it trains; results are in the folder FOLDER-on-the-way.
+
+    It changes nothing of the training. It works with one process, without ZeRO.
+    """
+
+    every: CountOrZero = Field(
+        default=0, description="steps between two evaluations; the last step is evaluated, too; 0: no evaluation"
+    )
+    suite: PathText = Field(default="configs/eval/ruler.yaml", description="as torchtrain evaluate --suite")
+    lengths: list[Count] = Field(default=[], max_length=64, description="default: pack.sequence_length")
+    samples: Count | None = Field(default=None, description="samples of each task and length; default: the suite's")
 
 
 class LogConfig(Section):
-    """Who else is told what `metrics.jsonl` holds. Their packages must be installed."""
+    """Services that get the content of `metrics.jsonl`, too. Their packages must be installed."""
 
     tensorboard: bool = Field(default=False, description="write TensorBoard's events into the run's folder")
     wandb: Name | None = Field(default=None, description="send to this project of Weights & Biases")

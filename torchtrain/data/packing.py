@@ -12,12 +12,11 @@
 The plan knows nothing of workers or ranks, so the order of rows does not depend on them.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from typing import Literal, NamedTuple
 
 import numpy as np
-
-from torchtrain.data.best_fit import fit
 
 # What a random stream is for: the head of its spawn key, so that no two purposes share one.
 SHUFFLE, INTERLEAVE, HELD_OUT, SAMPLE_FILES, SAMPLE, MIX, ROWS, TAIL = range(8)
@@ -84,7 +83,7 @@ class PackPlan:
                 order = np.roll(order, -int(np.searchsorted(ends, drawn, side="right")))
         own, spent = lengths[order].astype(np.int64), overhead[order].astype(np.int64)
         if strategy == "best_fit":
-            spans = fit(own, spent, capacity)
+            spans = _fit_best(own, spent, capacity)
         else:
             bounds, room = _cut(own, spent, capacity)
             if last == "drop" and room:
@@ -176,3 +175,54 @@ def _cut(lengths: np.ndarray, overhead: np.ndarray, capacity: int) -> tuple[list
                 room = 0
         bounds.append((place, token))
     return bounds, room
+
+
+def _fit_best(
+    lengths: np.ndarray, overhead: np.ndarray, capacity: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut what is longer than a row into rows and a rest. Put the largest piece first where the least room is left.
+
+    Of rows with the same room the one that was filled last is taken. In a row pieces have the order of their documents.
+    Returns place, start and stop of every piece, row after row, and the number of the first piece of each row, as
+    `_spans_between` does.
+    """
+    room = capacity - overhead
+    pieces = -(-lengths // room)
+    place = np.repeat(np.arange(len(lengths)), pieces)
+    within = np.arange(len(place)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = within * room[place]
+    stop = np.minimum(start + room[place], lengths[place])
+    row = _rows_of_pieces(stop - start + overhead[place], capacity)
+    order = np.argsort(row, kind="stable")
+    first = np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
+    return place[order], start[order], stop[order], first
+
+
+def _rows_of_pieces(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the row of each piece, int64. Pieces of one size are placed together."""
+    order = np.argsort(-sizes, kind="stable")
+    distinct, begins, counts = np.unique(-sizes[order], return_index=True, return_counts=True)
+    row_of_piece = np.zeros(len(sizes), dtype=np.int64)
+    least = int(sizes.min(initial=capacity))
+    rows_with_room: dict[int, list[int]] = defaultdict(list)  # by room; the row that was filled last is at the end
+    rooms: list[int] = []  # that some row has, sorted
+    rows = 0
+    for size, piece, count in zip((-distinct).tolist(), begins.tolist(), counts.tolist(), strict=True):
+        while count:
+            at = bisect_left(rooms, size)
+            if at < len(rooms):
+                room = rooms[at]
+                row = rows_with_room[room].pop()
+                if not rows_with_room[room]:
+                    del rooms[at]
+            else:
+                room, row, rows = capacity, rows, rows + 1
+            # The row that took a piece has the least room for the next of the same size, as long as that fits.
+            taken = min(room // size, count)
+            row_of_piece[order[piece : piece + taken]] = row
+            piece, count, room = piece + taken, count - taken, room - taken * size
+            if room >= least:
+                if not rows_with_room[room]:
+                    insort(rooms, room)
+                rows_with_room[room].append(row)
+    return row_of_piece

@@ -285,7 +285,8 @@ def _unfinished(work: Path, done: "_Done", lost_worker: bool) -> Exception:
         with suppress(OSError):
             path = work / FAILURES / f"{rank:05d}"
             reasons.append(path.read_text(encoding="utf-8").strip())
-    named = list(dict.fromkeys(reasons))
+    # A disk may be too full to take the reason, too: the file is there and empty.
+    named = list(dict.fromkeys(reason or f"{quoted(work)} cannot be written: the disk is full" for reason in reasons))
     left = f"{done.of - done.number:,} of {done.of:,} tasks are not done"
     if named:
         more = f" (and {len(named) - _MOST_NAMED} more reasons)" if len(named) > _MOST_NAMED else ""

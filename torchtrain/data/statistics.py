@@ -1,8 +1,8 @@
-"""What a store holds, in numbers: domains, lengths, and how much of attention packing leaves, before a token is read.
+"""What a store holds, in numbers: domains, lengths, how much attention packing leaves, how long ranks wait.
 
-Sequences are the pieces of documents that rows hold, as in the paper's table of data statistics (arXiv 2411.13476,
-appendix C): its mixture ratio is a domain's share of them, its token ratio one of the tokens. Rows are those of
-sequential packing, without anchor and tags, in the order of the first epoch.
+Sequences are the pieces of documents in rows, as in the paper's table of data statistics (arXiv 2411.13476, appendix
+C): its mixture ratio is a domain's share of them, its token ratio a domain's share of the tokens. Rows are those of
+sequential packing in the first epoch, without anchor and tags.
 
 Legend: n documents · T tokens of a row.
 """
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtrain.config import MixtureConfig
-from torchtrain.data.balance import Balance, balance_of
-from torchtrain.data.mixture import classes_of
-from torchtrain.data.packing import SHUFFLE, random_stream
+from torchtrain.data.packing import SHUFFLE, PackPlan, random_stream
+from torchtrain.data.selection import classes_of
 from torchtrain.data.store import TokenStore
 
 ROW_LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072)
+RANKS = (8, 64, 512)
 _BINS_PER_DOUBLING = 2
 
 
@@ -48,6 +48,17 @@ class RowStatistics:
     token_ratio: dict[str, float]
     live_pair_ratio: float  # r = sum over sequences of length^2 / T^2, in the mean of rows
     attention_speedup: float  # pairs of full attention over those that are left
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How long data-parallel ranks wait when each takes a row: a step's attention takes as long as its fullest row."""
+
+    sequence_length: int
+    ranks: int
+    steps: int  # whole ones
+    sequential: float  # live pairs of a step's fullest row over the mean of its rows, in the mean of steps
+    by_length: float  # the same under `pack.strategy: by_length`
 
 
 @dataclass(frozen=True)
@@ -97,19 +108,17 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
 
     Args:
         store: which.
-        row_lengths: T, of the rows that are told of.
+        row_lengths: T of each kind of rows.
         seed: of the order of documents.
     """
-    mixture = None
-    if store.header.mixture is not None:
-        mixture = MixtureConfig.model_validate(store.header.mixture)
+    mixture = None if store.header.mixture is None else MixtureConfig.model_validate(store.header.mixture)
     long_tokens = (mixture or MixtureConfig()).long_tokens
-    every = np.arange(len(store))
+    every, names = np.arange(len(store)), store.domains
     taken = every if store.repeats is None else np.repeat(every, store.repeats)
     lengths, domains = store.lengths[taken], np.asarray(store.document_domains)[taken]
-    told = _domains(lengths, domains, store.domains, long_tokens)
-    order = random_stream(seed, SHUFFLE, 0).permutation(len(lengths))
-    ends, in_order = np.cumsum(lengths[order]), domains[order]
+    before = None
+    if store.repeats is not None:
+        before = _domains(store.lengths, store.document_domains, names, long_tokens)
     return StoreStatistics(
         fingerprint=store.header.fingerprint,
         documents=len(taken),
@@ -117,15 +126,13 @@ def statistics_of(store: TokenStore, row_lengths: Sequence[int] = ROW_LENGTHS, s
         copies=store.copies,
         near_copies=store.near_copies,
         long_tokens=long_tokens,
-        domains=told,
+        domains=_domains(lengths, domains, names, long_tokens),
         all=_domain("all", lengths, len(lengths), int(lengths.sum()), long_tokens),
-        before=None
-        if store.repeats is None
-        else _domains(store.lengths, store.document_domains, store.domains, long_tokens),
+        before=before,
         mixture=None if mixture is None else _mixture(store, mixture),
-        rows=[_rows(ends, in_order, store.domains, length) for length in row_lengths],
+        rows=[row_statistics(lengths, domains, names, length, seed) for length in row_lengths],
         balance=balance_of(lengths, sorted(row_lengths)[-2:], seed=seed),
-        histogram=_histogram(lengths, domains, store.domains),
+        histogram=_histogram(lengths, domains, names),
     )
 
 
@@ -142,11 +149,7 @@ def row_statistics(
         seed: of the order.
     """
     order = random_stream(seed, SHUFFLE, 0).permutation(len(lengths))
-    return _rows(np.cumsum(lengths[order]), domains[order], names, sequence_length)
-
-
-def _rows(ends: np.ndarray, domains: np.ndarray, names: Sequence[str], sequence_length: int) -> RowStatistics:
-    """Count rows of documents that end at `ends`, int64 [n] and rising, and follow each other."""
+    ends, domains = np.cumsum(lengths[order]), domains[order]
     total = int(ends[-1]) if len(ends) else 0
     rows = -(-total // sequence_length)
     # A sequence ends where its document or its row does.
@@ -170,6 +173,32 @@ def _rows(ends: np.ndarray, domains: np.ndarray, names: Sequence[str], sequence_
         live_pair_ratio=squares / max(1, rows * sequence_length**2),
         attention_speedup=full / max(1, pairs),
     )
+
+
+def balance_of(
+    lengths: np.ndarray, row_lengths: Sequence[int], ranks: Sequence[int] = RANKS, seed: int = 0
+) -> list[Balance]:
+    """Simulate the first epoch. Leaves out a number of ranks that is larger than the number of rows.
+
+    Args:
+        lengths: int [n], tokens of each document.
+        row_lengths: tokens of a row, the anchor not counted.
+        ranks: numbers of rows at a time.
+        seed: of the order of documents.
+    """
+    found = []
+    for T in row_lengths:
+        none = np.zeros_like(lengths)
+        in_order = PackPlan(lengths, T, none, seed).live_pairs()
+        alike = np.sort(PackPlan(lengths, T, none, seed, strategy="by_length").live_pairs())
+        for count in (count for count in ranks if count <= len(in_order)):
+            found.append(Balance(T, count, len(in_order) // count, _excess(in_order, count), _excess(alike, count)))
+    return found
+
+
+def _excess(pairs: np.ndarray, together: int) -> float:
+    steps = pairs[: len(pairs) // together * together].reshape(-1, together)
+    return float((steps.max(1) / steps.mean(1)).mean())
 
 
 def _domains(

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import FileEntry, entry_of, read_file
-from torchtrain.data.near import BUCKETS, near_groups
+from torchtrain.data.selection import BUCKETS, firsts_of, groups_of
 
 OFFSETS, DOMAINS, HASHES, SIGNATURES, REPEATS, BAD_RECORDS, HEADER = (
     "offsets.npy",
@@ -124,7 +124,7 @@ class Documents:
     domains: list[str]
     sizes: Sequence[ShardSize]
     hashes: np.ndarray | None = None  # uint64 [documents]; None: computed when asked for
-    signatures: np.ndarray | None = None  # uint64 [documents, 14] (`torchtrain.data.near`); None where not asked for
+    signatures: np.ndarray | None = None  # uint64 [documents, 14], under near_duplicates
     repeats: np.ndarray | None = None  # uint16 [documents], how often each is taken; None: once
 
     @classmethod
@@ -155,6 +155,11 @@ class Documents:
         under `data.near_duplicates` for near duplicates.
         """
         return groups_of(self.content_hashes, self.signatures)
+
+    @property
+    def kept(self) -> np.ndarray:
+        """Which documents there are to choose from, bool [documents]: here all."""
+        return np.ones(len(self), dtype=bool)
 
     @cached_property
     def content_hashes(self) -> np.ndarray:
@@ -312,7 +317,7 @@ class TokenStore(Documents):
     @cached_property
     def kept(self) -> np.ndarray:
         """Which documents are there to choose from, bool [documents]: all but the duplicates that were removed."""
-        return firsts_of(self.groups) if self.header.duplicates_removed else np.ones(len(self), dtype=bool)
+        return firsts_of(self.groups) if self.header.duplicates_removed else super().kept
 
     @property
     def bad_records(self) -> Path:
@@ -400,24 +405,6 @@ def _check_domains(document_domains: np.ndarray, documents: int, domains: int) -
         raise ValueError(f"its sizes differ: {len(document_domains)} documents, and there are {documents}")
     if document_domains.min(initial=0) < 0 or document_domains.max(initial=-1) >= domains:
         raise ValueError(f"its sizes differ: a document's domain is none of the {domains}")
-
-
-def groups_of(hashes: np.ndarray, signatures: np.ndarray | None) -> np.ndarray:
-    """Return the same number for documents of one text, int64 [documents].
-
-    Args:
-        hashes: uint64 [documents], of their tokens.
-        signatures: uint64 [documents, 14]; None: near duplicates are others.
-    """
-    same = np.unique(hashes, return_inverse=True)[1].reshape(-1)
-    return same if signatures is None else near_groups(signatures, same)
-
-
-def firsts_of(groups: np.ndarray) -> np.ndarray:
-    """Return whether each document is the first of its group, bool [documents]."""
-    first = np.zeros(len(groups), dtype=bool)
-    first[np.unique(groups, return_index=True)[1]] = True
-    return first
 
 
 def hash_of(tokens: np.ndarray) -> int:

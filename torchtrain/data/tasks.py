@@ -14,6 +14,8 @@ from torchtrain.data.corpus import SourcePart, list_parts
 
 FAILURES = "failures"  # in the folder of a preparation: a file for each task that failed, with the reason
 
+# Bytes of source files that a task reads, at least one file. Each task leaves a shard.
+TASK_BYTES = 2**28
 # Of a data set the sizes of shards are not known before they are read, and each task asks the hub what there is.
 _SHARDS_OF_A_DATASET = 16
 
@@ -27,7 +29,7 @@ class Task:
 
 
 def list_tasks(preparation: Preparation) -> list[Task]:
-    """Return what each task reads, in order: small files together, up to `prepare.task_bytes`.
+    """Return what each task reads, in order: small files together, up to `TASK_BYTES`.
 
     A source with `max_documents` is read by one task, for where it ends is known only to who has read it so far.
 
@@ -39,7 +41,7 @@ def list_tasks(preparation: Preparation) -> list[Task]:
         if source.demo is not None or source.max_documents is not None:
             tasks.append(Task(number))
             continue
-        tasks += [Task(number, tuple(parts)) for parts in _group(source, preparation.prepare.task_bytes)]
+        tasks += [Task(number, tuple(parts)) for parts in _group(source, TASK_BYTES)]
     return tasks
 
 

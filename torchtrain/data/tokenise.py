@@ -9,7 +9,7 @@ import numpy as np
 from torchtrain.config import DataConfig, Source
 from torchtrain.data.corpus import BadRecord, Document, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder
-from torchtrain.data.near import Signer
+from torchtrain.data.selection import Signer
 from torchtrain.data.store import SourceCount
 from torchtrain.data.writer import StoreWriter
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from anchorline.files import FileEntry, sync, write_file
 from torchtrain.config import MixtureConfig
-from torchtrain.data.mixture import repeats_of
-from torchtrain.data.near import BUCKETS
+from torchtrain.data.selection import BUCKETS, firsts_of, groups_of, repeats_of
 from torchtrain.data.store import (
     BAD_RECORDS,
     DOMAINS,
@@ -29,8 +28,6 @@ from torchtrain.data.store import (
     SourceCount,
     StoreHeader,
     TokenStore,
-    firsts_of,
-    groups_of,
     hash_of,
 )
 

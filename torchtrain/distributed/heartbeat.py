@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from anchorline.command import INTERRUPTED
 from anchorline.errors import UserError
 from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, Terminated
 
@@ -57,10 +58,15 @@ def heartbeat(rank: int, size: int, period: float | None = None, patience: float
         terminated = isinstance(error, Terminated)
         agreed = isinstance(error, Terminated) and error.agreed
         with _deaf():
-            code = TERMINATED if terminated else 2 if isinstance(error, UserError) else 1
+            code = 2 if isinstance(error, UserError) else 1
+            code = TERMINATED if terminated else INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
             watch.end(None if agreed else f"{rank} {code}", wait=True)
         if terminated and not agreed and watch.code_of_another is not None:
             raise Terminated("") from None
+        if isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches every rank: the first one says so
+            if watch.code_of_another is not None:
+                raise OtherRankFailed("another rank says why", watch.code_of_another) from None
+            raise KeyboardInterrupt(f"rank {rank}: interrupted") from None
         if isinstance(error, RankLost) and watch.code_of_another is not None:
             raise OtherRankFailed("another rank says why", watch.code_of_another) from None
         raise

@@ -193,7 +193,8 @@ def _number(name: str, default: int | None, least: int, most: int) -> int:
 def join(config: Config) -> Iterator[World]:
     """Join the other processes, if there are any, for as long as the block lasts.
 
-    NCCL where there is CUDA (each process its own GPU), gloo anywhere else.
+    NCCL where there is CUDA (each process its own GPU), gloo anywhere else. On CUDA the allocator may grow its segments
+    (`expandable_segments`), which leaves fewer gaps, unless the environment already configures it.
 
     Raises:
         UserError: more processes on this machine than GPUs; or they cannot meet.
@@ -211,6 +212,8 @@ def join(config: Config) -> Iterator[World]:
         )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     if size == 1 and config.distributed.zero_stage == 0:
         yield World(device=device)

@@ -42,7 +42,12 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "gradient_accumulation_steps": train.sequences_per_step // (train.micro_batch * world.data_parallel),
         "gradient_clipping": train.clip_norm or 0.0,
         # A gradient that is not finite leaves the weights as they are.
-        "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
+        "bf16": {
+            "enabled": config.model.dtype == "bfloat16",
+            "check_grad_overflow": True,
+            # ZeRO 1 adds a gradient to the float32 sum as soon as it is there, and keeps no second set in bfloat16.
+            "immediate_grad_update": True,
+        },
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "seq_parallel_communication_data_type": "fp32",

@@ -21,7 +21,7 @@ from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
 from torchtrain.config import PackConfig
 from torchtrain.data.corpus import source_name
-from torchtrain.data.tokens import anchor_ids
+from torchtrain.data.dataset import anchor_ids
 from torchtrain.evaluation.intervals import format_perplexity, mean_interval
 from torchtrain.evaluation.perplexity import (
     bucket_means,

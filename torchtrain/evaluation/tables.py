@@ -17,7 +17,7 @@ from anchorline.errors import UserError, disk_fault
 from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page import figure_style, inline, render
-from anchorline.page.colours import SERIES
+from anchorline.page.figures import SERIES
 from torchtrain.evaluation.intervals import MOST_EXPONENT, interval_of, student_interval
 from torchtrain.evaluation.measured import Average, Measured, format_length, ruler_averages
 

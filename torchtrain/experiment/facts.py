@@ -1,13 +1,14 @@
 """Synthetic documents: key-value facts in Markov filler, and the rows in which recall is measured.
 
-A document is words: filler (`f3`), and facts, a key and its value (`k17 v5`). A key has one value in a document, drawn
-for that document, so its second value can only be told from its first. Everything is drawn by seeded generators.
+A document is words: filler (`f3`), facts (`v17.5`: key 17 has its value number 5), and questions: a key, and its value
+if a fact has given it, else `<unk>` (`k17 v17.5`, `k20 <unk>`). A key has one value in a document, drawn for that
+document; a quarter of the keys has none. So an answer can only be known from the fact. Generators are seeded.
 
 Legend: N rows · T tokens of a row · Q queries of a row.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from anchorline.files import replace_file
 from torchtrain.data.packing import random_stream
 from torchtrain.experiment.spec import FactsConfig, StageConfig
 
-BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
+_SPECIAL = BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
+_UNKNOWN = _SPECIAL.index(UNKNOWN)
 _SUCCESSORS = 4  # of each filler word
 _CHAIN, _DOCUMENTS, _ROWS = range(3)  # what a random stream is for
 _SPACING = 4  # tokens between two queries of a row
@@ -29,13 +31,14 @@ class RecallRows:
 
     input_ids: np.ndarray  # int64 [N, T]
     queries: np.ndarray  # int64 [N, Q], the key whose value comes next
-    distances: np.ndarray  # int64 [N, Q], tokens since the same key stood there, once
+    distances: np.ndarray  # int64 [N, Q], tokens since the fact, which stands there once
 
 
 def vocabulary(facts: FactsConfig) -> list[str]:
     """Return every word by its token id."""
-    words = [f"{kind}{n}" for kind, n_words in zip("fkv", facts.words, strict=True) for n in range(n_words)]
-    return [BOS, EOS, UNKNOWN, *words]
+    filler, keys = ([f"{kind}{n}" for n in range(words)] for kind, words in (("f", facts.filler), ("k", facts.keys)))
+    values = [f"v{key}.{n}" for key in range(facts.keys) for n in range(facts.values)]
+    return [*_SPECIAL, *filler, *keys, *values]
 
 
 def write_documents(facts: FactsConfig, stage: StageConfig, number: int, path: Path) -> None:
@@ -65,7 +68,7 @@ def make_rows(facts: FactsConfig, tokens: int, distances: Sequence[int], rows: i
     Args:
         facts: what they are made of.
         tokens: T.
-        distances: from a query to the one earlier place of its key; each a multiple of 4.
+        distances: from a query to its fact, the one earlier word about its key; each a multiple of 4.
         rows: N.
         each: queries of a distance in a row.
     """
@@ -89,15 +92,15 @@ def _row(
     keys = random.permutation(facts.keys)
     values = random.integers(facts.values, size=facts.keys)
     free, asked = list(range(first, tokens, _SPACING)), dict[int, int]()
-    for distance in distances:  # the shortest first: its key must stand in front of all queries
+    for distance in distances:  # the shortest first: its fact must stand in front of all queries
         able = [place for place in free if place - distance < first]
         for place in random.choice(able, each, replace=False).tolist():
             free.remove(place)
             asked[place] = distance
-    planted = dict[int, tuple[int, int]]()
+    planted = dict[int, list[int]]()
     for number, (place, distance) in enumerate(asked.items()):
-        fact = int(keys[number]), int(values[number])
-        planted |= {place - 1: fact, place - 1 - distance: fact}  # the document begins behind BOS
+        key, value = _words_of(facts, int(keys[number]), int(values[number]))
+        planted |= {place - 1: [key, value], place - 1 - distance: [value]}  # the document begins behind BOS
     document = _document(facts, chain, random, tokens - 1, planted)
     places = sorted(asked)
     return np.concatenate([[0], document]), places, [asked[place] for place in places]
@@ -108,32 +111,39 @@ def _document(
     chain: np.ndarray,
     random: np.random.Generator,
     length: int,
-    planted: Mapping[int, tuple[int, int]] = {},
+    planted: Mapping[int, list[int]] = {},
 ) -> np.ndarray:
-    """Return token ids [length]. `planted` holds facts by their places; no other fact has their keys."""
-    filler, key, value = np.cumsum([3, *facts.words])[:3].tolist()
-    taken = {of for of, _ in planted.values()}
-    new: Iterator[int] = (of for of in random.permutation(facts.keys).tolist() if of not in taken)
+    """Return token ids [length]. `planted` holds words by their places; nothing else is about their keys."""
+    taken = {words[0] for words in planted.values()}
+    keys = [of for of in random.permutation(facts.keys).tolist() if _words_of(facts, of, 0)[0] not in taken]
+    absent, untold = keys[: len(keys) // 4], keys[len(keys) // 4 :]
     values = random.integers(facts.values, size=facts.keys).tolist()
     drawn = random.random((length, 3)).tolist()
-    ids, told, word = list[int](), list[int](), int(random.integers(facts.filler))
+    ids, told, filler = list[int](), list[int](), int(random.integers(facts.filler))
     while len(ids) < length:
         place = len(ids)
-        is_fact, is_new, which = drawn[place]
+        is_fact, kind, which = drawn[place]
         if place in planted:
-            of, its = planted[place]
-            ids += [key + of, value + its]
-            continue
-        if is_fact < facts.fact_share and place + 1 not in planted and place + 1 < length:
-            of = next(new, None) if is_new < facts.new_share or not told else told[int(which * len(told))]
-            if of is not None:
-                if is_new < facts.new_share or not told:
-                    told.append(of)
-                ids += [key + of, value + values[of]]
-                continue
-        word = int(chain[word, int(which * _SUCCESSORS)])
-        ids.append(filler + word)
+            ids += planted[place]
+        elif is_fact < facts.fact_share and kind < facts.new_share and untold:
+            told.append(untold.pop())
+            ids.append(_words_of(facts, told[-1], values[told[-1]])[1])
+        elif is_fact < facts.fact_share and place + 1 not in planted and (told or absent):
+            is_absent = not told or (kind > 1 - facts.absent_share and bool(absent))
+            among = absent if is_absent else told
+            of = among[int(which * len(among))]
+            key, value = _words_of(facts, of, values[of])
+            ids += [key, _UNKNOWN if is_absent else value]
+        else:
+            filler = int(chain[filler, int(which * _SUCCESSORS)])
+            ids.append(len(_SPECIAL) + filler)
     return np.array(ids[:length])
+
+
+def _words_of(facts: FactsConfig, key: int, value: int) -> tuple[int, int]:
+    """Return the token ids of a key and of one of its values."""
+    first = len(_SPECIAL) + facts.filler
+    return first + key, first + facts.keys + key * facts.values + value
 
 
 def _chain(facts: FactsConfig) -> np.ndarray:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from anchorline.files import replace_file, save
 from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page import figure_style
-from anchorline.page.colours import SERIES
+from anchorline.page.figures import SERIES
 from torchtrain.experiment.effects import (
     CONTROL,
     OTHERS,

@@ -44,9 +44,9 @@ class Folder:
         """What the bases do."""
         return self.path / "gate.json"
 
-    def documents(self, stage: str) -> Path:
-        """What a stage trains on."""
-        return self.path / f"{stage}.jsonl"
+    def documents(self, stage: int) -> Path:
+        """What a stage trains on, by its number in `stages`."""
+        return self.path / f"documents-{stage}.jsonl"
 
     def base(self, number: int) -> Path:
         """A pretrained model; number -1 is the one before any training."""
@@ -94,7 +94,7 @@ def run_experiment(
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
             try:
                 bases = range(experiment.bases)
-                stages = [one for one in ("pretrain", "extend") if not folder.documents(one).is_file()]
+                stages = [n for n in range(len(experiment.stages)) if not folder.documents(n).is_file()]
                 list(pool.map(_make_documents, [(experiment, folder, stage) for stage in stages]))
                 left = [(experiment, folder, n) for n in bases if not folder.base(n).is_dir()]
                 list(pool.map(_make_base, left))
@@ -179,22 +179,21 @@ def _take_runs(
         raise TasksUnfinished(f"{len(failed)} runs failed, the first: {failed[0]}; the same command tries them again")
 
 
-def _make_documents(task: tuple[TrainingExperiment, Folder, str]) -> None:
-    experiment, folder, stage = task
-    number = ("pretrain", "extend").index(stage)
-    write_documents(experiment.facts, getattr(experiment, stage), number, folder.documents(stage))
+def _make_documents(task: tuple[TrainingExperiment, Folder, int]) -> None:
+    experiment, folder, number = task
+    write_documents(experiment.facts, experiment.stages[number], number, folder.documents(number))
 
 
 def _make_base(task: tuple[TrainingExperiment, Folder, int]) -> None:
     experiment, folder, number = task
-    beginning = folder.base(number).parent / "beginning"
-    write_beginning(experiment, number, beginning)
-    run = folder.base(number).parent / "run"
-    config = experiment.pretrain.config(
-        Run("exact", "full", number), run, beginning, folder.documents("pretrain"), folder.path / "cache"
-    )
-    _train(config, run)
-    (run / "model").rename(folder.base(number))
+    source = folder.base(number).parent / "beginning"
+    write_beginning(experiment, number, source)
+    for n, stage in enumerate(experiment.pretrain):
+        run = folder.base(number).parent / f"run-{n}"
+        config = stage.config(Run("exact", "full", number), run, source, folder.documents(n), folder.path / "cache")
+        _train(config, run)
+        source = run / "model"
+    source.rename(folder.base(number))
 
 
 def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> None:
@@ -215,7 +214,7 @@ def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> 
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.heads,
-        max_position_embeddings=experiment.pretrain.row_tokens,
+        max_position_embeddings=experiment.pretrain[-1].row_tokens,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         bos_token_id=words.index(BOS),
         eos_token_id=words.index(EOS),
@@ -234,7 +233,7 @@ def _check_gate(experiment: TrainingExperiment, folder: Folder, say: Callable[[s
     gate, shape = experiment.gate, experiment.measure
     if not folder.gate.is_file():
         rows = make_rows(
-            experiment.facts, experiment.pretrain.row_tokens, gate.distances, 2 * shape.rows, shape.queries
+            experiment.facts, experiment.pretrain[-1].row_tokens, gate.distances, 2 * shape.rows, shape.queries
         )
         bases = [folder.base(n) for n in range(experiment.bases)]
         found = [
@@ -256,7 +255,7 @@ def _take_run(experiment: TrainingExperiment, folder: Folder, run: Run) -> str:
     place, begun = folder.run(run), time.monotonic()
     base = folder.base(run.seed % experiment.bases)
     stage, shape = experiment.extend, experiment.measure
-    config = stage.config(run, place, base, folder.documents("extend"), folder.path / "cache")
+    config = stage.config(run, place, base, folder.documents(len(experiment.pretrain)), folder.path / "cache")
     losses = _train(config, place)
     rows = make_rows(experiment.facts, stage.row_tokens, shape.distances, shape.rows, shape.queries)
     models = [*sorted((place / "exports").iterdir()), place / "model"]

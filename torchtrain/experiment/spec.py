@@ -1,5 +1,5 @@
-"""What an experiment is: a small model, synthetic documents, two stages of training, and runs that differ in
-arithmetic, mask and seed alone.
+"""What an experiment is: a small model, synthetic documents, stages of training, and runs that differ in arithmetic,
+mask and seed alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,16 +53,12 @@ class FactsConfig(Section):
     """What documents are made of."""
 
     keys: Count = 128
-    values: Count = 64
+    values: Count = Field(default=64, description="of each key, its own")
     filler: Annotated[int, Field(ge=4, le=65_536)] = Field(default=61, description="words of the Markov chain")
-    fact_share: Share = Field(default=0.5, description="how often a fact is drawn instead of a word of filler")
-    new_share: Share = Field(default=0.5, description="share of the facts whose key is new in the document")
+    fact_share: Share = Field(default=0.7, description="how often a fact or a question is drawn instead of filler")
+    new_share: Share = Field(default=0.3, description="share of facts among these")
+    absent_share: Share = Field(default=0.25, description="share of questions about keys without a fact among these")
     seed: int = Field(default=0, ge=0, lt=2**32)
-
-    @property
-    def words(self) -> tuple[int, int, int]:
-        """How many words of filler, keys and values there are."""
-        return self.filler, self.keys, self.values
 
 
 class StageConfig(Section):
@@ -134,7 +130,7 @@ class TrainingExperiment(Section):
     title: Name
     model: ShapeConfig = ShapeConfig()
     facts: FactsConfig = FactsConfig()
-    pretrain: StageConfig
+    pretrain: list[StageConfig] = Field(min_length=1, description="stages of a base, one after another")
     extend: StageConfig
     bases: Count = Field(default=2, description="models that are pretrained; seed s extends base s mod bases")
     cells: dict[Arithmetic, list[Variant]] = Field(min_length=1)
@@ -145,7 +141,7 @@ class TrainingExperiment(Section):
 
     @model_validator(mode="after")
     def _queries_fit(self) -> Self:
-        asked = ((self.pretrain, self.gate.distances), (self.extend, self.measure.distances))
+        asked = ((self.pretrain[-1], self.gate.distances), (self.extend, self.measure.distances))
         for stage, distances in asked:
             slots = 4 * len(distances) * self.measure.queries
             if stage.row_tokens - slots <= max(distances) or 4 * self.measure.queries > min(distances):
@@ -153,6 +149,11 @@ class TrainingExperiment(Section):
         if "last" not in self.extend.run.get("save", {}):
             raise ValueError("extend.run.save.last: say how many checkpoints recall is averaged over")
         return self
+
+    @property
+    def stages(self) -> list[StageConfig]:
+        """All stages, the extension last."""
+        return [*self.pretrain, self.extend]
 
     def runs(self, seeds: int | None = None) -> Iterator[Run]:
         """Yield the runs in the order in which they are taken: all cells of a seed, then of the next."""
@@ -177,6 +178,6 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperi
         UserError: one line that names what does not fit, what `run` says among it.
     """
     experiment = settings.load(TrainingExperiment, path, overrides, example=EXAMPLE)
-    for stage in (experiment.pretrain, experiment.extend):
+    for stage in experiment.stages:
         stage.config(next(experiment.runs()), *map(Path, ("runs/experiment", "model", "documents.jsonl", "cache")))
     return experiment

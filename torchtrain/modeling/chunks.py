@@ -24,12 +24,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anchorline.errors import UserError
 from torchtrain.modeling.adapters import is_linear, layer_and_factors
 from torchtrain.modeling.parts import whole_shape
+from torchtrain.products import linear, multiply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -129,26 +129,26 @@ class _Linear:
         self.layer, self.adapter = layer_and_factors(module)
 
     def forward(self, x_nI: Tensor) -> Tensor:
-        made_nO = F.linear(x_nI, self.layer.weight, self.layer.bias)
+        made_nO = linear(x_nI, self.layer.weight, self.layer.bias)
         if self.adapter is None:
             return made_nO
         a, b, scale = self.adapter
-        return made_nO + F.linear(F.linear(x_nI, a.weight), b.weight) * scale
+        return made_nO + linear(linear(x_nI, a.weight), b.weight) * scale
 
     def backward(self, x_nI: Tensor, gradient_nO: Tensor, sums: Iterator[Tensor | None]) -> Tensor:
         """As `_Form.backward`; takes as many of the sums as the layer has parameters."""
         _add_product(next(sums), gradient_nO, x_nI)
         if self.layer.bias is not None and (total_O := next(sums)) is not None:
             total_O.add_(gradient_nO.sum(0, dtype=total_O.dtype))
-        of_x_nI = gradient_nO @ self.layer.weight
+        of_x_nI = multiply(gradient_nO, self.layer.weight)
         if self.adapter is None:
             return of_x_nI
         a, b, scale = self.adapter
         of_b_nO = gradient_nO * scale
-        of_a_nR = of_b_nO @ b.weight
+        of_a_nR = multiply(of_b_nO, b.weight)
         _add_product(next(sums), of_a_nR, x_nI)
-        _add_product(next(sums), of_b_nO, F.linear(x_nI, a.weight))
-        return of_x_nI + of_a_nR @ a.weight
+        _add_product(next(sums), of_b_nO, linear(x_nI, a.weight))
+        return of_x_nI + multiply(of_a_nR, a.weight)
 
 
 class _GatedMLP(_Form):

@@ -29,6 +29,7 @@ from torchtrain.modeling.parts import check_head, first_not_finite
 from torchtrain.modeling.placement import DeviceMap, all_weights, check_can_spread, check_covers, check_spread
 from torchtrain.modeling.recompute import hand_layers_over, save_memory
 from torchtrain.modeling.source import check_no_adapter, first_line, open_config, read_by_library
+from torchtrain.products import use_float32_products
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -88,6 +89,7 @@ def load_for_training(
         round_queries_and_keys(loaded, model.round_qk, model.round_qk_bits)
     if model.lora is not None:
         add_adapters(loaded, model.lora, seed)
+        use_float32_products(loaded)  # those of adapters, too
         if cutter is not None:
             cutter.cut_rest(loaded)
     with nullcontext() if cutter is None else cutter.whole_where_used(loaded):
@@ -219,7 +221,10 @@ def _load(
             f"{str(loaded.dtype).removeprefix('torch.')}; copy or download it again, or choose another model or "
             "model.dtype"
         )
-    return loaded if device_map is not None else loaded.to(device)  # pyright: ignore[reportArgumentType]
+    if device_map is not None:
+        return loaded
+    use_float32_products(loaded)
+    return loaded.to(device)  # pyright: ignore[reportArgumentType]
 
 
 @contextmanager

@@ -7,8 +7,8 @@ Memory is per GPU, for P weights on N processes, b bytes each, all of which are 
 
     weights     P b, spread over N by ZeRO 3, which then gathers them for the modules that run: at most
                 `zero.GATHERED` weights, or one that is larger, and a bucket that is fetched ahead
-    gradients   4 P (summed in float32), spread from ZeRO 2 on; with ZeRO buckets come on top, and with 1 a
-                micro-batch's own
+    gradients   4 P (summed in float32), spread from ZeRO 2 on; with ZeRO buckets come on top, and with 1 in float32
+                a micro-batch's own
     optimizer   12 P: float32 masters and two moments (8 P for a float32 model without ZeRO), spread from ZeRO 1 on
     activations, with the logits of a chunk: counted by `torchtrain.planning.memory`, together with the gradients that
                 there are at each moment
@@ -140,7 +140,7 @@ def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         host += count_host_bytes(model, config.train.micro_batch * -(-config.pack.sequence_length // shared))
 
     # What a save beside the steps is written from; every process holds its share.
-    staged = STATE_BYTES * count if config.save.asynchronous and any(config.save.schedule(config.train.steps)) else 0
+    staged = STATE_BYTES * count if config.save.asynchronous and config.save.every else 0
 
     exported = bytes_each * held.count  # by the first process, which gathers it, perhaps while a save is written
 
@@ -153,26 +153,33 @@ def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
         adding = (_FLOAT32 if again else 0) - (0 if bytes_each < _FLOAT32 or again else _FLOAT32)
         activations, summed = passes.most(_FLOAT32, adding, again)
     elif stage == 1 and offload == "none":
-        # A micro-batch's gradient stays until the next one's takes its place. In bfloat16 the step's is kept besides,
-        # in float32.
-        gradients = _FLOAT32 * (BUCKET if bytes_each == _FLOAT32 else count)
-        activations, summed = passes.most(bytes_each, 0, again)
+        if bytes_each < _FLOAT32:  # a gradient is added to the step's, in float32, as soon as it is there
+            gradients = _FLOAT32 * count
+            activations, summed = passes.most(0, _FLOAT32, again)
+        else:  # a micro-batch's gradient stays until the next one's takes its place
+            gradients = _FLOAT32 * BUCKET
+            activations, summed = passes.most(bytes_each, 0, again)
     elif stage == 1:
         gradients = _FLOAT32 * (count + part + BUCKET) + bytes_each * largest
         activations, summed = passes.most(0, 0, again)
     else:
+        whole = 0
         if stage == 2:
             # Of a float32 model every parameter that reaches into a rank's part is kept whole.
-            gradients = _FLOAT32 * (part if bytes_each < _FLOAT32 else max(part, largest))
+            whole = 0 if bytes_each < _FLOAT32 else _FLOAT32 * max(part, largest)
+            gradients = whole or _FLOAT32 * part
             gradients += bytes_each * largest if offload != "none" else 0
         else:
             gradients = _FLOAT32 * (BUCKET + (part if offload == "none" else 0))
-        # The sum over ranks is taken in float32, of a bucket or of a larger parameter alone, which stage 2 copies.
-        adding = _FLOAT32 + (bytes_each if stage == 2 else 0)
+        # The sum over ranks is taken in float32, of a bucket or of a larger parameter alone. Stage 2 sums ranks' parts
+        # of it, until they are more than a bucket, and copies those.
+        adding = _FLOAT32 + (bytes_each if stage == 2 and bytes_each < _FLOAT32 else 0)
+        at_once = part * (BUCKET // part + 1) if stage == 2 else count
         if stage == 3 and offload != "none":  # its part on the way to the host, and that in float64 for the norm
             adding += (_FLOAT32 + 2 * _FLOAT32) / processes
-        begun, late = (bytes_each * BUCKET, 0) if stage == 2 else (0, bytes_each)
-        activations, summed = passes.most(0, adding, again, BUCKET, begun, late)
+        # Of a float32 model stage 2 keeps a micro-batch's part beside the step's.
+        begun, late = (bytes_each * BUCKET + (whole if again else 0), 0) if stage == 2 else (0, bytes_each)
+        activations, summed = passes.most(0, adding, again, BUCKET, begun, late, at_once)
         if stage == 3:  # whole at a time: what DeepSpeed keeps, or one larger weight, and a bucket on its way
             weights += bytes_each * min(held.count, max(GATHERED, held.largest) + BUCKET)
     return Memory(

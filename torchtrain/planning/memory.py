@@ -125,7 +125,14 @@ class Pass:
     weights: int  # that are trained
 
     def most(
-        self, kept: float, adding: float, again: bool, bucket: int = 0, begun: int = 0, late: float = 0
+        self,
+        kept: float,
+        adding: float,
+        again: bool,
+        bucket: int = 0,
+        begun: int = 0,
+        late: float = 0,
+        at_once: int | None = None,
     ) -> tuple[int, int]:
         """Return (activations, gradients) in bytes at the moment at which most is held.
 
@@ -136,12 +143,18 @@ class Pass:
             bucket: weights whose gradients are added at a time, if one parameter has not more.
             begun: bytes more from the pass's first gradient on.
             late: bytes of a weight whose gradient is larger than a bucket, which ZeRO 3 keeps until the next comes.
+            at_once: weights at most whose gradients are added at a time.
         """
         latest = {moment.summed: moment.adding for moment in self.moments if moment.adding > bucket} if late else {}
         bucket = min(bucket, self.weights)
+        at_once = self.weights if at_once is None else at_once
 
         def split(moment: Moment) -> tuple[int, int]:
-            more = adding * max(moment.adding, bucket) if moment.adding else late * latest.get(moment.summed, 0)
+            more = (
+                adding * min(max(moment.adding, bucket), at_once)
+                if moment.adding
+                else late * latest.get(moment.summed, 0)
+            )
             more += begun if moment.summed else 0
             return round(moment.held + more), round(kept * (self.weights if again else moment.summed))
 

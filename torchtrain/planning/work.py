@@ -168,18 +168,15 @@ class Saves:
 
 def count_saves(save: SaveConfig, train: TrainConfig, work: Work, bytes_each: int) -> Saves:
     """Count what a run writes of a model whose weights take `bytes_each`."""
-    checkpoints = sum(map(len, save.schedule(train.steps)))
-    models = min(save.last, max(checkpoints, 1))
+    checkpoints = len(save.before_last(train.steps)) + 1 if save.every else 0
+    models = len(save.exports(train.steps)) + 1
     return Saves(checkpoints, STATE_BYTES * work.trained, models, bytes_each * work.weights, save.keep)
 
 
 def describe_schedule(save: SaveConfig, train: TrainConfig) -> str:
     """Return, in words, at which steps a run saves."""
-    parts = [_describe(steps) for steps in save.schedule(train.steps) if steps]
-    return f"after step {', then '.join(parts)}" if parts else "never"
-
-
-def _describe(steps: range) -> str:
-    if len(steps) <= 3:
-        return ", ".join(f"{step:,}" for step in steps)
-    return f"{steps[0]:,}, {steps[1]:,} ... {steps[-1]:,}"
+    if not save.every:
+        return "never"
+    steps = [*save.before_last(train.steps)[:3], train.steps]
+    shown = [f"{step:,}" for step in steps]
+    return f"after step {', '.join(shown)}" if len(steps) < 4 else f"after step {shown[0]}, {shown[1]} ... {shown[-1]}"

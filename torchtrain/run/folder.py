@@ -43,7 +43,7 @@ from torchtrain.checkpoint.folder import STEP, step_of
 from torchtrain.checkpoint.manifest import versions
 from torchtrain.config import Config, dump_config
 from torchtrain.run.lock import at_work, claim, hold, is_held
-from torchtrain.training.events import last_saved, read_metrics
+from torchtrain.training.events import MetricsFile, last_saved, read_metrics
 
 MODEL = "model"
 _MADE_BY = "torchtrain train"
@@ -262,6 +262,28 @@ class RunFolder:
         if type(steps) is not int or not 0 < steps < 2**63 or not isinstance(identity, dict):
             raise UserError(f"{self.record}: is damaged: it lacks the config or the identity of its run; put it back")
         return content
+
+    def note_start(self, step: int, tokens: Path, sha256: str, base: Path | None) -> None:
+        """Write into `timing.jsonl` at which step the run starts, and where its tokens and frozen weights are now.
+
+        Args:
+            step: steps done.
+            tokens: folder of the token store.
+            sha256: the digest of its tokens.
+            base: folder of the weights beside which adapters are trained; None: every weight is trained.
+        """
+        place = {"tokens": str(tokens.resolve()), "tokens_sha256": sha256}
+        with MetricsFile(self.timing) as timing:
+            timing.write("begin", {"step": step, **place, "base": None if base is None else str(base)})
+
+    def last_start(self) -> dict[str, Any] | None:
+        """Return what `note_start` wrote last; None if the run was never started.
+
+        Raises:
+            UserError: `timing.jsonl` is damaged.
+        """
+        starts = [event for event in read_metrics(self.timing) if event["event"] == "begin"]
+        return starts[-1] if starts else None
 
     def last_saved(self) -> int | None:
         """Return the last step that was saved, by `timing.jsonl`; None if there was none.

@@ -25,7 +25,7 @@ from torchtrain.run.lock import hold
 from torchtrain.run.session import layout_of
 from torchtrain.run.setup import Setup
 from torchtrain.run.termination import Termination
-from torchtrain.training.events import NOTHING, MetricsFile, check_beginning, rewind_metrics
+from torchtrain.training.events import NOTHING, check_beginning, rewind_metrics
 
 
 def local_sources(config: Config) -> Iterator[tuple[str, Path]]:
@@ -86,6 +86,7 @@ class Opening:
             if self.leads:
                 sources = local_sources(self.config)
                 replaced = locks.enter_context(self.folder.create(self.config, setup.record, replace, sources))
+                self._note_start(0, setup)
                 if replaced is not None and delete_replaced:
                     shutil.rmtree(replaced, ignore_errors=True)
                 if replaced is not None and os.path.lexists(replaced):
@@ -176,14 +177,16 @@ class Opening:
         with self.world.together():
             if self.leads:  # in this order: killed in between, it is taken up at the same step
                 self.folder.reopen()
+                self._note_start(done, setup)
                 if checkpoint is None:
-                    with MetricsFile(self.folder.timing) as timing:
-                        timing.write("begin", {"step": 0})
                     self.checkpoints.give_up()
                     self.checkpoints.sweep()
                 self.checkpoints.forget_after(done)
                 self.folder.remove_later_exports(done, self.config.train.steps)
                 rewind_metrics(self.folder.metrics, events)
+
+    def _note_start(self, step: int, setup: Setup) -> None:
+        self.folder.note_start(step, setup.store.folder, setup.store.header.sha256, setup.frozen)
 
     def _check_shared(self) -> None:
         """Check that all ranks see the run that rank 0 made or found."""

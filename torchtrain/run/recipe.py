@@ -207,7 +207,7 @@ class _Run:
                         seconds += step.seconds
                         if session.saves_now:
                             session.save()
-                            session.export_if_kept()
+                        session.export_if_kept()
                         self._check_stop(session)
                         self._evaluate(session)
                     after = self._measure_held_out(session, journal, lambda: self._check_stop(session))

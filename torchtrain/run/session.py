@@ -1,7 +1,6 @@
 """Saving a run between two steps, resuming it, and exporting its model as a Hugging Face folder."""
 
 import errno
-import itertools
 import json
 import signal
 import threading
@@ -22,13 +21,14 @@ from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress,
 from torchtrain.checkpoint.part import Part
 from torchtrain.checkpoint.state import State, state_of
 from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import Config, LoraSettings, SaveConfig
+from torchtrain.config import Config, LoraSettings
 from torchtrain.distributed.world import World
 from torchtrain.errors import OtherRankFailed, Terminated
 from torchtrain.modeling.adapters import FOLDER as ADAPTER
 from torchtrain.modeling.adapters import save_adapter, split_off
 from torchtrain.modeling.parts import first_not_finite
 from torchtrain.modeling.save import reader_notes, save_folder
+from torchtrain.products import multiplies_in_float32
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.setup import Setup
 from torchtrain.run.steps import check_finite
@@ -142,7 +142,8 @@ class Session:
 
         The last one does, so that nothing is lost while the model is evaluated and exported.
         """
-        return any(self.step in steps for steps in self._config.save.schedule(self._config.train.steps))
+        save, steps = self._config.save, self._config.train.steps
+        return self.step in save.before_last(steps) or (self.step == steps and save.every > 0)
 
     @property
     def saved(self) -> bool:
@@ -326,8 +327,8 @@ class Session:
         return weights, lambda folder: save_adapter(model, lora, self.setup.base, adapter, folder / ADAPTER)
 
     def export_if_kept(self) -> None:
-        """Export this step's model if it is one of the last that `save.last` keeps; the trained one comes later."""
-        if self.step in exported_steps(self._config.save, self._config.train.steps):
+        """Export this step's model if it is one of those that `save.last` keeps; the trained one comes later."""
+        if self.step in self._config.save.exports(self._config.train.steps):
             self.export(self._folder.exports / f"step-{self.step:08d}")
 
     @contextmanager
@@ -375,6 +376,7 @@ def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
         device=setup.record["device"],
         attention=setup.engine,
         deterministic=train.deterministic and world.device.type == "cuda",
+        float32_products=multiplies_in_float32(setup.model.dtype, world.device),
     )
 
 
@@ -402,14 +404,6 @@ def model_card(config: Config, model_config: "PretrainedConfig", step: int) -> s
     if notes:
         lines += ["", "Other readers need these settings:", "", *(f"- {note}" for note in notes)]
     return "\n".join(lines) + "\n"
-
-
-def exported_steps(save: SaveConfig, steps: int) -> list[int]:
-    """Return the steps whose models `save.last` keeps besides the trained one's: the last that save before the end."""
-    every, final = save.schedule(steps)
-    backwards = itertools.chain(reversed(final), reversed(every))
-    before_the_end = (step for step in backwards if step < steps)
-    return sorted(itertools.islice(before_the_end, save.last - 1))
 
 
 def is_whole(model: Path) -> bool:

@@ -36,6 +36,7 @@ from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.threads import share_cores
 from torchtrain.distributed.world import ALONE, World, here
+from torchtrain.marks import IGNORED
 from torchtrain.modeling.compilation import check_compiler
 from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training
 from torchtrain.modeling.parts import check_config, whole_shape
@@ -45,6 +46,7 @@ from torchtrain.modeling.rope import describe as describe_rope
 from torchtrain.modeling.smollm2 import ORIGIN
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.planning.memory import shape_of_model
+from torchtrain.products import describe_products
 
 # Of what is free; the rest is for what `torchtrain.planning` does not count: Python and its packages, a kernel's own
 # buffers, and fragments.
@@ -105,6 +107,7 @@ class Setup:
 
     engine: str
     base: str  # where the model came from: a folder, or a hub id
+    frozen: Path | None  # folder of the weights that adapters leave as they are; None: every weight is trained
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerFast"
     own_positions: int  # what the model held before it was extended
@@ -185,6 +188,8 @@ def set_up(
     model = load_for_training(source, model_config, settings, engine, device, cutter, config.run.seed)
     count = _count(model.parameters())
     log(f"model     {config.model.source}: {count:,} parameters in {config.model.dtype} on {device}")
+    if products := describe_products(model.dtype, device):
+        log(f"products  {products}")
     if config.model.lora is not None:
         trained = _count(p for p in model.parameters() if p.requires_grad)
         log(f"lora      {trained:,} parameters are trained, {count - trained:,} stay as they are")
@@ -226,7 +231,6 @@ def set_up(
         "identity": identity,
         "model_origin": _origin(source),
         "corpus_fingerprint": store.header.fingerprint,
-        "corpus_folder": str(store.folder.resolve()),
         "corpus": {
             "domains": [asdict(summary) for summary in store.header.summaries],
             "sources": [asdict(count) for count in store.header.sources],
@@ -239,9 +243,8 @@ def set_up(
     }
     here_already = config.model.source == "smollm2" or Path(config.model.source).is_dir()
     base = str(Path(source).resolve()) if here_already else config.model.source
-    if config.model.lora is not None:
-        record["model_folder"] = str(Path(source).resolve())  # which the run needs for as long as it may go on
-    return Setup(engine, base, model, tokenizer, own_positions, store, rows, held_out, identity, record)
+    frozen = Path(source).resolve() if config.model.lora is not None else None
+    return Setup(engine, base, frozen, model, tokenizer, own_positions, store, rows, held_out, identity, record)
 
 
 def pack_rows(
@@ -252,7 +255,7 @@ def pack_rows(
     Held-out rows hold one domain each, so that every domain has its share whatever the corpus holds most of.
 
     Raises:
-        UserError: no documents to train on, or none held out.
+        UserError: no documents to train on, or none held out; or no row has a target.
     """
     train, held = split.train, split.held_out
 
@@ -268,6 +271,12 @@ def pack_rows(
             together,
         )
 
+    rows = pack_documents(train, config.pack.last)
+    if not any((rows[i]["shift_labels"] != IGNORED).any() for i in range(len(rows))):
+        raise UserError(
+            f"data.sources: no row has a token to train on: each of the {len(train):,} training documents is too short "
+            "to have a next token; give longer documents"
+        )
     if not len(held):
         alike = store.copies + store.near_copies
         copies = f" ({alike} are copies of others, or nearly)" if alike else ""
@@ -278,7 +287,7 @@ def pack_rows(
     by_domain = (held[store.document_domains[held] == domain] for domain in range(len(store.domains)))
     held_out_rows = [pack_documents(documents, "pad") for documents in by_domain if len(documents)]
     held_out = [rows[i] for rows in held_out_rows for i in range(min(config.held_out.sequences, len(rows)))]
-    return pack_documents(train, config.pack.last), held_out
+    return rows, held_out
 
 
 def describe_variant(pack: PackConfig) -> str:

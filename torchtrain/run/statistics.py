@@ -17,7 +17,7 @@ from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import replace_file, resolve_folder
 from anchorline.page import figure_style, inline, render
-from anchorline.page.colours import SERIES
+from anchorline.page.figures import SERIES
 from torchtrain.config import ModelConfig, Preparation
 from torchtrain.data import TokenStore
 from torchtrain.data.produce import Submitted, produce

@@ -1,7 +1,6 @@
 """What a run was trained on and whether every file with a digest is still what was written."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import FileEntry, differs, entry_of, expand
+from anchorline.files import FileEntry, differs, entry_of
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, load_config
@@ -105,16 +104,20 @@ def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
     yield from _bad("outputs.json", lambda: models.update(run.listed_models()))
     for name, files in models.items():
         yield _check(name, lambda name=name, files=files: _model(run.path / name, files))
-    if isinstance(sha256 := _look_up(record, "identity", "frozen", "sha256"), str):
-        base = _find_base(record, checkpoints.path(steps[-1]) if steps else None)
-        yield _check(f"base {quoted(base)}", lambda: _base(base, sha256))
-    tokens, cache = _look_up(record, "corpus_fingerprint"), _look_up(record, "config", "data", "cache")
-    if isinstance(tokens, str) and isinstance(cache, str):
-        held = _look_up(record, "corpus_folder")
-        place = Path(held) if isinstance(held, str) else expand(cache).absolute() / "corpus" / tokens
-        yield _check(f"tokens {quoted(place)}", lambda: _store(place, _look_up(record, "identity", "tokens", "sha256")))
-    else:
-        yield Finding(run.record.name, False, "does not say which tokens the run was trained on")
+    start: list[dict[str, Any]] = []
+    yield from _bad(run.timing.name, lambda: start.append(_last_start(run)))
+    for event in start:
+        if event["base"] is not None:
+            base, digest = Path(event["base"]), _look_up(record, "identity", "frozen", "sha256")
+            yield _check(f"base {quoted(base)}", lambda base=base, digest=digest: _base(base, digest))
+        place, digest = Path(event["tokens"]), event["tokens_sha256"]
+        yield _check(f"tokens {quoted(place)}", lambda place=place, digest=digest: _store(place, digest))
+
+
+def _last_start(run: RunFolder) -> dict[str, Any]:
+    if (event := run.last_start()) is None:
+        raise UserError("does not say which tokens the run was trained on")
+    return event
 
 
 def _look_up(record: Any, *keys: str) -> Any:
@@ -145,7 +148,7 @@ def _check(what: str, check: Callable[[], str]) -> Finding:
         return Finding(what, False, disk_fault(error))
 
 
-def _store(folder: Path, sha256: Any = None) -> str:
+def _store(folder: Path, sha256: str | None = None) -> str:
     if not folder.exists():
         raise UserError("are not there; a resumed run makes them anew from data.sources")
     store = TokenStore.open(folder)
@@ -155,20 +158,7 @@ def _store(folder: Path, sha256: Any = None) -> str:
     return f"{len(store):,} documents, {store.token_count:,} tokens, {len(store.header.files)} files"
 
 
-def _find_base(record: dict[str, Any], checkpoint: Path | None) -> Path:
-    """Return where the weights lie that a run with adapters leaves as they are: it may have gone on with them elsewhere
-    than where it began.
-    """
-    begun, found = _look_up(record, "config", "model", "source"), _look_up(record, "model_folder")
-    if checkpoint is not None:
-        with suppress(UserError, OSError):  # a bad one is told by itself
-            last = _look_up(Manifest.read(checkpoint).config, "model", "source")
-            if isinstance(last, str) and last != begun:
-                return expand(last)
-    return Path(found) if isinstance(found, str) else expand(str(begun))
-
-
-def _base(folder: Path, sha256: str) -> str:
+def _base(folder: Path, sha256: Any) -> str:
     if not folder.is_dir():
         raise UserError(
             "is not there, and a resumed run needs its weights; put it back, or resume with model.source=FOLDER"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from anchorline.errors import UserError
 from torchtrain.config import BASE_VARIANTS, DataConfig, PackConfig, Source
 from torchtrain.data import PackedRows, anchor_ids, collate, pad_id, prepare, split_documents, tag_ids
-from torchtrain.data.tokens import check_store, check_tokenizer
+from torchtrain.data.dataset import check_store, check_tokenizer
 from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
 
 VARIANTS = [base + tag + chunks for base in BASE_VARIANTS for tag in ("", "+tag") for chunks in ("", "+interleave")]

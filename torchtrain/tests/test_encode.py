@@ -12,9 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from anchorline.errors import UserError
-from torchtrain.data import encode, pieces
-from torchtrain.data.encode import Encoder, control_tokens
-from torchtrain.data.pieces import cuts_of
+from torchtrain.data import encode
+from torchtrain.data.encode import Encoder, control_tokens, cuts_of
 from torchtrain.tests.data_fixtures import word_tokenizer
 
 # What tokenizers treat in ways of their own, and words that merges were learned of.
@@ -96,7 +95,7 @@ PIPELINES = {
     ),
     "mistral": lambda: metaspace("bpe") | {"pre_tokenizer": _WHOLE},
     "gemma": lambda: metaspace("bpe") | {"normalizer": _MARK, "pre_tokenizer": _LEFT},
-    **{f"pattern {i}": (lambda p=p: by_pattern(p)) for i, p in enumerate(sorted(pieces._WORDS))},
+    **{f"pattern {i}": (lambda p=p: by_pattern(p)) for i, p in enumerate(sorted(encode._WORDS))},
 }
 
 
@@ -158,7 +157,7 @@ def test_a_vocabulary_that_joins_a_letter_and_a_space_is_not_cut():
 def test_texts_long_and_short_come_back_in_their_order(monkeypatch):
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)
     monkeypatch.setattr(encode, "PIECE", 40)
-    monkeypatch.setattr(pieces.Cuts.pieces, "__defaults__", (40,))
+    monkeypatch.setattr(encode.Cuts.pieces, "__defaults__", (40,))
     tokenizer = fast(byte_level())
     texts = ["The cat sat " * n for n in (1, 200, 0, 3, 50, 1)]
     expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]

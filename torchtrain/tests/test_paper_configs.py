@@ -12,7 +12,6 @@ from torchtrain.evaluation.published import load_published
 from torchtrain.modeling.source import published_models
 from torchtrain.planning.budget import GIB, RESERVE, model_config, propose
 from torchtrain.planning.memory import Shapes
-from torchtrain.run.session import exported_steps
 from torchtrain.run.verify import training_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -66,10 +65,9 @@ def test_the_recipe(paper):
     assert train.sequences_per_step * config.pack.sequence_length in (2**19, 2**20)
     assert config.model.dtype == "bfloat16"
     assert config.run.folder == f"runs/{path.stem}"
-    saved = [step for steps in config.save.schedule(train.steps) for step in steps]
-    assert saved == [*range(100, 2000, 100), *range(1960, 2001, 10)]
+    assert list(config.save.before_last(train.steps)) == [*range(100, 2000, 100)]
     # The models of the last five are kept to be averaged, however few checkpoints are.
-    assert [*exported_steps(config.save, train.steps), train.steps] == [1960, 1970, 1980, 1990, 2000]
+    assert [*config.save.exports(train.steps), train.steps] == [1960, 1970, 1980, 1990, 2000]
 
 
 def test_the_corpus_holds_the_tokens_of_the_run(paper):

@@ -178,7 +178,7 @@ def test_each_stage_spreads_one_thing_more(config_of):
     count, largest = sum(sizes), max(sizes)
     assert [stage.optimizer for stage in stages] == [12 * count, 3 * count, 3 * count, 3 * count]
     whole, part = 4 * count, count
-    assert [s.gradients for s in stages] == [whole, whole + 2 * count, part, part + 4 * BUCKET]
+    assert [s.gradients for s in stages] == [whole, whole, part, part + 4 * BUCKET]
     gathered = count * 2  # all of so small a model
     assert [stage.weights for stage in stages] == [2 * count] * 3 + [-(-2 * count // 4) + gathered]
     offloaded = memory("distributed.zero_stage=3", "distributed.offload=all")
@@ -249,8 +249,8 @@ def test_7b_at_128k_fits_on_eight_gpus_of_80_gib_in_the_papers_setting(call):
     assert "reserve: CUDA context, NCCL" in result.stdout
     assert "host memory, all processes, while training" in result.stdout
     gib = 6_738_415_616 / 2**30  # a byte for each weight
-    said = f"{12 * gib:.1f} GiB each, after step 100, 200 ... 1,900, then 1,960, 1,970 ... 2,000"
-    assert f"saves     24 checkpoints of {said}" in result.stdout
+    said = f"{12 * gib:.1f} GiB each, after step 100, 200 ... 2,000"
+    assert f"saves     20 checkpoints of {said}" in result.stdout
     assert f"models    5 of {2 * gib:.1f} GiB each" in result.stdout
     written, most = (24 * 12 + 5 * 2) * gib, (3 * 12 + 5 * 2) * gib
     assert f"disk      {written:,.1f} GiB written in all, up to {most:.1f} GiB there at a time" in result.stdout
@@ -309,7 +309,7 @@ def test_adapters_alone_are_what_is_trained(call):
     told = call(paper, "-n", 8, "model.lora={rank: 16}").stdout
     trained = 16 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert f"weights   {6_738_415_616 + trained:,}, {trained:,} of them trained" in told
-    assert f"saves     24 checkpoints of {12 * trained / 2**30:.1f} GiB each" in told
+    assert f"saves     20 checkpoints of {12 * trained / 2**30:.1f} GiB each" in told
 
 
 def test_chunks_and_inputs_on_the_host_are_proposed_where_nothing_else_fits(tmp_path):

@@ -1,5 +1,6 @@
 """`torchtrain prepare`: one store, whoever makes it and wherever that is interrupted; nothing half-written counts."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -33,8 +34,9 @@ FILES = 5
 
 
 @pytest.fixture
-def preparation(tmp_path) -> Preparation:
+def preparation(tmp_path, monkeypatch) -> Preparation:
     """Five files of two domains in turn, with bad records and short documents, and another source behind them."""
+    monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", 1)
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(FILES):
@@ -48,9 +50,7 @@ def preparation(tmp_path) -> Preparation:
         Source(files=f"{tmp_path}/other.jsonl"),
     ]
     data = DataConfig(sources=sources, cache=f"{tmp_path}/cache", bad_record_share=0.1, min_tokens=2)
-    return Preparation(
-        tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1, task_bytes=1)
-    )
+    return Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1))
 
 
 def change(preparation: Preparation, **settings) -> Preparation:
@@ -80,12 +80,12 @@ def test_it_holds_what_one_process_makes_in_a_run(preparation, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_how_files_are_grouped_into_shards_moves_no_document(preparation, tmp_path):
+def test_how_files_are_grouped_into_shards_moves_no_document(preparation, tmp_path, monkeypatch):
     largest = max(path.stat().st_size for path in (tmp_path / "corpus").iterdir())
-    stores = [
-        produce(change(preparation, task_bytes=size), word_tokenizer(), tmp_path / f"out{size}")
-        for size in (1, 2 * largest, 2**28)
-    ]
+    stores = []
+    for size in (1, 2 * largest, 2**28):
+        monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", size)
+        stores.append(produce(preparation, word_tokenizer(), tmp_path / f"out{size}"))
     assert [len(store.shards) for store in stores] == [6, 4, 2]
     assert len({store.header.fingerprint for store in stores}) == 3  # files are others, so the store is another
     for store in stores[1:]:
@@ -483,6 +483,22 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tm
     assert os.listdir(tmp_path / "out.partial" / SHARDS) == []
     store = produce(preparation, word_tokenizer(), tmp_path / "out")
     assert contents(store) == contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
+
+
+def test_a_disk_that_does_not_even_take_the_reason(preparation, tmp_path, monkeypatch):
+    from torchtrain.data import blocks
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_nothing(path: Path, *_: Any, **__: Any) -> None:
+        path.touch()
+        full()
+
+    monkeypatch.setattr(blocks.WriteShard, "_write", full)
+    monkeypatch.setattr(Path, "write_text", write_nothing)
+    with pytest.raises(UserError, match=r"out\.partial cannot be written: the disk is full: 6 of 6 tasks are not done"):
+        produce(preparation, word_tokenizer(), tmp_path / "out")
 
 
 def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:

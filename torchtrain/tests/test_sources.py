@@ -113,7 +113,7 @@ def test_a_sample_is_drawn_by_seed_from_all_of_it(tmp_path):
     assert draw(sample=0.1, max_documents=5) == records[:5]
 
 
-def test_bad_records_of_every_kind_are_named_and_counted_in_every_task(tmp_path):
+def test_bad_records_of_every_kind_are_named_and_counted_in_every_task(tmp_path, monkeypatch):
     """What datatrove's readers drop in silence, or end a file at: empty documents, bytes that are no text, others."""
     bad = [
         b"{broken",
@@ -131,7 +131,8 @@ def test_bad_records_of_every_kind_are_named_and_counted_in_every_task(tmp_path)
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_bytes(b"\n".join([good[0], *bad, good[1]]) + b"\n")
     data = DataConfig(sources=[Source(files=f"{tmp_path}/*.jsonl")], cache=str(tmp_path), bad_record_share=0.9)
-    settings = PrepareConfig(workers=1, task_bytes=1)
+    monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", 1)
+    settings = PrepareConfig(workers=1)
     preparation = Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=settings)
     store = produce(preparation, word_tokenizer(), tmp_path / "out")
     assert isinstance(store, TokenStore)
@@ -148,9 +149,7 @@ def test_a_document_of_megabytes_is_one_document(tmp_path):
     text = ("w" * 999 + " ") * 5_000
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
     data = DataConfig(sources=[Source(files=f"{tmp_path}/a.jsonl")], cache=str(tmp_path))
-    preparation = Preparation(
-        tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1, task_bytes=1)
-    )
+    preparation = Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1))
     store = produce(preparation, word_tokenizer(), tmp_path / "out")
     assert isinstance(store, TokenStore)
     assert store.lengths.tolist() == [len(text.split()) + 1]

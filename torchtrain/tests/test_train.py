@@ -105,8 +105,10 @@ def test_what_a_run_leaves(run, tree):
         assert total / event["labelled_tokens"] == pytest.approx(event["loss"], rel=8 * EPS)
     timings = read_metrics(folder / "timing.jsonl")
     assert [event["step"] for event in timings if event["event"] == "step"] == list(range(1, 13))
-    assert "mfu" not in timings[0]
-    assert timings[0]["since_start"] > timings[0]["seconds"]
+    start, first, *_ = timings
+    assert (start["event"], start["step"]) == ("begin", 0)
+    assert "mfu" not in first
+    assert first["since_start"] > first["seconds"]
 
 
 def test_the_same_seed_gives_the_same_run_and_another_another(run, tmp_path):

@@ -10,10 +10,14 @@ import pytest
 
 from anchorline.errors import UserError
 from torchtrain.checkpoint.identity import check_identity
-from torchtrain.config import load_config
+from torchtrain.config import Preparation, TokenizerConfig, load_config
 from torchtrain.data import prepare
+from torchtrain.data.produce import produce
+from torchtrain.modeling.source import open_tokenizer
+from torchtrain.run import recipe
 from torchtrain.run.setup import set_up
 from torchtrain.run.verify import verify_folder
+from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.tiny import tiny_tokenizer
 
 
@@ -64,6 +68,26 @@ def test_a_run_and_its_store_are_verified(straight, place, tmp_path):
         findings(tmp_path)
 
 
+@pytest.mark.parametrize("change", ["cache", "prepared"])
+def test_a_run_is_verified_against_the_store_that_it_was_resumed_with(stopped, tmp_path, change):
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    config, moved = load_config(run / "config.yaml"), tmp_path / "moved"
+    if change == "cache":
+        shutil.copytree(config.data.cache, moved)
+        fingerprint = json.loads((run / "run.json").read_text())["corpus_fingerprint"]
+        store, where = moved / "corpus" / fingerprint, f"data.cache={moved}"
+    else:
+        source = config.model.source
+        preparation = Preparation(tokenizer=TokenizerConfig(source=source), data=config.data)
+        store, where = produce(preparation, open_tokenizer(source, False), moved).folder, f"data.prepared={moved}"
+    recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}", where]), console=QUIET)
+    said = str(list(verify_folder(run))[-1])
+    assert said.startswith(f"good tokens {store}: "), said
+    flip(store / "tokens-00000.bin")
+    assert str(list(verify_folder(run))[-1]).startswith(f"BAD  tokens {store}: ")
+
+
 def config_of(tree, write_config, *overrides: str):
     return load_config(write_config(tree), overrides)
 
@@ -74,6 +98,17 @@ def test_tokens_that_have_changed_are_not_trained_on(tree, write_config):
     flip(store.folder / "tokens-00000.bin")
     with pytest.raises(UserError, match=r"tokens-00000\.bin: its content has changed.*delete the folder"):
         set_up(config, lambda line: None)
+
+
+def test_rows_without_a_target_are_refused(tree, write_config, tmp_path):
+    """Each document is one token, which has no next one."""
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in "abcdefghij" * 20))
+    tree["data"]["sources"] = [{"files": str(path)}]
+    config = config_of(tree, write_config, "data.append_eos=false", "pack.variant=intra")
+    with pytest.raises(UserError, match=r"data\.sources: no row has a token to train on: each of the \d+ training doc"):
+        recipe.train(config, console=QUIET)
+    assert not Path(config.run.folder).exists()
 
 
 def test_copies_and_written_special_tokens_are_told(tree, write_config, tmp_path):

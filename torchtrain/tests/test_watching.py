@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anchorline.errors import UserError
-from torchtrain.checkpoint.store import Checkpoints
-from torchtrain.config import FinalSaves, SaveConfig, load_config
+from torchtrain.config import SaveConfig, load_config
 from torchtrain.run import recipe
 from torchtrain.run.folder import RunFolder
-from torchtrain.run.session import exported_steps
 from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import (
     QUIET,
@@ -108,66 +106,27 @@ def test_writers_are_told_what_the_metrics_hold(run, monkeypatch):
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def slow_schedule(save: SaveConfig, steps: int) -> list[int]:
-    """Step by step, what `SaveConfig.schedule` says of all of them."""
-    saved = []
-    for step in range(1, steps + 1):
-        at_end = save.final is not None and step > steps - save.final.steps
-        by_final = at_end and (steps - step) % save.final.every == 0
-        by_every = bool(save.every) and not at_end and step % save.every == 0
-        last = step == steps and bool(save.every or save.final)
-        if by_final or by_every or last:
-            saved.append(step)
-    return saved
+@given(every=st.integers(0, 12), last=st.integers(1, 6), apart=st.none() | st.integers(1, 9), steps=st.integers(1, 40))
+def test_which_models_are_kept(every, last, apart, steps):
+    save = SaveConfig(every=every, last=last if every or apart else 1, last_every=apart)
+    before = [step for step in range(1, steps) if every and step % every == 0]
+    assert list(save.before_last(steps)) == before
+    kept = before if apart is None else [step for step in range(1, steps) if (steps - step) % apart == 0]
+    assert list(save.exports(steps)) == kept[max(0, len(kept) - save.last + 1) :]
 
 
-@given(
-    every=st.integers(0, 12),
-    final=st.none() | st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
-    last=st.integers(1, 6),
-    steps=st.integers(1, 40),
-)
-def test_which_steps_save(every, final, last, steps):
-    """Before the end by `every`, then by `final`, counted back from the last step, which saves."""
-    if not every and final is None:
-        last = 1
-    of_end = None if final is None else FinalSaves(steps=final[0], every=final[1])
-    save = SaveConfig(every=every, final=of_end, last=last)
-    saved = [step for part in save.schedule(steps) for step in part]
-    assert saved == slow_schedule(save, steps)
-    before = [step for step in saved if step < steps]
-    assert exported_steps(save, steps) == before[max(0, len(before) - last + 1) :]
-
-
-def test_the_schedule_of_the_end(place):
-    with pytest.raises(UserError, match=r"save.final: every 10 is more than steps 5; lower it"):
-        load_config(place.config, ["save.final.steps=5", "save.final.every=10"])
-    with pytest.raises(UserError, match=r"save.final.every: missing; add it"):
-        load_config(place.config, ["save.final.steps=5"])
-    assert load_config(place.config, ["save.every=0", "save.final.steps=5", "save.final.every=1"]).save.last == 3
-
-
-def test_a_run_goes_on_across_a_schedule_and_with_another(place, straight):
-    """Killed among the last steps, which save each; then with an `every` of another size."""
-    final = ("save.every=2", "save.final={steps: 3, every: 1}")
-    assert place.train("final", *final, at="gradient", nth=6) == -signal.SIGKILL
-    checkpoints = Checkpoints(place.folder / "final" / "checkpoints")
-    assert checkpoints.steps()[-1] in (4, 5)  # that of 5 may still have been written
-    assert place.resume("final") == 0
-    assert checkpoints.steps() == [5, 6]
-    assert sorted(path.name for path in (place.folder / "final" / "exports").iterdir()) == [
-        "step-00000004",
-        "step-00000005",
-    ]
+def test_models_are_kept_of_steps_that_do_not_save(place, straight):
+    """Killed after one of them, the run goes back to its checkpoint and makes it again."""
+    assert place.train("apart", "save.every=4", "save.last_every=1", at="gradient", nth=6) == -signal.SIGKILL
+    assert place.resume("apart") == 0
+    exports = place.folder / "apart" / "exports"
+    assert sorted(path.name for path in exports.iterdir()) == ["step-00000004", "step-00000005"]
     for name in ("metrics.jsonl", "model/model.safetensors", "exports/step-00000004/model.safetensors"):
-        assert (place.folder / "final" / name).read_bytes() == (straight / name).read_bytes(), name
-    assert place.train("other", *final, at="gradient", nth=3) == -signal.SIGKILL
-    assert place.resume("other", "save.final=null", "save.every=3") == 0
-    assert Checkpoints(place.folder / "other" / "checkpoints").steps() == [3, 6]
+        assert (place.folder / "apart" / name).read_bytes() == (straight / name).read_bytes(), name
 
 
 def test_models_are_kept_of_steps_that_save(place):
-    with pytest.raises(UserError, match="save: last 2 needs every above 0"):
+    with pytest.raises(UserError, match="save: last 2 needs last_every where every is 0"):
         load_config(place.config, ["save.every=0", "save.last=2"])
     with pytest.raises(UserError, match=r"run.folder: missing|log: "):
         load_config(place.config, ["log=1"])

@@ -149,3 +149,21 @@ def test_gpus_that_torch_cannot_use_stop_a_run(monkeypatch, visible, refused):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UserError, match="install a driver for CUDA") if refused else nullcontext():
         check_driver()
+
+
+@pytest.mark.parametrize("user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_gpus_allocator_may_grow_its_segments_unless_the_user_configures_it(
+    tree, write_config, monkeypatch, place, user
+):
+    place()
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    if user is not None:
+        monkeypatch.setenv(user, "max_split_size_mb:512")
+    for name, answer in (("is_available", True), ("device_count", 1), ("set_device", None)):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
+    with world.join(load_config(write_config(tree))):
+        wanted = "expandable_segments:True" if user is None else None
+        wanted = "max_split_size_mb:512" if user == "PYTORCH_ALLOC_CONF" else wanted
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == wanted

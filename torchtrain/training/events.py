@@ -142,8 +142,14 @@ class _OfStep(_Event):
     step: _Count
 
 
+class _Begin(_OfStep):
+    tokens: str
+    tokens_sha256: str
+    base: str | None
+
+
 _METRICS = {"step": _Step, "evaluation": _Losses}
-_TIMING = {"step": _Speed, "save": _OfStep}
+_TIMING = {"step": _Speed, "save": _OfStep, "begin": _Begin}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -181,12 +187,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_saved(events: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the last step that was saved since the run was begun, by the events of `timing.jsonl`."""
-    saved = None
-    for event in events:
-        if event["event"] in ("begin", "save"):
-            saved = event["step"] if event["event"] == "save" else None
-    return saved
+    """Return the last step that was saved, by the events of `timing.jsonl`; None: the run has no checkpoint.
+
+    A run that begins at a step has the checkpoint of that step, and no later one.
+    """
+    steps = [event["step"] for event in events if event["event"] in ("begin", "save")]
+    return steps[-1] or None if steps else None
 
 
 def finite(value: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchtrain.products import multiply
 from torchtrain.training.labels import Labels
 
 _ROWS = 8192  # of the head's gradient that are made at a time
@@ -149,7 +150,7 @@ def _add_gradients(
             continue
         for first in range(0, len(total), _ROWS):
             rows = slice(first, first + _ROWS)
-            total[rows] += d_logits_nV[:, rows].T @ hidden_nM
+            total[rows] += multiply(d_logits_nV[:, rows].T, hidden_nM)
     return losses_n
 
 
@@ -161,7 +162,7 @@ def _multiply(d_logits_nV: Tensor, weight_VM: Tensor, d_hidden_nM: Tensor) -> No
     """
     narrow = torch.finfo(d_logits_nV.dtype).bits < 32
     if narrow or len(d_logits_nV) >= _FEW or d_logits_nV.device.type != "cpu":
-        torch.mm(d_logits_nV, weight_VM, out=d_hidden_nM)
+        multiply(d_logits_nV, weight_VM, out=d_hidden_nM)
         return
     d_hidden_nM.zero_()
     for d_logits_nv, weight_vM in zip(d_logits_nV.split(_WORDS, 1), weight_VM.split(_WORDS), strict=True):

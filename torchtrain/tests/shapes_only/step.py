@@ -143,9 +143,9 @@ class Measured:
     launches: int
 
 
-def measure(config: Config, processes: int, layers: int | None = None) -> Measured:
-    """Take two steps of a config on the first of many ranks, and measure the second. Other arguments as `make`."""
-    with rank_of(config, processes) as world, ShapesOnly() as watch:
+def measure(config: Config, processes: int, layers: int | None = None, rank: int = 0) -> Measured:
+    """Take two steps of a config on one of many ranks, and measure the second. Other arguments as `make`."""
+    with rank_of(config, processes, rank) as world, ShapesOnly() as watch:
         strategy = make(config, world, watch, layers)
         loaded = watch.peak
         rows = make_micro_batches(batches(config, world), DOMAINS, world)

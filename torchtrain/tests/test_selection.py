@@ -1,4 +1,4 @@
-"""Up-sampling: the plan against a slow obvious twin, and what it keeps: shares, caps, order, held-out texts."""
+"""Which documents are trained on: groups, mixtures and splits against slow twins, and no text on both sides."""
 
 from dataclasses import replace
 
@@ -9,14 +9,110 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from anchorline.errors import UserError
-from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Source
-from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, split_documents
-from torchtrain.data.mixture import repeats_of
-from torchtrain.data.packing import MIX, random_stream
+from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Preparation, PrepareConfig, Source, TokenizerConfig
+from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, selection, split_documents
+from torchtrain.data.packing import HELD_OUT, MIX, random_stream
+from torchtrain.data.produce import produce
+from torchtrain.data.selection import Signer, groups_of, repeats_of
 from torchtrain.data.statistics import statistics_of
 from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
+from torchtrain.tests.tiny import tiny_tokenizer
 
 NAMES = ["web", "books", "code"]
+BUCKET = st.integers(0, 6)  # 0: no signature
+
+
+# --- duplicates -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(BUCKET, BUCKET, st.integers(0, 9)), min_size=1, max_size=9))
+def test_groups_are_those_that_something_joins(documents):
+    signatures = np.array([[a, b] for a, b, _ in documents], dtype=np.uint64)
+    same = np.array([content for *_, content in documents])
+    groups = groups_of(same.astype(np.uint64), signatures)
+    reached = {i: {i} for i in range(len(documents))}
+    for _ in documents:
+        for i, own in reached.items():
+            for j in list(own):
+                own |= {
+                    k
+                    for k in reached
+                    if same[k] == same[j] or any(x == y != 0 for x, y in zip(signatures[k], signatures[j], strict=True))
+                }
+            reached[i] = own
+    for i, own in reached.items():
+        assert {j for j in reached if groups[j] == groups[i]} == own
+    assert set(groups) == set(range(max(groups) + 1))
+
+
+def test_a_chain_is_one_group_however_long():
+    """Document i shares a bucket with the next one, in random order."""
+    order = np.random.default_rng(0).permutation(4000)
+    links = np.arange(1, 4001, dtype=np.uint64)
+    signatures = np.empty((4000, 2), dtype=np.uint64)
+    signatures[order] = np.stack([links // 2 + 1, (links + 1) // 2 + 5000], axis=1)
+    assert set(groups_of(np.arange(4000), signatures)) == {0}
+
+
+def test_tables_of_other_numbers_are_not_near():
+    random = np.random.default_rng(0)
+    first, second = (Signer().sign(" ".join(f"{x:.2f}" for x in random.normal(size=240))) for _ in range(2))
+    assert not (first == second).any()
+
+
+def test_a_signature_does_not_depend_on_how_much_is_hashed_at_one_time(monkeypatch):
+    text = " ".join(f"Word-{i * i % 97}," for i in range(100))
+    whole = Signer().sign(text)
+    monkeypatch.setattr(selection, "_SHINGLES", 7)
+    assert Signer().sign(text).tolist() == whole.tolist()
+    assert Signer().sign(text.upper().replace(",", ";")).tolist() == whole.tolist()
+    assert not Signer().sign("four words are few").any()
+
+
+@pytest.fixture
+def preparation(tmp_path, monkeypatch) -> Preparation:
+    """60 texts of 200 words in two files; every third has a near copy in the other, every tenth a copy there."""
+    monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", 1)
+    random = np.random.default_rng(0)
+    files: list[list[dict[str, str]]] = [[], []]
+    for number in range(60):
+        words = ["".join(pair) for pair in random.choice(list("abcdefgh"), (200, 2))]  # numbers count as one word
+        files[number % 2].append({"text": " ".join(words)})
+        if number % 10 == 0:
+            files[1 - number % 2].append({"text": " ".join(words)})
+        if number % 3 == 0:
+            files[1 - number % 2].append({"text": " ".join([*words[:100], "zz", *words[101:]])})
+    for name, records in zip("ab", files, strict=True):
+        write_jsonl(tmp_path / f"{name}.jsonl", records)
+    data = DataConfig(sources=[Source(files=f"{tmp_path}/?.jsonl")], cache=f"{tmp_path}/cache", near_duplicates=True)
+    return Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1))
+
+
+def test_no_near_duplicate_of_what_is_held_out_is_trained_on(preparation, tmp_path):
+    store = produce(preparation, tiny_tokenizer(), tmp_path / "out")
+    assert isinstance(store, TokenStore)
+    assert len(store.shards) == 2
+    assert (store.copies, store.near_copies) == (6, 20)
+    told = statistics_of(store, [64])
+    assert (told.copies, told.near_copies) == (6, 20)
+    for seed in range(20):
+        split = split_documents(store, 0.2, seed)
+        texts = [{tuple(store.document(i)[:100]) for i in side} for side in (split.train, split.held_out)]
+        assert not texts[0] & texts[1]
+        assert split.moved
+    # One process that tokenises in a run finds the same.
+    plain = prepare(preparation.data, tiny_tokenizer())
+    assert plain.signatures is not None
+    np.testing.assert_array_equal(plain.signatures, store.signatures)
+    # Where nobody asked there is no such file, and the store is what it always was.
+    other = prepare(preparation.data.model_copy(update={"near_duplicates": False}), tiny_tokenizer())
+    assert (other.signatures, other.near_copies, other.copies) == (None, 0, 6)
+    assert other.header.sha256 == plain.header.sha256
+    assert not (other.folder / "signatures.npy").exists()
+
+
+# --- mixtures ---------------------------------------------------------------------------------------------------------
 
 
 def slow_repeats(lengths, domains, names, mixture: MixtureConfig) -> list[int]:
@@ -89,14 +185,6 @@ def test_domains_keep_their_shares_and_long_documents_make_theirs():
     assert (other != repeats).any()
 
 
-def test_it_plans_millions_of_documents_in_a_moment():
-    """Not timed: a loop over documents would not end within the test's patience."""
-    lengths = np.tile(np.arange(1, 10_001), 240)
-    domains = np.arange(len(lengths)) % 7
-    repeats = repeats_of(lengths, domains, [f"d{i}" for i in range(7)], MixtureConfig(long_weight=10, most_repeats=100))
-    assert abs(int((repeats * lengths).sum()) - int(lengths.sum())) < 14 * 10_001
-
-
 def test_a_cap_is_kept_and_what_is_missing_because_of_it_stays_missing():
     lengths, domains = np.array([100, 10, 10]), np.zeros(3, dtype=int)
     repeats = repeats_of(lengths, domains, ["web"], MixtureConfig(tokens=1000, long_tokens=50, most_repeats=3))
@@ -106,7 +194,7 @@ def test_a_cap_is_kept_and_what_is_missing_because_of_it_stays_missing():
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ({"web": 0.5, "books": 0.5}, "says nothing of the domain 'code'; give it a share"),
+        ({"web": 0.5, "books": 0.5}, "the domain 'code' is missing; give it a share"),
         (
             {"web": 0.5, "boks": 0.1, "code": 0.1, "books": 0.1},
             "the corpus has no domain 'boks'; it has web, books, code",
@@ -177,3 +265,64 @@ def test_removed_duplicates_are_neither_trained_on_nor_held_out(tmp_path):
     expected = repeats_of(store.lengths[:7], store.document_domains[:7], store.domains, mixture)
     np.testing.assert_array_equal(mixed.repeats, [*expected, *[0] * 53])
     assert [one.documents for one in statistics_of(mixed, [8]).mixture] == [3, 4]
+
+
+# --- the held-out split -----------------------------------------------------------------------------------------------
+
+
+def store_of(texts: list[int], domains: list[int]):
+    """A store of documents of three tokens; the same number, the same text."""
+    store = memory_store([3] * len(texts), domains)
+    store.shards[0][:] = np.repeat(np.array(texts, dtype=np.int32), 3)
+    return store
+
+
+def drawn_document_by_document(store, share: float, seed: int) -> list[int]:
+    """The draw without regard to copies."""
+    held_out = []
+    for domain in range(len(store.domains)):
+        own = np.flatnonzero(store.document_domains == domain)
+        count = round(share * len(own))
+        if share > 0 and len(own) > 1:
+            count = max(count, 1)
+        held_out.append(random_stream(seed, HELD_OUT, domain).permutation(own)[:count])
+    return np.sort(np.concatenate(held_out)).tolist()
+
+
+CORPORA = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=40)
+
+
+@given(CORPORA, st.sampled_from([0.0, 0.05, 0.3, 0.5, 1.0]), st.integers(0, 99))
+def test_no_text_stands_on_both_sides(documents, share, seed):
+    texts, domains = (list(column) for column in zip(*documents, strict=True))
+    store = store_of(texts, domains)
+    train, held, moved = split_documents(store, share, seed)
+    assert sorted([*train, *held]) == list(range(len(texts)))
+    assert not {texts[i] for i in train} & {texts[i] for i in held}
+    before = drawn_document_by_document(store, share, seed)
+    assert moved == len(set(held.tolist()) ^ set(before))
+    torn = {texts[i] for i in before} & {t for i, t in enumerate(texts) if i not in set(before)}
+    assert (moved > 0) == bool(torn)
+    assert store.copies == len(texts) - len(set(texts))
+    # Repeated, it is the same.
+    np.testing.assert_array_equal(split_documents(store, share, seed).held_out, held)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_without_copies_it_is_the_draw_that_it_was(domains, share, seed):
+    store = store_of(list(range(len(domains))), domains)
+    split = split_documents(store, share, seed)
+    assert split.held_out.tolist() == drawn_document_by_document(store, share, seed)
+    assert split.moved == store.copies == 0
+
+
+def test_a_text_larger_than_the_share_does_not_take_all_of_it():
+    texts = [0] * 50 + list(range(1, 51))
+    train, held, _ = split_documents(store_of(texts, [0] * 100), 0.1, seed=0)
+    assert len(held) == 10
+    assert 0 not in held
+    assert set(range(50)) <= set(train.tolist())
+    # Of one text only, nothing can be held out that is not trained on.
+    assert not len(split_documents(store_of([1] * 9, [0] * 9), 0.1, seed=0).held_out)
+    # Of two, the smaller.
+    assert split_documents(store_of([1] * 6 + [2] * 3, [0] * 9), 0.1, seed=0).held_out.tolist() == [6, 7, 8]

@@ -1,0 +1,36 @@
+"""matplotlib's settings for every figure, and the way in which a page shows one."""
+
+import base64
+from typing import Any
+
+from markupsafe import Markup, escape
+
+SERIES = ("#1f5f86", "#c2501d", "#2c7a5b", "#7a4ea3", "#8a6d00", "#b03a6b", "#4a6573", "#3b3bb5")
+_INK, _SOFT = "#1d2125", "#5b646d"
+
+
+def figure_style(name: str) -> dict[Any, Any]:
+    """Return matplotlib's settings for a figure. The ids in its SVG come from `name`: a file is the same each time."""
+    return {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.family": "DejaVu Sans",
+        "font.size": 8.5,
+        "text.color": _INK,
+        "axes.labelcolor": _INK,
+        "axes.edgecolor": _SOFT,
+        "xtick.color": _SOFT,
+        "ytick.color": _SOFT,
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.parse_math": False,
+    }
+
+
+def inline(drawn: str, label: str) -> Markup:
+    """Return an SVG file's text as an `<img>` of a page. label: what a screen reader says of it."""
+    data = base64.b64encode(drawn.encode()).decode()
+    return Markup('<img src="data:image/svg+xml;base64,{}" alt="{}">').format(data, escape(label))

@@ -1,0 +1,130 @@
+"""bfloat16 models on a CPU that is slow at bfloat16 products: float32 products, each rounded to bfloat16 once.
+
+The choice is tested with measurements made up here, so that the tests say the same on every machine.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from anchorline.tolerance import judge
+from torchtrain import products
+from torchtrain.config import LoraSettings, ModelConfig
+from torchtrain.modeling.load import load_for_evaluation, load_for_training
+from torchtrain.modeling.parts import head_of
+from torchtrain.modeling.source import open_config
+from torchtrain.products import Rates
+from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
+from torchtrain.training.labels import find_labels
+from torchtrain.training.loss import chunked_cross_entropy
+
+AVX2 = Rates((9.0, 2.0, 16.0), (59.0, 74.0, 80.0))  # measured on one
+AMX = Rates((900.0, 800.0, 700.0), (70.0, 70.0, 70.0))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A machine with AVX2 alone."""
+    monkeypatch.setattr(products, "measure_rates", lambda: AVX2)
+    monkeypatch.setattr(products, "chooses_float32", products.chooses_float32.__wrapped__)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a tiny bfloat16 model."""
+    tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+class Products(TorchDispatchMode):
+    """Collects the dtypes of matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "linear"):
+            self.dtypes.add(next(x.dtype for x in tree_leaves(args) if isinstance(x, torch.Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen", "said"),
+    [
+        (AVX2, True, "in float32, each rounded to bfloat16 once: a core multiplies bfloat16 at 4 GFLOP/s"),
+        (AMX, False, "in bfloat16: a core multiplies bfloat16 at 792 GFLOP/s"),
+        (Rates((40.0,) * 3, (70.0,) * 3), False, "in bfloat16"),  # too near to choose the same every time
+    ],
+)
+def test_the_measured_rates_choose_and_are_given_as_the_reason(rates, chosen, said, monkeypatch):
+    monkeypatch.setattr(products, "measure_rates", lambda: rates)
+    monkeypatch.setattr(products, "chooses_float32", products.chooses_float32.__wrapped__)
+    assert products.chooses_float32() == chosen
+    assert products.describe_products(torch.bfloat16, CPU).startswith(said)
+    assert products.describe_products(torch.float32, CPU) == ""
+    assert products.describe_products(torch.bfloat16, torch.device("cuda")) == ""
+
+
+def test_this_machine_can_be_measured():
+    before = torch.get_num_threads()
+    assert products.measure_rates.__wrapped__().slowdown > 0
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("part", [2**24, 4096])  # all of a matrix at a time, or parts of it
+@pytest.mark.parametrize("biased", [False, True])
+def test_output_and_gradients_are_products_rounded_once(biased, part, slow, monkeypatch):
+    monkeypatch.setattr(products, "_SLICE", part)
+    torch.manual_seed(0)
+    x, weight, gradient, bias = (
+        torch.randn(2, 96, 128),
+        torch.randn(160, 128),
+        torch.randn(2, 96, 160),
+        torch.randn(160),
+    )
+    given = [t.bfloat16() for t in ([x, weight, bias] if biased else [x, weight])]
+
+    def run(linear, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in given]
+        out = linear(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, gradient.bfloat16().to(dtype))]
+
+    with Products() as seen:
+        made = run(products.linear, torch.bfloat16)
+    assert seen.dtypes == {torch.float32}
+    for got, truth in zip(made, run(F.linear, torch.float64), strict=True):
+        assert got.dtype == torch.bfloat16
+        rounded_once = truth.bfloat16().double()
+        assert judge(got.double(), truth, rounded_once, "bfloat16").passed
+        # Another order of float32 sums moves a product over a rounding's edge now and then, and by one step of it.
+        assert (got.double() != rounded_once).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("changes", [{}, {"layer_chunk": 16}, {"lora": LoraSettings(rank=2)}], ids=str)
+def test_training_multiplies_nothing_in_bfloat16(changes, saved, slow):
+    """Layers, head, loss, adapters, and layers in chunks; and the weights are those of the file."""
+    settings = ModelConfig(source=saved, dtype="bfloat16", **changes)
+    model = load_for_training(saved, open_config(saved), settings, "sdpa", CPU)
+    rows = torch.arange(40)[None]
+    with Products() as seen:
+        hidden = model.base_model(
+            input_ids=rows, position_ids=rows, document_ids=torch.ones_like(rows), use_cache=False
+        ).last_hidden_state
+        total, _ = chunked_cross_entropy(head_of(model), hidden, find_labels(rows + 1), 16)
+        total.backward()
+    assert seen.dtypes == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_evaluation_multiplies_so_too_and_a_fast_cpu_does_not(saved, slow, monkeypatch):
+    for rates, dtype in ((AVX2, torch.float32), (AMX, torch.bfloat16)):
+        monkeypatch.setattr(products, "measure_rates", lambda rates=rates: rates)
+        with Products() as seen, torch.no_grad():
+            load_for_evaluation(saved)(torch.arange(8)[None])
+        assert seen.dtypes == {dtype}
