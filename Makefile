@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Containers tend to set it, and every process would compile all that it imports: 5 of its first 8 seconds, measured.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train longer test gate readers rivals families check format lock clean distclean
+.PHONY: help setup train longer test gate readers rivals families docs check format lock clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,6 +57,11 @@ rivals: setup  ## put TRL and mosaicml-streaming into .venv-rivals: benchmarks/d
 families: setup  ## judge the plug-in on every causal family of transformers and write docs/families.md
 	@echo "==> every causal family under anchor, some minutes"
 	@$(BIN)/python -m parity_tests.families --out docs/families.md
+
+docs: setup  ## build the pages of docs/ as a site, into site/
+	@test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && PIP_CONSTRAINT=constraints.txt .venv-docs/bin/python -m pip install --quiet \
+		--disable-pip-version-check mkdocs==1.6.1; }
+	@.venv-docs/bin/mkdocs build --quiet && echo "==> site/index.html"
 
 check: setup  ## size, ruff (format and lint), import-linter (who imports whom), pyright on the public surface
 	@echo "==> size"

@@ -57,6 +57,11 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+def test_the_site_lists_every_page():
+    listed = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(["index.md", *(page.name for page in (ROOT / "docs").glob("*.md"))])
+
+
 @pytest.mark.parametrize("page", NAMED, ids=page_id)
 def test_named_files_exist(page):
     named = re.findall(rf"`((?:{TOP})/[\w./-]+\.(?:py|sh|yaml|json|md|xz|csv))`", page.read_text(encoding="utf-8"))
