@@ -27,7 +27,8 @@ def attach(model: _Model, engine: str = "auto") -> _Model:
     The implementation is set and read back, the separation of documents checked on 11 tokens (`check_separation`), and
     the engine that will run told in one line. From then on the model also refuses what `anchor` alone cannot see:
     `document_ids` while another implementation is set, labels that are already shifted, and labels that transformers
-    would shift over the ends of documents; and takes an attention mask that is all ones.
+    would shift over the ends of documents; and takes an attention mask that is all ones. Without `document_ids`, a
+    document begins wherever `position_ids` restart at 0, and there is no anchor.
 
     Args:
         model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
@@ -58,7 +59,7 @@ def attach(model: _Model, engine: str = "auto") -> _Model:
     except BaseException:
         inner.set_attn_implementation(before or "eager")
         raise
-    for module, hook in ((inner.base_model, _check_masks), (model, _check_labels)):
+    for module, hook in ((inner.base_model, _read_restarts), (inner.base_model, _check_masks), (model, _check_labels)):
         if hook not in module._forward_pre_hooks.values():  # attached before
             module.register_forward_pre_hook(hook, with_kwargs=True)
     logger.warning(
@@ -87,6 +88,28 @@ def _longest_row(model: PreTrainedModel) -> str:
         if length is not None and (kinds is None or kind in kinds):
             return f"; a row of more than {length:,} tokens is refused ({setting})"
     return ""
+
+
+_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def _read_restarts(
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Without `document_ids`, let a document begin wherever `position_ids` are 0, after the row's start too.
+
+    So transformers' DataCollatorWithFlattening and TRL's `padding_free` give documents. None of them is an anchor.
+    """
+    position_ids, offsets = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
+    if kwargs.get("document_ids") is not None or not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+        return None
+    starts = position_ids == 0
+    if offsets is None and not bool(starts[:, 1:].any()):
+        return None
+    if offsets is not None and starts.flatten().nonzero().flatten().tolist() != offsets[:-1].tolist():
+        raise UserError("cu_seq_lens_q: begins documents where position_ids do not restart; give document_ids")
+    kept = {name: value for name, value in kwargs.items() if name not in _FLATTENED}
+    return args, kept | {"document_ids": starts.cumsum(1)}
 
 
 def _check_masks(

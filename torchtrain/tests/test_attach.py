@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torchtrain
@@ -115,7 +115,7 @@ def test_the_model_is_left_as_it_was(leaks):
         assert not model._forward_pre_hooks
     else:
         torchtrain.attach(torchtrain.attach(model))
-        assert len(model._forward_pre_hooks) == len(model.model._forward_pre_hooks) == 1
+        assert (len(model._forward_pre_hooks), len(model.model._forward_pre_hooks)) == (1, 2)
     assert state() == before
 
 
@@ -296,3 +296,26 @@ def test_a_mask_of_ones_is_looked_at_once(monkeypatch):
     assert len(looked) == 1
     mask[0, 3] = 0
     assert refused(lambda: model(**inputs, attention_mask=mask)).startswith("attention_mask")
+
+
+@pytest.mark.parametrize("kernel_arguments", [False, True])
+def test_documents_of_transformers_own_flattening_are_read_from_its_positions(kernel_arguments):
+    model = torchtrain.attach(tiny()).eval()
+    documents = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=kernel_arguments)
+    batch = collator([{"input_ids": tokens} for tokens in documents])
+    with torch.no_grad():
+        together = model(**batch, use_cache=False).logits[0]
+        alone = [
+            model(
+                torch.tensor([tokens]),
+                position_ids=torch.arange(len(tokens))[None],
+                document_ids=torch.ones(1, len(tokens), dtype=torch.long),
+                use_cache=False,
+            ).logits[0]
+            for tokens in documents
+        ]
+    torch.testing.assert_close(together, torch.cat(alone))
+    if kernel_arguments:
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_q"] + 1
+        assert refused(lambda: model(**batch, use_cache=False)).startswith("cu_seq_lens_q: begins documents where")
