@@ -13,16 +13,16 @@ from scipy import stats
 MEASURED = json.loads(Path(sys.argv[1]).read_text())["measured"]
 
 
-def recall(cell: str, seed: int) -> float:
-    """Mean over the last checkpoints and all distances, in the arithmetic that trained the run; nan: not run."""
+def answers(cell: str, seed: int) -> float:
+    """Log-probability of the answers, mean over the last checkpoints and all distances; nan: not run."""
     found = MEASURED.get(f"{cell}-{seed}")
-    return float(np.mean(found["recall"])) if found else np.nan
+    return -float(np.mean(found["nats"])) if found else np.nan
 
 
 def contrast(*signed_cells: str) -> str:
     """Take cells with their signs, as +exact-anchor, within each seed; return mean and Student's 95% interval."""
     seeds = range(1 + max((int(name.rsplit("-", 1)[1]) for name in MEASURED), default=-1))
-    each = np.array([sum((1 if c[0] == "+" else -1) * recall(c[1:], seed) for c in signed_cells) for seed in seeds])
+    each = np.array([sum((1 if c[0] == "+" else -1) * answers(c[1:], seed) for c in signed_cells) for seed in seeds])
     each = each[~np.isnan(each)] if len(each) else each
     if len(each) < 2:
         return "not yet run"
@@ -33,4 +33,4 @@ def contrast(*signed_cells: str) -> str:
 RESET = "+bf16_after-intra_reset", "-bf16_after-intra", "-bf16_before-intra_reset", "+bf16_before-intra"
 print("broken relativity:", contrast(*RESET))
 print("anchor in exact arithmetic:", contrast("+exact-anchor", "-exact-intra"))
-print("positive control:", contrast("+bits3_after-intra", "-exact-intra"))
+print("positive control:", contrast("+bits1_after-intra", "-exact-intra"))

@@ -1,7 +1,7 @@
-"""What a trained model recalls: the share of facts whose value it gives first, by the distance to where they stood.
+"""What a trained model recalls: how well it answers, by the distance to the fact.
 
 Rows are one document each under plain causal attention, BOS in front, positions running on. They are read in the
-arithmetic that the model was trained in, and again in exact arithmetic.
+arithmetic that the model was trained in.
 
 Legend: N rows · T tokens of a row · Q queries of a row · H heads.
 """
@@ -34,14 +34,14 @@ class Measurement(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    recall: list[list[float]]  # [checkpoints][distances], in the run's own arithmetic
-    exact: list[list[float]]  # the same models in exact arithmetic
+    recall: list[list[float]]  # [checkpoints][distances], share of answers that are given first
+    nats: list[list[float]]  # [checkpoints][distances], mean loss at the answers
     losses: list[float]  # training loss, means of tenths of the run (of each step, if there are fewer)
     seconds: float
 
 
-def measure(folders: Sequence[Path], arithmetic: str, rows: RecallRows) -> list[list[float]]:
-    """Return recall [models][distances], distances in rising order.
+def measure(folders: Sequence[Path], arithmetic: str, rows: RecallRows) -> tuple[list[list[float]], list[list[float]]]:
+    """Return recall and loss at the answers, [models][distances] each, distances in rising order.
 
     Args:
         folders: the models.
@@ -53,22 +53,28 @@ def measure(folders: Sequence[Path], arithmetic: str, rows: RecallRows) -> list[
         config = ModelConfig(source=str(folder), dtype="float32", **ARITHMETICS[arithmetic])
         model = load_for_training(str(folder), open_config(str(folder)), config, "sdpa", torch.device("cpu")).eval()
         found.append(recall(model, rows))
-    return found
+    return [shares for shares, _ in found], [nats for _, nats in found]
 
 
 @torch.no_grad()
-def recall(model: "PreTrainedModel", rows: RecallRows) -> list[float]:
-    """Return the share of queries that a model under `anchor` answers, of each distance in rising order."""
-    right = []
+def recall(model: "PreTrainedModel", rows: RecallRows) -> tuple[list[float], list[float]]:
+    """Return the share of queries that a model under `anchor` answers, and the loss there, by rising distance."""
+    right, loss = [], []
     for first in range(0, len(rows.input_ids), _ROWS_AT_A_TIME):
         part = slice(first, first + _ROWS_AT_A_TIME)
         ids_NT, queries_NQ = torch.from_numpy(rows.input_ids[part]), torch.from_numpy(rows.queries[part])
         hidden_NTM = hidden_states(model, batch_of(ids_NT), make_plan(torch.ones_like(ids_NT)))
         index = torch.arange(len(ids_NT))[:, None]
-        answers_NQ = head_of(model)(hidden_NTM[index, queries_NQ]).argmax(-1)
-        right.append((answers_NQ == ids_NT[index, queries_NQ + 1]).numpy())
-    right_NQ = np.concatenate(right)
-    return [float(right_NQ[rows.distances == distance].mean()) for distance in np.unique(rows.distances)]
+        logs_NQV = head_of(model)(hidden_NTM[index, queries_NQ]).log_softmax(-1)
+        answers_NQ = ids_NT[index, queries_NQ + 1]
+        right.append((logs_NQV.argmax(-1) == answers_NQ).numpy())
+        loss.append(-logs_NQV.gather(-1, answers_NQ[..., None])[..., 0].numpy())
+    distances = np.unique(rows.distances)
+    shares, nats = (
+        [float(all_NQ[rows.distances == distance].mean()) for distance in distances]
+        for all_NQ in (np.concatenate(right), np.concatenate(loss))
+    )
+    return shares, nats
 
 
 def batch_of(ids_NT: Tensor) -> dict[str, Tensor]:

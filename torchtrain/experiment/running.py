@@ -238,7 +238,7 @@ def _check_gate(experiment: TrainingExperiment, folder: Folder, say: Callable[[s
         bases = [folder.base(n) for n in range(experiment.bases)]
         found = [
             {"recall": recalled, "bos_mass": bos_masses(base, rows)}
-            for base, recalled in zip(bases, measure(bases, "exact", rows), strict=True)
+            for base, recalled in zip(bases, measure(bases, "exact", rows)[0], strict=True)
         ]
         replace_file(folder.gate, json.dumps({"bases": found}, indent=1).encode())
     for number, base in enumerate(read_json(folder.gate)["bases"]):
@@ -259,14 +259,13 @@ def _take_run(experiment: TrainingExperiment, folder: Folder, run: Run) -> str:
     losses = _train(config, place)
     rows = make_rows(experiment.facts, stage.row_tokens, shape.distances, shape.rows, shape.queries)
     models = [*sorted((place / "exports").iterdir()), place / "model"]
-    own = measure(models, run.arithmetic, rows)
-    exact = own if run.arithmetic == "exact" else measure(models, "exact", rows)
+    recalled, nats = measure(models, run.arithmetic, rows)
     tenths = [float(part.mean()) for part in np.array_split(np.array(losses), min(10, len(losses)))]
-    found = Measurement(recall=own, exact=exact, losses=tenths, seconds=time.monotonic() - begun)
+    found = Measurement(recall=recalled, nats=nats, losses=tenths, seconds=time.monotonic() - begun)
     folder.measurement(run).parent.mkdir(exist_ok=True)
     replace_file(folder.measurement(run), found.model_dump_json().encode())
     shutil.rmtree(place)
-    shown = " ".join(f"{x:.3f}" for x in np.mean(own, axis=0))
+    shown = " ".join(f"{x:.3f}" for x in np.mean(recalled, axis=0))
     return f"{run.name}: recall {shown}, {found.seconds:.0f} s"
 
 

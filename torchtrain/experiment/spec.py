@@ -16,14 +16,14 @@ from torchtrain.config.section import Count, Name, Section, Share
 EXAMPLE = "seeds=10"  # of an override, for messages
 
 Variant = Literal["full", "intra", "intra_reset", "anchor"]
-Arithmetic = Literal["exact", "bf16_before", "bf16_after", "bits3_after"]
+Arithmetic = Literal["exact", "bf16_before", "bf16_after", "bits1_after"]
 
 # What each arithmetic sets in a run's `model`; all else is float32.
 ARITHMETICS: dict[str, dict[str, Any]] = {
     "exact": {},
     "bf16_before": {"round_qk": "before_rope", "round_qk_bits": 7},
     "bf16_after": {"round_qk": "after_rope", "round_qk_bits": 7},
-    "bits3_after": {"round_qk": "after_rope", "round_qk_bits": 3},
+    "bits1_after": {"round_qk": "after_rope", "round_qk_bits": 1},
 }
 
 
@@ -137,7 +137,7 @@ class TrainingExperiment(Section):
     seeds: Count = Field(description="runs of each cell")
     gate: GateConfig
     measure: MeasureConfig
-    margin: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.03, description="recall; less counts as no effect")
+    margin: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.03, description="nats; less counts as no effect")
 
     @model_validator(mode="after")
     def _queries_fit(self) -> Self:

@@ -8,6 +8,7 @@ from torchtrain.experiment.effects import (
     RELATIVITY,
     SINK,
     estimate,
+    log_probability_at,
     read_relativity,
     read_sink,
     recall_at,
@@ -19,9 +20,9 @@ from torchtrain.experiment.spec import Run
 
 
 def measurement(recall: float) -> Measurement:
-    """Of two checkpoints and two distances, whose mean is `recall`; exact arithmetic has .1 more."""
+    """Of two checkpoints and two distances, whose mean is `recall`; the loss is .1 more."""
     both = [[recall - 0.05, recall + 0.15], [recall - 0.15, recall + 0.05]]
-    return Measurement(recall=both, exact=[[x + 0.1 for x in row] for row in both], losses=[1.0], seconds=1.0)
+    return Measurement(recall=both, nats=[[x + 0.1 for x in row] for row in both], losses=[1.0], seconds=1.0)
 
 
 def test_a_contrast_is_taken_within_seeds_that_have_all_its_runs():
@@ -46,7 +47,8 @@ def test_an_outcome_is_a_mean_over_checkpoints():
     found = measurement(0.5)
     assert recall_at()(found) == pytest.approx(0.5)
     assert recall_at(1)(found) == pytest.approx(0.6)
-    assert recall_at(exact=True)(found) == pytest.approx(0.6)
+    assert log_probability_at()(found) == pytest.approx(-0.6)
+    assert log_probability_at(0)(found) == pytest.approx(-0.5)
 
 
 @pytest.mark.parametrize(
