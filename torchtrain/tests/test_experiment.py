@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from anchorline import settings
 from torchtrain.cli import app
 from torchtrain.experiment.facts import make_rows, vocabulary, write_documents
 from torchtrain.experiment.spec import FactsConfig, Run, StageConfig, load_experiment
@@ -105,7 +104,7 @@ def test_runs_differ_in_arithmetic_mask_and_seed_alone(tmp_path):
 
 def test_an_experiment_is_run_kept_and_gone_on_with_elsewhere(tmp_path):
     config, kept = tmp_path / "tiny.yaml", tmp_path / "kept.json"
-    config.write_text(settings.dump(TINY))
+    config.write_text(json.dumps(TINY))
     first = run(config, tmp_path / "one", "--results", str(kept))
     assert first.returncode == 0, first.stderr
     measured = json.loads(kept.read_text())["measured"]
@@ -132,7 +131,7 @@ def test_an_experiment_is_run_kept_and_gone_on_with_elsewhere(tmp_path):
 
 def test_a_base_that_does_not_recall_ends_it(tmp_path):
     config = tmp_path / "tiny.yaml"
-    config.write_text(settings.dump(TINY | {"gate": {"distances": [24], "recall": 1.0}}))
+    config.write_text(json.dumps(TINY | {"gate": {"distances": [24], "recall": 1.0}}))
     ended = run(config, tmp_path / "out")
     assert ended.returncode == 1
     assert "base 0: recall" in ended.stderr
