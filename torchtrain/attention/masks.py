@@ -126,7 +126,10 @@ def functions_in(mask_function: Callable[..., Any]) -> set[str]:
 
 def mask_refusal(mask: Any) -> str:
     """Say why a mask that reached a layer is refused."""
-    text = "attention_mask: not honoured by `anchor` unless it is all ones; give padding the document id -1 instead"
+    text = (
+        "attention_mask: not honoured by `anchor` unless it is all ones; pack rows with torchtrain.pack (TRL: set "
+        "packing=True, or padding_free=True and max_length=None), or give padding the document id -1"
+    )
     return getattr(mask, "_anchor_refusal", text)
 
 
