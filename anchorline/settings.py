@@ -1,6 +1,7 @@
 """Read settings: strict YAML and `section.key=value` overrides in, a validated pydantic model out. All commands do.
 
-Strict means: keys are text, each once; values are plain (no tags, aliases, dates or merge keys); integers have 64 bits.
+Strict means: keys are text, each once; values are plain (no tags, dates or merge keys, no alias inside of another);
+integers have 64 bits.
 """
 # pyright: reportUnknownMemberType=false
 # PyYAML's types leave its members open.
@@ -49,6 +50,8 @@ class _Loader(yaml.SafeLoader):
         tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _PLAIN
     }
 
+    _anchored = 0  # how many of the values around the present place have an anchor
+
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         """Refuse at once what is nested too deep: the scanner looks at every open bracket again for each token."""
         if self.flow_level >= _MOST_DEPTH:
@@ -56,11 +59,15 @@ class _Loader(yaml.SafeLoader):
         super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise UserError(
-                f"line {self.peek_event().start_mark.line + 1}: aliases are not read; write the value again"
-            )
-        return super().compose_node(parent, index)
+        """Refuse aliases inside of what has an anchor: so written-out values stay few, and none holds itself."""
+        event = cast(Any, self).peek_event()
+        if self._anchored and isinstance(event, yaml.AliasEvent):
+            raise UserError(f"line {event.start_mark.line + 1}: an alias inside of an anchored value is not read")
+        anchored = getattr(event, "anchor", None) is not None
+        self._anchored += anchored
+        node = super().compose_node(parent, index)
+        self._anchored -= anchored
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -79,6 +79,10 @@ def test_what_only_looks_like_a_number_or_a_date_is_text(load, text):
     assert load(f"part: {{name: {text}}}").part.name == text
 
 
+def test_an_alias_stands_for_its_value(load):
+    assert load("part: {numbers: &few [1, 2]}\nparts: [{numbers: *few}]").parts[0].numbers == [1, 2]
+
+
 @pytest.mark.parametrize(("text", "value"), [("0x1f", 31), ("0b11", 3), ("1_000", 1000), ("+5", 5), ("0", 0)])
 def test_whole_numbers(load, text, value):
     assert load(f"part: {{count: {text}}}").part.count == value
@@ -87,7 +91,8 @@ def test_whole_numbers(load, text, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [x]\nb: *a", "line 2: aliases are not read"),
+        ("a: &a [x]\nb: &b [*a, *a]", "line 2: an alias inside of an anchored value is not read"),
+        ("a: &a [*a]", "an alias inside of an anchored value is not read"),
         ("[" * 60_000, "nested more than 64 deep"),
         ("- " * 30_000, "nested more than 64 deep"),
         ("x" * 70_000, "longer than 65,536 bytes"),
