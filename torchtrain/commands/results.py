@@ -1,7 +1,6 @@
 """The commands of what a model can do: evaluate, compare."""
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -102,7 +101,7 @@ def compare(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="folder for results.md, results.tex, results.html and figures; default: none is written"),
+        typer.Option(help="folder for results.md, results.tex and figures; default: none is written"),
     ] = None,
     last: Annotated[
         int | None,
@@ -140,7 +139,7 @@ def compare(
         figures = figures_of(measured)
         if out is not None:
             folder = resolve_folder("--out", out)
-            write_tables(tables, facts, folder, "torchtrain compare " + shlex.join(runs), figures)
+            write_tables(tables, facts, folder, figures)
             print(f"tables in {folder}")
         if document is not None:
             write_document(tables, facts, document, figures)

@@ -1,6 +1,5 @@
-"""Tables as rich prints them, and as Markdown, LaTeX and HTML; and figures."""
+"""Tables as rich prints them, and as Markdown and LaTeX; and figures."""
 
-import datetime
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,10 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
-from anchorline.environment import versions
 from anchorline.errors import UserError, disk_fault
 from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
-from anchorline.page import figure_style, inline, render
+from anchorline.page import figure_style
 from anchorline.page.figures import SERIES
 from torchtrain.evaluation.intervals import MOST_EXPONENT, interval_of, student_interval
 from torchtrain.evaluation.measured import Average, Measured, format_length, ruler_averages
@@ -61,36 +59,20 @@ def print_tables(tables: Sequence[ScoreTable]) -> None:
 
 
 def write_tables(
-    tables: Sequence[ScoreTable],
-    facts: Mapping[str, str],
-    folder: Path,
-    command: str,
-    figures: Sequence["ScoreFigure"] = (),
+    tables: Sequence[ScoreTable], facts: Mapping[str, str], folder: Path, figures: Sequence["ScoreFigure"] = ()
 ) -> None:
-    """Write results.md, results.tex, results.html, and an SVG for each figure.
+    """Write results.md, results.tex, and an SVG for each figure.
 
     Args:
         tables, figures: what is written.
         facts: a line about each run.
         folder: is made if it is not there.
-        command: what the reader would call to make them again.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    page = render(
-        "torchtrain.evaluation",
-        "page.html.j2",
-        title="Results",
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=command,
-        facts=facts,
-        versions=versions(("anchorline", "torch", "transformers", "lm_eval")),
-        tables=tables,
-        figures=[(inline(figure.svg, figure.title), figure) for figure in figures],
-    )
     texts = {"results.md": _as_markdown(tables, facts), "results.tex": "\n".join(map(latex, tables))}
-    texts |= {"results.html": page, **{f"{figure.name}.svg": figure.svg for figure in figures}}
+    texts |= {f"{figure.name}.svg": figure.svg for figure in figures}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
