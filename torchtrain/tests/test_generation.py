@@ -8,7 +8,6 @@ import torch
 from tokenizers import processors
 
 from anchorline.errors import UserError
-from torchtrain.evaluation.evaluate import may_know
 from torchtrain.evaluation.model import SharedPrefixLM
 from torchtrain.evaluation.perplexity import (
     bucket_means,
@@ -18,7 +17,6 @@ from torchtrain.evaluation.perplexity import (
     long_documents,
     token_losses,
 )
-from torchtrain.evaluation.results import Training
 from torchtrain.evaluation.suite import PerplexityConfig
 from torchtrain.evaluation.tasks.index import quiet_library
 from torchtrain.tests.tiny import tiny_model, tiny_tokenizer
@@ -81,14 +79,11 @@ def test_answers_are_those_of_each_prompt_alone(model, alone, batch_tokens):
     assert (lm.prompt_tokens, lm.computed_tokens) == (sum(map(len, prompts)), len(tree) + 1)
 
 
-def test_an_answer_ends_where_the_model_or_the_task_ends_it(model, monkeypatch):
-    prompts = _prompts()
-    monkeypatch.setattr(SharedPrefixLM, "_end_ids", lambda self: frozenset())
-    free = _answers(model, prompts)
-    stop = free[0][3]
-    monkeypatch.setattr(SharedPrefixLM, "_end_ids", lambda self: frozenset([stop]))
-    assert _answers(model, prompts) == [a[: a.index(stop)] if stop in a else a for a in free]
-    assert [len(answer) for answer in _answers(model, prompts, room=1)] == [0 if a[0] == stop else 1 for a in free]
+def test_an_answer_ends_where_the_model_ends_it(model, alone, monkeypatch):
+    stop = alone[0][3]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [stop, END])
+    assert _answers(model, _prompts()) == [a[: a.index(stop)] if stop in a else a for a in alone]
+    assert [len(answer) for answer in _answers(model, _prompts(), room=1)] == [0 if a[0] == stop else 1 for a in alone]
 
 
 def test_lm_evals_requests_are_answered_as_by_its_own_class(model):
@@ -144,17 +139,6 @@ def test_losses_in_parts_of_the_vocabulary_are_the_models(model, monkeypatch):
     assert sum(map(len, [own])) == len(ids) - 1
 
 
-def test_perplexity_says_that_a_run_was_trained_on_its_source():
-    training = Training(
-        model="m", variant="anchor", sequence_length=8, rope={}, steps=1, sequences_per_step=1,
-        data={"sources": [{"demo": "speeches", "share": 1.0}]},
-    )  # fmt: skip
-    speeches = PerplexityConfig.model_validate({"source": {"demo": "speeches"}})
-    assert may_know(training, speeches) == ", which the run was trained on"
-    assert may_know(training, PerplexityConfig.model_validate({"source": {"demo": "code"}})) == ""
-    assert may_know(None, speeches) == ""
-
-
 def test_buckets_hold_every_position_once():
     for length in (128, 256, 257, 1000, 4096):
         held = [position for first, end in buckets(length) for position in range(first, end)]
@@ -189,21 +173,14 @@ def test_a_model_that_diverged_is_refused_whatever_it_is_asked():
         lambda: check_logits(diverged),
     )
     for ask in asked:
-        with pytest.raises(UserError, match="its logits are not finite; the checkpoint has diverged") as raised:
+        with pytest.raises(UserError, match="its logits are not finite; the checkpoint has diverged"):
             ask()
-        assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("batch_tokens", [1, 100_000])
-def test_a_model_that_diverges_within_its_answer_is_told(batch_tokens):
-    diverged = tiny_model("qwen3", max_position_embeddings=256).eval()
-    prompts = [[1, 2, 3], [4, 5]]
-    firsts = {answer[0] for answer in _answers(diverged, prompts, room=1)}
-    assert not firsts & {1, 2, 3, 4, 5}
+    within = tiny_model("qwen3", max_position_embeddings=256).eval()  # finite for the first token of an answer
+    firsts = {answer[0] for answer in _answers(within, prompts, room=1)}
     with torch.no_grad():
-        diverged.model.embed_tokens.weight[sorted(firsts)] = torch.nan  # read from the second token on
+        within.model.embed_tokens.weight[sorted(firsts - {1, 2, 3, 4, 5, 6, 7, 8, 9})] = torch.nan
     with pytest.raises(UserError, match="its logits are not finite"):
-        _answers(diverged, prompts, batch_tokens, room=3)
+        _answers(within, prompts, room=3)
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("錨" * 100, 300), ("a" * 98, 100)], ids=["bytes", "special"])

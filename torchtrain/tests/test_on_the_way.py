@@ -14,7 +14,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from anchorline.errors import UserError
-from torchtrain.attention.hf import register
 from torchtrain.checkpoint import rng
 from torchtrain.config import load_config
 from torchtrain.distributed.world import World
@@ -22,7 +21,7 @@ from torchtrain.errors import Terminated
 from torchtrain.evaluation import evaluate as measuring
 from torchtrain.evaluation import results
 from torchtrain.evaluation.evaluate import Checkpoint, evaluate
-from torchtrain.evaluation.on_the_way import TrainingEvaluation, share_weights, state_digest
+from torchtrain.evaluation.on_the_way import TrainingEvaluation
 from torchtrain.evaluation.results import read_result, read_results
 from torchtrain.evaluation.suite import load_suite
 from torchtrain.run import recipe
@@ -241,25 +240,6 @@ def test_who_ends_the_run_while_it_is_evaluated_ends_it_with_its_own_random_stat
     assert not any(line.startswith("warning") for line in lines)
     for states in (*seen, rng.capture()):
         assert [name for name in before if not torch.equal(before[name], states[name])] == []
-
-
-def test_a_model_that_shares_weights_shares_nothing_else(model_folder):
-    register()
-    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"), attn_implementation="anchor").train()
-    config, digest = model.config.to_json_string(), state_digest(model)
-    states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
-    shared = share_weights(model)
-    assert [a is b for a, b in zip(model.parameters(), shared.parameters(), strict=True)].count(False) == 0
-    assert not {id(of) for of in model.modules()} & {id(of) for of in shared.modules()}
-    assert not {id(of) for of in model.buffers()} & {id(of) for of in shared.buffers()}
-    assert (model.training, shared.training) == (True, False)
-    assert (model.config._attn_implementation, shared.config._attn_implementation) == ("anchor", "sdpa")
-    assert model.config.to_json_string() == config
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == (states[0], states[2])
-    assert torch.equal(torch.get_rng_state(), states[1])
-    with torch.no_grad():
-        next(model.parameters())[0, 0] += 1
-    assert state_digest(model) == state_digest(shared) != digest
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def test_a_run_trained_as_the_papers_has_the_papers_row_below_it(tmp_path, publi
         pytest.param(_training(source={"dataset": "/data/SlimPajama-627B"}), {}, id="a folder that may be any"),
         pytest.param(_training(source={"max_documents": 9}), {}, id="its first documents"),
         pytest.param(_training(data={}), {}, id="data that are not known"),
+        pytest.param(_training(data=_training().data | {"mixture": {"shares": {"C4": 1.0}}}), {}, id="a mixture"),
+        pytest.param(_training(data={"sources": _training().data["sources"] * 2}), {}, id="two sources"),
         pytest.param(_training(variant="anchor+tag+interleave", split="authors"), {}, id="a variant that it lacks"),
         pytest.param(_training(variant="anchor+interleave", split="random"), {}, id="another split"),
         pytest.param(_training(variant="anchor+interleave"), {}, id="a split that is not known"),
@@ -129,31 +131,24 @@ def test_an_interleaved_run_needs_the_authors_split_and_a_note_says_what_is_know
     assert any("What made these rows is unknown" in note for note in table.notes)
 
 
-def test_numbers_of_eleven_tasks_are_not_those_of_thirteen(tmp_path, published):
+def test_numbers_of_eleven_tasks_are_not_those_of_thirteen_or_of_tasks_as_they_are_now(tmp_path, published):
     whole = _save(tmp_path / "whole", _results(_as_in_2024(TASKS), _training()))
     assert [*_shown(compare([whole], published=published)[0])] == ["Average of the paper's 11 tasks"]
-    ten = _save(tmp_path / "ten", _results(_as_in_2024(ELEVEN)[1:], _training()))
-    assert _shown(compare([ten], published=published)[0]) == {}
-    for one in IN_2024:  # one task as it is now, the other as it was then
-        tasks = [IN_2024[one] if task == one else task for task in _as_in_2024(ELEVEN)]
-        now = _save(tmp_path / one, _results(tasks, _training()))
-        assert _shown(compare([now], published=published)[0]) == {}
+    for name, tasks in (("ten", _as_in_2024(ELEVEN)[1:]), ("now", [*_as_in_2024(ELEVEN)[:-3], "fwe", "qa_1", "qa_2"])):
+        run = _save(tmp_path / name, _results(tasks, _training()))
+        assert _shown(compare([run], published=published)[0]) == {}
 
 
-def test_data_are_told_apart_by_their_mixture(published):
-    upsampled = published.trainings["UpSampledMix-128K"]
-    mixture = {"shares": upsampled.shares, "long_weight": 10.0, "long_share": None}
-
-    def found(**mixed) -> list[str]:
-        data = _training().data | mixed
-        of = _training(data=data, sequence_length=131072, rope={"rope_type": "default", "rope_theta": 1e7})
-        return [name for name, each in published.trainings.items() if each.matches(of)]
-
-    assert found() == found(mixture=None) == ["SlimPajama-128K"]
-    assert found(mixture=mixture) == ["UpSampledMix-128K"]
-    for other in ({"long_weight": None}, {"shares": (upsampled.shares or {}) | {"C4": 0.2}}, {"shares": None}):
-        assert found(mixture=mixture | other) == []
-    assert found(sources=_training().data["sources"] * 2) == found(sources=[]) == found(sources=None) == []
+def test_a_mixture_has_its_own_rows(published):
+    mixture = {"shares": published.trainings["UpSampledMix-128K"].shares, "long_weight": 10.0, "long_share": None}
+    changes = {"sequence_length": 131072, "rope": {"rope_type": "default", "rope_theta": 1e7}}
+    for mixed, name in (
+        (mixture, "UpSampledMix-128K"),
+        (None, "SlimPajama-128K"),
+        (mixture | {"long_weight": None}, ""),
+    ):
+        training = _training(data=_training().data | {"mixture": mixed}, **changes)
+        assert [of for of, each in published.trainings.items() if each.matches(training)] == [name] * bool(name)
 
 
 def test_hellaswag_is_shown_and_mmlu_and_longbench_are_not(tmp_path, published):
