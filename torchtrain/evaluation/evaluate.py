@@ -41,10 +41,10 @@ from torchtrain.evaluation.results import (
     Settings,
     TaskResult,
     Training,
-    check_one_model,
-    finished_result,
+    finished_results,
     make_out,
     read_result,
+    refusal,
     result_path,
     save_result,
     weights_digest,
@@ -181,27 +181,24 @@ def plan(
         UserError: what cannot be measured, for another reason than a missing material or too little room.
     """
     name, jobs, materials = model.checkpoint.name, [], Materials(suite)
-    if out is not None and not replace_old:
-        check_one_model(out, name, model.settings)
+    finished = {} if out is None else finished_results(out, name, model.settings, replace_old)
     for task, length in _tasks_of(suite, lengths):
-        path = None if out is None else result_path(out, name, task, length)
+        done = finished.get((task, length))
         try:
             job = _job(task, length, materials, model)
         except CannotRunError as error:
             say(f"{name} {task} {length:,}: not run: {error}")
-            if out is not None and path is not None and (not path.exists() or isinstance(read_result(path), NotRun)):
+            if out is not None and done is None:
                 save_result(out, NotRun(task=task, length=length, checkpoint=name, not_run=str(error)))
             continue
-        finished = None
-        try:
-            finished = None if path is None else finished_result(path, model.settings, job.identity)
-        except UserError:
+        if out is not None and done is not None and done.identity != job.identity:
             if not replace_old:
-                raise
-        if finished is None:
+                raise UserError(refusal(result_path(out, name, task, length), "samples"))
+            done = None
+        if done is None:
             jobs.append(job)
         else:
-            say(f"{name} {task} {length:,}: finished before, {_format_result(finished)}")
+            say(f"{name} {task} {length:,}: finished before, {_format_result(done)}")
     return jobs
 
 

@@ -218,45 +218,48 @@ def read_result(path: Path) -> Result:
     return result
 
 
-def read_results(out: Path, checkpoint: str = "*") -> Iterator[Result]:
+def read_results(out: Path) -> Iterator[Result]:
     """Yield the results below a folder, by checkpoint, task and length.
-
-    Args:
-        out: the folder.
-        checkpoint: of one checkpoint alone.
 
     Raises:
         UserError: one is damaged, or in the wrong place.
     """
-    yield from (read_result(path) for path in sorted(out.glob(f"{checkpoint}/*.json")) if _NAME.fullmatch(path.name))
+    yield from (read_result(path) for path in sorted(out.glob("*/*.json")) if _NAME.fullmatch(path.name))
 
 
-def finished_result(path: Path, settings: Settings, identity: dict[str, Any]) -> Measurement | None:
-    """Return the result that a file holds already; None: there is none.
+def finished_results(
+    out: Path, checkpoint: str, settings: Settings, replace_old: bool = False
+) -> dict[tuple[str, int], Measurement]:
+    """Return what was measured of a checkpoint, by task and length.
 
-    Raises:
-        UserError: it is damaged, or of another checkpoint, samples or settings.
-    """
-    if not os.path.lexists(path) or isinstance(result := read_result(path), NotRun):
-        return None
-    what = different_setting(result, settings) or ("" if result.identity == identity else "samples")
-    if what:
-        raise UserError(_refusal(path, what))
-    return result
-
-
-def check_one_model(out: Path, checkpoint: str, settings: Settings) -> None:
-    """Check that all results of a checkpoint below a folder are of one model, asked in one way.
+    Args:
+        out: folder of the results.
+        checkpoint: its name.
+        settings: of the model that is measured now.
+        replace_old: leave out what is damaged or of another model, which is refused otherwise.
 
     Raises:
-        UserError: one is of other weights, dtype, anchor or engine (an average would be over both), or is damaged.
+        UserError: a result is damaged, or is of other weights, dtype, anchor or engine: an average would be of both.
     """
-    for result in read_results(out, checkpoint):
-        if not isinstance(result, NotRun) and (what := different_setting(result, settings)):
-            raise UserError(_refusal(result_path(out, checkpoint, result.task, result.length), what))
+    finished = {}
+    for path in sorted((out / checkpoint).glob("*.json")):
+        if not _NAME.fullmatch(path.name):
+            continue
+        try:
+            result = read_result(path)
+            if isinstance(result, NotRun):
+                continue
+            if what := different_setting(result, settings):
+                raise UserError(refusal(path, what))
+            finished[result.task, result.length] = result
+        except UserError:
+            if not replace_old:
+                raise
+    return finished
 
 
-def _refusal(path: Path, what: str) -> str:
+def refusal(path: Path, what: str) -> str:
+    """Return why a result that a file holds is not taken for the one that is asked for."""
     return f"--out: {quoted(path)} was measured with other {what}; choose another --out, or remove it"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from anchorline.errors import UserError
 from torchtrain.evaluation.compare import compare
-from torchtrain.evaluation.results import NotRun, check_one_model
+from torchtrain.evaluation.results import NotRun, finished_results
 from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, settings_of, task_result
 
 AT = {"checkpoint": "step-1"}
@@ -131,8 +131,8 @@ def test_a_damaged_result_is_refused(tmp_path, result, old, new, said):
 def test_another_model_is_not_measured_into_a_folder_that_holds_one(tmp_path):
     """Of tasks that the suite does not have, too: their scores would be averaged with its own."""
     save_results(tmp_path, task_result("cwe"), NotRun(task="qa_1", length=1024, checkpoint="model", not_run="no file"))
-    check_one_model(tmp_path, "model", settings_of())
-    check_one_model(tmp_path, "step-1", settings_of(weights="v"))
+    finished_results(tmp_path, "model", settings_of())
+    finished_results(tmp_path, "step-1", settings_of(weights="v"))
     for name, value in OTHER_SETTINGS.items():
         with pytest.raises(UserError, match=rf"cwe-1024\.json'? was measured with other {name}"):
-            check_one_model(tmp_path, "model", settings_of(**{name: value}))
+            finished_results(tmp_path, "model", settings_of(**{name: value}))
