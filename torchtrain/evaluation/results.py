@@ -5,7 +5,6 @@ OUT/CHECKPOINT/TASK-LENGTH.json
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from itertools import pairwise
