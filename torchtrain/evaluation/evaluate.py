@@ -20,20 +20,11 @@ from anchorline import environment
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
 from torchtrain.config import PackConfig
-from torchtrain.data.corpus import source_name
 from torchtrain.data.dataset import anchor_ids
 from torchtrain.evaluation.intervals import format_perplexity, mean_interval
-from torchtrain.evaluation.perplexity import (
-    bucket_means,
-    buckets,
-    check_logits,
-    digest_of,
-    document_losses,
-    long_documents,
-)
+from torchtrain.evaluation.perplexity import digest_of, long_documents, measure_perplexity
 from torchtrain.evaluation.results import (
     Answer,
-    Bucket,
     Measurement,
     NotRun,
     PerplexityResult,
@@ -49,14 +40,7 @@ from torchtrain.evaluation.results import (
     save_result,
     weights_digest,
 )
-from torchtrain.evaluation.suite import (
-    IN_2024,
-    LONGBENCH_E_PARTS,
-    PerplexityConfig,
-    Suite,
-    benchmark_of,
-    room_of,
-)
+from torchtrain.evaluation.suite import IN_2024, LONGBENCH_E_PARTS, Suite, benchmark_of, room_of
 from torchtrain.evaluation.tasks.index import Job, build_job, leaves, quiet_library
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials
 from torchtrain.modeling.load import load_for_evaluation
@@ -258,7 +242,9 @@ def measure(
         else:
             assert loaded is not None
             assert suite.perplexity is not None
-            result = _perplexity(loaded, model, suite.perplexity, facts, pulse)
+            result = measure_perplexity(
+                loaded, model.tokenizer, suite.perplexity, model.checkpoint.training, facts, pulse
+            )
         result = result.model_copy(update={"seconds": round(time.perf_counter() - started, 3)})
         save_result(out, result)
         say(f"{model.checkpoint.name} {job.task} {job.length:,}: {_format_result(result)}, {result.seconds:.1f} s")
@@ -362,35 +348,6 @@ def _vllm(model: EvaluatedModel, suite: Suite, length: int) -> Any:
         return get_model("vllm")(**arguments)
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"backend vllm: {quoted_reason(error)}; mend vllm in the suite") from None
-
-
-def _perplexity(
-    loaded: "PreTrainedModel",
-    model: EvaluatedModel,
-    config: PerplexityConfig,
-    facts: dict[str, Any],
-    pulse: Callable[[], None],
-) -> PerplexityResult:
-    length = facts["length"]
-    documents = long_documents(config, model.tokenizer, length)
-    check_logits(loaded)
-    losses = []
-    for ids in documents:
-        losses.append(list(bucket_means(document_losses(loaded, ids), length)))
-        pulse()
-    return PerplexityResult(
-        **facts,
-        samples=digest_of(documents),
-        text=source_name(config.source) + may_know(model.checkpoint.training, config),
-        buckets=[Bucket(first=a, end=b, losses=[of[i] for of in losses]) for i, (a, b) in enumerate(buckets(length))],
-    )
-
-
-def may_know(training: Training | None, config: PerplexityConfig) -> str:
-    """Return, in words, whether a run was trained on the source whose first documents are measured."""
-    wanted = config.source.model_dump(mode="json", exclude_defaults=True)
-    sources = training.data.get("sources", []) if training is not None else []
-    return ", which the run was trained on" if any(wanted.items() <= dict(of).items() for of in sources) else ""
 
 
 def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: bool, say: Say) -> EvaluatedModel:

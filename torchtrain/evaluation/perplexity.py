@@ -4,14 +4,15 @@ Legend: T tokens of a document · t tokens at a time · M model width · V vocab
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from anchorline.errors import UserError, quoted
-from torchtrain.data.corpus import Document, read
+from torchtrain.data.corpus import Document, read, source_name
+from torchtrain.evaluation.results import Bucket, PerplexityResult, Training
 from torchtrain.evaluation.suite import PerplexityConfig
 from torchtrain.modeling.parts import head_of
 from torchtrain.modeling.placement import input_device, weights_of
@@ -25,7 +26,7 @@ _ADDED = 16  # tokens that are of no byte: special ones, a space in front
 
 
 def check_finite(finite: Tensor | bool, model: "PreTrainedModel") -> None:
-    """Refuse a model whose logits are not finite: all that it says is one token, and worth nothing.
+    """Refuse a model whose logits are not finite: it would answer with one token alone.
 
     Raises:
         UserError: they are not.
@@ -135,3 +136,42 @@ def bucket_means(losses: Tensor, length: int) -> Iterator[float]:
     """Yield the mean loss of each bucket; `losses` [T - 1] are of the tokens from the second."""
     for first, end in buckets(length):
         yield float(losses[first - 1 : end - 1].double().mean())
+
+
+def measure_perplexity(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerFast",
+    config: PerplexityConfig,
+    training: Training | None,
+    facts: dict[str, Any],
+    pulse: Callable[[], None],
+) -> PerplexityResult:
+    """Return the losses of a model by position.
+
+    Args:
+        model, tokenizer: what is measured.
+        config: on which documents.
+        training: how the model was trained, if that is known: its result says whether it was trained on the source.
+        facts: what the result holds besides, with its `length`.
+        pulse: called after each document.
+
+    Raises:
+        UserError: the model scales or caps its logits, or they are not finite.
+    """
+    length = facts["length"]
+    documents = long_documents(config, tokenizer, length)
+    check_logits(model)
+    losses = []
+    for ids in documents:
+        losses.append(list(bucket_means(document_losses(model, ids), length)))
+        pulse()
+    wanted = config.source.model_dump(mode="json", exclude_defaults=True)
+    sources = training.data.get("sources", []) if training is not None else []
+    known = ", which the run was trained on" if any(wanted.items() <= dict(of).items() for of in sources) else ""
+    edges = enumerate(buckets(length))
+    return PerplexityResult(
+        **facts,
+        samples=digest_of(documents),
+        text=source_name(config.source) + known,
+        buckets=[Bucket(first=a, end=b, losses=[of[i] for of in losses]) for i, (a, b) in edges],
+    )
