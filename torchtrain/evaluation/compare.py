@@ -171,10 +171,16 @@ def _side_by_side(
 
 
 def _format_paired(run: Measured, other: Measured, average: Average) -> str:
-    """Return the difference of two runs, with its interval, in points; "" where the tasks did not run."""
+    """Return the difference of two runs in points, with its interval; "" where the tasks did not run.
+
+    A metric that is not a share (perplexity, BLEU) has its difference alone.
+    """
     if average.missing(other):
         return ""
-    return _format(paired_interval(average.scores(run), average.scores(other)), "{:+.1f} [{:+.1f}, {:+.1f}]", 100)
+    a, b = average.scores(run), average.scores(other)
+    if not all(0 <= scores.min() <= scores.max() <= 1 for scores in (*a, *b)):
+        return f"{average.mean(run) - average.mean(other):+.3f}"
+    return _format(paired_interval(a, b), "{:+.1f} [{:+.1f}, {:+.1f}]", 100)
 
 
 def _format(interval: Interval | None, text: str, scale: float = 1) -> str:

@@ -173,7 +173,7 @@ def test_spread_is_over_steps_and_never_over_seeds(tmp_path):
     assert "±" not in compare([seeds])[0][0].rows[0][1][0].text
 
 
-def test_any_other_task_has_a_row_and_one_without_samples_no_interval():
+def test_any_other_task_has_a_row_and_one_without_samples_no_interval(tmp_path):
     bleu = task_result("wmt", [0.0], metric="bleu").model_copy(update={"answers": [], "values": {"bleu": 31.25}})
     (table,) = tables_of_run([task_result("arc_easy", [1.0, 1.0], metric="acc_norm"), bleu])
     assert [(name, cells[0].text) for name, cells in table.rows] == [
@@ -181,6 +181,10 @@ def test_any_other_task_has_a_row_and_one_without_samples_no_interval():
         ("wmt", "31.250"),
     ]
     assert "Metrics: arc_easy acc_norm, wmt bleu." in table.notes
+    save_results(tmp_path / "a", bleu)
+    save_results(tmp_path / "b", bleu.model_copy(update={"values": {"bleu": 30.0}}))
+    (table,) = compare([tmp_path / "a", tmp_path / "b"])[0]
+    assert [cell.text for cell in table.rows[0][1]] == ["31.250", "30.000", "-1.250"]
 
 
 def test_tables_escape_what_they_hold():
