@@ -153,18 +153,3 @@ def test_another_layouts_loss_is_right_by_the_rule(folder, source, name):
     total, tokens = found["loss.3"]
     verdict = judge([total / tokens], [truth], [reference], dtype)
     assert verdict.passed, str(verdict)
-
-
-@pytest.mark.parametrize("name", [f"{layout}-again" for layout in LAYOUTS] + [name for _, name in CROSSED])
-def test_a_rank_reads_its_part_and_headers(folder, name):
-    """In any layout, and where every rank holds everything, too: ranks give one another what they read."""
-    found = arrays(folder, name)
-    of_all = sum(x.nbytes for key, x in state(folder, name, 2).items() if key != "updates")
-    assert found["held"].sum() == of_all
-    files = folder.glob("*/checkpoints/step-00000002/state-*.safetensors")
-    most = max(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
-    extra = found["read"] - found["held"]
-    assert (extra > 0).all()
-    assert (extra <= 2 * most).all(), "two files there are at most"
-    if name.endswith("-again"):
-        assert (extra <= most).all(), "its own"

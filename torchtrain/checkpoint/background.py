@@ -1,4 +1,4 @@
-"""A thread that writes while training goes on: one write at a time, and what it met is told by who waits for it."""
+"""A thread that writes a checkpoint while training continues. Whoever waits for it gets its error."""
 
 import threading
 from collections.abc import Callable
@@ -8,10 +8,7 @@ from torchtrain.errors import OtherRankFailed
 
 
 class Background:
-    """Does one thing at a time beside the program.
-
-    The thread ends with the process: a write that is cut off so is one that was killed.
-    """
+    """Does one piece of work at a time in a thread, which ends with the process."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -20,7 +17,7 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether something was begun that nobody has finished yet, though it may have ended."""
+        """Whether there is work that `finish` was not called for yet. It may have ended."""
         return self._thread is not None
 
     def begin(self, work: Callable[[], None]) -> None:
@@ -29,7 +26,7 @@ class Background:
         self._ended.clear()
         thread = threading.Thread(target=self._run, args=(work,), name="background", daemon=True)
         thread.start()
-        self._thread = thread  # once it runs: an interrupt before leaves nothing that is waited for
+        self._thread = thread  # only once it runs, so that an interrupt before leaves nothing to wait for
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -40,10 +37,10 @@ class Background:
             self._ended.set()
 
     def has_ended(self) -> bool:
-        """Whether the work has ended, by a mistake or not; its other ranks' will have, too, then or soon.
+        """Whether the work has ended, by a mistake or not. The other ranks' work then has ended, too, or does soon.
 
         Raises:
-            BaseException: it ended by a fault that no other rank's work knows of, and never will.
+            BaseException: an error that no other rank's work knows of.
         """
         if self._thread is None or not self._ended.is_set():
             return False
@@ -59,8 +56,8 @@ class Background:
         """
         if self._thread is None:
             return
-        self._ended.wait()  # which signals get through to
-        self._thread.join()  # so that what it held is freed
+        self._ended.wait()  # a signal interrupts this wait
+        self._thread.join()  # so that its memory is freed
         fault, self._thread, self._fault = self._fault, None, None
         if fault is not None:
             raise fault

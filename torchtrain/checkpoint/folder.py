@@ -1,24 +1,20 @@
-"""The folder of a run's checkpoints, without what stands in their tensors: which there are, which look good, which go.
-
-Needs no torch: `torchtrain status` answers at once.
-"""
+"""The folder of a run's checkpoints: which there are, which look whole, which are removed. It needs no torch."""
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from anchorline.errors import UserError, disk_fault
-from anchorline.files import DELETED, PARTIAL, FileEntry, differs, remove, set_aside
+from anchorline.files import DELETED, PARTIAL, FileEntry, differs, set_aside
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 
 STEP = re.compile(r"step-\d{8,19}")
-# Files of a checkpoint.
-OWN = re.compile(r"manifest\.json|state-\d{5,}-\d{3,}\.safetensors|rng-\d{5,}\.safetensors")
 _LEFT = re.compile(rf"{STEP.pattern}(?:{re.escape(PARTIAL)}|{re.escape(DELETED)}(?:-\d+)?)")
 
 
 class CheckpointFolder:
-    """The folder of a run's checkpoints. Making the object touches nothing.
+    """The folder of a run's checkpoints. Creating the object touches nothing.
 
     Args:
         folder: `checkpoints` in the run's folder; every rank sees the same one.
@@ -32,54 +28,15 @@ class CheckpointFolder:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in their order, whatever the clock said when they were written.
+        """Return the steps that have a checkpoint, in their order.
 
         Raises:
-            UserError: there is something in the folder's place, and it cannot be looked into.
+            OSError: the folder cannot be read.
         """
-        return sorted(
-            step_of(name) for name in self._names() if STEP.fullmatch(name) and name == self.path(step_of(name)).name
-        )
+        return sorted(step_of(name) for name in self._names() if STEP.fullmatch(name))
 
-    def give_up(self) -> None:
-        """Where the checkpoints cannot be reached, rename what stands in the folder's place. Only for who begins anew.
-
-        Raises:
-            OSError: what the system says.
-        """
-        if os.path.lexists(self.folder) and not self.folder.is_dir():
-            set_aside(self.folder)
-
-    def sweep(self) -> None:
-        """Remove what interruptions left. Only for who holds the run's lock.
-
-        Raises:
-            OSError: what the system says.
-        """
-        for name in self._names():
-            if _LEFT.fullmatch(name):
-                remove_checkpoint(self.folder / name)
-
-    def retain(self, keep: int, new: int) -> None:
-        """Remove what is older than the last `keep` good ones, never the one just saved or taken up. Damaged ones
-        between them stay, for who wants to look. Only for who holds the run's lock.
-
-        Raises:
-            UserError: one cannot be removed.
-        """
-        good = [step for step in self.steps() if self.looks_good(step)]
-        try:
-            for step in self.steps():
-                if len(good) >= keep and step < good[-keep] and step != new:
-                    _discard(self.path(step))
-        except OSError as error:
-            raise UserError(
-                f"{self.path(new)}: is saved, but an older checkpoint could not be removed: {disk_fault(error)}; "
-                f"mend that, then: torchtrain resume {self.folder.parent}"
-            ) from None
-
-    def looks_good(self, step: int) -> bool:
-        """Whether a checkpoint has its manifest and files of the right sizes; their content is not read."""
+    def looks_whole(self, step: int) -> bool:
+        """Whether a checkpoint has its manifest and files of the right sizes. Their content is not read."""
         try:
             for name, entry in Manifest.read(self.path(step)).files.items():
                 check_file(self.path(step) / name, entry, whole=False)
@@ -87,29 +44,46 @@ class CheckpointFolder:
             return False
         return True
 
-    def forget_after(self, step: int) -> None:
-        """Remove the checkpoints of all later steps: the run is taken up at this one, and theirs is another future.
+    def retain(self, keep: int, new: int) -> None:
+        """Remove what is older than the last `keep` whole checkpoints, but never that of step `new`.
 
-        Only for who holds the run's lock. The last one goes first, so that an interruption leaves a run of the same
-        past.
+        Only for the process that holds the run's lock.
+
+        Raises:
+            UserError: one cannot be removed.
+        """
+        whole = [step for step in self.steps() if self.looks_whole(step)]
+        try:
+            for step in self.steps():
+                if len(whole) >= keep and step < whole[-keep] and step != new:
+                    self._remove(step)
+        except OSError as error:
+            raise UserError(
+                f"{self.path(new)}: is saved, but an older checkpoint could not be removed: {disk_fault(error)}; "
+                f"mend that, then: torchtrain resume {self.folder.parent}"
+            ) from None
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of all later steps, the last one first, because the run resumes from this step.
+
+        Only for the process that holds the run's lock.
         """
         for later in reversed(self.steps()):
             if later > step:
-                _discard(self.path(later))
+                self._remove(later)
+
+    def sweep(self) -> None:
+        """Remove what interruptions left. Only for the process that holds the run's lock."""
+        for name in self._names():
+            if _LEFT.fullmatch(name):
+                shutil.rmtree(self.folder / name)
+
+    def _remove(self, step: int) -> None:
+        """Rename a checkpoint, then remove it: a crash never leaves a part of it under its name."""
+        shutil.rmtree(set_aside(self.path(step)))
 
     def _names(self) -> list[str]:
-        """Return the names of all that the folder holds, nothing where there is none."""
-        try:
-            return os.listdir(self.folder)
-        except FileNotFoundError:
-            if not self.folder.is_symlink():
-                return []
-            why = f"is a link to {os.readlink(self.folder)}, which is not there"
-        except OSError as error:
-            why = f"cannot be looked into: {str(error.strerror).lower()}"
-        raise UserError(
-            f"{self.folder}: {why}; mount its disk, or begin anew: torchtrain resume {self.folder.parent} --step 0"
-        )
+        return os.listdir(self.folder) if os.path.lexists(self.folder) else []
 
 
 def step_of(name: str) -> int:
@@ -118,21 +92,10 @@ def step_of(name: str) -> int:
 
 
 def check_file(path: Path, entry: FileEntry, whole: bool = True) -> None:
-    """Refuse a file that is not what its entry says; unless `whole`, by its size alone.
+    """Check a file against its entry; unless `whole`, only its size.
 
     Raises:
         DamageError: says how it differs.
     """
     if (fault := differs(path, entry, whole)) is not None:
         raise DamageError(f"{path}: {fault}")
-
-
-def _discard(folder: Path) -> None:
-    """Remove a checkpoint. It loses its name first, so that a crash never leaves a part of it under that name."""
-    remove_checkpoint(set_aside(folder))
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint's files and, where nothing else is in it, its folder. What a link leads to stays."""
-    if not folder.is_symlink() and folder.is_dir():
-        remove(folder, filter(OWN.fullmatch, os.listdir(folder)))

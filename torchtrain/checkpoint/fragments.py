@@ -1,34 +1,31 @@
 """The state of a run, cut into fragments that any layout of processes can write and read.
 
-A fragment is a range of one flattened parameter with its master weights and AdamW's two moments. Each rank writes
-fragments it holds; whoever reads takes from all files what overlaps with the fragments it holds itself. So nothing is
-ever gathered, and the number of ranks may change between writing and reading.
+A fragment is a range of one flattened parameter: its float32 master weights and AdamW's two moments. Each rank writes
+fragments that it holds. A reader takes from all files what overlaps with the fragments that it holds. So nothing is
+gathered, and the number of ranks may change between writing and reading.
 
-On disk: `state-RRRRR-NNN.safetensors`, rank and number; a tensor's name is `KIND:START:PARAMETER`. The bytes are those
-of `safetensors.torch.save`, written from where the tensors lie: it would hold the interpreter while it copies them, and
-with it the training that goes on meanwhile.
+On disk: `state-RRRRR-NNN.safetensors`, with rank and number; a tensor's name is `KIND:START:PARAMETER`. The bytes are
+those of `safetensors.torch.save`, which is not used because it keeps Python's lock while it copies, and training waits.
 
 Legend: n elements of a fragment.
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from anchorline.files import FileEntry, parse_json, write_file
+from anchorline.files import FileEntry, write_file
 from torchtrain.checkpoint.manifest import DamageError
 
-_Buffer = TypeVar("_Buffer", bytearray, memoryview)
-
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-# Bytes of a file, and so of the copy in host memory while it is written, of a state that is elsewhere.
+# Bytes of a file, and so of its copy in host memory while a GPU's state is written.
 FILE_BYTES = 1 << 29
 
 
@@ -58,17 +55,17 @@ class Fragment:
 
 
 def share(fragments: Sequence[Fragment], part: int, parts: int) -> list[Fragment]:
-    """Return one of `parts` equal shares: what a rank writes of that which every rank holds."""
+    """Return one of `parts` equal shares: what one rank writes of a state that every rank holds."""
     total = sum(fragment.stop - fragment.start for fragment in fragments)
     first, last = (total * i // parts for i in (part, part + 1))
-    found, before = [], 0
+    shares, before = [], 0
     for fragment in fragments:
         size = fragment.stop - fragment.start
         start, stop = max(first - before, 0), min(last - before, size)
         if start < stop:
-            found.append(fragment.cut(fragment.start + start, fragment.start + stop))
+            shares.append(fragment.cut(fragment.start + start, fragment.start + stop))
         before += size
-    return found
+    return shares
 
 
 def write(folder: Path, fragments: Iterable[Fragment], rank: int) -> dict[str, FileEntry]:
@@ -80,12 +77,14 @@ def write(folder: Path, fragments: Iterable[Fragment], rank: int) -> dict[str, F
     entries: dict[str, FileEntry] = {}
     for number, tensors in enumerate(_files(fragments)):
         name = f"state-{rank:05d}-{number:03d}.safetensors"
-        entries[name] = write_file(folder / name, _header(tensors), *(_bytes(tensors[key]) for key in sorted(tensors)))
+        entries[name] = write_file(
+            folder / name, _header(tensors), *(tensors[key].numpy().data.cast("B") for key in sorted(tensors))
+        )
     return entries
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return what opens a safetensors file of float32 tensors [n], which stand in it by the order of their names."""
+    """Return the beginning of a safetensors file of float32 tensors [n], which follow in the order of their names."""
     place, entries = 0, {}
     for key in sorted(tensors):
         assert tensors[key].dtype == torch.float32, f"{key} is {tensors[key].dtype}"
@@ -95,11 +94,6 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(x_n: Tensor) -> memoryview:
-    """Return the bytes of a tensor [n] in host memory, where they lie."""
-    return x_n.numpy().data.cast("B")
 
 
 def check_whole(parameters: Mapping[str, Sequence[int]], written: Iterable[Mapping[str, int]]) -> None:
@@ -113,21 +107,16 @@ def check_whole(parameters: Mapping[str, Sequence[int]], written: Iterable[Mappi
 
 def elements(fragments: Iterable[Fragment]) -> dict[str, int]:
     """Return the number of elements of each parameter that fragments hold."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for fragment in fragments:
-        found[fragment.parameter] = found.get(fragment.parameter, 0) + fragment.stop - fragment.start
-    return found
+        counts[fragment.parameter] = counts.get(fragment.parameter, 0) + fragment.stop - fragment.start
+    return counts
 
 
 def nearest(names: Iterable[str], writers: int, reader: int, readers: int) -> list[str]:
-    """Return the names of files in the order in which a rank finds its part: ranks hold a state in their order, so what
-    the writer at the same share of the way wrote comes first.
+    """Return the names of state files, those first that rank `reader` of `readers` probably needs.
 
-    Args:
-        names: of files of any rank.
-        writers: how many ranks wrote.
-        reader: the rank that reads.
-        readers: how many do.
+    Ranks hold a state in their order, so a rank needs the files of the writers at the same share of all `writers`.
     """
 
     def distance(name: str) -> float:
@@ -143,11 +132,10 @@ def rank_of(name: str) -> int:
 
 @torch.no_grad()
 def read(paths: Iterable[Path], fragments: Sequence[Fragment]) -> None:
-    """Fill fragments from the files of any layout. Of each file only what they lack is read; once they are full, no
-    other is opened.
+    """Fill fragments from the files of any layout. Once they are full, no other file is opened.
 
     Raises:
-        DamageError: a file is none of ours, or the files do not hold all elements.
+        DamageError: a file is not a state file, or the files do not hold all elements.
     """
     wanted: dict[str, list[Fragment]] = {}
     for fragment in fragments:
@@ -159,70 +147,17 @@ def read(paths: Iterable[Path], fragments: Sequence[Fragment]) -> None:
             return
         folder = path.parent
         try:
-            with _StateFile(path) as file:
-                for key in file.places:
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is not a dict
                     kind, start, parameter = _parse(key)
                     for fragment in wanted.get(parameter, []):
-                        missing[kind][parameter] -= _fill(fragment, kind, start, file, key)
-        except (ValueError, LookupError, TypeError) as error:
-            raise DamageError(f"{path}: is not a state file of ours ({error})") from None
+                        missing[kind][parameter] -= _fill(fragment, kind, start, file.get_slice(key))
+        except (SafetensorError, ValueError) as error:
+            raise DamageError(f"{path}: is not a state file of a checkpoint ({error})") from None
     for kind, counts in missing.items():
         for parameter, count in counts.items():
             if count:
                 raise DamageError(f"{folder}: {count} elements of {kind} of {parameter} are in none of its files")
-
-
-class _StateFile:
-    """A file that `write` wrote, a context manager.
-
-    Ranges are read, and not mapped as safetensors' own reader does: of a mapped file the system brings in the
-    neighbourhood of each page that is looked at, megabytes for a header.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Self:
-        self._handle = os.open(self._path, os.O_RDONLY)
-        try:
-            if hasattr(os, "posix_fadvise"):  # macOS has none
-                os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is wanted ahead
-            length = int.from_bytes(self._read(0, bytearray(8)), "little")
-            if not length <= os.fstat(self._handle).st_size - 8:
-                raise ValueError("its header is cut off")
-            header = parse_json(bytes(self._read(8, bytearray(length))))
-            self.places = {key: self._place(8 + length, key, entry) for key, entry in header.items()}
-        except BaseException:
-            os.close(self._handle)
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
-
-    @staticmethod
-    def _place(start: int, key: str, entry: Any) -> tuple[int, int]:
-        """Return where a tensor begins in the file, and its elements."""
-        (length,) = entry["shape"]
-        first, last = entry["data_offsets"]
-        if entry["dtype"] != "F32" or last - first != 4 * length:
-            raise ValueError(f"{key} is {entry['dtype']} in {last - first} bytes and not {length} of float32")
-        return start + first, length
-
-    def fill(self, key: str, first: int, target_n: Tensor) -> None:
-        """Fill a float32 tensor [n] with the elements of the file's from `first` on."""
-        here_n = target_n if target_n.device.type == "cpu" else torch.empty(target_n.shape)
-        self._read(self.places[key][0] + 4 * first, _bytes(here_n))
-        if here_n is not target_n:
-            target_n.copy_(here_n)
-
-    def _read(self, start: int, into: _Buffer) -> _Buffer:
-        left = memoryview(into)
-        while left:
-            if not (count := os.preadv(self._handle, [left], start)):
-                raise ValueError("it is cut off")
-            left, start = left[count:], start + count
-        return into
 
 
 def _parse(key: str) -> tuple[str, int, str]:
@@ -232,20 +167,20 @@ def _parse(key: str) -> tuple[str, int, str]:
     return kind, int(start), parameter
 
 
-def _fill(fragment: Fragment, kind: str, start: int, file: _StateFile, key: str) -> int:
-    """Fill what a stored range [start, start + its length) shares with a fragment; return how many elements."""
-    length = file.places[key][1]
-    first, last = max(start, fragment.start), min(start + length, fragment.stop)
+def _fill(fragment: Fragment, kind: str, start: int, stored: Any) -> int:
+    """Fill what a stored range that begins at `start` shares with a fragment; return how many elements."""
+    if stored.get_dtype() != "F32" or len(stored.get_shape()) != 1:
+        raise ValueError(f"a tensor is {stored.get_dtype()} of shape {stored.get_shape()} and not a range of float32")
+    first, last = max(start, fragment.start), min(start + stored.get_shape()[0], fragment.stop)
     if first >= last:
         return 0
     target_n = fragment.tensors[kind][first - fragment.start : last - fragment.start]
-    assert target_n.dtype == torch.float32
-    file.fill(key, first - start, target_n)
+    target_n.copy_(stored[first - start : last - start])
     return last - first
 
 
 def _files(fragments: Iterable[Fragment]) -> Iterator[dict[str, Tensor]]:
-    """Yield what each file takes, copied to host memory where it is not there."""
+    """Yield the tensors of each file, in host memory."""
     tensors: dict[str, Tensor] = {}
     room = FILE_BYTES
     for whole in fragments:

@@ -1,4 +1,4 @@
-"""What a run is made of, and whether it still is: compared before a checkpoint is used or anything is tokenised."""
+"""Checks that a resumed run has the config, model, tokenizer and data with which it began."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,9 +8,8 @@ from anchorline.settings import validate
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, versions
 from torchtrain.config import Config
 
-# What may differ between saving and resuming: where things lie, what is written, and how a step is spread. The rows and
-# their order stay the same; of these, only how sums are cut and in which order they are taken (micro-batches, chunks,
-# ranks, `train.deterministic`) moves a result, by its rounding.
+# What may change on resume: paths, what is written, and how a step is spread. Rows and their order stay the same. Some
+# of these settings (micro-batches, chunks, ranks, `train.deterministic`) change the order of sums, and so the rounding.
 FREE = (
     "run.folder",
     "data.cache",
@@ -28,49 +27,48 @@ FREE = (
     "model.layer_chunk",
     "model.trust_remote_code",
 )
-# Besides, where adapters are trained: the identity tells the base by its content, and it may have moved.
+# Where adapters are trained, the identity has a digest of the base, so the base may have moved.
 FREE_WITH_LORA = ("model.source",)
 _ABSENT = "nothing"
 
 
 def check_config(was: Mapping[str, Any], config: Config) -> None:
-    """Check that a run would go on with the config it had.
+    """Check that only settings in `FREE` have changed.
 
     Args:
-        was: the resolved config it was begun with, as JSON.
-        config: the resolved config that is to go on.
+        was: the resolved config with which the run began, as JSON.
+        config: the resolved config with which it resumes.
 
     Raises:
-        UserError: a setting that decides the numbers is another: says which, as it was and as it is; or the first is
-            not a config.
+        UserError: another setting has changed: names it with its old and new value; or `was` is not a config.
     """
     before = validate(Config, dict(was), "the run's config")
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     free = FREE if config.model.lora is None else FREE + FREE_WITH_LORA
     if changes := [change for change in found if not is_free(change[0], free)]:
-        raise UserError(f"{_tell_changes(changes)}; undo that, or train anew with a run.folder of its own")
+        raise UserError(f"{_format_changes(changes)}; undo that, or train anew with a run.folder of its own")
 
 
 def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Check that a run would go on with the material it had.
+    """Check that a run resumes with its model, tokenizer and data.
 
     Args:
-        was: what model, tokenizer, data and tokens were when it was begun.
-        identity: what those of them that are known so far are now.
+        was: the identity with which the run began.
+        identity: the identity now; it may lack parts that are not known yet.
 
     Raises:
-        UserError: one is another: says what of it, as it was and as it is.
+        UserError: a part has changed: names it with its old and new value.
     """
     for part, advice in (
-        ("tokenizer", "the tokenizer of model.source is another one; put back the one of the run"),
-        ("model", "the config.json of model.source is another one; put back the one of the run"),
+        ("tokenizer", "the tokenizer of model.source has changed; put back the one of the run"),
+        ("model", "the config.json of model.source has changed; put back the one of the run"),
         (
             "frozen",
-            "the weights of model.source, which model.lora leaves as they are, are others; put back those of the run, "
-            "or say where they lie: model.source=FOLDER",
+            "the weights of model.source, which model.lora does not train, have changed; put back those of the run, "
+            "or give their folder: model.source=FOLDER",
         ),
-        ("data", "data.sources hold something else; put back the data of the run"),
-        ("tokens", "data.sources were tokenised to something else; put back the data of the run"),
+        ("data", "data.sources have changed; put back the data of the run"),
+        ("tokens", "data.sources give other tokens; put back the data of the run"),
         ("split", "documents are divided otherwise into training and held out; put back the data of the run"),
     ):
         if part not in identity:
@@ -79,15 +77,15 @@ def check_identity(was: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         if part == "tokens":  # the same tokens may lie in other shards, whose digest is another
             then, now = ({name: value for name, value in one.items() if name != "sha256"} for one in (then, now))
         if changes := list(differences(then, now, part)):
-            raise UserError(f"{advice} ({_tell_changes(changes)})")
+            raise UserError(f"{advice} ({_format_changes(changes)})")
 
 
 def describe_changes(manifest: Manifest, layout: ProcessLayout) -> str:
-    """Return, in words, what moves last digits and has changed since a checkpoint was written; else an empty text.
+    """Return, in words, the changes since a checkpoint that move last digits; empty if there is none.
 
     Args:
-        manifest: the checkpoint's.
-        layout: how the run goes on.
+        manifest: of the checkpoint.
+        layout: with which the run resumes.
     """
     was, now = ({**one.model_dump(), **of} for one, of in ((manifest.layout, manifest.versions), (layout, versions())))
     return ", ".join(f"{name} {then} then, {here} now" for name, then, here in differences(was, now))
@@ -111,7 +109,7 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, 
         yield name, was, now
 
 
-def _tell_changes(changes: list[tuple[str, Any, Any]]) -> str:
+def _format_changes(changes: list[tuple[str, Any, Any]]) -> str:
     shown = "; ".join(f"{name}: {_short(was)} in the run, {_short(now)} now" for name, was, now in changes[:3])
     return shown + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself. `manifest.json` is written last: a folder with one is whole."""
+"""`manifest.json` of a checkpoint: everything but the tensors. It is written last."""
 
 import hashlib
 import json
@@ -13,21 +13,19 @@ from anchorline.files import FileEntry, parse_json, read_file
 from torchtrain import __version__
 
 MANIFEST = "manifest.json"
-# Raise it when a checkpoint of an older trainer can no longer be read.
-FORMAT = 1
 _MOST_BYTES = 1 << 28
 
 
 class DamageError(UserError):
-    """A checkpoint that is not what was written: the message names the file."""
+    """A checkpoint is not what was written: the message names the file."""
 
 
-class _Part(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class RunProgress(_Part):
-    """Where a run stands between two steps."""
+class RunProgress(_Strict):
+    """The counters of a run between two steps."""
 
     step: int  # steps done
     updates: int  # of the optimizer: steps that were not skipped
@@ -38,8 +36,8 @@ class RunProgress(_Part):
     metrics: FileEntry  # the beginning of `metrics.jsonl` that belongs to these steps
 
 
-class ProcessLayout(_Part):
-    """On what a step was computed and how it was spread: another one gives other last digits."""
+class ProcessLayout(_Strict):
+    """The device of a step, and how the step was spread over processes. Another layout gives other last digits."""
 
     processes: int
     sequence_parallel: int
@@ -53,13 +51,12 @@ class ProcessLayout(_Part):
     float32_products: bool = False  # of a bfloat16 model on a CPU (`torchtrain.products`)
 
 
-class Manifest(_Part):
+class Manifest(_Strict):
     """Everything but the tensors.
 
-    `identity` is what the run was made of (`torchtrain.checkpoint.identity`), `config` the resolved one.
+    `identity` is what the run is made of (`torchtrain.checkpoint.identity`), `config` is the resolved one.
     """
 
-    format: int = FORMAT
     progress: RunProgress
     layout: ProcessLayout
     config: dict[str, Any]
@@ -84,8 +81,6 @@ class Manifest(_Part):
         try:
             content = parse_json(read_file(path, _MOST_BYTES))
             digest = content.pop("sha256", None)
-            if content.get("format") != FORMAT:
-                raise DamageError(f"{path}: format {content.get('format')} is not the format {FORMAT} of this trainer")
             if digest != _digest(content):
                 raise DamageError(f"{path}: is not as it was written (its SHA-256 differs)")
             return cls.model_validate_json(json.dumps(content))
@@ -97,12 +92,11 @@ class Manifest(_Part):
         except ValueError as error:
             if isinstance(error, DamageError):
                 raise
-            raise DamageError(f"{path}: is not JSON of ours ({quoted(str(error))})") from None
+            raise DamageError(f"{path}: is not a manifest ({quoted(str(error))})") from None
 
 
 def versions() -> dict[str, str]:
     """Return the versions that the last bits of a result depend on."""
-    # Not every run needs each.
     packages = ("torch", "transformers", "numpy", "safetensors", "deepspeed")
     return {"torchtrain": __version__} | environment.versions(packages)
 

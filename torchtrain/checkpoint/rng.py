@@ -56,7 +56,7 @@ def read(path: Path) -> None:
     """Set the generators from a file.
 
     Raises:
-        DamageError: it is none of ours.
+        DamageError: it is not such a file.
     """
     try:
         restore(safetensors.torch.load(path.read_bytes()))

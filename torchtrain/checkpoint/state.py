@@ -1,18 +1,19 @@
 """A strategy's state as fragments: which elements of which parameter this rank holds, and where.
 
-All of it are views: what is read from a checkpoint is written where the strategy keeps it. DeepSpeed's own checkpoints
-would need the same number of ranks and are loaded by unpickling; so its partitions are found here instead (DeepSpeed
-0.19: runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py, runtime/zero/stage3.py).
+All tensors are views: what is read from a checkpoint goes where the strategy keeps it. DeepSpeed's own checkpoints need
+the same number of ranks and are unpickled. So this file finds DeepSpeed's partitions instead (DeepSpeed 0.19:
+runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py, runtime/zero/stage3.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtrain.checkpoint.fragments import Fragment
+from torchtrain.checkpoint import rng
+from torchtrain.checkpoint.fragments import Fragment, share
+from torchtrain.distributed.world import World
 from torchtrain.training.strategy import Replicated, Strategy, Zero
 
 
@@ -66,6 +67,27 @@ def state_of(strategy: Strategy) -> State:
     return _ZeroCut(strategy) if strategy.cut else _ZeroFlat(strategy)
 
 
+class RankState:
+    """What one rank writes into a checkpoint: its share of the state, and its generators of random numbers.
+
+    The fragments are views of what the strategy holds. They must be written, or staged, before the next step.
+
+    Args:
+        state: what the strategy holds, between two steps.
+        world: this rank's place.
+    """
+
+    def __init__(self, state: State, world: World) -> None:
+        held = state.fragments()
+        self.parameters = state.parameters
+        self.fragments = share(held, world.rank, world.size) if state.everywhere else held
+        self.generators = rng.capture()
+
+    def stage(self) -> None:
+        """Copy the fragments to host memory, so that the next steps do not change them."""
+        self.fragments = [fragment.copy() for fragment in self.fragments]
+
+
 class _Replicated(State):
     everywhere = True
 
@@ -115,16 +137,14 @@ class _ZeroFlat(_Zero):
     """Stages 1 and 2: each group is one flat tensor, cut into equal parts, whatever parameter a cut goes through."""
 
     def fragments(self) -> list[Fragment]:
-        return list(self._found())
-
-    def _found(self) -> Iterator[Fragment]:
+        found = []
         for name, parameter in self.named:
             link = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
-            if link is None:  # other ranks hold it
-                continue
-            flat = self._flat[link.param_group_index]
-            of_parameter, of_flat = link.lp_fragment_address, link.hp_fragment_address
-            yield self._fragment(name, of_parameter.start, flat, of_flat.start, of_flat.numel)
+            if link is not None:  # None: other ranks hold it
+                flat = self._flat[link.param_group_index]
+                of_parameter, of_flat = link.lp_fragment_address, link.hp_fragment_address
+                found.append(self._fragment(name, of_parameter.start, flat, of_flat.start, of_flat.numel))
+        return found
 
     def weights_from_masters(self) -> None:
         self._optimizer.update_lp_params()

@@ -1,1 +1,1 @@
-"""What each command asks for and calls, by kind."""
+"""The arguments of each command, and the functions that it calls."""

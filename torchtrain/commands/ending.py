@@ -1,7 +1,7 @@
-"""How a command of many processes ends: who speaks, and with which exit code.
+"""How a command of many processes ends: which one prints the message, and with which exit code.
 
-torchrun stops all processes when the first one leaves. Rank 0 speaks at once; another rank that found a mistake waits
-in case rank 0 found the same; one with nothing to say leaves last.
+torchrun stops all processes when the first one leaves. Rank 0 prints its message at once. Another rank that found a
+mistake waits, in case rank 0 found the same. A rank without a message leaves last.
 """
 
 import os
@@ -20,7 +20,7 @@ _SECONDS_BEFORE_LEAVING = 5.0
 
 @contextmanager
 def one_speaks() -> Iterator[None]:
-    """Of the processes of a run, let one say why they end."""
+    """Let one process of a run print why all of them end."""
     try:
         yield
     except UserError as error:
@@ -49,7 +49,7 @@ def one_speaks() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Leave SIGTERM unheard: torchrun sends it to who is on the way out, too, and would be told of another end."""
+    """Ignore SIGTERM: torchrun sends it to a process that is already ending, and would see another exit code."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
@@ -58,5 +58,5 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _is_memory(error: RuntimeError) -> bool:
-    """Whether torch got no memory: of a GPU it has a class of its own, of the host a text."""
+    """Whether torch ran out of memory: it has a class for a GPU's, and only a text for the host's."""
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)

@@ -21,7 +21,7 @@ def init(
         int | None, typer.Option(min=1, max=MOST, help="tokens of a row; default: twice the model's, at most 65,536")
     ] = None,
 ) -> None:
-    """Write a config that trains MODEL on DATA, after a look at both, and print the next command.
+    """Write a config that trains MODEL on DATA, after checking both, and print the next command.
 
     Checks the tokenizer, the first records and the memory. Writes only FILE.
 
@@ -68,7 +68,7 @@ def plan(
         float | None, typer.Option(min=0.001, max=1, callback=finite, help="share of the peak, of --gpu")
     ] = None,
 ) -> None:
-    """Print what a run needs: memory, tokens, FLOPs, time, what it writes, and what to change if it does not fit.
+    """Estimate what a run needs: memory, tokens, FLOPs, time and disk; propose a change if it does not fit.
 
     Reads the config, the model's config.json and the lengths in data.prepared, no weights.
     Exit code 0: it fits; 1: it does not.
@@ -99,7 +99,7 @@ def config(
         typer.Option("--explain", metavar="KEY", help="explain a setting or a section, such as train.betas or rope"),
     ] = None,
 ) -> None:
-    """Print the resolved config, every default written out, as YAML that can be used in the file's place.
+    """Print the config with every default, as YAML that can be used instead of the file.
 
     Example: torchtrain config configs/demo.yaml pack.variant=intra > mine.yaml
 

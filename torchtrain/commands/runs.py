@@ -24,11 +24,11 @@ def train(
         bool, typer.Option("--delete-replaced", help="with --replace: delete the renamed folder with all it holds")
     ] = False,
 ) -> None:
-    """Train, and leave a Hugging Face folder in run.folder.
+    """Train a model, and export it into run.folder as a Hugging Face folder.
 
-    Writes there: model/ (loads with AutoModelForCausalLM and AutoTokenizer), metrics.jsonl, loss.png, config.yaml with
-    every default written out, and run.json. Converted models and tokens are kept in data.cache. Everything that can be
-    checked is checked before run.folder is made.
+    The run writes model/ (loads with AutoModelForCausalLM and AutoTokenizer), metrics.jsonl, loss.png, config.yaml with
+    every default, and run.json. Converted models and tokens are kept in data.cache. Everything is checked as far as
+    possible before run.folder is made.
 
     Example: torchtrain train configs/demo.yaml train.steps=20 run.folder=runs/short
 
@@ -44,7 +44,8 @@ def train(
         if os.environ.get("RANK", "0") == "0":
             from torchtrain.run.folder import RunFolder
 
-            RunFolder(config.run.folder).check(replace, config.data.cache)  # before the imports, which take seconds
+            # Before the imports, which take seconds.
+            RunFolder(config.run.folder).check(replace, config.model.source, config.data)
 
         from torchtrain.run.recipe import train as run  # isort: skip
 
@@ -58,11 +59,11 @@ def _run(run: Callable[[], Any]) -> None:
 
     from torchtrain.run.report import final_table
 
-    # What of transformers' warnings matters here is checked and said by ourselves.
+    # We check ourselves what transformers would warn of.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     result = run()
-    if result is None:  # rank 0 speaks; or there was nothing left to do
+    if result is None:  # another rank than 0; or there was nothing left to do
         return
     out = Console()
     out.print(final_table(result.before, result.after, result.tokens_seen, result.tokens_per_second))
@@ -75,14 +76,14 @@ def resume(
     step: Annotated[
         int | None,
         typer.Option(
-            "--step", min=0, max=MOST, help="from the checkpoint of this step; 0 begins anew; default: the last"
+            "--step", min=0, max=MOST, help="from the checkpoint of this step; 0 starts again; default: the last"
         ),
     ] = None,
 ) -> None:
-    """Go on with a run after anything: it ends as if it had never been interrupted.
+    """Resume a run after any interruption; it ends as if it had not been interrupted.
 
-    As many processes as before leave the same bits. Another number of them, or another distributed section, goes on
-    with the same rows and weights. Nothing that decides the numbers may change; such a change is refused and named.
+    With as many processes as before it ends with the same bits. With another number, or another distributed section, it
+    continues with the same rows and weights. A change of a setting that decides the numbers is refused.
 
     Example: torchtrain resume runs/demo
 
@@ -93,7 +94,7 @@ def resume(
         from torchtrain.config import load_config
 
         if not os.path.lexists(resolve("", folder) / "config.yaml"):
-            raise UserError(f"{folder}: holds no run of ours; give the folder of one (run.folder in its config)")
+            raise UserError(f"{folder}: holds no run; give the folder of one (run.folder in its config)")
         config = load_config(folder / "config.yaml", overrides or [])
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
 
@@ -103,7 +104,7 @@ def resume(
 
 
 def status(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the run's folder")]) -> None:
-    """Tell where a run stands, without touching it: at work or not, steps, loss, time left, checkpoints, bad steps.
+    """Print the progress of a run, without touching it: steps, loss, time left, checkpoints, bad steps.
 
     Example: torchtrain status runs/demo
     """
@@ -119,9 +120,9 @@ def verify(
         Path, typer.Argument(metavar="FOLDER", help="a run's folder, or a token store's (cache/corpus/...)")
     ],
 ) -> None:
-    """Read everything that has a digest, and say what has changed: a run's checkpoints and tokens, or a store.
+    """Check every file that has a digest: a run's checkpoints, models and tokens, or a token store.
 
-    Exit code 0: all is as it was written; 1: something is not.
+    Exit code 0: all files are as they were written; 1: one has changed.
 
     Example: torchtrain verify runs/demo
     """

@@ -26,9 +26,9 @@ def experiment(
     ] = None,
     only_report: Annotated[bool, typer.Option("--only-report", help="train nothing; report what is measured")] = False,
 ) -> None:
-    """Train many small runs that differ in arithmetic, mask and seed alone; measure what each recalls; compare them.
+    """Train many small runs that differ only in arithmetic, mask and seed; measure what each recalls; compare them.
 
-    Interrupted, the same command goes on.
+    After an interruption the same command continues.
 
     Example: torchtrain experiment configs/experiments/relativity.yaml --out runs/relativity --workers 2
     """
@@ -62,13 +62,13 @@ def bench(
     overrides: Overrides = None,
     check: Annotated[
         Path | None,
-        typer.Option("--check", help="an earlier result, such as benchmarks/results/attention-cpu.json: what moved?"),
+        typer.Option("--check", help="compare with an earlier result, such as benchmarks/results/attention-cpu.json"),
     ] = None,
 ) -> None:
-    """Measure attention, steps or memory beside what people would use instead: tables and JSON in --out.
+    """Measure attention, steps or memory against the alternatives; write tables and JSON into --out.
 
-    Only ratios within one run are compared. An engine that gives other numbers than the error rule allows is not timed.
-    Exit code 1: with --check, a ratio moved by more than the noise that was measured.
+    Only ratios within one run are compared. An engine that breaks the error rule is not timed.
+    Exit code 1: with --check, a ratio moved by more than the measured noise.
 
     Example: torchtrain bench attention configs/bench/cpu.yaml --out runs/bench attention.lengths=[2048,4096]
     """

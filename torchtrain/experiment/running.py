@@ -25,7 +25,7 @@ from torchtrain.errors import TasksUnfinished
 from torchtrain.experiment.facts import BOS, EOS, UNKNOWN, make_rows, vocabulary, write_documents
 from torchtrain.experiment.measuring import Measurement, bos_masses, measure
 from torchtrain.experiment.spec import Run, TrainingExperiment, other_setting
-from torchtrain.run.lock import claim
+from torchtrain.run.lock import hold
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run_experiment(
     """
     check_folder(experiment, folder)
     folder.path.mkdir(parents=True, exist_ok=True)
-    with claim(folder.path / "lock"):
+    with hold(folder.path / "lock"):
         replace_file(folder.experiment, settings.dump(experiment.model_dump(mode="json")).encode())
         os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:

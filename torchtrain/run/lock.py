@@ -1,4 +1,4 @@
-"""One process at a time writes a run's folder. The system drops the lock when its holder ends, however it ends."""
+"""A lock on a run's folder: one process at a time writes it. The system drops the lock when its holder ends."""
 
 import os
 import time
@@ -18,107 +18,60 @@ _ATTEMPTS, _SECONDS_BETWEEN = 5, 0.2
 
 
 @contextmanager
-def hold(record: Path) -> Iterator[None]:
+def hold(lock: Path) -> Iterator[None]:
     """Hold a run for as long as the block lasts.
 
     Args:
-        record: `run.json`, which is written once and never replaced.
+        lock: a file in the run's folder; it is made if it is missing.
 
     Raises:
-        UserError: another process holds it, or has removed the run; it cannot be written; or its disk has no locks.
+        UserError: another process holds the run; the folder cannot be written; or its disk has no locks.
     """
-    try:
-        handle = os.open(
-            record, os.O_RDWR | os.O_NONBLOCK
-        )  # nothing is written, but NFS gives this lock only to who may
+    try:  # open for writing, because NFS gives the lock to nobody else
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        raise UserError(f"run.folder {record.parent}: cannot be written: {disk_fault(error)}") from None
+        raise UserError(f"run.folder {lock.parent}: cannot be written: {disk_fault(error)}") from None
     try:
-        take(record, handle)
+        for attempt in range(_ATTEMPTS):  # `is_held` takes the lock for an instant
+            if _try(lock, handle):
+                break
+            time.sleep(_SECONDS_BETWEEN if attempt + 1 < _ATTEMPTS else 0)
+        else:
+            raise UserError(at_work(lock.parent))
+        if not os.path.lexists(lock) or not os.path.samestat(os.stat(lock), os.fstat(handle)):
+            raise UserError(at_work(lock.parent))  # which has just replaced the folder
         yield
     finally:
         os.close(handle)
 
 
-@contextmanager
-def claim(path: Path) -> Iterator[int]:
-    """Make a file and hold it, from before anyone can see it as a run's record and on, whatever its name becomes.
-
-    One that a process left which has ended is taken over. The file is removed if the block fails while it has its name.
-
-    Args:
-        path: the file; its folder is there.
-
-    Yields:
-        The empty file, open.
-
-    Raises:
-        UserError: another process holds it, or its disk has no locks.
-        OSError: it cannot be made.
-    """
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    handle = os.open(path, flags, 0o666)
-    try:
-        take(path, handle)
-        os.ftruncate(handle, 0)
-        try:
-            yield handle
-        except BaseException:
-            if _same(path, handle):
-                path.unlink()
-            raise
-    finally:
-        os.close(handle)
-
-
-def take(path: Path, handle: int) -> None:
-    """Take the lock of an open file, and see that the file still has its name.
-
-    Raises:
-        UserError: another process holds it or has removed it; or its disk has no locks.
-    """
-    for attempt in range(_ATTEMPTS):
-        if _try(path, handle):
-            if _same(path, handle):
-                return
-            break
-        if attempt + 1 < _ATTEMPTS:
-            time.sleep(_SECONDS_BETWEEN)
-    raise UserError(at_work(path))
-
-
-def _same(path: Path, handle: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(handle))
-    except FileNotFoundError:
-        return False
-
-
-def is_held(record: Path) -> bool:
-    """Whether a process is at work on a run. Looking takes a shared lock for an instant, which `hold` waits out.
+def is_held(lock: Path) -> bool:
+    """Whether a process is at work on a run.
 
     Raises:
         UserError: its disk has no locks.
     """
-    with open_file(record) as file:
-        return not _try(record, file.fileno(), shared=True)
+    if not lock.exists():
+        return False
+    with open_file(lock) as file:
+        return not _try(lock, file.fileno(), shared=True)
 
 
-def at_work(record: Path) -> str:
+def at_work(folder: Path) -> str:
     """Return, in words, that a run is held."""
-    return f"run.folder {record.parent}: another process is at work in it; stop that, or choose another folder"
+    return f"run.folder {folder}: another process is at work in it; stop that, or choose another folder"
 
 
-def _try(record: Path, handle: int, shared: bool = False) -> bool:
+def _try(lock: Path, handle: int, shared: bool = False) -> bool:
     if fcntl is None:
-        raise UserError(f"run.folder {record.parent}: this system has no file locks; on Windows, use WSL")
+        raise UserError(f"run.folder {lock.parent}: this system has no file locks; on Windows, use WSL")
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         raise UserError(
-            f"run.folder {record.parent}: its disk gives no locks ({disk_fault(error)}); mount it with them "
+            f"run.folder {lock.parent}: its disk has no locks ({disk_fault(error)}); mount it with them "
             "(Lustre: -o flock; NFS: with its lock service), or choose another disk"
         ) from None
     return True

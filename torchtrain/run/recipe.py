@@ -1,8 +1,8 @@
 """The recipe: config -> model and rows -> held-out loss -> steps -> held-out loss -> export -> report.
 
-`train` and `resume` open a run's folder (`torchtrain.run.opening`) and lead to `_Run.train`, which says what is done,
-one thing after another. It is the same on one process and on many: every rank runs it, rank 0 writes and speaks, and
-what any rank finds wrong under `World.together` stops all of them.
+`train` and `resume` open a run's folder (`torchtrain.run.opening`) and call `Trainer.train`, which does one thing after
+another. It is the same on one process and on many: every rank runs it, rank 0 writes and prints, and a mistake that any
+rank finds under `World.together` stops all of them.
 """
 
 import math
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave: held-out losses, tokens trained on, tokens a second, and the exported model's folder."""
+    """The result of a run: held-out losses, tokens trained on, tokens a second, and the exported model's folder."""
 
     before: HeldOut
     after: HeldOut
@@ -75,60 +75,60 @@ def train(
         started: when the process began, by `time.perf_counter`; default: now.
 
     Returns:
-        What the run gave, on rank 0; None on the others.
+        The result, on rank 0; None on the others.
 
     Raises:
         UserError: something does not fit, and then no run folder was made; or a step is bad
             (`torchtrain.training.guard`), or a checkpoint cannot be written.
-        OtherRankFailed: another rank found what does not fit, and says so.
-        Terminated: SIGTERM was obeyed, and what there was is saved.
+        OtherRankFailed: another rank found a mistake, and prints it.
+        Terminated: SIGTERM was obeyed, and the last step is saved.
     """
     started = time.perf_counter() if started is None else started
     with Termination() as termination, _join(config) as world, ExitStack() as locks:
-        run = _Run(config, console, world, termination, started)
-        run.check()
-        run.check_evaluation_is_new()
-        return run.train(run.opening.open_new(run.set_up, replace, delete_replaced, locks))
+        trainer = Trainer(config, console, world, termination, started)
+        trainer.check(new=True)
+        return trainer.train(trainer.opening.open_new(trainer.set_up, replace, delete_replaced, locks))
 
 
 def resume(
     config: Config, *, step: int | None = None, console: Console | None = None, started: float | None = None
 ) -> Result | None:
-    """Go on with the run that `run.folder` holds, as if it had never been interrupted.
+    """Resume the run in `run.folder`; it ends as if it had not been interrupted.
 
-    Every process that torchrun started calls this. As many processes as before, spread alike, leave bitwise what the
-    uninterrupted run would have; otherwise rows, their order and the restored weights are the same.
+    Every process that torchrun started calls this. With as many processes as before, and the same layout, it ends with
+    the same bits. Otherwise rows, their order and the restored weights are the same.
 
     Args:
-        config: the run's own, but for what `torchtrain.checkpoint.identity.FREE` names.
-        step: from the checkpoint of which step; 0 begins anew; default: the last.
+        config: the run's own; only what `torchtrain.checkpoint.identity.FREE` names may have changed.
+        step: from the checkpoint of which step; 0 starts again; default: the last.
         console: where people look; default: standard error.
         started: when the process began, by `time.perf_counter`; default: now.
 
     Returns:
-        As `train`; None, too, if the run is finished.
+        As `train`; None if the run is finished.
 
     Raises:
-        UserError: there is no run; what decides the numbers has changed; a checkpoint is damaged; or as `train`.
+        UserError: there is no run; a setting that decides the numbers has changed; a checkpoint is damaged; or as
+            `train`.
         OtherRankFailed, Terminated: as `train`.
     """
     started = time.perf_counter() if started is None else started
     with Termination() as termination, _join(config) as world, ExitStack() as locks:
-        run = _Run(config, console, world, termination, started)
-        run.check()
-        opened = run.opening.open_existing(run.set_up, step, locks)
-        return None if opened is None else run.train(*opened)
+        trainer = Trainer(config, console, world, termination, started)
+        trainer.check(new=False)
+        opened = trainer.opening.open_existing(trainer.set_up, step, locks)
+        return None if opened is None else trainer.train(*opened)
 
 
 @contextmanager
 def _join(config: Config) -> Iterator[World]:
-    """Join the other processes, and compute as the config asks, for as long as the block lasts."""
+    """Join the other processes, and compute as `train.deterministic` says, for as long as the block lasts."""
     with deterministic(config.train.deterministic), join(config) as world:
         yield world
 
 
-class _Run:
-    """A run of this process and those it works with; the methods stand in the order in which they are called."""
+class Trainer:
+    """A run, on this process and those it works with. The methods are in the order in which they are called."""
 
     def __init__(
         self, config: Config, console: Console | None, world: World, termination: Termination, started: float
@@ -142,18 +142,14 @@ class _Run:
         self.opening = Opening(config, self.folder, world, termination, self.log)
         self.evaluation: TrainingEvaluation | None = None
 
-    def check(self) -> None:
-        """Check what needs neither model nor data."""
+    def check(self, new: bool) -> None:
+        """Check what needs neither model nor data; of a new run also that nothing has been evaluated yet."""
         with self.world.together():
             resolve("data.cache", self.config.data.cache)
             check_layout(self.config, self.world.size)
-            check_writers(self.config)
+            check_writers(self.config.log)
             self.evaluation = make_evaluation(self.config, self.world)
-
-    def check_evaluation_is_new(self) -> None:
-        """Check that a new run's evaluation will not mix with another's."""
-        with self.world.together():
-            if self.evaluation is not None:
+            if new and self.evaluation is not None:
                 self.evaluation.check_new()
 
     def set_up(self, check: Callable[[dict[str, Any]], None] = lambda identity: None) -> Setup:
@@ -163,14 +159,14 @@ class _Run:
         with self.world.together(), self.console.status("preparing") as spinner:
             report_progress = make_progress_printer(self.console, spinner, self.log)
             setup = set_up(self.config, self.log, report_progress, self.world, check)
-            if self.evaluation is not None:  # before a folder is made, or an old run goes
+            if self.evaluation is not None:  # before a folder is made, or an old run is renamed
                 self.evaluation.check_fits(setup.model, setup.tokenizer)
             if self.config.model.lora is not None and self.config.model.lora.dropout:
                 self._draw_apart()
             return setup
 
     def _draw_apart(self) -> None:
-        """Let each rank draw by itself: of one seed all would drop the same elements of different tokens."""
+        """Seed each rank differently: with one seed all would drop the same elements of different tokens."""
         own = np.random.SeedSequence(self.config.run.seed, spawn_key=(self.world.rank,))
         torch.manual_seed(int(own.generate_state(1, np.uint64)[0]))
 
@@ -179,7 +175,7 @@ class _Run:
 
         Args:
             setup: model and rows.
-            checkpoint: where the run goes on from.
+            checkpoint: from which the run resumes.
 
         Returns:
             As the function `train`.
@@ -197,7 +193,7 @@ class _Run:
             journal.begin_steps(session.step, self.started, resumed=checkpoint is not None)
             with self._finish_save_on_error(session):
                 with self.termination.defer():
-                    session.export_if_kept()  # of the step that was saved last, if the run was interrupted right then
+                    session.export_if_kept()  # the run may have been killed between the last save and its export
                     self._evaluate(session)
                     for step in take_steps(
                         config.train, setup, strategy, counter, session.guard, session.step, session.tokens_seen
@@ -213,10 +209,10 @@ class _Run:
                     after = self._measure_held_out(session, journal, lambda: self._check_stop(session))
                     session.finish_saves()
                     self._check_stop(session)
-                    if session.saved:  # else all would be lost: the run comes to its end
+                    if session.saved:  # otherwise the run continues to its end, because all would be lost
                         self.termination.obey()
                     self.log(f"exporting to {folder.model}")
-                    session.export(folder.model)  # which refuses weights that are not finite
+                    session.export(folder.model)
                 self._finish(session.step)
         tokens = session.tokens_seen - tokens_before
         speed = tokens / seconds if seconds else 0.0
@@ -225,10 +221,10 @@ class _Run:
     def _measure_held_out(
         self, session: Session, journal: Journal, after_row: Callable[[], None] = lambda: None
     ) -> HeldOut:
-        """Measure the held-out loss of the model as it is now, write it down and tell it.
+        """Measure the held-out loss of the model as it is now, and write it into the journal.
 
         Args:
-            session: where the run stands.
+            session: has the step and the model.
             journal: takes the losses.
             after_row: called after each micro-batch of rows.
 
@@ -237,8 +233,8 @@ class _Run:
         """
         setup, strategy, train = session.setup, session.strategy, self.config.train
         losses = HeldOut(setup.store.domains, setup.own_positions)
-        # Ulysses attention is built for forwards of `train.micro_batch` rows. One process goes row by row, as it did
-        # before there were more, so that its losses keep their bits whatever the micro-batch is.
+        # Ulysses attention is built for forwards of `train.micro_batch` rows. One process goes row by row, so that its
+        # losses have the same bits whatever the micro-batch is.
         micro_batch = 1 if self.world.size == 1 else train.micro_batch
         rows_at_a_time = micro_batch * self.world.data_parallel
         advance = journal.display.task("held out", -(-len(setup.held_out) // rows_at_a_time))
@@ -253,11 +249,11 @@ class _Run:
         with self.world.together():
             check_finite(strategy, f"after step {session.step}", "lower train.learning_rate and train anew")
             _check_held_out(losses, session.step)
-        journal.tell("evaluation", session.step, event)
+        journal.forward("evaluation", session.step, event)
         return losses
 
     def _evaluate(self, session: Session) -> None:
-        """Measure the model on the way, if that is due after this step; SIGTERM is obeyed between two batches.
+        """Run the suite of `evaluation` if it is due after this step. SIGTERM is obeyed between two batches.
 
         Raises:
             UserError, OtherRankFailed, Terminated: as `_check_stop`. A failed evaluation is logged
@@ -270,7 +266,7 @@ class _Run:
             )
 
     def _check_stop(self, session: Session) -> None:
-        """Between two steps: see whether a save has been written, and save and stop if any rank was sent SIGTERM.
+        """Between two steps: finish a save that all ranks have written, and save and stop if any rank got SIGTERM.
 
         Raises:
             UserError, OtherRankFailed: a save could not be written.
@@ -282,12 +278,12 @@ class _Run:
         if asked:
             session.save(wait=True)
             saved = f"stopped by SIGTERM after step {session.step}, which is saved"
-            advice = f"to go on: torchtrain resume {self.folder.path}"
+            advice = f"to resume: torchtrain resume {self.folder.path}"
             raise Terminated(f"{saved}; {advice}" if self.leads else "", agreed=True)
 
     @contextmanager
     def _finish_save_on_error(self, session: Session) -> Iterator[None]:
-        """As `Session.finish_save_on_error`; SIGTERM waits, which torchrun sends when a process ended."""
+        """As `Session.finish_save_on_error`. SIGTERM, which torchrun sends when a process ended, waits for the save."""
         with session.finish_save_on_error():
             try:
                 yield
@@ -296,7 +292,7 @@ class _Run:
                 raise
 
     def _finish(self, step: int) -> None:
-        """Draw the losses, and write down that the run has left everything."""
+        """Plot the losses, and note that the run is finished."""
         with self.world.together():
             if self.leads:
                 replace_file(self.folder.plot, plot(read_metrics(self.folder.metrics)))
@@ -304,7 +300,7 @@ class _Run:
 
 
 def make_evaluation(config: Config, world: World) -> "TrainingEvaluation | None":
-    """Return what a run measures on its way; None: nothing.
+    """Return the suite that a run is measured with while it trains; None: there is none.
 
     Raises:
         UserError: the run is spread over processes, or the suite does not fit.
@@ -313,7 +309,7 @@ def make_evaluation(config: Config, world: World) -> "TrainingEvaluation | None"
         return None
     if world.size > 1 or config.distributed.zero_stage:
         raise UserError(
-            "evaluation.every: on the way, one process without ZeRO is evaluated; set it to 0, keep models "
+            "evaluation.every: works with one process without ZeRO; set it to 0, keep models "
             f"(save.last), and then: torchtrain evaluate {config.run.folder} --last {config.save.last}"
         )
     from torchtrain.evaluation.on_the_way import TrainingEvaluation
@@ -322,14 +318,9 @@ def make_evaluation(config: Config, world: World) -> "TrainingEvaluation | None"
 
 
 def _check_held_out(losses: HeldOut, step: int) -> None:
-    """Check that a held-out loss is a number; all ranks have the same.
-
-    Raises:
-        UserError: it is none.
-    """
     loss = losses.overall.value
     if loss is not None and not math.isfinite(loss):
         raise UserError(
-            f"the held-out loss after step {step} is {loss}: activations are not finite, though the weights are; "
+            f"the held-out loss after step {step} is {loss}: activations are not finite, but the weights are; "
             "set model.dtype: float32" + (", lower train.learning_rate" if step else "") + ", and train anew"
         )

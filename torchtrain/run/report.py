@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from anchorline.errors import UserError
 from torchtrain import data
-from torchtrain.config import Config
+from torchtrain.config import Config, LogConfig
 from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.steps import Step
@@ -35,8 +34,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 def make_progress_printer(
     console: Console, spinner: Status, log: Callable[[str], None]
 ) -> Callable[[data.PreparationProgress], None]:
-    """Return what takes the progress of tokenising: it stands at the spinner on a terminal; anywhere else it is a line
-    when its state changes, and one every few seconds.
+    """Return a function that shows the progress of tokenising: next to the spinner on a terminal; elsewhere as a line
+    when the state changes, and one every few seconds.
     """
     if console.is_terminal:
         return lambda progress: spinner.update(Text(str(progress)))
@@ -159,73 +158,44 @@ def plot(events: Sequence[Mapping[str, Any]]) -> bytes:
     return drawn.getvalue()
 
 
-def check_writers(config: Config) -> None:
-    """Check that what `log` asks for is installed.
+def check_writers(log: LogConfig) -> None:
+    """Check that the packages that `log` needs are installed.
 
     Raises:
-        UserError: it is not.
+        UserError: one is not.
     """
-    for name, asked in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb is not None)):
+    for name, asked in (("tensorboard", log.tensorboard), ("wandb", log.wandb is not None)):
         if asked and importlib.util.find_spec(name) is None:
             raise UserError(f"log.{name}: the package {name} is not installed: pip install {name}, or take the key out")
 
 
-class Writers:
-    """Passes events on, a context manager.
+def _start_tensorboard(folder: Path, first: int, opened: ExitStack) -> Callable[[dict[str, float], int], None]:
+    from torch.utils.tensorboard import SummaryWriter
 
-    Args:
-        config: the run's; `check_writers` has passed.
-        folder: the run's; TensorBoard's files stand in `tensorboard/`, those of Weights & Biases in `wandb/`.
-        first: steps done so far. TensorBoard replaces what it knows of later ones, from before an interruption; Weights
-            & Biases keeps it, and takes nothing new of these steps.
+    # It replaces later steps that it has from before an interruption.
+    board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
+    opened.callback(board.close)
 
-    Raises:
-        UserError: Weights & Biases does not begin.
-    """
+    def send(numbers: dict[str, float], step: int) -> None:
+        for key, value in numbers.items():
+            board.add_scalar(key, value, step)
+        board.flush()
 
-    def __init__(self, config: Config, folder: Path, first: int) -> None:
-        self._tensorboard = self._wandb = None
-        if config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    return send
 
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
-        if config.log.wandb is not None:
-            import wandb  # pyright: ignore[reportMissingImports]
 
-            # One run there for one folder here, however often it is resumed.
-            name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-            try:
-                self._wandb = wandb.init(
-                    project=config.log.wandb,
-                    id=name,
-                    name=folder.name,
-                    dir=str(folder),
-                    resume="allow",
-                    config=config.model_dump(mode="json"),
-                )
-            except Exception as error:  # no login, no network, no such project: each of its releases has other classes
-                raise UserError(f"log.wandb {config.log.wandb!r}: {error}; mend that, or take the key out") from error
+def _start_wandb(config: Config, folder: Path, opened: ExitStack) -> Callable[[dict[str, float], int], None]:
+    import wandb  # pyright: ignore[reportMissingImports]
 
-    def __enter__(self) -> "Writers":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if kind is None else 1)
-
-    def write(self, name: str, step: int, event: Mapping[str, Any]) -> None:
-        """Pass one event on: its numbers, by dotted names under the event's."""
-        numbers = dict(_numbers(event, name))
-        if self._tensorboard is not None:
-            for key, value in numbers.items():
-                self._tensorboard.add_scalar(key, value, step)
-            self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+    # A folder is one run there, however often it is resumed.
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    about = {"name": folder.name, "dir": str(folder), "config": config.model_dump(mode="json")}
+    try:
+        sent = wandb.init(project=config.log.wandb, id=name, resume="allow", **about)
+    except Exception as error:  # no login, no network, no such project: the classes differ between its releases
+        raise UserError(f"log.wandb {config.log.wandb!r}: {error}; mend that, or take the key out") from error
+    opened.push(lambda kind, *_: sent.finish(exit_code=0 if kind is None else 1))
+    return lambda numbers, step: sent.log(numbers, step=step)
 
 
 def _numbers(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
@@ -253,7 +223,7 @@ class Journal:
         self._config, self._folder, self._world = config, folder, world
         self._leads = world.rank == 0
         self._open = ExitStack()
-        self._writers: Writers | None = None
+        self._senders: list[Callable[[dict[str, float], int], None]] = []
         self._beginning: tuple[float, bool] | None = None
         self._advance: Callable[[str], None] = lambda status: None
         self.metrics = MetricsFile(folder.metrics if self._leads else None)
@@ -273,32 +243,33 @@ class Journal:
         self._open.__exit__(*error)
 
     def open_writers(self, first: int) -> None:
-        """Begin to tell whom `log` names.
+        """Start the services that `log` names.
 
         Args:
             first: steps done so far.
 
         Raises:
-            UserError, OtherRankFailed: one of them does not begin.
+            UserError, OtherRankFailed: one of them does not start.
         """
         with self._world.together():
-            if self._leads:
-                self._writers = self._open.enter_context(Writers(self._config, self._folder.path, first))
+            if self._leads and self._config.log.tensorboard:
+                self._senders.append(_start_tensorboard(self._folder.path, first, self._open))
+            if self._leads and self._config.log.wandb is not None:
+                self._senders.append(_start_wandb(self._config, self._folder.path, self._open))
 
     def begin_steps(self, first: int, started: float, resumed: bool) -> None:
         """Show the training.
 
         Args:
             first: steps done so far.
-            started: when the process began, by `time.perf_counter`: the first step says how long it took to come to its
-                end.
-            resumed: said beside it.
+            started: when the process began, by `time.perf_counter`; the first step has the time since then.
+            resumed: whether the run was resumed, which the first step says, too.
         """
         self._advance = self.display.task("training", self._config.train.steps, first)
         self._beginning = started, resumed
 
     def write_step(self, step: Step) -> None:
-        """Write a step down, show it and tell it.
+        """Write a step into the files, show it, and forward it.
 
         Raises:
             UserError: the disk does not take it.
@@ -311,10 +282,10 @@ class Journal:
             self._beginning = None
         self.timing.write("step", {"step": step.number, **speed})
         self._advance(step_status(event | speed))
-        self.tell("step", step.number, event)
-        self.tell("speed", step.number, speed)
+        self.forward("step", step.number, event)
+        self.forward("speed", step.number, speed)
 
-    def tell(self, name: str, step: int, event: Mapping[str, Any]) -> None:
-        """Pass an event on to whom `log` names."""
-        if self._writers is not None:
-            self._writers.write(name, step, event)
+    def forward(self, name: str, step: int, event: Mapping[str, Any]) -> None:
+        """Send an event to the services that `log` names."""
+        for send in self._senders:
+            send(dict(_numbers(event, name)), step)

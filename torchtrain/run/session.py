@@ -2,24 +2,24 @@
 
 import errno
 import json
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from anchorline.errors import UserError, disk_fault
-from anchorline.files import FileEntry, commit, follow_umask, read_json
+from anchorline.files import FileEntry, follow_umask
 from torchtrain.checkpoint.background import Background
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
-from torchtrain.checkpoint.part import Part
-from torchtrain.checkpoint.state import State, state_of
+from torchtrain.checkpoint.state import RankState, State, state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, LoraSettings
 from torchtrain.distributed.world import World
@@ -44,46 +44,38 @@ if TYPE_CHECKING:
 def export(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerFast",
-    partial: Path,
-    target: Path,
+    folder: Path,
     weights: dict[str, Tensor] | None = None,
-    end: Callable[[Path, Path], None] = commit,
     write_adapter: Callable[[Path], None] | None = None,
     card: str | None = None,
 ) -> None:
-    """Write model and tokenizer into `partial`, then `end(partial, target)`: by default flush and rename, so it is
-    there whole or not at all.
+    """Write model and tokenizer into a folder that loads with plain transformers, 4 and 5, and with other readers.
 
-    What is written loads with plain transformers, 4 and 5, and other readers: the config carries the new length and
-    RoPE parameters, and says nothing of the attention engine the model was trained with.
+    The config has the new length and the RoPE parameters, and not the attention engine of the training.
 
     Args:
         model: saved as safetensors, in its dtype.
         tokenizer: saved with the model's length as `model_max_length`.
-        partial: a folder beside the target, empty or not there yet.
-        target: not there yet.
+        folder: empty.
         weights: the state dict, where the model does not hold it whole.
-        end: gives the folder its name.
-        write_adapter: writes an adapter into the folder, as well.
+        write_adapter: writes an adapter into the folder, too.
         card: the content of README.md.
 
     Raises:
-        OSError: it cannot be written, or config.json or weights are not there when they should be.
+        OSError: the folder cannot be written, or a library saved something else than a model with its config.
     """
-    partial.mkdir(exist_ok=True)
-    save_folder(model, tokenizer, partial, weights)
-    if not is_whole(partial):  # a library that saved something else in a model's place must not pass for a model
-        raise OSError(errno.EIO, "config.json and weights are not all there after they were saved", str(partial))
+    save_folder(model, tokenizer, folder, weights)
+    if not (folder / "config.json").is_file() or not list(folder.glob("model*.safetensors")):
+        raise OSError(errno.EIO, "config.json or the weights are missing after they were saved", str(folder))
     if write_adapter is not None:
-        write_adapter(partial)
+        write_adapter(folder)
     if card is not None:
-        (partial / "README.md").write_text(card, encoding="utf-8")
-    follow_umask(partial)
-    end(partial, target)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    follow_umask(folder)
 
 
 class Session:
-    """Saves a run between two steps and takes it up again.
+    """Saves, resumes and exports a run between two steps.
 
     All ranks make one and call it alike; rank 0 writes what is common.
 
@@ -92,7 +84,7 @@ class Session:
         folder: the run's.
         setup: model and rows.
         strategy: holds the state.
-        metrics, timing: the two files; the first is part of what is saved.
+        metrics, timing: the two files; a checkpoint holds the digest of the first.
         log: takes one line at a time.
     """
 
@@ -115,17 +107,17 @@ class Session:
         self.before: HeldOut | None = None
         self.guard = self._guard()
         self._background = Background()
-        self._begun: int | None = None  # the step of the last save; it may still be being written
-        self._saved: int | None = None  # the last that is known to be whole
+        self._begun: int | None = None  # step of the last save, which may not be whole yet
+        self._saved: int | None = None  # step of the last save that is known to be whole
 
     def resume(self, manifest: Manifest) -> None:
-        """Give strategy, counters and generators what a checkpoint holds."""
+        """Load strategy, counters and generators from a checkpoint."""
         self.checkpoints.load(state_of(self.strategy), manifest, self.strategy.world)
         progress = manifest.progress
         self.step, self.tokens_seen = progress.step, progress.tokens_seen
         self._begun = self._saved = progress.step
         with self.strategy.world.together():
-            if self._leads:  # it may have been interrupted before it came to that
+            if self._leads:  # the run may have been killed before it removed older ones
                 self.checkpoints.retain(self._config.save.keep, progress.step)
         self.guard = self._guard(progress)
         self.before = HeldOut(self.setup.store.domains, self.setup.own_positions)
@@ -151,17 +143,17 @@ class Session:
         return self._saved == self.step
 
     def save(self, wait: bool = False) -> None:
-        """Save a checkpoint of this step, unless it is the one that was taken up or saved last.
+        """Save a checkpoint of this step, unless this step was resumed or saved last.
 
-        With `save.asynchronous` it is copied to host memory here, and written while training goes on; a save before it
-        that is still being written is waited for first. Until `finish_saves` has returned it may not be there.
+        With `save.asynchronous` the state is copied to host memory here, and written while training continues. An
+        earlier save is waited for first. The checkpoint is sure to exist once `finish_saves` has returned.
 
         Args:
             wait: until it is written.
 
         Raises:
             UserError: it, or the one before, cannot be written; see `Checkpoints.save`. Or weights or moments are not
-                finite: nothing comes of them.
+                finite, and nothing is saved.
         """
         if self._begun == self.step:
             if wait:
@@ -171,21 +163,21 @@ class Session:
         self.finish_saves()
         self._check_finite()
         world, state = self.strategy.world, state_of(self.strategy)
-        part = Part(state, world)
+        own = RankState(state, world)
         with world.together():
             manifest = self._manifest(state)
         self._begun = self.step
         if wait or not self._config.save.asynchronous:
-            self._write(self.step, part, manifest, world, started)
+            self._write(self.step, own, manifest, world, started)
             self._saved = self.step
         else:
-            part.stage()
+            own.stage()
             held = time.perf_counter() - started
-            write = partial(self._write, self.step, part, manifest, world.beside(), started, held)
+            write = partial(self._write, self.step, own, manifest, world.beside(), started, held)
             self._background.begin(write)
 
     def _manifest(self, state: State) -> Callable[[dict[str, FileEntry]], Manifest]:
-        """Return what makes the manifest of this step's files; nothing that it says changes any more."""
+        """Return a function that makes the manifest of this step, given its files."""
         assert self.before is not None
         rest = Manifest(
             progress=RunProgress(
@@ -209,21 +201,21 @@ class Session:
     def _write(
         self,
         step: int,
-        part: Part,
+        state: RankState,
         manifest: Callable[[dict[str, FileEntry]], Manifest],
         world: World,
         started: float,
         held: float | None = None,
     ) -> None:
-        """Write a step's checkpoint, by the program or by a thread beside it; say so.
+        """Write a step's checkpoint, in the main thread or beside it, and log that.
 
         Args:
             step: steps done when it was begun.
-            part, manifest, world: as for `Checkpoints.save`.
+            state, manifest, world: as for `Checkpoints.save`.
             started: when that was, by `time.perf_counter`.
             held: seconds that training waited; None: until all is written.
         """
-        size = self.checkpoints.save(part, manifest, step, self._config.save.keep, world)
+        size = self.checkpoints.save(state, manifest, step, self._config.save.keep, world)
         seconds = time.perf_counter() - started
         event = {"step": step, "seconds": seconds, "held": seconds if held is None else held, "bytes": size}
         self._timing.write("save", event)
@@ -232,15 +224,15 @@ class Session:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's work on a save beside the steps has come to an end that nobody has looked at yet.
+        """Whether this rank has written its part of a save that `finish_saves` was not called for yet.
 
         Raises:
-            Exception: it ended by a fault that the other ranks do not know of.
+            Exception: it failed, and the other ranks do not know.
         """
         return self._background.has_ended()
 
     def finish_saves(self) -> None:
-        """Wait for the save that is being written beside the steps, if there is one. All ranks call it.
+        """Wait for the save that is being written, if there is one. All ranks call it.
 
         Raises:
             UserError: it could not be written; see `Checkpoints.save`.
@@ -251,11 +243,11 @@ class Session:
 
     @contextmanager
     def finish_save_on_error(self) -> Iterator[None]:
-        """However the block ends, do not leave a save half-written that can be whole: it was asked for before.
+        """However the block ends, finish the save that is being written.
 
         Raises:
-            Exception: what the block raised; with it, or in its place where it says only that the run was stopped, what
-                the save was stopped by.
+            Exception: what the block raised; and what the save failed by, which replaces it where the block was only
+                stopped.
         """
         try:
             yield
@@ -266,8 +258,8 @@ class Session:
                 try:
                     with self._last_interrupt():
                         self.finish_saves()
-                except BaseException as found:
-                    fault = found
+                except BaseException as failure:
+                    fault = failure
             if isinstance(fault, UserError):
                 if isinstance(error, UserError):
                     raise UserError(f"{error}; {fault}") from None
@@ -293,38 +285,35 @@ class Session:
         weights = self.strategy.weights()
         with world.together():
             if self._leads:
-                folder, write_adapter = self._folder, None
-                if weights is not None and self._config.model.lora is not None:
-                    weights, write_adapter = self._take_adapter_off(weights, self._config.model.lora)
-                if weights is not None and (name := first_not_finite(weights.items())) is not None:
-                    raise UserError(
-                        f"{name} is not finite after step {self.step}, so the model was not written to {target}"
-                    )
-                model, tokenizer = self.setup.model, self.setup.tokenizer
-                card = model_card(self._config, model.config, self.step)
-                try:
-                    partial = folder.begin_export(target)
-                    export(model, tokenizer, partial, target, weights, folder.end_export, write_adapter, card)
-                except (OSError, SafetensorError) as error:
-                    with suppress(OSError, UserError):
-                        folder.drop_export()
-                    why = disk_fault(error) if isinstance(error, OSError) else str(error)
-                    safe = "nothing is saved yet" if self._saved is None else f"step {self._saved} is saved"
-                    raise UserError(
-                        f"{target}: the model could not be written: {why}; {safe}; "
-                        f"mend that, then: torchtrain resume {self._folder.path}"
-                    ) from None
-                for note in reader_notes(self.setup.model.config):
-                    self._log(f"readers   {note}")
+                self._export(target, weights)
         self._timing.write("export", {"step": self.step, "seconds": time.perf_counter() - started})
 
-    def _take_adapter_off(
-        self, weights: dict[str, Tensor], lora: LoraSettings
-    ) -> tuple[dict[str, Tensor], Callable[[Path], None]]:
-        """Return the weights with the adapter merged into them, and what writes it into an exported folder."""
-        model = self.setup.model
-        weights, adapter = split_off(model, weights)
-        return weights, lambda folder: save_adapter(model, lora, self.setup.base, adapter, folder / ADAPTER)
+    def _export(self, target: Path, weights: dict[str, Tensor] | None) -> None:
+        """Write the model, on rank 0."""
+        setup, folder, lora = self.setup, self._folder, self._config.model.lora
+        write_adapter: Callable[[Path], None] | None = None
+        if weights is not None and lora is not None:
+            weights, adapter = split_off(setup.model, weights)
+            write_adapter = partial(_save_adapter, setup, lora, adapter)
+        if weights is not None and (name := first_not_finite(weights.items())) is not None:
+            raise UserError(f"{name} is not finite after step {self.step}, so the model was not written to {target}")
+        card = model_card(self._config, setup.model.config, self.step)
+        unfinished = None
+        try:
+            unfinished = folder.begin_export(target)
+            export(setup.model, setup.tokenizer, unfinished, weights, write_adapter, card)
+            folder.end_export(unfinished, target)
+        except (OSError, SafetensorError) as error:
+            if unfinished is not None:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            why = disk_fault(error) if isinstance(error, OSError) else str(error)
+            safe = "nothing is saved yet" if self._saved is None else f"step {self._saved} is saved"
+            raise UserError(
+                f"{target}: the model could not be written: {why}; {safe}; "
+                f"mend that, then: torchtrain resume {folder.path}"
+            ) from None
+        for note in reader_notes(setup.model.config):
+            self._log(f"readers   {note}")
 
     def export_if_kept(self) -> None:
         """Export this step's model if it is one of those that `save.last` keeps; the trained one comes later."""
@@ -333,8 +322,8 @@ class Session:
 
     @contextmanager
     def _last_interrupt(self) -> Iterator[None]:
-        """Say that a save is waited for, which Ctrl-C gives up; of many processes torchrun sends it on once more, and
-        kills them after 30 s.
+        """Log that a save is waited for. On one process another Ctrl-C gives it up; torchrun repeats Ctrl-C by itself,
+        so with many processes it is ignored here. torchrun kills them after 30 s.
         """
         alone = self.strategy.world.size == 1
         self._log(f"waiting   for the checkpoint of step {self._begun:,}" + ("; Ctrl-C gives it up" if alone else ""))
@@ -363,8 +352,12 @@ class Session:
         return Guard(self._config.train, self.setup.rows, self._folder.bad_steps, self._leads, **so_far)
 
 
+def _save_adapter(setup: Setup, lora: LoraSettings, adapter: dict[str, Tensor], folder: Path) -> None:
+    save_adapter(setup.model, lora, setup.base, adapter, folder / ADAPTER)
+
+
 def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
-    """Return on what a run is computed and how it is spread."""
+    """Return the device of a run, and how it is spread over processes."""
     distributed, train = config.distributed, config.train
     return ProcessLayout(
         processes=world.size,
@@ -381,7 +374,7 @@ def layout_of(config: Config, setup: Setup, world: World) -> ProcessLayout:
 
 
 def model_card(config: Config, model_config: "PretrainedConfig", step: int) -> str:
-    """Return a README.md for an exported model: how it was trained, how to load it, what other readers must be told."""
+    """Return a README.md for an exported model: how it was trained, and how to load it in transformers."""
     pack, train = config.pack, config.train
     tokens = step * train.sequences_per_step * pack.sequence_length
     base = config.model.source
@@ -404,17 +397,3 @@ def model_card(config: Config, model_config: "PretrainedConfig", step: int) -> s
     if notes:
         lines += ["", "Other readers need these settings:", "", *(f"- {note}" for note in notes)]
     return "\n".join(lines) + "\n"
-
-
-def is_whole(model: Path) -> bool:
-    """Whether an exported folder has a config and all weights, none cut off."""
-    weights = sorted(model.glob("*.safetensors"))
-    try:
-        for path in weights:
-            with safe_open(path, framework="np"):
-                pass
-        index = model / "model.safetensors.index.json"
-        named = set(read_json(index)["weight_map"].values()) if index.exists() else set()
-    except (OSError, UserError, SafetensorError, LookupError, AttributeError, TypeError):
-        return False
-    return bool(weights) and (model / "config.json").is_file() and named <= {path.name for path in weights}

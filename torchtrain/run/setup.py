@@ -1,4 +1,4 @@
-"""Everything a run needs: found and checked from the cheapest to the dearest, before the run has a folder."""
+"""Makes and checks everything that a run needs, the cheapest first, before the run has a folder."""
 
 import hashlib
 import json
@@ -48,54 +48,10 @@ from torchtrain.modeling.source import open_config, open_tokenizer, resolve_sour
 from torchtrain.planning.memory import shape_of_model
 from torchtrain.products import describe_products
 
-# Of what is free; the rest is for what `torchtrain.planning` does not count: Python and its packages, a kernel's own
-# buffers, and fragments.
+# Share of the free memory that `auto` fills. The rest is for what `torchtrain.planning` does not count: Python and its
+# packages, a kernel's own buffers, and fragments.
 _SHARE = 0.85
 _GIB = 2**30
-
-
-_SAID: dict[Recomputation, str] = {
-    False: "none recomputed",
-    "keep_attention": "recomputed in the backward pass, but for attention",
-    True: "recomputed in the backward pass",
-}
-
-
-def choose_recomputation(
-    config: Config, model_config: "PretrainedConfig", engine: str, world: World
-) -> tuple[ModelConfig, str]:
-    """Return the model's settings with `auto` decided, and what was chosen in words; empty where nothing was.
-
-    Args:
-        config: the run's.
-        model_config: what `torchtrain.modeling.rope.extend` returned.
-        engine: of attention.
-        world: this rank's place.
-    """
-    if config.model.activation_checkpointing != "auto":
-        return config.model, ""
-    from torchtrain.planning import budget
-
-    shapes, free = budget.Shapes(model_config), free_memory(world.device)
-
-    def bytes_with(recomputation: Recomputation) -> int:
-        model = config.model.model_copy(update={"activation_checkpointing": recomputation})
-        needed = budget.count_memory(config.model_copy(update={"model": model}), shapes, world.size)
-        return needed.gpu if world.device.type == "cuda" else needed.gpu + needed.host // world.size
-
-    def fits(recomputation: Recomputation) -> bool:
-        (fitting,) = world.sum([float(bytes_with(recomputation) <= _SHARE * free)])
-        return fitting == world.size
-
-    chosen: Recomputation = True
-    if fits(False):
-        chosen = False
-    elif can_keep(engine) and fits("keep_attention"):
-        chosen = "keep_attention"
-    found = f"{free / _GIB:.1f} GiB are free" if free else "how much is free is not told here"
-    said = f"{_SAID[chosen]}: keeping them takes {bytes_with(False) / _GIB:.1f} GiB, {found}"
-    return config.model.model_copy(update={"activation_checkpointing": chosen}), said
-
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -125,15 +81,15 @@ def set_up(
     world: World = ALONE,
     check: Callable[[dict[str, Any]], None] = lambda identity: None,
 ) -> Setup:
-    """Find and check everything. Writes only into `data.cache`, where ranks wait for the one that comes first.
+    """Make and check everything. Writes only into `data.cache`, where ranks wait for the one that comes first.
 
     Args:
         config: the run's.
-        log: takes one line at a time on what begins, what was found and what was chosen.
+        log: takes one line at a time.
         on_progress: passed to `torchtrain.data.prepare`.
         world: this rank's place; its device is where the model goes.
         check: called with the identity of model, tokenizer and data before anything is tokenised or loaded, and again
-            with that of the tokens.
+            with the identity of the tokens.
 
     Raises:
         UserError: anything that does not fit; see the functions that are called here.
@@ -154,7 +110,7 @@ def set_up(
     own_positions: int = own_config.max_position_embeddings
     model_config = extend(own_config, config.rope, length)
     if config.model.layer_chunk is not None or config.model.lora is not None:
-        shape_of_model(model_config, config.model)  # which refuses other layers, and modules that are not there
+        shape_of_model(model_config, config.model)  # refuses other layers, and modules that do not exist
     if config.pack.base_variant == "intra_reset":
         check_resets(model_config, length)
     tokenizer = open_tokenizer(source, trusted)
@@ -162,9 +118,9 @@ def set_up(
     anchor_ids(tokenizer, config.pack)
 
     identity = _identity_of(config, model_config, tokenizer)
-    if config.model.lora is not None:  # a checkpoint has not what is frozen, and no rank gets it from another
+    if config.model.lora is not None:  # checkpoints lack the frozen weights, and each rank reads them itself
         check_same_files(source, world)
-        log(f"reading {config.model.source}: its weights, which model.lora leaves as they are, are known by a digest")
+        log(f"reading {config.model.source}: the digest of its weights, which model.lora does not train")
         with world.together():
             frozen = digest_weights(source) if world.rank == 0 else ""
         identity["frozen"] = {"sha256": world.from_first(frozen)}
@@ -172,7 +128,7 @@ def set_up(
     if config.model.fused == "compile":
         check_compiler(device)
     store = prepare(config.data, tokenizer, on_progress)
-    # On each machine once, while the model is loaded: every byte that will be trained on is what was written.
+    # Once on each machine, while the model is loaded: checks every byte of the tokens.
     verified = store.verify_in_background() if here()[2] == 0 else lambda: None
     split = split_documents(store, config.data.held_out_share, config.run.seed)
     identity["tokens"] = _identity_of_tokens(store)
@@ -183,7 +139,7 @@ def set_up(
 
     settings, recomputation = choose_recomputation(config, model_config, engine, world)
     log(f"loading {config.model.source}")
-    # ZeRO 3 has no room for the whole model anywhere, so it is cut up while it is read.
+    # ZeRO 3 cuts the model up while it is read, because no process has room for the whole of it.
     cutter = Cutter(config, world) if config.distributed.zero_stage == 3 else None
     model = load_for_training(source, model_config, settings, engine, device, cutter, config.run.seed)
     count = _count(model.parameters())
@@ -200,7 +156,7 @@ def set_up(
     if recomputation:
         log(f"layers    {recomputation}")
     if config.model.fused == "compile":
-        log("fused     by torch.compile, which takes a minute or so of the first step; attention stands apart")
+        log("fused     by torch.compile, which makes the first step about a minute longer; attention is not fused")
     log(f"attention {engine} · {length:,} tokens a row (the model held {own_positions:,})")
     log(f"variant   {describe_variant(config.pack)}")
     log(f"rope      {describe_rope(model_config)}")
@@ -210,7 +166,7 @@ def set_up(
     dropped = plan.dropped_tokens
     if missing := _left_out(store, dropped):
         log(f"left out  {missing}")
-    if bare := _domains_that_hold_nothing_out(store, split):
+    if bare := _domains_without_held_out(store, split):
         log(f"held out  no document of {', '.join(bare)}: all are copies of too many others, or nearly")
     if store.copies + store.near_copies:
         log(f"copies    {_copies(store, split)}")
@@ -247,12 +203,51 @@ def set_up(
     return Setup(engine, base, frozen, model, tokenizer, own_positions, store, rows, held_out, identity, record)
 
 
+def choose_recomputation(
+    config: Config, model_config: "PretrainedConfig", engine: str, world: World
+) -> tuple[ModelConfig, str]:
+    """Return the model's settings with `activation_checkpointing: auto` decided, and the choice in words.
+
+    Args:
+        config: the run's.
+        model_config: what `torchtrain.modeling.rope.extend` returned.
+        engine: of attention.
+        world: this rank's place.
+
+    Returns:
+        An empty text where there was nothing to decide.
+    """
+    if config.model.activation_checkpointing != "auto":
+        return config.model, ""
+    from torchtrain.planning import budget
+
+    shapes, free = budget.Shapes(model_config), free_memory(world.device)
+
+    def bytes_with(recomputation: Recomputation) -> int:
+        model = config.model.model_copy(update={"activation_checkpointing": recomputation})
+        needed = budget.count_memory(config.model_copy(update={"model": model}), shapes, world.size)
+        return needed.gpu if world.device.type == "cuda" else needed.gpu + needed.host // world.size
+
+    def fits(recomputation: Recomputation) -> bool:
+        (fitting,) = world.sum([float(bytes_with(recomputation) <= _SHARE * free)])
+        return fitting == world.size
+
+    chosen, words = True, "recomputed in the backward pass"
+    if fits(False):
+        chosen, words = False, "none recomputed"
+    elif can_keep(engine) and fits("keep_attention"):
+        chosen, words = "keep_attention", "recomputed in the backward pass, but for attention"
+    room = f"{free / _GIB:.1f} GiB are free" if free else "the free memory is not known"
+    words += f": keeping them takes {bytes_with(False) / _GIB:.1f} GiB, {room}"
+    return config.model.model_copy(update={"activation_checkpointing": chosen}), words
+
+
 def pack_rows(
     config: Config, store: TokenStore, tokenizer: "PreTrainedTokenizerFast", split: Split
 ) -> tuple[PackedRows, list[dict[str, np.ndarray]]]:
     """Return the training rows, and up to `held_out.sequences` held-out rows of each domain.
 
-    Held-out rows hold one domain each, so that every domain has its share whatever the corpus holds most of.
+    A held-out row holds documents of one domain, so that every domain is measured, however large it is.
 
     Raises:
         UserError: no documents to train on, or none held out; or no row has a target.
@@ -291,7 +286,7 @@ def pack_rows(
 
 
 def describe_variant(pack: PackConfig) -> str:
-    """Return one sentence or two on what a row of this variant is, for people."""
+    """Return a sentence on the rows of this variant, for people."""
     parts = {
         "full": "every token sees all tokens before it, across documents",
         "intra": "a token sees its own document; positions run through the row",
@@ -300,9 +295,9 @@ def describe_variant(pack: PackConfig) -> str:
     }
     text = f"{pack.variant}: {parts[pack.base_variant]}"
     if pack.tag:
-        text += "; a tag that is never a target opens each document"
+        text += "; each document begins with a tag, which is never a target"
     if pack.interleave and pack.base_variant == "intra_reset":
-        text += "; +interleave changes nothing here, because positions restart in each document: this is intra_reset"
+        text += "; +interleave changes nothing, because positions restart in each document"
     elif pack.interleave:
         pieces = "2 or 3" if pack.split == "authors" else f"{pack.chunks}"
         text += f"; documents are cut into {pieces} chunks that take the positions of a random merge"
@@ -312,7 +307,7 @@ def describe_variant(pack: PackConfig) -> str:
 def _identity_of(
     config: Config, model_config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerFast"
 ) -> dict[str, Any]:
-    """Return what decides the numbers and does not stand in the config itself."""
+    """Return what decides the numbers and is not in the config itself."""
     model = json.loads(model_config.to_json_string(use_diff=False))
     for transient in ("_name_or_path", "transformers_version"):
         model.pop(transient, None)
@@ -325,9 +320,9 @@ def _identity_of(
 
 
 def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
-    """Return what tells that a corpus was tokenised to something else, whatever its files look like."""
+    """Return digests that change when a corpus gives other tokens, even if its files look the same."""
     places = hashlib.sha256(store.offsets.tobytes() + store.document_domains.tobytes()).hexdigest()
-    told = {
+    identity = {
         "domains": store.domains,
         "documents": len(store),
         "tokens": store.token_count,
@@ -336,12 +331,12 @@ def _identity_of_tokens(store: TokenStore) -> dict[str, Any]:
         "contents": hashlib.sha256(store.content_hashes.tobytes()).hexdigest(),
     }
     if store.signatures is not None:  # they decide which documents are held out
-        told["near"] = hashlib.sha256(store.signatures.tobytes()).hexdigest()
-    return told
+        identity["near"] = hashlib.sha256(store.signatures.tobytes()).hexdigest()
+    return identity
 
 
-def _domains_that_hold_nothing_out(store: TokenStore, split: Split) -> list[str]:
-    """Return the domains that have two documents or more, but for a split that holds out nothing on purpose."""
+def _domains_without_held_out(store: TokenStore, split: Split) -> list[str]:
+    """Return the domains of two documents or more of which none is held out."""
     if not len(split.held_out):
         return []
     counts, held = (
@@ -352,7 +347,7 @@ def _domains_that_hold_nothing_out(store: TokenStore, split: Split) -> list[str]
 
 
 def _left_out(store: TokenStore, dropped: int) -> str:
-    """Return, in words, what of the sources no row holds; empty where there is nothing."""
+    """Return, in words, which parts of the sources are in no row; empty if all are."""
     parts = []
     if bad := [count for count in store.header.sources if count.bad_records]:
         total = sum(count.bad_records for count in bad)
@@ -366,7 +361,7 @@ def _left_out(store: TokenStore, dropped: int) -> str:
 
 
 def _copies(store: TokenStore, split: Split) -> str:
-    """Return, in words, that documents hold the same text, and what was done about it."""
+    """Return, in words, how many documents have the same text, and what was done about it."""
     shown = f"{store.copies:,} of {len(store):,} documents hold the text of another"
     if store.near_copies:
         shown += f", {store.near_copies:,} more nearly"

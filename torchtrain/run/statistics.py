@@ -2,9 +2,10 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup
@@ -36,7 +37,7 @@ _WIDE = 200  # characters
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of rows of one length costs a model, against full attention."""
+    """The cost of a step of rows of one length, against full attention."""
 
     sequence_length: int
     attention_share: float  # of the FLOPs of a step with full attention
@@ -50,11 +51,17 @@ class Grid:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    note: str = ""
+    note: str
+
+    @classmethod
+    def of(cls, title: str, columns: Mapping[str, str], items: Iterable[tuple[Any, ...]], note: str) -> "Grid":
+        """Make a table of columns, each with the format of its cells, and a row for each tuple of items."""
+        rows = [[cell.format(*item) for cell in columns.values()] for item in items]
+        return cls(title, list(columns), rows, note)
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Print tables; where it is no terminal, as wide as they are."""
+    """Print tables; outside a terminal, as wide as they are."""
     out = Console()
     for table in tables:
         (out if out.is_terminal else Console(width=_WIDE)).print(table)
@@ -93,11 +100,11 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     if not (folder / HEADER).is_file():
         raise UserError(f"{quoted(folder)}: is no finished token store; give a folder with {HEADER}")
     store = TokenStore.open(folder)
-    told = statistics_of(store, row_lengths or ROW_LENGTHS)
-    steps = count_steps(told.rows, model, "cache")
-    grids = grids_of(told, steps, model)
-    content = asdict(told) | {"model": model, "steps": [asdict(step) for step in steps]}
-    page = _page(told, grids)
+    found = statistics_of(store, row_lengths or ROW_LENGTHS)
+    steps = count_steps(found.rows, model, "cache")
+    grids = grids_of(found, steps, model)
+    content = asdict(found) | {"model": model, "steps": [asdict(step) for step in steps]}
+    page = _page(found, grids)
     try:
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / JSON, json.dumps(content, indent=1).encode() + b"\n")
@@ -107,130 +114,82 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     return [_table(grid) for grid in grids]
 
 
-def grids_of(told: StoreStatistics, steps: Sequence[StepCost], model: str) -> list[Grid]:
+def grids_of(found: StoreStatistics, steps: Sequence[StepCost], model: str) -> list[Grid]:
     """Return all tables."""
-    columns = ("domain", "documents", "ratio", "tokens", "token ratio", "in long ones", "mean", "median", "longest")
-    copies = f" {told.copies:,} documents are copies of others." if told.copies else ""
-    if told.near_copies:
-        copies += f" {told.near_copies:,} more are nearly so."
-    grids = [
-        Grid(
-            "Domains",
-            columns,
-            [
-                (
-                    one.domain,
-                    f"{one.documents:,}",
-                    f"{one.document_share:.2%}",
-                    f"{one.tokens:,}",
-                    f"{one.token_share:.2%}",
-                    f"{one.long_token_share:.1%}",
-                    f"{one.mean:,.0f}",
-                    f"{one.median:,.0f}",
-                    f"{one.longest:,}",
-                )
-                for one in (*told.domains, told.all)
-            ],
-            f"Lengths are in tokens; long: {told.long_tokens:,} or more.{copies}",
-        )
+    copies = f" {found.copies:,} documents are copies of others." if found.copies else ""
+    if found.near_copies:
+        copies += f" {found.near_copies:,} more are nearly so."
+    columns = {
+        "domain": "{0.domain}",
+        "documents": "{0.documents:,}",
+        "ratio": "{0.document_share:.2%}",
+        "tokens": "{0.tokens:,}",
+        "token ratio": "{0.token_share:.2%}",
+        "in long ones": "{0.long_token_share:.1%}",
+        "mean": "{0.mean:,.0f}",
+        "median": "{0.median:,.0f}",
+        "longest": "{0.longest:,}",
+    }
+    note = f"Lengths are in tokens; long: {found.long_tokens:,} or more.{copies}"
+    grids = [Grid.of("Domains", columns, zip((*found.domains, found.all)), note)]
+    if found.before is not None:
+        columns = {
+            "domain": "{1.domain}",
+            "documents": "{0.documents:,} → {1.documents:,}",
+            "tokens": "{0.tokens:,} → {1.tokens:,}",
+            "token share": "{0.token_share:.2%} → {1.token_share:.2%}",
+            "in long documents": "{0.long_token_share:.1%} → {1.long_token_share:.1%}",
+            "mean length": "{0.mean:,.0f} → {1.mean:,.0f}",
+        }
+        title = "What the mixture and the removal of duplicates changed"
+        note = f"Long: {found.long_tokens:,} tokens or more."
+        grids.append(Grid.of(title, columns, zip(found.before, found.domains, strict=True), note))
+    if found.mixture is not None:
+        columns = {
+            "domain": "{0.domain}",
+            "documents": "{1}",
+            "held": "{0.documents:,}",
+            "taken at all": "{0.distinct:,}",
+            "most often": "{0.most_repeats}",
+            "tokens wanted": "{0.wanted:,}",
+            "tokens taken": "{0.taken:,}",
+        }
+        short = sum(max(0, one.wanted - one.taken) for one in found.mixture)
+        why = "because no document is taken more often (data.mixture.most_repeats)"
+        note = f"{short:,} tokens are missing, {why}." if short else ""
+        items = [(one, "long" if one.long else "short") for one in found.mixture]
+        grids.append(Grid.of("How often documents are taken", columns, items, note))
+    names = [one.domain for one in found.domains]
+    rows = [
+        [f"{row.sequence_length:,}", f"{row.rows:,}", *(f"{row.mixture_ratio[name]:.2%}" for name in names)]
+        for row in found.rows
     ]
-    if told.before is not None:
-        grids.append(_changes(told))
-    if told.mixture is not None:
-        grids.append(_classes(told))
-    names = [one.domain for one in told.domains]
-    grids.append(
-        Grid(
-            "Mixture ratio",
-            ("tokens a row", "rows", *names),
-            [
-                (f"{row.sequence_length:,}", f"{row.rows:,}", *(f"{row.mixture_ratio[name]:.2%}" for name in names))
-                for row in told.rows
-            ],
-            "Of sequences: documents, or pieces of them, that rows hold; packed one after another.",
-        )
+    note = "The share of each domain in the documents, or pieces of them, that rows hold; packed one after another."
+    grids.append(Grid("Mixture ratio", ["tokens a row", "rows", *names], rows, note))
+    columns = {
+        "tokens a row": "{0.sequence_length:,}",
+        "live-pair ratio r": "{0.live_pair_ratio:.4f}",
+        "attention": "{0.attention_speedup:.1f}x",
+        "attention's share of a step": "{1.attention_share:.0%}",
+        "step": "{1.speedup:.2f}x",
+    }
+    note = (
+        "r = sum of squared sequence lengths / T²: the share of full attention that attention within documents needs. "
+        f"Speed-ups are of FLOPs; of a step, those of {model}."
     )
-    grids.append(
-        Grid(
-            "Attention",
-            ("tokens a row", "live-pair ratio r", "attention", "attention's share of a step", "step"),
-            [
-                (
-                    f"{row.sequence_length:,}",
-                    f"{row.live_pair_ratio:.4f}",
-                    f"{row.attention_speedup:.1f}x",
-                    f"{step.attention_share:.0%}",
-                    f"{step.speedup:.2f}x",
-                )
-                for row, step in zip(told.rows, steps, strict=True)
-            ],
-            "r = sum of squared sequence lengths / T²: what attention within documents leaves of full attention. "
-            f"Speed-ups are of FLOPs, of the step those of {model}.",
-        )
+    grids.append(Grid.of("Attention", columns, zip(found.rows, steps, strict=True), note))
+    columns = {
+        "tokens a row": "{0.sequence_length:,}",
+        "ranks": "{0.ranks:,}",
+        "steps": "{0.steps:,}",
+        "sequential": "{0.sequential:.2f}",
+        "by length": "{0.by_length:.2f}",
+    }
+    note = (
+        "Attention of a step's fullest row over the mean of its rows, with one row for each data-parallel rank; all "
+        "ranks wait for that row. In the order of the data, and under pack.strategy by_length."
     )
-    grids.append(
-        Grid(
-            "Balance of ranks",
-            ("tokens a row", "ranks", "steps", "sequential", "by length"),
-            [
-                (
-                    f"{one.sequence_length:,}",
-                    f"{one.ranks:,}",
-                    f"{one.steps:,}",
-                    f"{one.sequential:.2f}",
-                    f"{one.by_length:.2f}",
-                )
-                for one in told.balance
-            ],
-            "Attention of a step's fullest row over the mean of its rows, one a data-parallel rank: what all others "
-            "wait for; as rows come, and under pack.strategy by_length.",
-        )
-    )
-    return grids
-
-
-def _changes(told: StoreStatistics) -> Grid:
-    assert told.before is not None
-    columns = ("domain", "documents", "tokens", "token share", "in long documents", "mean length")
-    return Grid(
-        "What the mixture and the removal of duplicates changed",
-        columns,
-        [
-            (
-                now.domain,
-                f"{was.documents:,} → {now.documents:,}",
-                f"{was.tokens:,} → {now.tokens:,}",
-                f"{was.token_share:.2%} → {now.token_share:.2%}",
-                f"{was.long_token_share:.1%} → {now.long_token_share:.1%}",
-                f"{was.mean:,.0f} → {now.mean:,.0f}",
-            )
-            for was, now in zip(told.before, told.domains, strict=True)
-        ],
-        f"Long: {told.long_tokens:,} tokens or more.",
-    )
-
-
-def _classes(told: StoreStatistics) -> Grid:
-    short = sum(max(0, one.wanted - one.taken) for one in told.mixture or ())
-    return Grid(
-        "How often documents are taken",
-        ("domain", "documents", "held", "taken at all", "most often", "tokens wanted", "tokens taken"),
-        [
-            (
-                one.domain,
-                "long" if one.long else "short",
-                f"{one.documents:,}",
-                f"{one.distinct:,}",
-                f"{one.most_repeats}",
-                f"{one.wanted:,}",
-                f"{one.taken:,}",
-            )
-            for one in told.mixture or ()
-        ],
-        f"{short:,} tokens are missing, because no document is taken more often (data.mixture.most_repeats)."
-        if short
-        else "",
-    )
+    return [*grids, Grid.of("Balance of ranks", columns, zip(found.balance), note)]
 
 
 def _table(grid: Grid) -> Table:
@@ -242,31 +201,26 @@ def _table(grid: Grid) -> Table:
     return table
 
 
-def _page(told: StoreStatistics, grids: Sequence[Grid]) -> str:
-    lede = f"{told.documents:,} documents, {told.tokens:,} tokens, {len(told.domains)} domains."
-    histogram = told.histogram
-    figures = [
-        (_draw(histogram, histogram.documents, "documents"), "documents"),
-        (_draw(histogram, histogram.tokens, "tokens"), "tokens"),
-    ]
+def _page(found: StoreStatistics, grids: Sequence[Grid]) -> str:
+    histogram = found.histogram
+    kinds = {"documents": histogram.documents, "tokens": histogram.tokens}
     return render(
         "torchtrain.run",
         "statistics.html.j2",
         title="Corpus",
-        # No date and no path: a store is the same bytes whenever and wherever it is made.
-        created="",
+        created="",  # no date and no path: the page of a store has the same bytes whenever and wherever it is made
         command="torchtrain stats FOLDER",
-        facts={"fingerprint": told.fingerprint},
+        facts={"fingerprint": found.fingerprint},
         versions=versions(("anchorline", "numpy")),
-        lede=lede,
+        lede=f"{found.documents:,} documents, {found.tokens:,} tokens, {len(found.domains)} domains.",
         grids=grids,
-        figures=figures,
+        figures=[(_draw(histogram, counts, what), what) for what, counts in kinds.items()],
     )
 
 
 def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Markup:
-    """Draw what lengths hold, over a logarithmic axis: the largest domains, and the others together."""
-    order = sorted(counts, key=lambda name: -sum(histogram.tokens[name]))  # a domain has one colour in all figures
+    """Draw counts by length, on logarithmic axes: the largest domains, and the others together."""
+    order = sorted(counts, key=lambda name: -sum(histogram.tokens[name]))  # a domain has its colour in all figures
     lines = {name: counts[name] for name in order[:_MOST_LINES]}
     if len(order) > _MOST_LINES:
         last = order[_MOST_LINES - 1 :]
@@ -291,10 +245,10 @@ def _draw(histogram: Histogram, counts: dict[str, list[int]], what: str) -> Mark
 
 
 def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) -> None:
-    """Make the store of a preparation in a folder, and tell what came of it.
+    """Make the store of a preparation in a folder, and print its statistics.
 
     Args:
-        preparation: what of, and by whom.
+        preparation: the sources, the tokenizer, and how the work is spread.
         out: the store's folder.
         dry_run: print Slurm's script and write nothing.
 
@@ -302,7 +256,7 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
         UserError: as `torchtrain.data.produce.produce`.
         TasksUnfinished: a worker was killed.
     """
-    console, told = Console(stderr=True), Console()
+    console = Console(stderr=True)
 
     def log(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -316,12 +270,11 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
     for number, one in enumerate(preparation.data.sources):
         if one.dataset is not None and one.revision is None and not Path(one.dataset).is_dir():
             log(
-                f"unpinned  data.sources.{number}: dataset {quoted(one.dataset)} has no revision, so it may be another "
-                "tomorrow; give a commit"
+                f"unpinned  data.sources.{number}: dataset {quoted(one.dataset)} has no revision, so it may change; "
+                "give a commit"
             )
     with console.status("looking at the sources") as spinner:
-        report_progress = make_progress_printer(console, spinner, log)
-        made = produce(preparation, tokenizer, out, log, report_progress, dry_run)
+        made = produce(preparation, tokenizer, out, log, make_progress_printer(console, spinner, log), dry_run)
     if isinstance(made, Submitted):
         if made.script is not None:
             print(made.script, end="")
@@ -329,4 +282,4 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
             log(f"submitted {made.tasks:,} tasks; when they are done, run the same command again: it joins them")
         return
     show(write_statistics(made.folder, made.folder))
-    told.print(f"store in {made.folder}", markup=False, soft_wrap=True)
+    print(f"store in {made.folder}")

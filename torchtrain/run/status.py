@@ -1,4 +1,4 @@
-"""Where a run stands, from what it has left so far; nothing is written and nothing is waited for."""
+"""The progress of a run, from the files that it has written so far. It writes nothing and waits for nothing."""
 
 import statistics
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from torchtrain.run.folder import RunFolder
 from torchtrain.run.lock import is_held
 from torchtrain.training.events import read_metrics, step_status
 
-_LAST = 20  # steps whose time tells how long the others will take
+_LAST = 20  # steps from whose time the time left is estimated
 _MOST_BYTES = 1 << 26
 _LONGEST = 8.6e13  # seconds that timedelta takes
 
 
 def status_lines(folder: Path) -> Iterator[str]:
-    """Yield a line for each thing that is known of a run.
+    """Yield lines on the progress of a run.
 
     Raises:
-        UserError: the folder holds no run, or its record is damaged. Of other damaged files a line says so.
+        UserError: the folder holds no run, or its record is damaged. Another damaged file is a line.
     """
     try:
         yield from _lines(folder)
@@ -33,7 +33,7 @@ def _lines(folder: Path) -> Iterator[str]:
     run = RunFolder(folder)
     record = run.check_run()
     total = record["config"]["train"]["steps"]
-    at_work = is_held(run.record)
+    at_work = is_held(run.lock)
     finished = run.finished
     state = "at work" if at_work else "finished" if finished else "interrupted"
     yield f"run        {run.path}: {state}"
@@ -60,13 +60,8 @@ def _lines(folder: Path) -> Iterator[str]:
             yield f"held out   loss {loss} after step {event['step']:,}"
 
     checkpoints = CheckpointFolder(run.checkpoints)
-    try:
-        saved = checkpoints.steps()
-    except UserError as error:
-        saved = []
-        yield f"damaged    {error}"
-    for step in saved:
-        word = "" if checkpoints.looks_good(step) else ", damaged"
+    for step in checkpoints.steps():
+        word = "" if checkpoints.looks_whole(step) else ", damaged"
         yield f"checkpoint step {step:,}{word}"
     for path in sorted(run.bad_steps.glob("step-*.json")):
         try:
@@ -78,4 +73,4 @@ def _lines(folder: Path) -> Iterator[str]:
     if run.model.is_dir():
         yield f"model      {run.model}"
     if not at_work and not finished:
-        yield f"to go on   torchtrain resume {run.path}"
+        yield f"resume     torchtrain resume {run.path}"

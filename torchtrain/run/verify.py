@@ -1,4 +1,4 @@
-"""What a run was trained on and whether every file with a digest is still what was written."""
+"""`torchtrain verify`: whether every file with a digest is still what was written. And what a run was trained on."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import FileEntry, differs, entry_of
+from anchorline.files import FileEntry, entry_of
 from torchtrain.checkpoint.manifest import DamageError, Manifest
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config, load_config
 from torchtrain.data.store import HEADER, TokenStore
 from torchtrain.evaluation.results import Training
 from torchtrain.modeling.load import digest_weights, weight_files
-from torchtrain.run.folder import RunFolder
+from torchtrain.run.folder import RunFolder, find_change
 
 
 def training_of(config: Config, record: Mapping[str, Any]) -> Training:
@@ -57,7 +57,7 @@ def read_training(path: Path) -> Training:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked: what it is, and what is wrong with it, or what was read."""
+    """The result of one check: what was checked, whether it is good, and what was read or what is wrong."""
 
     what: str
     good: bool
@@ -72,46 +72,66 @@ def verify_folder(folder: Path) -> Iterator[Finding]:
 
     Args:
         folder: a token store's, or a run's; of a run its checkpoints, the beginning of `metrics.jsonl` that belongs to
-            the last of them, the models it exported, and, wherever they lie, the store it was trained from and the
-            weights beside which it trained adapters.
+            the last of them, its exported models, and, wherever they are, the tokens and the frozen weights with which
+            it was last started.
 
     Raises:
         UserError: it is neither.
     """
     run = RunFolder(folder)
     if (folder / HEADER).exists():
-        yield _check(f"tokens {quoted(folder)}", lambda: _store(folder))
+        yield _check(f"tokens {quoted(folder)}", lambda: _verify_store(folder))
     elif run.record.exists():
-        yield from _run(run, run.check_run())
+        yield from _verify_run(run, run.check_run()["identity"])
     else:
         raise UserError(
             f"{quoted(folder)}: is neither a run's folder nor a token store's; give one with run.json or {HEADER}"
         )
 
 
-def _run(run: RunFolder, record: dict[str, Any]) -> Iterator[Finding]:
+def _verify_run(run: RunFolder, identity: dict[str, Any]) -> Iterator[Finding]:
     checkpoints = Checkpoints(run.checkpoints)
     steps: list[int] = []
-    yield from _bad(run.config.name, lambda: load_config(run.config))  # which has no digest, and which resume reads
-    yield from _bad("checkpoints", lambda: steps.extend(checkpoints.steps()))
-    if not steps:
-        yield from _bad("checkpoints", lambda: _check_none_was_saved(run))
-    for step in steps:
-        yield _check(f"checkpoint of step {step}", lambda step=step: _checkpoint(checkpoints, step))
-    if steps:
-        yield _check(run.metrics.name, lambda: _metrics(run, checkpoints.path(steps[-1])))
     models: dict[str, dict[str, FileEntry]] = {}
-    yield from _bad("outputs.json", lambda: models.update(run.listed_models()))
+    starts: list[dict[str, Any]] = []
+    yield from _report_fault(run.config.name, lambda: load_config(run.config))  # it has no digest, and resume reads it
+    yield from _report_fault("checkpoints", lambda: steps.extend(_steps(run, checkpoints)))
+    for step in steps:
+        yield _check(f"checkpoint of step {step}", lambda step=step: _verify_checkpoint(checkpoints, step))
+    if steps:
+        yield _check(run.metrics.name, lambda: _verify_metrics(run, Manifest.read(checkpoints.path(steps[-1]))))
+    yield from _report_fault(run.outputs.name, lambda: models.update(run.listed_models()))
     for name, files in models.items():
-        yield _check(name, lambda name=name, files=files: _model(run.path / name, files))
-    start: list[dict[str, Any]] = []
-    yield from _bad(run.timing.name, lambda: start.append(_last_start(run)))
-    for event in start:
-        if event["base"] is not None:
-            base, digest = Path(event["base"]), _look_up(record, "identity", "frozen", "sha256")
-            yield _check(f"base {quoted(base)}", lambda base=base, digest=digest: _base(base, digest))
-        place, digest = Path(event["tokens"]), event["tokens_sha256"]
-        yield _check(f"tokens {quoted(place)}", lambda place=place, digest=digest: _store(place, digest))
+        yield _check(name, lambda name=name, files=files: _verify_model(run.path / name, files))
+    yield from _report_fault(run.timing.name, lambda: starts.append(_last_start(run)))
+    for start in starts:
+        if start["base"] is not None:
+            base, digest = Path(start["base"]), identity.get("frozen", {}).get("sha256")
+            yield _check(f"base {quoted(base)}", lambda base=base, digest=digest: _verify_base(base, digest))
+        place, digest = Path(start["tokens"]), start["tokens_sha256"]
+        yield _check(f"tokens {quoted(place)}", lambda place=place, digest=digest: _verify_store(place, digest))
+
+
+def _check(what: str, check: Callable[[], object]) -> Finding:
+    try:
+        return Finding(what, True, str(check()))
+    except UserError as error:
+        return Finding(what, False, str(error))
+    except OSError as error:
+        return Finding(what, False, disk_fault(error))
+
+
+def _report_fault(what: str, check: Callable[[], object]) -> Iterator[Finding]:
+    """Yield a finding only if something is wrong."""
+    if not (finding := _check(what, check)).good:
+        yield finding
+
+
+def _steps(run: RunFolder, checkpoints: Checkpoints) -> list[int]:
+    steps = checkpoints.steps()
+    if not steps and (saved := run.last_saved()) is not None:
+        raise UserError(f"are gone, and there was one of step {saved}")
+    return steps
 
 
 def _last_start(run: RunFolder) -> dict[str, Any]:
@@ -120,70 +140,42 @@ def _last_start(run: RunFolder) -> dict[str, Any]:
     return event
 
 
-def _look_up(record: Any, *keys: str) -> Any:
-    """Return what a record holds in a place; None where it has no such place, whatever it is."""
-    for key in keys:
-        record = record.get(key) if isinstance(record, dict) else None
-    return record
-
-
-def _bad(what: str, check: Callable[[], object]) -> Iterator[Finding]:
-    """Yield a finding only if there is something wrong."""
-    found = _check(what, lambda: str(check()))
-    if not found.good:
-        yield found
-
-
-def _check_none_was_saved(run: RunFolder) -> None:
-    if (step := run.last_saved()) is not None:
-        raise UserError(f"are gone, and there was one of step {step}")
-
-
-def _check(what: str, check: Callable[[], str]) -> Finding:
-    try:
-        return Finding(what, True, check())
-    except UserError as error:
-        return Finding(what, False, str(error))
-    except OSError as error:
-        return Finding(what, False, disk_fault(error))
-
-
-def _store(folder: Path, sha256: str | None = None) -> str:
+def _verify_store(folder: Path, sha256: str | None = None) -> str:
     if not folder.exists():
-        raise UserError("are not there; a resumed run makes them anew from data.sources")
+        raise UserError("are missing; a resumed run makes them again from data.sources")
     store = TokenStore.open(folder)
     store.verify()
     if sha256 is not None and store.header.sha256 != sha256:
-        raise UserError("holds other tokens than those the run was trained on")
+        raise UserError("holds other tokens than those that the run was trained on")
     return f"{len(store):,} documents, {store.token_count:,} tokens, {len(store.header.files)} files"
 
 
-def _base(folder: Path, sha256: Any) -> str:
+def _verify_base(folder: Path, sha256: str | None) -> str:
     if not folder.is_dir():
-        raise UserError(
-            "is not there, and a resumed run needs its weights; put it back, or resume with model.source=FOLDER"
-        )
+        raise UserError("is missing, and a resumed run needs it; put it back, or resume with model.source=FOLDER")
     if digest_weights(str(folder)) != sha256:
-        raise UserError("holds other weights than those the run leaves as they are")
+        raise UserError("holds other weights than those that the run was trained beside")
     files = weight_files(str(folder))
     return f"{len(files)} files, {sum(path.stat().st_size for path in files):,} bytes"
 
 
-def _checkpoint(checkpoints: Checkpoints, step: int) -> str:
+def _verify_checkpoint(checkpoints: Checkpoints, step: int) -> str:
     checkpoints.verify(step)
-    files = Manifest.read(checkpoints.path(step)).files
+    return _format_size(Manifest.read(checkpoints.path(step)).files)
+
+
+def _verify_model(folder: Path, files: Mapping[str, FileEntry]) -> str:
+    if (fault := find_change(folder, files, whole=True)) is not None:
+        raise DamageError(fault)
+    return _format_size(files)
+
+
+def _format_size(files: Mapping[str, FileEntry]) -> str:
     return f"{len(files)} files, {sum(entry.bytes for entry in files.values()):,} bytes"
 
 
-def _model(folder: Path, files: Mapping[str, FileEntry]) -> str:
-    for name, entry in files.items():
-        if damage := differs(folder / name, entry):
-            raise DamageError(f"{quoted(folder / name)}: {damage}")
-    return f"{len(files)} files, {sum(entry.bytes for entry in files.values()):,} bytes"
-
-
-def _metrics(run: RunFolder, checkpoint: Path) -> str:
-    entry = Manifest.read(checkpoint).progress.metrics
+def _verify_metrics(run: RunFolder, manifest: Manifest) -> str:
+    entry = manifest.progress.metrics
     if entry_of(run.metrics, entry.bytes) != entry:
         raise DamageError(f"its first {entry.bytes:,} bytes are not those of the last checkpoint")
     return f"{entry.bytes:,} bytes up to the last checkpoint"

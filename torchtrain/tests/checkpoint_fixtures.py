@@ -5,8 +5,7 @@ import torch
 
 from anchorline.files import FileEntry
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
-from torchtrain.checkpoint.part import Part
-from torchtrain.checkpoint.state import state_of
+from torchtrain.checkpoint.state import RankState, state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import TrainConfig
 from torchtrain.distributed.world import ALONE
@@ -71,4 +70,4 @@ def save(checkpoints: Checkpoints, step: int, strategy: Replicated, keep: int = 
         own = {"progress": progress, "layout": LAYOUT, "config": config or {}, "identity": IDENTITY}
         return Manifest(**own, versions=versions(), parameters=state.parameters, files=entries)
 
-    checkpoints.save(Part(state, ALONE), manifest, step, keep, ALONE)
+    checkpoints.save(RankState(state, ALONE), manifest, step, keep, ALONE)

@@ -116,8 +116,8 @@ _GRACE = 20.0
 # Phase -> (module, the name in it that is replaced at the nth call, what is done first, whether the real thing comes
 # before).
 PHASES: dict[str, tuple[str, str, Callable[..., None], bool]] = {
-    "folder": ("torchtrain.run.folder", "write_all", _die, False),
-    "replacement": ("torchtrain.run.folder", "claim", _die, False),
+    "folder": ("torchtrain.run.folder", "replace_file", _die, False),
+    "replacement": ("torchtrain.run.folder", "write_file", _die, False),
     "gradient": ("torchtrain.training.step", "accumulate", _die, True),
     "update": ("torch.optim", "AdamW.step", _die, True),
     "event": ("torchtrain.training.events", "MetricsFile.write", _cut_line, False),

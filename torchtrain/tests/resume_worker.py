@@ -11,7 +11,6 @@ each; with `bad_steps`, first two that must not update. Rank 0 leaves in `folder
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ import torch
 
 from anchorline.files import FileEntry
 from torchtrain.checkpoint.manifest import Manifest, ProcessLayout, RunProgress, versions
-from torchtrain.checkpoint.part import Part
-from torchtrain.checkpoint.state import state_of
+from torchtrain.checkpoint.state import RankState, state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
@@ -43,7 +41,7 @@ def save(checkpoints: Checkpoints, strategy: Strategy, step: int) -> None:
         content = {"progress": progress, "layout": layout, "config": {}, "identity": {}, "versions": versions()}
         return Manifest(**content, parameters=state.parameters, files=files)
 
-    checkpoints.save(Part(state, world), manifest, step, 99, world)
+    checkpoints.save(RankState(state, world), manifest, step, 99, world)
 
 
 def _make_bad_steps(strategy: Strategy, batches: list[dict[str, torch.Tensor]], config: Config) -> None:
@@ -77,14 +75,7 @@ def run(case: dict[str, Any], rank: int, size: int) -> None:
         manifest = Checkpoints(Path(source) / "checkpoints").open(first, world)
         assert manifest is not None
         torch.manual_seed(rank)  # so that what is restored is not what was there
-        read: list[int] = []
-        real = os.preadv
-        os.preadv = lambda *a: read.append(real(*a)) or read[-1]
         Checkpoints(Path(source) / "checkpoints").load(state_of(strategy), manifest, world)
-        os.preadv = real
-        own = Part(state_of(strategy), world).fragments
-        arrays["read"] = world.gather(sum(read))
-        arrays["held"] = world.gather(sum(x_n.nbytes for f in own for x_n in f.tensors.values()))
         save(checkpoints, strategy, first)
     weights = strategy.weights()
     if weights is not None:

@@ -98,7 +98,8 @@ def assert_same(run: Path, straight: Path, but: tuple[str, ...] = ()) -> None:
         {name: what for name, what in content(folder).items() if not name.startswith(but)} for folder in (run, straight)
     )
     assert mine.keys() == theirs.keys()
-    assert [name for name in mine if mine[name] != theirs[name]] == []
+    different = [name for name in mine if mine[name] != theirs[name]]
+    assert different == []
 
 
 def tree_of(folder: Path) -> dict[str, bytes | str]:

@@ -114,7 +114,7 @@ def test_another_base_is_refused_before_anything_is_loaded(train, tmp_path, plac
     try:
         save_file(weights, file, metadata={"format": "pt"})
         with pytest.raises(
-            UserError, match=r"weights of model\.source, which model\.lora leaves as they are, are others"
+            UserError, match=r"weights of model\.source, which model\.lora does not train, have changed"
         ):
             recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), step=4, console=QUIET)
         names = list(load_file(file))
@@ -145,7 +145,7 @@ def test_what_is_trained_and_what_is_not_is_told(place, tmp_path, capsys):
     ]
     recipe.train(load_config(place.config, given), console=Console(stderr=True, width=200))
     said = capsys.readouterr().err.splitlines()
-    assert sum(line.startswith("reading ") and "known by a digest" in line for line in said) == 1
+    assert sum(line.startswith("reading ") and "the digest of its weights" in line for line in said) == 1
     (line,) = [line for line in said if line.startswith("lora ")]
     model = tiny_model()
     whole = sum(p.numel() for p in model.parameters())
@@ -510,9 +510,9 @@ def test_a_base_that_has_moved_is_named_verified_and_gone_on_with(train, tmp_pat
     weights = load_file(source / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    assert base_of() == [f"BAD  base {source}: holds other weights than those the run leaves as they are"]
+    assert base_of() == [f"BAD  base {source}: holds other weights than those that the run was trained beside"]
     shutil.rmtree(source)
-    assert "is not there, and a resumed run needs its weights" in base_of()[0]
+    assert "is missing, and a resumed run needs it" in base_of()[0]
 
 
 def test_a_source_that_has_moved_is_refused_where_every_weight_is_trained(place):

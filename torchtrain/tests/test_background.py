@@ -14,8 +14,7 @@ import torch
 from anchorline.errors import UserError
 from torchtrain.checkpoint import fragments
 from torchtrain.checkpoint.background import Background
-from torchtrain.checkpoint.part import Part
-from torchtrain.checkpoint.state import state_of
+from torchtrain.checkpoint.state import RankState, state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
 from torchtrain.distributed.world import ALONE
@@ -105,7 +104,7 @@ def test_training_goes_on_and_what_is_written_is_of_before(place, tmp_path, monk
 
 def test_staging_copies(tmp_path):
     strategy = make_strategy()
-    live, staged = Part(state_of(strategy), ALONE), Part(state_of(strategy), ALONE)
+    live, staged = RankState(state_of(strategy), ALONE), RankState(state_of(strategy), ALONE)
     staged.stage()
     was = [(tmp_path / name).read_bytes() for name in fragments.write(tmp_path, live.fragments, 0)]
     with torch.no_grad():
@@ -118,7 +117,7 @@ def test_staging_copies(tmp_path):
 
 
 def test_a_state_file_has_the_bytes_that_safetensors_writes(tmp_path):
-    part = Part(state_of(make_strategy()), ALONE)
+    part = RankState(state_of(make_strategy()), ALONE)
     (name,) = fragments.write(tmp_path, part.fragments, 0)
     tensors = {f"{kind}:{f.start}:{f.parameter}": x for f in part.fragments for kind, x in f.tensors.items()}
     assert (tmp_path / name).read_bytes() == safetensors.torch.save(tensors)
@@ -180,25 +179,3 @@ def test_an_interrupt_of_one_rank_alone_is_said(place):
     assert codes == [130, 130], place.log("interrupt-one")
     assert place.log("interrupt-one").count("torchtrain: ") == 1
     assert "torchtrain: rank 1: interrupted" in place.log("interrupt-one")
-
-
-@pytest.mark.parametrize("at", ["state", "commit"])
-def test_killed_while_a_save_is_written_and_training_goes_on(place, straight, at):
-    """Whatever step training is in meanwhile: the save before is the one that counts."""
-    name = f"killed-{at}"
-    assert place.train(name, at=at, nth=2) == -signal.SIGKILL
-    folder = place.folder / name / "checkpoints"
-    assert Checkpoints(folder).steps() == [2]
-    assert [path.name for path in folder.glob("*.partial")] == ["step-00000004.partial"]
-    assert place.resume(name) == 0
-    assert_same(place.folder / name, straight)
-    assert not list(folder.glob("*.partial"))
-
-
-def test_the_last_save_is_whole_before_the_model_is_exported(run, monkeypatch):
-    train, _ = run
-    order = Order(monkeypatch, hold={})
-    real = recipe.Session.export
-    monkeypatch.setattr(recipe.Session, "export", lambda *a: order.note("export") or real(*a))
-    train("train.steps=2")
-    assert order.seen == ["step 1", "step 2", "begin 2", "end 2", "export"]

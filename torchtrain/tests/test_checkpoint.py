@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from anchorline.errors import UserError
-from torchtrain.checkpoint import folder, rng
-from torchtrain.checkpoint.manifest import MANIFEST
+from torchtrain.checkpoint import rng
 from torchtrain.checkpoint.state import state_of
 from torchtrain.distributed.world import ALONE
 from torchtrain.tests.checkpoint_fixtures import TRAIN, contents, make_strategy, same, save
@@ -96,28 +95,6 @@ def test_nothing_is_removed_before_the_new_one_is_there(checkpoints, monkeypatch
     assert checkpoints.steps() == [2]
 
 
-def test_the_one_just_saved_is_kept_whatever_else_is_there(checkpoints):
-    """A run that was taken up at an earlier step, by whatever way."""
-    strategy = make_strategy(updates=0)
-    for step in (2, 4):
-        save(checkpoints, step, strategy)
-    save(checkpoints, 1, strategy, keep=2)
-    assert 1 in checkpoints.steps()
-
-
-def test_later_ones_are_forgotten_the_last_first(checkpoints, monkeypatch):
-    strategy = make_strategy(updates=0)
-    for step in (2, 4, 6, 8):
-        save(checkpoints, step, strategy)
-    real, calls = folder.remove_checkpoint, []
-    monkeypatch.setattr(folder, "remove_checkpoint", lambda path: calls.append(checkpoints.steps()) or real(path))
-    checkpoints.forget_after(4)
-    assert calls == [[2, 4, 6], [2, 4]]
-    assert checkpoints.steps() == [2, 4]
-    checkpoints.forget_after(0)
-    assert checkpoints.steps() == []
-
-
 def test_an_older_one_that_cannot_be_removed_is_not_called_unsaved(checkpoints, monkeypatch):
     strategy = make_strategy(updates=0)
     save(checkpoints, 1, strategy)
@@ -125,22 +102,9 @@ def test_an_older_one_that_cannot_be_removed_is_not_called_unsaved(checkpoints, 
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("torchtrain.checkpoint.folder._discard", refuse)
+    monkeypatch.setattr("torchtrain.checkpoint.folder.set_aside", refuse)
     with pytest.raises(
         UserError, match=r"step-00000002: is saved, but an older .*permission denied \(.*step-00000001\)"
     ):
         save(checkpoints, 2, strategy, keep=1)
     assert checkpoints.open(2) is not None
-
-
-def test_a_step_that_is_saved_again_takes_the_place(checkpoints):
-    save(checkpoints, 1, make_strategy(updates=1))
-    (checkpoints.path(1) / MANIFEST).write_text("damaged")
-    strategy = make_strategy()
-    save(checkpoints, 1, strategy)
-    again = make_strategy(updates=0)
-    manifest = checkpoints.open()
-    assert manifest is not None
-    checkpoints.load(state_of(again), manifest, ALONE)
-    assert same(contents(again), contents(strategy))
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001"]

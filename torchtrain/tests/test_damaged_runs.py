@@ -9,26 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from anchorline import files
 from anchorline.errors import UserError
 from torchtrain.config import load_config
 from torchtrain.run import recipe
-from torchtrain.run.folder import RunFolder
 from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import QUIET, resume
 from torchtrain.tests.runs import unprivileged
 
 DAMAGE: dict[str, bytes] = {
     "empty": b"",
-    "zeros": b"\0" * 100,
     "a list": b"[1]\n",
-    "a number": b"1\n",
     "no json": b"{\n",
     "binary": bytes(range(256)) * 4,
     "an object": b'{"event": "step", "step": "x", "loss": null}\n',
     "another object": b'{"made_by": "torchtrain train", "event": "evaluation", "step": 1e400, "loss": "0"}\n',
     "deep": b"[" * 100_000 + b"\n",
-    "deep object": b'{"event": ' + b'{"a":' * 500 + b"1" + b"}" * 500 + b"}\n",
     "digits": b'{"event": "step", "step": ' + b"9" * 5000 + b"}\n",
 }
 DAMAGED = [
@@ -74,9 +69,7 @@ def test_a_damaged_file_is_one_line_that_names_it(stopped, tmp_path, name, monke
                 told.append(f"{path} does not matter")
         assert not [line for line in told if "\n" in line]
         if name != "config.yaml":
-            assert any(
-                "holds no run of ours" in line or path.name in line or "step 4, damaged" in line for line in told
-            ), told
+            assert any("holds no run;" in line or path.name in line or "step 4, damaged" in line for line in told), told
     if path.is_dir():
         path.rmdir()
     path.unlink(missing_ok=True)
@@ -85,7 +78,7 @@ def test_a_damaged_file_is_one_line_that_names_it(stopped, tmp_path, name, monke
         resume(run)
 
 
-@pytest.mark.parametrize("name", [".", *DAMAGED, "checkpoints", "checkpoints/step-00000004", "bad_steps", "exports"])
+@pytest.mark.parametrize("name", [".", "run.json", "outputs.json", "timing.jsonl", "checkpoints"])
 def test_what_may_not_be_read_is_one_line(stopped, name, monkeypatch):
     monkeypatch.setattr(recipe, "set_up", lambda *_: pytest.fail("it went on"))
     with tempfile.TemporaryDirectory() as folder:  # pytest's own is its user's alone
@@ -120,35 +113,3 @@ def test_records_that_lack_something(stopped, tmp_path):
         for verb in (lambda: list(status_lines(run)), lambda: resume(run)):
             with pytest.raises(UserError, match=r"run.json: is damaged: it lacks the config or the identity"):
                 verb()
-
-
-def test_a_step_of_no_number_is_not_ours(done):
-    (done / "exports" / "step-abcdefgh").mkdir()
-    (done / "checkpoints" / "step-x").mkdir()
-    assert not [line for line in status_lines(done) if "abcdefgh" in line or "step-x" in line]
-    assert resume(done) is None
-    RunFolder(done).remove_later_exports(0, 6)
-    assert (done / "exports" / "step-abcdefgh").is_dir()
-
-
-def test_names_in_a_record_do_not_lead_out_of_the_folder(done, tmp_path):
-    (tmp_path / "precious").write_text("the user's")
-    outputs = json.loads((done / "outputs.json").read_text())
-    for folder, name in (
-        ("model", "../../precious"),
-        ("model", f"{tmp_path}/precious"),
-        ("../..", "precious"),
-        (".", "x"),
-    ):
-        (done / "outputs.json").write_text(
-            json.dumps(outputs | {"models": {folder: {name: {"bytes": 1, "sha256": ""}}}})
-        )
-        for verb in (lambda: list(status_lines(done)), lambda: resume(done)):
-            with pytest.raises(UserError, match=rf"{done}/outputs.json: is damaged"):
-                verb()
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="not a regular file"):
-        files.entry_of(tmp_path / "pipe")

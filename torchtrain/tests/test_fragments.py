@@ -1,7 +1,6 @@
 """Fragments: what any layout of ranks wrote, any other reads."""
 
 import itertools
-import os
 import tempfile
 from math import prod
 from pathlib import Path
@@ -89,36 +88,24 @@ def test_another_dtype_or_tensor_is_refused(tmp_path):
     wanted = [Fragment(n, 0, kinds) for n, kinds in whole(0).items()]
     path = tmp_path / "state.safetensors"
     for tensors, message in (
-        ({"master:0:a": torch.zeros(15).bfloat16()}, "master:0:a is BF16 in 30 bytes and not 15 of float32"),
+        ({"master:0:a": torch.zeros(15).bfloat16()}, "a tensor is BF16 of shape"),
         ({"gradient:0:a": torch.zeros(15)}, "unknown tensor"),
         ({"master:first:a": torch.zeros(15)}, "invalid literal"),
         ({"a": torch.zeros(15)}, "not enough values"),
-        ({"master:0:a": torch.zeros(3, 5)}, "too many values"),
+        ({"master:0:a": torch.zeros(3, 5)}, "a tensor is F32 of shape"),
     ):
         path.write_bytes(safetensors.torch.save(tensors))
         with pytest.raises(DamageError, match=f"{path}: .*{message}"):
             fragments.read([path], wanted)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"", "it is cut off"),
-        (b"\xff" * 8, "its header is cut off"),
-        ((2).to_bytes(8, "little") + b"[]", "holds no values by name"),
-        ((2).to_bytes(8, "little") + b"{", "its header is cut off"),
-        ((14).to_bytes(8, "little") + b'{"master:0:a":', "is not JSON"),
-        ((18).to_bytes(8, "little") + b'{"master:0:a": {}}', "shape"),
-    ],
-)
-def test_what_is_no_state_file_is_refused(tmp_path, content, told):
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", None])
+def test_what_is_no_state_file_is_refused(tmp_path, content):
     path = tmp_path / "state.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(DamageError, match=f"{path}: is not a state file of ours .*{told}"):
+    cut_off = safetensors.torch.save({f"{kind}:0:a": torch.zeros(15) for kind in KINDS})[:-1]
+    path.write_bytes(cut_off if content is None else content)
+    with pytest.raises(DamageError, match=f"{path}: is not a state file"):
         fragments.read([path], [Fragment(n, 0, kinds) for n, kinds in whole(0).items()])
-    path.write_bytes(safetensors.torch.save({f"{kind}:0:a": torch.zeros(15) for kind in KINDS})[:-1])
-    with pytest.raises(DamageError, match="it is cut off"):
-        fragments.read([path], [Fragment("a", 0, whole(0)["a"])])
 
 
 def of_rank(tensors, how: str, rank: int, ranks: int) -> list[Fragment]:
@@ -133,22 +120,19 @@ def of_rank(tensors, how: str, rank: int, ranks: int) -> list[Fragment]:
 @pytest.mark.parametrize("how", ["flat", "cut"])
 @pytest.mark.parametrize("other", ["flat", "cut"])
 @pytest.mark.parametrize(("writers", "readers"), [(4, 4), (4, 2), (2, 3), (1, 4), (4, 1)])
-def test_a_rank_reads_what_it_holds_and_headers(tmp_path, monkeypatch, how, other, writers, readers):
-    """Bytes that the system was asked for, in any layout; and no other rank's file where the layout is the same."""
+def test_a_rank_opens_its_own_files_where_the_layout_is_the_same(tmp_path, monkeypatch, how, other, writers, readers):
     monkeypatch.setattr(fragments, "FILE_BYTES", 60)
     was, now = whole(0), whole(1)
     files = {rank: fragments.write(tmp_path, of_rank(was, how, rank, writers), rank) for rank in range(writers)}
     names = [name for written in files.values() for name in written]
     assert len(names) > writers
-    headers = {name: 8 + int.from_bytes((tmp_path / name).read_bytes()[:8], "little") for name in names}
-    real_read, real_open = os.preadv, os.open
+    real_open = fragments.safe_open
     for rank in range(readers):
-        held, opened, read = of_rank(now, other, rank, readers), [], []
-        monkeypatch.setattr(os, "open", lambda path, *rest, to=opened: to.append(path.name) or real_open(path, *rest))
-        monkeypatch.setattr(os, "preadv", lambda *a, to=read: to.append(real_read(*a)) or to[-1])
+        held, opened = of_rank(now, other, rank, readers), []
+        monkeypatch.setattr(
+            fragments, "safe_open", lambda path, *rest, to=opened: to.append(path.name) or real_open(path, *rest)
+        )
         fragments.read([tmp_path / name for name in fragments.nearest(names, writers, rank, readers)], held)
-        own = sum(x_n.nbytes for f in held for x_n in f.tensors.values())
-        assert sum(read) == own + sum(headers[name] for name in opened)
         if (how, writers) == (other, readers):
             assert sorted(opened) == sorted(files[rank])
     monkeypatch.undo()

@@ -63,7 +63,7 @@ def test_another_config_is_refused(saved, override, message):
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("tokenizer", "u", "the tokenizer of model.source is another .*tokenizer: 't' in the run, 'u' now"),
+        ("tokenizer", "u", "the tokenizer of model.source has changed; .*tokenizer: 't' in the run, 'u' now"),
         ("model", {"rope": 2.0}, "model.rope: 1.0 in the run, 2.0 now"),
         ("data", {"sources": [{"files": "b"}]}, "data.sources.0.files: 'a' in the run, 'b' now"),
         ("data", {"sources": []}, "data.sources: "),

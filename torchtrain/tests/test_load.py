@@ -30,7 +30,8 @@ def exported(tmp_path):
     changes = {"rope_parameters": config.rope_parameters, "max_position_embeddings": 2 * POSITIONS, "use_cache": False}
     model = tiny_model("llama", dtype=torch.bfloat16, **changes)
     model.set_attn_implementation("anchor_sdpa")
-    export(model.train(), tiny_tokenizer(), tmp_path / "model.partial", tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    export(model.train(), tiny_tokenizer(), tmp_path / "model")
     written = json.loads((tmp_path / "model" / "config.json").read_text())
     assert written["use_cache"] is False  # as many trainings leave it
     return str(tmp_path / "model")

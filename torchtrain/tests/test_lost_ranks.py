@@ -102,7 +102,7 @@ def test_sigterm_outside_a_step_is_told_by_one(place, straight_on_two, ranks, ag
     codes = place.train(name, *TWO, processes=2, set=QUICK, agent=agent, **kill)
     assert codes == [143, 143], place.log(name)
     (line,) = [line for line in place.log(name).splitlines() if line.startswith("torchtrain: ")]
-    advice = f"stopped by SIGTERM; to go on from the last checkpoint: torchtrain resume {place.folder / name}"
+    advice = f"stopped by SIGTERM; to resume from the last checkpoint: torchtrain resume {place.folder / name}"
     assert line in (f"torchtrain: {advice}", f"torchtrain: rank 1: {advice}")
     if "rank" in ranks and not agent:
         assert ("rank 1" in line) == (ranks["rank"] == 1)

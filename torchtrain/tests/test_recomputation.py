@@ -66,7 +66,7 @@ def test_the_run_does_what_was_chosen_and_says_so(config, monkeypatch, free):
     assert any(layer.gradient_checkpointing for layer in setup.model.model.layers) is (free == 0)
     assert setup.record["activation_checkpointing"] is (free == 0)
     (line,) = [line for line in said if line.startswith("layers    ")]
-    assert line.endswith("GiB are free" if free else "how much is free is not told here")
+    assert line.endswith("GiB are free" if free else "the free memory is not known")
 
 
 def test_nothing_is_chosen_or_said_that_was_not_asked(tree, write_config, monkeypatch):

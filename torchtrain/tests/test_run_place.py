@@ -1,7 +1,5 @@
 """Where a run may stand: its folder is resolved before it is looked at, and what is there stays."""
 
-import os
-
 import pytest
 from typer.testing import CliRunner
 
@@ -13,8 +11,7 @@ from torchtrain.run import recipe
 from torchtrain.tests.runs import tree_of
 
 
-@pytest.mark.parametrize("written", ["new/../data", "a/b/../../data", "data/../new/../data/.", "link/data"])
-@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize(("written", "replace"), [("new/../data", True), ("link/data", False)])
 def test_a_path_is_resolved_before_it_is_looked_at(fresh, written, replace):
     """`new` is not there, so nothing is seen behind `..`, until making it gives the path its meaning."""
     train, here = fresh
@@ -42,27 +39,20 @@ def test_the_working_directory_is_never_replaced(fresh, monkeypatch):
     ("folder", "told"),
     [
         ("/", "is the root of all folders"),
-        ("x/../" * 40 + "/", "is the root of all folders"),
         ("run\0", "no folder can have this name"),
-        ("run\ud800", "no folder can have this name"),
-        ("r" * 5000, "file name too long"),
-        ("r/" * 2500, "file name too long"),
         ("r" * 256, "file name too long"),
         ("~nobody-of-this-name/run", "~ stands for the folder of nobody here"),
         ("dangling/run", "is a link to what is not there"),
         ("dangling", "is a link to what is not there"),
-        ("round/run", "is a link to what is not there"),
         ("/etc/passwd/run", "Not a directory"),
     ],
-    ids=["root", "rooted", "nul", "surrogate", "name", "path", "256", "user", "dangling", "link", "loop", "file"],
+    ids=["root", "nul", "256", "user", "dangling", "link", "file"],
 )
 def test_a_folder_that_cannot_be_is_one_line(place, tmp_path, monkeypatch, folder, told):
     (tmp_path / "dangling").symlink_to(tmp_path / "not" / "mounted")
-    (tmp_path / "round").symlink_to(tmp_path / "round")
     monkeypatch.chdir(tmp_path)
     config = load_config(place.config)
     before = sorted(tmp_path.iterdir())
-    folder = folder if not folder.startswith("x/") else os.path.relpath("/", tmp_path)
     for section, name in (("run", "folder"), ("data", "cache")):
         if name == "cache" and told in ("is the root of all folders", "Not a directory"):
             continue
@@ -89,19 +79,3 @@ def test_an_out_that_is_a_file_is_refused_and_named(tmp_path):
         assert told.exit_code == 2, command
         assert f"--out {quoted(file)}: is a file; give the name of a folder" in told.stderr
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_run_beside_strangers(fresh):
-    """Nothing that only looks like a leftover of ours is touched; what an older trainer left beside is not ours to
-    remove.
-    """
-    train, here = fresh
-    for name in ("run.deleted", "run.partial", "run.partial-abcd1234"):
-        (here / name).mkdir()
-        (here / name / "precious").write_text(name)
-    before = tree_of(here)
-    train(f"{here}/run")
-    train(f"{here}/run", replace=True)
-    assert {
-        name: of for name, of in tree_of(here).items() if not name.startswith(("run/", "run.replaced-1/"))
-    } == before

@@ -25,8 +25,7 @@ def spoil(monkeypatch, at, value):
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
 
 
-@pytest.mark.parametrize("save", [1, 0])
-@pytest.mark.parametrize("what", ["nan", "inf"])
+@pytest.mark.parametrize(("save", "what"), [(1, "nan"), (0, "inf")])
 def test_weights_that_the_last_step_spoils_are_not_exported(fresh, monkeypatch, save, what):
     train, here = fresh
     spoil(monkeypatch, at=2, value=float(what))
@@ -38,14 +37,6 @@ def test_weights_that_the_last_step_spoils_are_not_exported(fresh, monkeypatch, 
     assert Checkpoints(here / "run" / "checkpoints").steps() == [1][:save]
     lines = list(status_lines(here / "run"))
     assert lines[0].endswith("interrupted")
-
-
-def test_weights_that_a_step_spoils_are_named_by_the_next(fresh, monkeypatch):
-    """However many bad steps may be left out: leaving them out is of no use."""
-    train, here = fresh
-    spoil(monkeypatch, at=1, value=float("nan"))
-    with pytest.raises(UserError, match=r"model\.layers\.0\.\S+ is not finite before step 2; so the loss is nan"):
-        train(here / "run", "save.every=0", "train.steps=4", "train.skip_bad_steps=4")
 
 
 @pytest.mark.parametrize("what", [float("nan"), float("inf")])
