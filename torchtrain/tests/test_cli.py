@@ -2,10 +2,8 @@
 
 import ast
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -16,12 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from anchorline.command import Leave
 from torchtrain.cli import app, main
-from torchtrain.commands import ending
-from torchtrain.commands.ending import one_speaks
 from torchtrain.config import load_config
-from torchtrain.errors import TERMINATED, OtherRankFailed
 from torchtrain.tests.tiny import POSITIONS, tiny_config, tiny_model, tiny_tokenizer
 
 
@@ -204,16 +198,6 @@ def test_a_run_is_not_overwritten_but_replaced_when_asked(call, tree):
     assert [event["step"] for event in events] == [0, 1, 2, 3, 3]
 
 
-@pytest.mark.parametrize("replace", [[], ["--replace"]])
-@pytest.mark.parametrize("content", ["thesis.tex", "run.json", "metrics.jsonl"])
-def test_a_folder_that_is_no_run_is_never_touched(call, tree, replace, content):
-    folder = Path(tree["run"]["folder"])
-    folder.mkdir()
-    (folder / content).write_text("{}")
-    assert "not recognised as a run" in one_line(call("train", *replace))
-    assert [path.name for path in folder.iterdir()] == [content]
-
-
 def test_an_interruption_is_one_line(call, tree, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -293,21 +277,3 @@ def test_status_needs_nothing_that_computes(call, tree):
     assert "steps      2 of 2" in printed
     assert "checkpoint step 2" in printed
     assert {"typer"} < packages <= CLI
-
-
-def test_who_is_on_the_way_out_hears_no_more_of_sigterm(monkeypatch):
-    """torchrun sends it to every process once one has ended; whoever waits to leave last keeps its own exit code."""
-    heard = []
-    monkeypatch.setattr(ending, "_SECONDS_BEFORE_LEAVING", 0.2)
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-    timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    try:
-        timer.start()
-        with pytest.raises(Leave) as ended, one_speaks():
-            raise OtherRankFailed("", TERMINATED)
-        assert (ended.value.code, heard) == (TERMINATED, [])
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == [1]
-    finally:
-        timer.join()
-        signal.signal(signal.SIGTERM, before)
