@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -416,6 +417,11 @@ def _measure_in_processes(
         try:
             for of in asked:
                 of.result()
+        except BrokenProcessPool:
+            raise UserError(
+                "--processes: one of them was killed, perhaps for want of memory; what was finished is kept: call it "
+                "again, with fewer"
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -1,6 +1,8 @@
 """A suite, the models that it is asked of, lm-eval's own tasks, and several processes."""
 
 import json
+import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from torchtrain.cli import app
+from torchtrain.evaluation import evaluate
 from torchtrain.evaluation.compare import compare
 from torchtrain.evaluation.evaluate import check_suite, check_tokenizer
 from torchtrain.evaluation.results import read_result, read_results
@@ -93,6 +96,17 @@ def test_two_processes_give_the_answers_of_one(call, tmp_path):
     assert {task: of.samples for task, of in alone.items()} == {task: of.samples for task, of in both.items()}
     said = [{task: [a.prediction for a in of.answers] for task, of in each.items()} for each in (alone, both)]
     assert said[0] == said[1]
+
+
+def test_a_process_that_is_killed_is_one_line(call, monkeypatch):
+    """As the kernel does where memory runs out: here when it starts."""
+    monkeypatch.setattr(evaluate, "_start_process", os._exit)
+    monkeypatch.setattr(
+        evaluate, "ProcessPoolExecutor", lambda n, context, start, _: ProcessPoolExecutor(n, context, start, (9,))
+    )
+    done = call("--tasks", "hellaswag", "--processes", "2")
+    assert done.exit_code == 2
+    assert "--processes: one of them was killed" in done.stderr
 
 
 def test_prompts_go_into_the_chat_template_and_still_fit(call, tmp_path):
