@@ -280,7 +280,9 @@ class RunFolder:
             (path.name, step_of(path.name), path) for path in self.exports_of_steps()
         ]
         if self.model.is_dir():
-            models.append((MODEL, self._read_outputs().finished, self.model))
+            steps = self._read_outputs().finished
+            models = [model for model in models if model[1] != steps]  # the same weights
+            models.append((MODEL, steps, self.model))
         if not models:
             raise UserError(f"{self.path}: has exported no model yet; `torchtrain status` shows its progress")
         return models[-last:]

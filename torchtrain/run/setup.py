@@ -297,7 +297,7 @@ def describe_variant(pack: PackConfig) -> str:
     if pack.tag:
         text += "; each document begins with a tag, which is never a target"
     if pack.interleave and pack.base_variant == "intra_reset":
-        text += "; +interleave changes nothing, because positions restart in each document"
+        text += "; +interleave changes nothing, because positions restart in each document: this is intra_reset"
     elif pack.interleave:
         pieces = "2 or 3" if pack.split == "authors" else f"{pack.chunks}"
         text += f"; documents are cut into {pieces} chunks that take the positions of a random merge"

@@ -63,8 +63,8 @@ def test_nodes_that_do_not_share_the_folder(place):
     codes = place.train("apart", f"run.folder={place.folder}/apart-{{rank}}", processes=2, set=constants)
     assert codes == [2, 2]
     (line,) = [line for line in place.log("apart").splitlines() if line.startswith("torchtrain: ")]
-    assert line.startswith(f"torchtrain: rank 1: run.folder {place.folder}/apart-1: the run is not to be seen on ")
-    assert line.endswith("run.folder must be on a disk that all nodes share")
+    assert line.startswith(f"torchtrain: rank 1: run.folder {place.folder}/apart-1: ")
+    assert line.endswith("does not see the run; run.folder must be on a disk that all nodes share")
 
 
 def test_a_process_that_hangs_stops_the_other(place):
