@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from scipy import stats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -186,18 +185,6 @@ def test_needles_are_those_of_lm_eval(task, tokenizer, materials, monkeypatch):
                 patch.setattr(lm.niah, "generate_samples", generate)
                 equal.append(texts(stock) == texts(make_samples(task, length, 3, SEED, tokenizer, materials)))
         assert any(equal)
-
-
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
-def test_needles_lie_at_every_depth_alike(task, tokenizer, materials):
-    depths = []
-    for sample in make_samples(task, LENGTH, 120, SEED, tokenizer, materials):
-        text = sample["input"]
-        begin, end = text.index("\n"), text.rindex("\nWhat")
-        depths.append((text.index(sample["outputs"][0]) - begin) / (end - begin))
-    # Kolmogorov's distance of 120 draws stays below this with 99 per cent; the 40 depths add as much as one of them.
-    bound = 1.63 / len(depths) ** 0.5 + 1 / 40
-    assert stats.kstest(depths, "uniform").statistic < bound
 
 
 def test_the_example_of_vt_is_one_for_all_in_2024_and_another_each_time_now(made):
