@@ -26,18 +26,6 @@ def test_the_benchmark_judges_as_the_judge(dtype, error):
     assert math.isclose(found, verdict.ratio, rel_tol=1e-6) or math.isinf(found)
 
 
-def test_a_section_is_written_where_it_stood(tmp_path):
-    assert RESULTS, "results that the page shows"
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n\nBefore.\n")
-    write(page, RESULTS)
-    first = page.read_text()
-    page.write_text(first + "\nAfter.\n")
-    write(page, RESULTS)
-    assert page.read_text() == first + "\nAfter.\n"
-    assert first.startswith("# Page\n\nBefore.\n\n<!-- made by")
-
-
 def test_the_page_shows_what_was_measured(tmp_path):
     """Written again from the kept results, the page is the same."""
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

@@ -1,6 +1,4 @@
-"""Wrong attention functions by the class of what shows them: `parity check` refuses every one, and right ones pass.
-
-docs/zoo.md has the count of those that were refused before the check had cases for these classes.
+"""Wrong attention functions, some of each class in docs/zoo.md: `parity check` refuses every one.
 
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
 """
@@ -43,14 +41,6 @@ def _from_zero(logits, mask):
     return _normalise((logits - top.detach()).exp(), mask)
 
 
-def _running_from(start):
-    def probabilities(logits, mask):
-        top = logits.masked_fill(~mask, start).amax(-1, keepdim=True).clamp(min=start)
-        return _normalise((logits - top.detach()).exp(), mask)
-
-    return probabilities
-
-
 def _added_mask(value):
     return lambda logits, mask: (logits + (~mask) * value).softmax(-1) * mask.any(-1, keepdim=True)
 
@@ -77,13 +67,8 @@ def _with_epsilon(logits, mask):
 SIZE = {
     "no maximum": _by_logits(lambda logits, mask: _normalise(logits.exp(), mask)),
     "maximum from zero": _by_logits(_from_zero),
-    "maximum from -5": _by_logits(_running_from(-5.0)),
     "capped at 50": _by_logits(lambda logits, mask: _softmax(50 * torch.tanh(logits / 50), mask)),
-    "clamped at 80": _by_logits(lambda logits, mask: _softmax(logits.clamp(-80, 80), mask)),
-    "clamped below": _by_logits(lambda logits, mask: _softmax(logits.clamp(min=-64), mask)),
     "mask of -30": _by_logits(_added_mask(-30.0)),
-    "mask of -100": _by_logits(_added_mask(-100.0)),
-    "constant for the maximum": _by_logits(lambda logits, mask: _normalise((logits - 20).exp(), mask)),
     "one of equals": _by_logits(_one_of_equals),
     "hard where it is peaked": _by_logits(_hard),
     "epsilon below": _by_logits(_with_epsilon),
@@ -135,15 +120,10 @@ def _no_padding_beyond(length):
 LONG = {
     "ids in int8": lambda q, k, v, document_ids, scale: right(q, k, v, document_ids.to(torch.int8).long(), scale),
     "128 documents at most": _first_documents(128),
-    "64 documents at most": _first_documents(64),
     "ids modulo 128": _visible_by(lambda ids: torch.where(ids > 127, ids - 127, ids)),
-    "window of 256": _window(256),
-    "window of 512": _window(512),
     "window of 1,024": _window(1024),
     "anchor of 128 at most": _anchor_to(128),
-    "anchor of 64 at most": _anchor_to(64),
     "padding beyond 400": _no_padding_beyond(400),
-    "rows beyond 512": _visible_by(lambda ids: torch.where(torch.arange(ids.shape[1]) >= 512, 1, ids)),
     "rows beyond 1,024": _visible_by(lambda ids: torch.where(torch.arange(ids.shape[1]) >= 1024, 1, ids)),
 }
 
@@ -183,14 +163,10 @@ def _head_stride_of_dim(x: Tensor) -> Tensor:
 
 STRIDES = {
     "all strides ignored": _of(_as_if_contiguous),
-    "strides of k ignored": _of(_as_if_contiguous, "k"),
     "strides of v ignored": _of(_as_if_contiguous, "v"),
-    "strides of q ignored": _of(_as_if_contiguous, "q"),
     "offset ignored": _of(_from_the_start),
-    "offset of k ignored": _of(_from_the_start, "k"),
     "token's stride assumed": _of(_token_stride_of_heads),
     "head's stride assumed": _of(_head_stride_of_dim),
-    "view": _of(lambda x: x.view(x.shape[0], -1).view(x.shape)),
     "a stride of 0 divided by": _of(lambda x: x if min(x.stride()) else x * 0, "kv"),
 }
 
@@ -213,17 +189,10 @@ def _values_to(most):
 
 HEADS = {
     "64 dimensions at most": _dims(64),
-    "96 dimensions at most": _dims(96),
-    "32 dimensions at most": _dims(32),
     "values of 64 at most": _values_to(64),
-    "values of 96 at most": _values_to(96),
     "scale of the padded head": _scaled(lambda s, D: s * (D / (1 << (D - 1).bit_length())) ** 0.5),
     "scale in bfloat16": _scaled(lambda s, D: float(torch.tensor(s).bfloat16())),
     "scale of a power of two": _scaled(lambda s, D: 2.0 ** round(float(torch.tensor(s).log2()))),
-    "scale at least a tenth": _scaled(lambda s, D: max(s, 0.1)),
-    "scale at most a quarter": _scaled(lambda s, D: min(s, 0.25)),
-    "scale of 64 beyond 64": _scaled(lambda s, D: s if D <= 64 else 0.125 * s * D**0.5),
-    "scale in float16": _scaled(lambda s, D: float(torch.tensor(s).half())),
 }
 
 
@@ -251,17 +220,12 @@ def _other_under_compile(q, k, v, mask, scale):
 
 CALLS = {
     "mask kept by shape": _remember(lambda ids: ids.shape),
-    "mask kept by address": _remember(lambda ids: ids.data_ptr()),
     "mask kept by object": _remember(lambda ids: id(ids)),
-    "mask kept by length and documents": _remember(lambda ids: (ids.shape, int(ids.max()), int(ids.min()))),
     "mask kept by the sum": _remember(lambda ids: (ids.shape, int(ids.sum()))),
-    "mask kept by the first document": _remember(lambda ids: (ids.shape, int((ids == 1).sum()), int(ids.max()))),
-    "mask kept by first and last id": _remember(lambda ids: (ids.shape, int(ids[0, 0]), int(ids[0, -1]))),
     "other under inference mode": _under(torch.is_inference_mode_enabled),
     "other without gradients": _under(lambda: not torch.is_grad_enabled()),
     "other with gradients": _under(torch.is_grad_enabled),
     "other under compile": _other_under_compile,
-    "other under autocast": _under(lambda: torch.is_autocast_enabled("cpu")),
 }
 
 CLASSES = {"size": SIZE, "long": LONG, "strides": STRIDES, "heads": HEADS, "calls": CALLS}
@@ -273,8 +237,6 @@ LAYOUTS_OF = {
     "calls": ["intra", "anchor"],
 }
 HEAD_DIMS_OF = {"heads": [16, 64, 96, 128]}
-# Under autocast right functions round otherwise, so it is not tried.
-NOT_SEEN = {"other under autocast"}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, functions in CLASSES.items() for name in functions])
@@ -284,15 +246,12 @@ def test_a_wrong_function_is_refused(kind, name):
     options = {"adapter": declare(library="torch"), "heads": [(4, 2)], "dtypes": ["float32"], "layouts": layouts}
     sizes = HEAD_DIMS_OF.get(kind, [16])
     results = [check_attention(fn, head_dim=size, backward=kind == "calls", **options) for size in sizes]
-    assert any(not result.passed for result in results) == (name not in NOT_SEEN)
+    assert any(not result.passed for result in results)
 
 
 # Where each of the class shows.
 LONG_LAYOUTS = {
-    **dict.fromkeys(
-        ("ids in int8", "128 documents at most", "64 documents at most", "ids modulo 128"), "many_documents"
-    ),
-    **dict.fromkeys(("window of 512", "window of 1,024", "rows beyond 512", "rows beyond 1,024"), "one_long"),
-    **dict.fromkeys(("anchor of 128 at most", "anchor of 64 at most", "padding beyond 400"), "long_anchor"),
-    "window of 256": "off_blocks_anchor",
+    **dict.fromkeys(("ids in int8", "128 documents at most", "ids modulo 128"), "many_documents"),
+    **dict.fromkeys(("window of 1,024", "rows beyond 1,024"), "one_long"),
+    **dict.fromkeys(("anchor of 128 at most", "padding beyond 400"), "long_anchor"),
 }

@@ -55,11 +55,6 @@ def test_a_target_that_cannot_be_loaded_is_one_line(target, says, tmp_path, caps
     assert captured.out == ""
 
 
-def test_bad_heads_on_the_command_line_are_one_line(capsys):
-    assert check_command("parity_tests.tests.attention_by_hand:by_mask", heads=["4x2"]) == 2
-    assert "heads: '4x2'; give query heads / key-value heads, as in 4/2" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("case", attention_cases(by_mask, layouts=["intra", "anchor"], **ONE))
 def test_the_helper_gives_one_test_a_case(case):
     case.raise_if_different()

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -131,20 +130,6 @@ def test_an_export_that_lost_its_theta_is_another_computation(checkpoints):
     assert "theta is off by a factor of 50" in result.stdout
 
 
-def test_what_cannot_be_held_against_each_other_is_refused(checkpoints):
-    folders = ["--model", str(checkpoints / "half"), "--against", str(checkpoints / "original")]
-    finer = runner.invoke(cli.app, ["run", "--tokens", "48", "--dtype", "float32", *folders])
-    assert finer.exit_code == 2
-    assert "--dtype float32: finer than the bfloat16 in which weights are stored; choose bfloat16" in finer.stderr
-    itself = runner.invoke(cli.app, [*QUICK, "--against-dtype", "bfloat16", *folders[:3], str(checkpoints / "half")])
-    assert itself.exit_code == 2
-    assert "is asked for twice" in itself.stderr
-    assert "pydantic" not in itself.stderr
-    alone = runner.invoke(cli.app, [*QUICK, *folders[:2], "--against-dtype", "float32"])
-    assert alone.exit_code == 2
-    assert "--against-dtype: needs --against" in alone.stderr
-
-
 def test_a_checkpoint_that_was_written_anew_is_judged_anew(checkpoints, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoints / "original", folder)
@@ -174,15 +159,6 @@ def test_other_weights_are_refused_by_name(checkpoints):
 
 
 # -- the other verbs ---------------------------------------------------------------------------------------------------
-
-
-def test_check_passes_its_options_on():
-    with patch("parity_tests.check.check_command", return_value=1) as command:
-        result = runner.invoke(cli.app, ["check", "m:f", "--dtypes", "float32", "--layout", "BHTD", "--no-backward"])
-    assert result.exit_code == 1
-    assert command.call_args.args == ("m:f",)
-    given = command.call_args.kwargs
-    assert (given["dtypes"], given["layout"], given["backward"]) == (["float32"], "BHTD", False)
 
 
 def test_zoo_prints_the_kill_table(tmp_path):

@@ -1,8 +1,5 @@
 """The page: what it says, that nothing in a report can break it, and what a browser makes of it."""
 
-import re
-from base64 import b64decode
-from collections.abc import Iterator
 from html import unescape
 from itertools import count
 from math import inf, nan
@@ -10,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
-from parity_tests.report.html import ListedCase, headline, place, ratio, render
-from parity_tests.report.plot import plot, where_over
+from parity_tests.report.html import headline, place, ratio, render
 from parity_tests.report.schema import Case, Divergence, Environment, Measure, Profile, Report
 
 ROOT = Path(__file__).parents[2]
@@ -176,30 +171,6 @@ def test_the_verdict_is_a_word_and_a_sentence(cases, told):
     assert headline(report(*cases)) == told
 
 
-def test_every_measure_stands_in_one_heat_map_cell():
-    made = ListedCase(1, broken_case())
-    cells = [
-        cell
-        for heats in made.heats().values()
-        for heat in heats
-        for _, row in heat.rows
-        for cell in row
-        if cell is not None
-    ]
-    assert sorted(cell.measure.name for cell in cells) == sorted(measure.name for measure in made.case.measures)
-
-
-def test_rows_are_layers_and_columns_are_taps_in_forward_order():
-    layers, outside = ListedCase(1, broken_case()).heats()["Forward pass"]
-    assert ["".join(lines) for lines in layers.heads] == list(TAPS)
-    assert [layer for layer, _ in layers.rows] == list(range(LAYERS))
-    broken = [
-        (layer, tap) for layer, row in layers.rows for tap, cell in zip(TAPS, row, strict=True) if cell.place[0] == "b"
-    ]
-    assert broken[0] == (FAULTY, "k_rope")
-    assert [layer for layer, _ in outside.rows] == [None]
-
-
 @pytest.mark.parametrize(
     ("error", "allowance", "told"),
     [
@@ -222,43 +193,7 @@ def test_the_border_of_the_rule_is_at_1(error, allowance, told):
     assert made.passed == told[0].startswith("p")
 
 
-def test_the_page_tells_where_and_how():
-    made = report(case("a", seed=3), case("b", seed=11))
-    text = unescape(render(made))
-    for told in (*strings_of(made.environment), made.command, made.cases[0].command, "not committed", ">3, 11<"):
-        assert told in text, told
-
-
-def strings_of(part: Any) -> Iterator[str]:
-    values = dict(part).values() if isinstance(part, BaseModel) else part.values() if isinstance(part, dict) else part
-    for value in values:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, BaseModel | dict | list):
-            yield from strings_of(value)
-
-
 # -- profiles ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("broken", "words"),
-    [
-        ([], "within its allowance in every run"),
-        ([2, 3], "above its allowance from token 20 on"),
-        ([0, 1, 2, 3], "above its allowance everywhere"),
-        ([0, 3], "above its allowance in 2 of 4 runs, the first from token 0"),
-    ],
-)
-def test_where_a_profile_breaks(broken, words):
-    error = [2.0 if i in broken else 0.5 for i in range(4)]
-    made = Profile(starts=[0, 10, 20, 30], error=error, allowance=[1.0] * 4)
-    assert where_over(made) == words
-
-
-def test_a_plot_takes_zero_and_what_is_not_finite():
-    made = plot(Profile(starts=[0, 5, 9], error=[0.0, nan, inf], allowance=[0.0, 1.0, inf]), 12)
-    assert b64decode(made.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
 
 
 # -- what stands in a report is text -----------------------------------------------------------------------------------
@@ -292,22 +227,6 @@ def test_nothing_in_a_report_is_taken_for_markup():
     assert '" onfocus' not in text
     assert "\0" not in text
     assert unescape(text).count(HOSTILE.replace("\0", "\ufffd")) > 40
-
-
-def test_a_large_run_stays_small():
-    text = render(report(*[case(f"case-{number}", measures=large_forward(number)) for number in range(20)]))
-    drawings = re.findall(r"data:image/png[^\"]*", text)
-    assert max(map(len, drawings)) < 16_000
-    assert len(text.encode()) - sum(map(len, drawings)) < 200 * 20 * 400  # bytes a measure, and all around it
-
-
-def large_forward(number: int) -> list[Measure]:
-    """400 measures."""
-    forward = [(layer, tap) for layer in range(16) for tap in TAPS]
-    backward = [(layer, tap) for layer in range(26) for tap in PARAMETERS]
-    return [measure(tap, 0.41 + number / 1e3, layer=layer, profile=profile(0.5)) for layer, tap in forward] + [
-        measure(tap, 0.37, layer=layer, group="gradients") for layer, tap in backward
-    ]
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
@@ -356,14 +275,6 @@ def test_the_verdict_and_what_failed_stand_first(open_page, pages):
     assert texts(rows.nth(0), "td")[1:] == ["41", "0.21", "0.89", "0.89", "0.68", "3.2"]
     worst = rows.nth(0).locator("td").nth(1).get_attribute("title")
     assert worst == "layers.7.k_rope: error 8.20e-2, allowance 2.00e-3"
-
-
-def test_a_report_that_passes_tells_what_came_closest(open_page, pages):
-    page = open_page(pages["passing"])
-    name = "gradients.layers.11.mlp.up_proj.weight"
-    assert texts(page, "header > p > code") == [name]
-    assert "error over allowance 0.89" in page.locator("header").text_content()
-    assert page.locator("#only-broken").count() == 0  # there would be nothing to see
 
 
 def test_a_case_lists_its_measures_and_plots(open_page, pages):

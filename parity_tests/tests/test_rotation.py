@@ -16,7 +16,7 @@ from parity_tests.models import FAMILIES, packed_batch, tiny_model
 from parity_tests.taps import capture_taps
 from parity_tests.tests.layers import compare_layers
 from parity_tests.tolerance import judge
-from torchtrain.attention.hf import implementation_name, watch_queries
+from torchtrain.attention.hf import implementation_name
 from torchtrain.modeling.rotation import check_rotation, rotate_in_float32
 
 FAR = 131_072
@@ -64,23 +64,6 @@ def test_queries_are_rotated_in_float32_and_rounded_once(family):
     assert (np.asarray(ours) != theirs).any(), "rotated in the model's dtype the queries are others"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_gets_one_dtype(family, monkeypatch):
-    import torchtrain.attention.hf as plug_in
-
-    seen = set()
-
-    def attend(q, k, v, plan, **how):
-        seen.add((q.dtype, k.dtype, v.dtype))
-        return v.new_zeros(q.shape), None
-
-    model = model_of(family)
-    monkeypatch.setattr(plug_in, "attend", attend)
-    with torch.no_grad():
-        model(**far_batch(), use_cache=False)
-    assert seen == {(torch.bfloat16,) * 3}
-
-
 def test_layers_are_within_the_rule_of_the_papers_arithmetic():
     """Against what `paper_bf16` errs, which is less than what the model's own rotation does."""
     model, batch = model_of("llama"), far_batch()
@@ -109,23 +92,9 @@ def test_gradients_pass_through_the_rotation():
     assert verdict.passed, verdict
 
 
-def test_a_model_without_rotary_modules_is_refused():
-    with pytest.raises(
-        UserError, match=r"model\.rotation: .* cannot be made to rotate in float32, none of its modules holds"
-    ):
-        rotate_in_float32(torch.nn.Linear(2, 2))
-
-
 def test_a_rotation_that_is_cast_elsewhere_is_refused():
     model = model_of("llama", rotated=False)
     with pytest.raises(
         UserError, match=r"model\.rotation: llama cannot be made to .* its attention gets bfloat16: it casts"
     ):
         check_rotation(model)
-
-
-def test_watching_ends():
-    with watch_queries() as dtypes:
-        pass
-    model_of("llama", rotated=False)(**far_batch(), use_cache=False)
-    assert dtypes == set()

@@ -55,18 +55,6 @@ def test_the_trainer_is_held_to_its_names():
         gather_queries(torch.ones(1, 4, 6), plan)  # heads and head_dim not yet apart
 
 
-def test_rows_are_held_to_their_names():
-    import numpy as np
-
-    pytest.importorskip("torch")
-    from torchtrain.data.rows import _predict_across
-
-    row_T = np.zeros(3, int)
-    _predict_across(row_T, row_T, [], 1)
-    with pytest.raises(TypeError, match=r"_predict_across: input_ids_T has shape \[4\]; shift_labels_T \[3\]"):
-        _predict_across(row_T, np.zeros(4, int), [], 1)
-
-
 def test_outside_tests_nothing_is_checked_and_neither_library_is_imported():
     code = (
         "import sys, jaxref.mask, torchtrain.data.rows\n"
