@@ -56,7 +56,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Part(Judged):
+class PartVerdict(Judged):
     """What came out for a part of an array."""
 
     name: str  # `token 12 of row 0`, `head 3`, `the mean`, `the scale`, `the angle of pair 7`
@@ -71,7 +71,7 @@ class Verdict(Judged):
     error: float  # of the candidate
     allowance: float
     worst: tuple[int, ...]  # where the candidate errs most
-    part: Part | None = None  # the part with the largest ratio, where parts were judged
+    part: PartVerdict | None = None  # the part with the largest ratio, where parts were judged
 
     def __str__(self) -> str:
         word = "within" if self.passed else "BREAKS"
@@ -148,7 +148,7 @@ def _judge_parts(
     allowance: float,
     cancels: bool,
     inherits: bool,
-) -> list[Part]:
+) -> list[PartVerdict]:
     """Each token, each head, the mean and the scale."""
     per_row = truth.shape[axes.index("T")] if "T" in axes else 0
     candidate_NHD, truth_NHD, reference_NHD = (_by_token(x, axes) for x in (candidate, truth, reference))
@@ -164,7 +164,7 @@ def _judge_parts(
         products += (squared * squared,)
         sums[:, at] = [x.sum(-1) for x in products]
 
-    parts: list[Part] = []
+    parts: list[PartVerdict] = []
     for axis, count in ((1, H * D), (0, N * D)):
         squares = sums[:3].sum(axis + 1)
         if "T" not in axes or count < LEAST or squares.shape[1] == 1:
@@ -178,7 +178,7 @@ def _judge_parts(
         with np.errstate(divide="ignore", invalid="ignore"):
             i = int(np.where(error > 0, error / allowed, 0.0).argmax())
         name = f"head {i}" if axis == 0 else f"token {i % per_row} of row {i // per_row}"
-        parts.append(Part(name, float(error[i]), float(allowed[i])))
+        parts.append(PartVerdict(name, float(error[i]), float(allowed[i])))
 
     # The sum of independent errors along a direction of length 1 is as large as one of them. A vector of D values
     # counts as one, because its roundings are not independent, and errs as its own size lets it. The allowance is about
@@ -192,7 +192,7 @@ def _judge_parts(
     ):
         if length > 0:
             allowed = 2 * abs(own) / length + UNLIKELY / 4 * np.sqrt(square)
-            parts.append(Part(name, float(abs(along) / length), float(allowed)))
+            parts.append(PartVerdict(name, float(abs(along) / length), float(allowed)))
     return parts
 
 
@@ -207,7 +207,9 @@ def _by_token(x: np.ndarray, axes: str) -> np.ndarray:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def _judge_angles(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, allowance: float) -> list[Part]:
+def _judge_angles(
+    candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, allowance: float
+) -> list[PartVerdict]:
     """The angle that RoPE turned each pair too far, [B, T, H, D]: on average, and in proportion to the token's index.
 
     All heads share a token's angle, so its errors are less independent than others: they are allowed more.
@@ -216,7 +218,7 @@ def _judge_angles(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarra
     first, second = np.split(true, 2, axis=-1)
     quarter = np.concatenate([-second, first], axis=-1)  # turned by a quarter, which is where a small angle moves it
     index = np.arange(1, true.shape[1] + 1, dtype=np.float64).reshape(1, -1, 1, 1)
-    parts: list[Part] = []
+    parts: list[PartVerdict] = []
     for along, name in ((quarter, "the angle"), (quarter * index, "the frequency")):
         length, error, own = (
             _by_pair(along * x)
@@ -225,7 +227,7 @@ def _judge_angles(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarra
         for i in np.flatnonzero(length):
             scale = float(np.sqrt(length[i]))
             allowed = 2 * abs(float(own[i])) / scale + UNLIKELY * allowance
-            parts.append(Part(f"{name} of pair {i}", abs(float(error[i])) / scale, allowed))
+            parts.append(PartVerdict(f"{name} of pair {i}", abs(float(error[i])) / scale, allowed))
     return parts
 
 

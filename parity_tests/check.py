@@ -8,18 +8,16 @@ Truth is the oracle in float64, the allowance what the oracle errs under the fun
 docs/checking-your-kernel.md says how a function is called.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from anchorline.errors import UserError, one_line
+from anchorline.errors import UserError
 from parity_tests.checking.adapter import Adapter, Resolved, attention, declare, merge, name_of, resolve
 from parity_tests.checking.cases import DTYPES, LAYOUTS, CheckCase
 from parity_tests.checking.judging import CaseResult, check_case
 from parity_tests.checking.result import CheckResult, NotTheSame, diagnose
-from parity_tests.checking.target import load_target
 
 __all__ = [
     "Adapter",
@@ -29,7 +27,6 @@ __all__ = [
     "NotTheSame",
     "attention",
     "check_attention",
-    "check_command",
     "declare",
 ]
 
@@ -138,73 +135,3 @@ def choose_device(how: Resolved, device: str | None) -> str:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device: {chosen!r}: {str(error).splitlines()[0]}") from None
     return chosen
-
-
-def check_command(
-    target: str,
-    *,
-    layouts: Sequence[str] | None = None,
-    dtypes: Sequence[str] | None = None,
-    heads: Sequence[str] | None = None,
-    head_dim: int = 16,
-    backward: bool = True,
-    device: str | None = None,
-    seed: int = 0,
-    library: str | None = None,
-    layout: str | None = None,
-    documents: str | None = None,
-    like: str | None = None,
-    lacks: Sequence[str] = (),
-) -> int:
-    """`parity check`: print a table and the verdict in words. Returns 0 same, 1 different, 2 a mistake.
-
-    target: `module:function` or `file.py:function`. heads: `4/2` is 4 query heads on 2 key/value heads. library,
-    layout, documents, like and lacks override what the function declares. The others: `check_attention`.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    bar = Bar(
-        TextColumn("parity"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    task = bar.add_task("")
-
-    def show(result: CaseResult, number: int, total: int) -> None:
-        bar.update(task, completed=number, total=total, description=result.case.id)
-
-    try:
-        declared = declare(library=library, layout=layout, documents=documents, like=like, lacks=lacks)  # type: ignore[arg-type]
-        pairs = None if heads is None else [_pair(text) for text in heads]
-        fn = load_target(target)
-        with bar:
-            result = check_attention(
-                fn,
-                layouts=layouts,
-                dtypes=dtypes,
-                heads=pairs,
-                head_dim=head_dim,
-                backward=backward,
-                device=device,
-                adapter=declared,
-                seed=seed,
-                progress=show,
-            )
-    except UserError as error:
-        print(f"parity: {one_line(error)}", file=sys.stderr)
-        return 2
-    Console().print(result.table())
-    print(result.explain())
-    return {"same": 0, "different": 1, "not judged": 2}[result.verdict]
-
-
-def _pair(text: str) -> tuple[int, int]:
-    head, slash, kv = text.partition("/")
-    if not (slash and head.isdecimal() and kv.isdecimal()):
-        raise UserError(f"heads: {text!r}; give query heads / key-value heads, as in 4/2")
-    return int(head), int(kv)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anchorline.command import INTERRUPTED, Leave, make_app
+from anchorline.command import INTERRUPTED, MISTAKE, Leave, make_app
 
 app = make_app(
     "parity", "Judge a computation against the oracle: is it the same, and if not, where does it part and by how much?"
@@ -80,7 +80,7 @@ def run(
         else:
             from parity_tests.gate.spec import load_gate
 
-            _refuse_options(given & (QUICK | {"against", "against_dtype"}), "has no effect beside a configuration")
+            _refuse_options(given & (QUICK | {"against", "against_dtype"}), "has no effect with a configuration")
             gate = load_gate(config, overrides or [])
             out = OUT if out is None and case is None else out
         report = _run(gate, out, case, workers)
@@ -140,24 +140,42 @@ def check(
 
     Example: parity check mypackage.attention:my_varlen_attention --dtypes bfloat16
     """
-    from parity_tests.check import check_command
+    from rich.console import Console
 
-    code = check_command(
-        target,
-        layouts=layouts,
-        dtypes=dtypes,
-        heads=heads,
-        head_dim=head_dim,
-        backward=backward,
-        device=device,
-        seed=seed,
-        library=library,
-        layout=layout,
-        documents=documents,
-        like=like,
-        lacks=lacks or (),
-    )
-    raise typer.Exit(code)
+    from parity_tests.check import check_attention, declare
+    from parity_tests.checking.target import load_target
+
+    with _interruptible():
+        declared: Any = {"library": library, "layout": layout, "documents": documents, "like": like}
+        adapter = declare(**declared, lacks=lacks or ())
+        pairs = None if heads is None else [_pair(text) for text in heads]
+        fn = load_target(target)
+        with _progress() as bar:
+            result = check_attention(
+                fn,
+                layouts=layouts,
+                dtypes=dtypes,
+                heads=pairs,
+                head_dim=head_dim,
+                backward=backward,
+                device=device,
+                adapter=adapter,
+                seed=seed,
+                progress=lambda _, number, total: bar(None, number, total),
+            )
+    Console().print(result.table())
+    print(result.explain())
+    if result.verdict != "same":
+        raise typer.Exit(1 if result.verdict == "different" else MISTAKE)
+
+
+def _pair(text: str) -> tuple[int, int]:
+    from anchorline.errors import UserError
+
+    head, slash, kv = text.partition("/")
+    if not (slash and head.isdecimal() and kv.isdecimal()):
+        raise UserError(f"heads: {text!r}; give query heads / key-value heads, as in 4/2")
+    return int(head), int(kv)
 
 
 @app.command()
@@ -186,9 +204,9 @@ def zoo(
     with _interruptible():
         from anchorline.errors import UserError
         from anchorline.files import save
-        from parity_tests.gate.case import why_not_here
+        from parity_tests.gate.candidate import why_not_here
         from parity_tests.gate.run import silence_transformers
-        from parity_tests.gate.spec import GateConfig, expand, load_gate
+        from parity_tests.gate.spec import Gate, expand, load_gate
         from parity_tests.zoo.run import run_zoo, show, to_markdown
 
         if table is not None and not table.absolute().parent.is_dir():
@@ -198,7 +216,7 @@ def zoo(
         here = [spec for spec in expand(gate) if why_not_here(spec) is None]
         with _progress() as bar:
             report = run_zoo(
-                GateConfig(title=gate.title, cases=here),
+                Gate(title=gate.title, cases=here),
                 bugs,
                 lambda what, done, steps: bar(f"{what}", done, steps),
             )
@@ -232,7 +250,7 @@ def _quick_gate(
     from anchorline.errors import UserError
     from anchorline.settings import explain
     from parity_tests.gate.candidate import device, why_not_here
-    from parity_tests.gate.spec import CaseSpec, GateConfig
+    from parity_tests.gate.spec import CaseSpec, Gate
     from torchtrain.attention import resolve_engine
 
     def spec(model: str, dtype: str, against: str | None = None) -> CaseSpec:
@@ -255,9 +273,9 @@ def _quick_gate(
         check_same_weights(model, against, dtype)
         specs += [spec(against, against_dtype)]
     try:
-        return GateConfig(title=model if against is None else f"{model} against {against}", cases=specs)
+        return Gate(title=model if against is None else f"{model} against {against}", cases=specs)
     except ValidationError as error:
-        raise UserError(explain(GateConfig, error)) from None
+        raise UserError(explain(Gate, error)) from None
 
 
 def _run(gate: Any, out: Path | None, case: str | None, workers: int) -> Any:
@@ -330,8 +348,9 @@ def _progress() -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
 
-        def advance(line: str, done: int, total: int) -> None:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        def advance(line: str | None, done: int, total: int) -> None:
+            if line is not None:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             progress.update(task, completed=done, total=total)
 
         yield advance

@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import torchtrain
 from anchorline.errors import UserError
 from anchorline.files import save
-from parity_tests.tolerance import judge
+from anchorline.tolerance import judge
 from torchtrain.attention import visible_BTT
 
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"

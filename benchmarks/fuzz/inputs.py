@@ -116,14 +116,12 @@ def damaged(draw: random.Random, folder: Path) -> Input:
 
 def override(draw: random.Random, folder: Path) -> Input:
     """An override of a setting of any of the schemas."""
-    from parity_tests.gate.spec import GateConfig
+    from parity_tests.gate.spec import Gate
     from ropestudy.spec import StudyConfig
     from torchtrain.config import Config
 
     kind: Any
-    command, kind = draw.choice(
-        [(PLAN, Config), (SHOW, Config), (TRAIN, Config), (STUDY, StudyConfig), (GATE, GateConfig)]
-    )
+    command, kind = draw.choice([(PLAN, Config), (SHOW, Config), (TRAIN, Config), (STUDY, StudyConfig), (GATE, Gate)])
     names = list[str]()
     while hasattr(kind, "model_fields"):
         names.append(draw.choice([*kind.model_fields]))

@@ -17,10 +17,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from anchorline.tolerance import Verdict, judge
 from jaxref.mask import ANCHOR, PADDING
 from jaxref.rounding import Rounding, preset
 from parity_tests.oracle import Arrays, attention_arrays
-from parity_tests.tolerance import Verdict, judge
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 LIKE = ("flash", "eager")

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from anchorline.tolerance import Verdict
 from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.call import Candidate, Pull, Unusable
 from parity_tests.checking.cases import Arrays, CheckCase, judge_array, oracle, other_documents
 from parity_tests.oracle import preset_name
-from parity_tests.tolerance import Verdict
 
 MODES_ON = ("anchor", "intra")  # layouts on which a function is called under inference mode and compiled too
 LONGEST_AGAIN = 64  # tokens of a row that is tried a second time with other documents

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anchorline.tolerance import judge
 from jaxref.mask import ANCHOR
 from parity_tests.checking.cases import Arrays, CheckCase, judge_array, judged_as, oracle
 from parity_tests.oracle import preset_name
-from parity_tests.tolerance import judge
 from parity_tests.wrong_attention import (
     AttentionInputs,
     WrongPass,

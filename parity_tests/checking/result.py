@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from anchorline.tolerance import judge
 from jaxref.mask import ANCHOR, PADDING
 from parity_tests.checking import mistakes
 from parity_tests.checking.adapter import Adapter
 from parity_tests.checking.cases import CheckCase, judged_as, oracle
 from parity_tests.checking.judging import ARRAYS, CaseResult, place
 from parity_tests.oracle import preset_name
-from parity_tests.tolerance import judge
 
 if TYPE_CHECKING:
     from rich.table import Table

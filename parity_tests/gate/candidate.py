@@ -14,17 +14,7 @@ from torch import Tensor
 
 import torchtrain
 from anchorline.errors import UserError
-from parity_tests.gate.material import (
-    CHUNKS,
-    TINY,
-    RowTokens,
-    rope_settings,
-    rows,
-    source,
-    tiny_config,
-    tiny_weights,
-    train_of,
-)
+from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, rope_settings, tiny_config, tiny_weights
 from parity_tests.gate.ranks import run_ranks
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.taps import capture_taps
@@ -67,26 +57,26 @@ def why_not_here(spec: CaseSpec) -> str | None:
     return None
 
 
-def candidate_side(spec: CaseSpec) -> Arrays:
+def candidate_side(case: GateCase) -> Arrays:
     """The arrays of the case's stages, by the oracle's names; for an AdamW step `step.before.*`, `step.*`,
     the gradients and `step.stored`, all weights as the models of all ranks hold them after it.
 
     Raises whatever the trainer raises.
     """
     torchtrain.register()
-    packed = _Rows(spec)
-    stages, arrays = set(spec.stages), {}
+    packed = _Rows(case)
+    stages, arrays = set(case.spec.stages), {}
     if "forward" in stages:
         batch = collate(packed.rows)
         names = ("input_ids", "position_ids", "document_ids")
         arrays |= {f"inputs.{name}": batch[name].numpy() for name in names}
-        arrays |= _taps(_build(spec).eval(), {name: batch[name].to(device()) for name in names})
+        arrays |= _taps(_build(case).eval(), {name: batch[name].to(device()) for name in names})
     if "loss" in stages:
         arrays["inputs.shift_labels"] = np.stack([row["shift_labels"] for row in packed.rows])
     if stages & {"loss", "gradients", "step"}:
-        arrays |= _on_ranks(spec, packed, _one_step)
+        arrays |= _on_ranks(case, packed, _one_step)
     if "trajectory" in stages:
-        arrays |= _on_ranks(spec, packed, _trajectory)
+        arrays |= _on_ranks(case, packed, _trajectory)
     return arrays
 
 
@@ -97,8 +87,8 @@ def _taps(model: Any, inputs: dict[str, Tensor]) -> Arrays:
 class _Rows:
     """The case's rows as the trainer's packer makes them, again and again."""
 
-    def __init__(self, spec: CaseSpec) -> None:
-        self.rows = [_pack(row, spec) for row in rows(spec)]
+    def __init__(self, case: GateCase) -> None:
+        self.rows = [_pack(row, case.spec) for row in case.rows]
 
     def row_at(self, index: int) -> dict[str, np.ndarray]:
         return self.rows[index % len(self.rows)]
@@ -117,11 +107,11 @@ class _TokenLosses:
 
 
 def _on_ranks(
-    spec: CaseSpec, packed: _Rows, run: Callable[[CaseSpec, _Rows, Any, World], tuple[Arrays, dict[str, _TokenLosses]]]
+    case: GateCase, packed: _Rows, run: Callable[[GateCase, _Rows, Any, World], tuple[Arrays, dict[str, _TokenLosses]]]
 ) -> Arrays:
     """What the first rank computed; each rank's losses of its own tokens; the weights of all ranks."""
-    models = [_build(spec) for _ in range(spec.ranks)]
-    ranks = run_ranks(spec.ranks, device(), lambda world: run(spec, packed, models[world.rank], world))
+    models = [_build(case) for _ in range(case.spec.ranks)]
+    ranks = run_ranks(case.spec.ranks, device(), lambda world: run(case, packed, models[world.rank], world))
     arrays = ranks[0][0]
     for name in ranks[0][1]:
         by_number = {number: row for _, losses in ranks for number, row in losses[name].rows.items()}
@@ -131,18 +121,18 @@ def _on_ranks(
     return arrays
 
 
-def _strategy(spec: CaseSpec, model: Any, train: TrainConfig, world: World) -> Replicated:
+def _strategy(engine: str, model: Any, train: TrainConfig, world: World) -> Replicated:
     # Of the config it is these that a strategy reads; the schema knows no float16.
     config = Config.model_construct(train=train, distributed=DistributedConfig())
-    strategy = make_strategy(model, spec.engine, config, world)
+    strategy = make_strategy(model, engine, config, world)
     assert isinstance(strategy, Replicated)
     return strategy
 
 
-def _one_step(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tuple[Arrays, dict[str, _TokenLosses]]:
+def _one_step(case: GateCase, packed: _Rows, model: Any, world: World) -> tuple[Arrays, dict[str, _TokenLosses]]:
     """The first step of a run, held before its update to read the gradients."""
-    train, stages, arrays = train_of(spec), set(spec.stages), {}
-    strategy = _strategy(spec, model, train, world)
+    train, stages, arrays = case.step, set(case.spec.stages), {}
+    strategy = _strategy(case.spec.engine, model, train, world)
     optimizer = strategy.optimizer
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     masters = {
@@ -164,10 +154,10 @@ def _one_step(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tuple[
     return arrays, {"loss.tokens": tokens} if "loss" in stages else {}
 
 
-def _trajectory(spec: CaseSpec, packed: _Rows, model: Any, world: World) -> tuple[Arrays, dict[str, _TokenLosses]]:
+def _trajectory(case: GateCase, packed: _Rows, model: Any, world: World) -> tuple[Arrays, dict[str, _TokenLosses]]:
     """The steps of a run, one after another."""
-    train = train_of(spec, trajectory=True)
-    strategy = _strategy(spec, model, train, world)
+    train = case.trajectory
+    strategy = _strategy(case.spec.engine, model, train, world)
     found: list[StepResult] = []
     tokens: dict[str, _TokenLosses] = {}
     for number in range(train.steps):
@@ -188,13 +178,13 @@ def _pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
     return packed | {"position_ids": packed["position_ids"] + spec.position_offset}
 
 
-def _build(spec: CaseSpec) -> Any:
+def _build(case: GateCase) -> Any:
     """The model, extended and loaded as the trainer does it, in training mode."""
     from transformers import AutoModelForCausalLM
 
+    spec, folder = case.spec, case.folder
     dtype, where = getattr(torch, spec.dtype), device()
-    if spec.model not in TINY:
-        folder = source(spec.model)
+    if folder is not None:
         config = _extend(open_config(folder), spec)
         # The schema of the trainer knows no float16; its loader takes any dtype of torch by name.
         settings = ModelConfig.model_construct(source=folder, dtype=spec.dtype, activation_checkpointing=False)  # type: ignore[arg-type]

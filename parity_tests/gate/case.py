@@ -1,266 +1,209 @@
-"""One case: both sides, the verdict on every array, the first divergence in words.
+"""A case, resolved once: the rows of tokens, the model's config and weights, the settings of its steps.
 
-Legend: B batch · T tokens of a row.
+Both sides are given the same. Nothing of the mask, the positions or RoPE's frequencies is here: each side makes them.
+
+Legend: T tokens of a row.
 """
 
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from anchorline.errors import UserError
-from jaxref.optim import step
-from parity_tests.gate.candidate import candidate_side, why_not_here
-from parity_tests.gate.explain import describe
-from parity_tests.gate.material import train_of
-from parity_tests.gate.spec import CaseSpec
-from parity_tests.gate.truth import OracleArrays, oracle_side
-from parity_tests.oracle import Arrays, adamw_of, preset_name
-from parity_tests.report.schema import Case, Divergence, Group, Measure, Part, Profile
-from parity_tests.tolerance import judge
+from anchorline.files import read_json
+from jaxref.decoder_config import DecoderConfig
+from jaxref.weights import parameter_shapes
+from parity_tests.gate.spec import STEPS, CaseSpec
+from parity_tests.models import FAMILIES
+from torchtrain.config import TrainConfig
+from torchtrain.modeling.source import open_tokenizer, resolve_source
 
-__all__ = ["OracleArrays", "candidate_side", "judge_case", "oracle_side", "run_case", "why_not_here"]
+TINY = (*FAMILIES, "tied")
+CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
 
-RUNS, SHORTEST_RUN = 16, 8  # of tokens, in a profile
-SHOWN = 3  # names that a sentence lists before it counts the rest
+ANCHOR_TOKENS, TAG_TOKENS, CHUNKS = 2, 2, 4
+LONG = 1024
 
+# Every array of a tiny model, down to the gradient of a norm, has 64 elements or more: the root mean squares of fewer
+# vary by more than twice from one correct implementation to the next.
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 256,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
-def run_case(spec: CaseSpec) -> Case:
-    """Run both sides and judge. Whatever goes wrong with the candidate is in the case, in words.
+# A tiny model's own length, from which RoPE is stretched; both sides derive the rest from the same settings.
+ORIGINAL, FACTOR = 1024, 8.0
 
-    Raises ValueError, one line, for a user's mistake: a model that does not exist or that the oracle does not know.
-    """
-    started = time.perf_counter()
-    reason = why_not_here(spec)
-    if reason is not None:
-        return empty_case(spec).model_copy(update={"skipped": reason})
-    oracle = oracle_side(spec)
-    try:
-        candidate = candidate_side(spec)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-        case = empty_case(spec).model_copy(update={"problem": f"the candidate raises {text}"})
-    else:
-        case = judge_case(spec, candidate, oracle)
-    return case.model_copy(update={"seconds": time.perf_counter() - started})
-
-
-def empty_case(spec: CaseSpec) -> Case:
-    """The case before anything was measured."""
-    fields = ("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
-    return Case(
-        id=spec.id,
-        **{name: getattr(spec, name) for name in fields},
-        preset=preset_name(spec.engine, spec.dtype),
-        command=spec.command,
-        seconds=0.0,
-    )
-
-
-def judge_case(spec: CaseSpec, candidate: Arrays, oracle: OracleArrays) -> Case:
-    """Judge every array of the candidate, in the order in which the computation makes them.
-
-    Args:
-        spec: what was run; its stages say what must be there.
-        candidate: from `candidate_side`, perhaps with a bug in it.
-        oracle: from `oracle_side`.
-
-    `seconds` of the case is what judging took.
-    """
-    started = time.perf_counter()
-    oracle = replace(oracle, truth=_with_biases(oracle.truth), reference=_with_biases(oracle.reference))
-    pairs = _pairs(spec, candidate, oracle)
-    candidate = _with_biases(candidate)
-    measures: list[Measure] = []
-    problems: list[str] = []
-    words: Divergence | None = None
-    compared = {name for name in candidate if not name.startswith("step.")}
-    for name, truth, reference, dtype in pairs:
-        compared.discard(name)
-        if name not in candidate:
-            problems.append(f"{name} is missing")
-            continue
-        array = candidate[name]
-        if array.shape != truth.shape:
-            problems.append(f"{name} has shape {list(array.shape)}; the oracle's is {list(truth.shape)}")
-            continue
-        broken = _where_not_finite(array, truth)
-        if broken:
-            problems.append(f"{name} is {broken}")
-        measure = _measure(name, array, truth, reference, dtype)
-        measures.append(measure)
-        if words is None and not measure.passed:
-            text = describe(spec, measure, truth, candidate, oracle)
-            words = Divergence(name=name, ratio=measure.ratio, words=text)
-    unknown = sorted(name for name in compared if group_of(name) in spec.stages)
-    problems += [f"{name} is there, which the oracle has not" for name in unknown]
-    more = f"; and {len(problems) - SHOWN} more such" if len(problems) > SHOWN else ""
-    return empty_case(spec).model_copy(
-        update={
-            "seconds": time.perf_counter() - started,
-            "problem": "; ".join(problems[:SHOWN]) + more if problems else None,
-            "first_divergence": words,
-            "measures": measures,
-        }
-    )
-
-
-def _with_biases(arrays: Mapping[str, np.ndarray]) -> Arrays:
-    """Each bias's gradient as one more column of its weight's.
-
-    Alone, that of k's bias is what remains of a sum that cancels, because softmax does not see a shift of all logits:
-    its rounding errors are nearly one number, repeated, and two such numbers may well differ by more than twice.
-    """
-    joined: Arrays = {}
-    for name, array in arrays.items():
-        stem, _, kind = name.rpartition(".")
-        bias = arrays.get(f"{stem}.bias") if name.startswith("gradients.") else None
-        if bias is None:
-            joined[name] = array
-        elif kind == "weight" and len(bias) == len(array):
-            joined[f"{name}+bias"] = np.concatenate([array, bias[:, None]], axis=1)
-    return joined
-
-
-def _pairs(
-    spec: CaseSpec, candidate: Arrays, oracle: OracleArrays
-) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:
-    """Name, truth, reference (None: exact) and dtype of all that is judged, in order."""
-    for stage in spec.stages:
-        for name, truth in oracle.exact.items():
-            if group_of(name) == stage:
-                yield name, truth, None, "exact"
-        names = [name for name in oracle.truth if group_of(name) == stage]
-        for name in sorted(names, key=_backward_order) if stage == "gradients" else names:
-            if not name.endswith(".lse"):  # transformers' attention gives none
-                # A learning rate does not depend on the model's dtype.
-                dtype = "float32" if name == "trajectory.rates" else spec.dtype
-                yield name, oracle.truth[name], oracle.reference[name], dtype
-        if stage == "step":
-            yield from _step_pairs(candidate, spec)
-
-
-# The order in which the backward pass comes to a layer's parameters.
-_BACKWARD = (
-    "mlp.down",
-    "mlp.up",
-    "mlp.gate",
-    "post_",
-    "self_attn.o",
-    "self_attn.v",
-    "self_attn.k",
-    "self_attn.q",
-    "input_",
+# Epsilon is of the size of the gradients. Where it is far below them, the first steps are the sign of each gradient,
+# whatever its clipping, and an element near zero turns by rounding alone: nothing could be said of either.
+TRAIN = TrainConfig(
+    steps=STEPS,
+    learning_rate=2e-4,
+    min_learning_rate_share=0.1,
+    weight_decay=0.1,
+    clip_norm=0.5,
+    epsilon=1e-3,
+    loss_chunk=7,
 )
 
 
-def _backward_order(name: str) -> tuple[int, int, int]:
-    layer, tap = _place(name)
-    if layer is None:
-        return (2 if tap.startswith("embed") else 0), 0, not tap.startswith("lm_head")
-    return 1, -layer, next(i for i, start in enumerate(_BACKWARD) if tap.startswith(start))
+@dataclass(frozen=True)
+class RowTokens:
+    """Tokens of one packed row, before any variant: each document is opened by its tag, padding fills the rest."""
+
+    anchor: np.ndarray  # int64 [ANCHOR_TOKENS]
+    documents: tuple[np.ndarray, ...]  # int64 [length of each]
+    tags: tuple[np.ndarray, ...]  # int64 [TAG_TOKENS], or empty
+    padding: int
+    seed: int  # of the merge order
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document, without its tag."""
+        return tuple(len(document) for document in self.documents)
 
 
-def _step_pairs(candidate: Arrays, spec: CaseSpec) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:
-    """The oracle's AdamW on the candidate's gradients and weights: float32 masters, rounded exactly on every rank."""
-    prefix = "step.before."
-    names = [name.removeprefix(prefix) for name in candidate if name.startswith(prefix)]
-    before = {name: candidate[prefix + name] for name in names}
-    optimizer = adamw_of(train_of(spec), before)
-    results = []
-    for carrier in (jnp.float64, jnp.float32):
-        weights = {name: jnp.asarray(before[name], carrier) for name in names}
-        gradients = {name: jnp.asarray(candidate[f"gradients.{name}"], carrier) for name in names}
-        results.append(step(optimizer, weights, optimizer.init(weights), gradients)[0])
-    truth, reference = results
-    for name in names:
-        yield f"step.{name}", np.asarray(truth[name]), np.asarray(reference[name]), "float32"
-    after = np.concatenate([candidate[f"step.{name}"].ravel() for name in names])
-    stored = ml_dtypes.bfloat16 if spec.dtype == "bfloat16" else spec.dtype
-    yield "step.stored", np.tile(after.astype(stored).astype(np.float32), spec.ranks), None, "exact"
+@dataclass(frozen=True)
+class GateCase:
+    """What both sides of a case are given.
+
+    folder, oracle_folder: of the candidate's and the oracle's weights; None where they are drawn (`tiny_weights`).
+    decoder_config: the oracle's own reading of the model and the RoPE type.
+    step, trajectory: settings of the case's single step, and of its twenty.
+    """
+
+    spec: CaseSpec
+    rows: tuple[RowTokens, ...]
+    folder: str | None
+    oracle_folder: str | None
+    decoder_config: DecoderConfig
+    step: TrainConfig
+    trajectory: TrainConfig
 
 
-def group_of(name: str) -> Group:
-    """The stage that an array belongs to."""
-    if name.startswith("loss") or name == "inputs.shift_labels":
-        return "loss"
-    for group in ("gradients", "step", "trajectory"):
-        if name.startswith(f"{group}."):
-            return group
-    return "forward"
+def resolve(spec: CaseSpec) -> GateCase:
+    """Look up the models and draw the tokens. Raises UserError for a model that does not exist or is not known."""
+    folder = None if spec.model in TINY else find_folder(spec.model)
+    oracle_model = spec.against or spec.model
+    oracle_folder = None if oracle_model in TINY else find_folder(oracle_model)
+    rows = _draw_rows(spec, oracle_folder)
+    # Every rank takes its rows as often as there are ranks. That is the same sum over the same count, each divided by a
+    # power of two where the ranks are one; and a rank has more than one micro-batch.
+    changes = {"schedule": spec.schedule, "warmup_steps": spec.warmup_steps}
+    step = TRAIN.model_copy(update=changes | {"sequences_per_step": len(rows) * spec.ranks})
+    # torch's decay rounds each weight once more than the oracle's: judged in one step, left out of twenty: it adds up.
+    trajectory = step.model_copy(update={"weight_decay": 0.0})
+    config = _read_config(oracle_model, oracle_folder, spec.rope)
+    return GateCase(spec, rows, folder, oracle_folder, config, step, trajectory)
 
 
-def _measure(name: str, candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray | None, dtype: str) -> Measure:
-    group = group_of(name)
-    layer, tap = _place(name)
-    rest = {"name": name, "group": group, "layer": layer, "tap": tap, "shape": list(truth.shape)}
-    if reference is None:
-        differs = candidate != truth
-        worst = [int(i) for i in np.unravel_index(int(differs.argmax()), truth.shape)]
-        return Measure(**rest, error=float(differs.sum()), allowance=0.0, worst=worst)
-    verdict = judge(
-        candidate,
-        truth,
-        reference,
-        dtype,
-        _axes(name, truth.ndim),
-        inherits=True,
-        rotated=tap.endswith("_rope"),
-    )
-    profile = _profile(candidate, truth, reference, dtype) if group == "forward" else None
-    part = None if verdict.part is None else Part(**vars(verdict.part))
-    return Measure(
-        **rest, error=verdict.error, allowance=verdict.allowance, worst=list(verdict.worst), part=part, profile=profile
-    )
+def _draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
+    """Two rows: five documents, one of a single token; and four of these lengths, with padding for the last.
+
+    The second alone where a row is long: every tap of both would fill memory.
+    """
+    random = np.random.default_rng((spec.seed, 1))
+    tag = TAG_TOKENS if "+tag" in spec.variant else 0
+    text = spec.tokens - ANCHOR_TOKENS - 5 * tag
+    lengths = (text * 2 // 5, 1, text // 4, text // 8)
+    lengths = (*lengths, text - sum(lengths))
+    stream = iter(_draw_tokens(spec, folder, random).tolist())
+
+    def take(count: int) -> np.ndarray:
+        return np.array([next(stream) for _ in range(count)], dtype=np.int64)
+
+    def row(own: tuple[int, ...], number: int) -> RowTokens:
+        padding = spec.tokens - ANCHOR_TOKENS - sum(own) - tag * len(own)
+        documents, tags = tuple(take(n) for n in own), tuple(take(tag) for _ in own)
+        return RowTokens(take(ANCHOR_TOKENS), documents, tags, padding, seed=2 * spec.seed + number)
+
+    # In another order, so that no boundary and no position is where the first row has it.
+    padded = row((lengths[2], lengths[1], lengths[3], lengths[0]), 1)
+    return (padded,) if spec.tokens > LONG else (row(lengths, 0), padded)
 
 
-def _axes(name: str, dimensions: int) -> str | None:
-    """The axes of an array of which parts are judged too."""
-    if name == "loss.tokens":
-        return "BT"
-    return {"forward": {3: "BTM", 4: "BTHD"}, "gradients": {2: "OI"}}.get(group_of(name), {}).get(dimensions)
+def _draw_tokens(spec: CaseSpec, folder: str | None, random: np.random.Generator) -> np.ndarray:
+    count = 2 * spec.tokens
+    if folder is None:
+        return random.integers(0, SIZES["vocab_size"], count)
+    ids = np.asarray(open_tokenizer(folder)(inspect.getsource(textwrap), add_special_tokens=False).input_ids)
+    return np.roll(np.resize(ids, max(count, len(ids))), -spec.seed)[:count]
 
 
-def _profile(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, dtype: str) -> Profile:
-    """The rule within runs of tokens of [B, T, ...]."""
-    tokens = truth.shape[1]
-    runs = max(1, min(RUNS, tokens // SHORTEST_RUN))
-    starts = [tokens * run // runs for run in range(runs)]
-    verdicts = [
-        judge(candidate[:, start:stop], truth[:, start:stop], reference[:, start:stop], dtype)
-        for start, stop in zip(starts, [*starts[1:], tokens], strict=True)
-    ]
-    return Profile(
-        starts=starts,
-        error=[_shorten(verdict.error) for verdict in verdicts],
-        allowance=[_shorten(verdict.allowance) for verdict in verdicts],
-    )
+def find_folder(model: str) -> str:
+    """Return the folder of a model with real weights. Raises UserError for what is none or cannot be reached."""
+    try:
+        return resolve_source(model, CACHE)
+    except UserError as error:
+        raise UserError(str(error).replace("model.source", "model", 1)) from None
 
 
-def _shorten(value: float) -> float:
-    return float(f"{value:.4g}")  # a profile is drawn, not judged
+def tiny_config(model: str) -> Any:
+    """Return the transformers config of a tiny model with default RoPE."""
+    changes: dict[str, Any] = {"max_position_embeddings": ORIGINAL}
+    if model == "tied":
+        model, changes["tie_word_embeddings"] = "llama", True
+    if model == "mistral":
+        changes["sliding_window"] = None
+    return FAMILIES[model](**(SIZES | changes))
 
 
-def _place(name: str) -> tuple[int | None, str]:
-    """The layer of an array and its tap: `gradients.model.layers.0.mlp.up_proj.weight` -> 0, `mlp.up_proj.weight`."""
-    for prefix in ("inputs.", "gradients.", "step.", "trajectory.", "loss."):
-        name = name.removeprefix(prefix)
-    name = name.removeprefix("model.")
-    if name.startswith("layers."):
-        _, layer, tap = name.split(".", 2)
-        return int(layer), tap
-    return None, name
+@lru_cache(maxsize=8)
+def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
+    """Draw random float32 weights by name, which both sides load.
+
+    Larger than a fresh model's, those of q and k most, so that attention is far from uniform and a wrong mask or
+    position shows; biases and norms are drawn too, so that they count.
+    """
+    shapes = parameter_shapes(DecoderConfig.from_hf(tiny_config(model).to_dict()))
+    random = np.random.default_rng((seed, 0))
+    weights = {}
+    for name, shape in shapes.items():
+        drawn = random.standard_normal(shape)
+        if name.endswith("bias"):
+            drawn = 0.1 * drawn
+        elif len(shape) == 1:
+            drawn = 1 + 0.1 * drawn
+        else:
+            drawn *= (1.3 if "q_proj" in name or "k_proj" in name else 0.64) / shape[1] ** 0.5
+        weights[name] = drawn.astype(np.float32)
+    return weights
 
 
-def _where_not_finite(candidate: np.ndarray, truth: np.ndarray) -> str | None:
-    wrong = ~np.isfinite(candidate) & np.isfinite(truth)
-    if not wrong.any():
-        return None
-    first = np.unravel_index(int(wrong.argmax()), wrong.shape)
-    what = "NaN" if np.isnan(candidate[first]) else "infinite"
-    return f"{what} at {[int(i) for i in first]}, {int(wrong.sum())} of {wrong.size} elements"
+def rope_settings(rope: str, pairs: int) -> dict[str, Any]:
+    """Return the parameters of a RoPE type, but for theta and the original length. `pairs`: half of head_dim."""
+    settings: dict[str, Any] = {} if rope in ("keep", "default") else {"factor": FACTOR}
+    if rope == "llama3":
+        settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if rope == "longrope":
+        rising = np.linspace(0, 1, pairs)
+        settings |= {"short_factor": (1 + 0.5 * rising).tolist(), "long_factor": (FACTOR**rising).tolist()}
+    return settings
+
+
+def _read_config(model: str, folder: str | None, rope: str) -> DecoderConfig:
+    read = tiny_config(model).to_dict() if folder is None else read_json(Path(folder) / "config.json", "model")
+    config = DecoderConfig.from_hf(read)
+    if rope == "keep":
+        return config
+    settings = rope_settings(rope, config.head_dim // 2)
+    if rope in ("dynamic", "yarn", "llama3", "longrope"):
+        own = config.rope.original_max_position_embeddings
+        settings["original_max_position_embeddings"] = own or config.max_position_embeddings
+    listed: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
+    }
+    base = type(config.rope)(head_dim=config.head_dim, theta=config.rope.theta, rope_type=rope, **listed)
+    return dataclasses.replace(config, rope=base)

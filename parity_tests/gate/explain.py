@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxref.rope import inverse_frequencies
 from jaxref.rope_spec import RopeSpec
-from parity_tests.gate.material import decoder_config
-from parity_tests.gate.spec import CaseSpec
+from parity_tests.gate.case import GateCase
 from parity_tests.gate.truth import Arrays, OracleArrays
 from parity_tests.report.schema import Measure
 from parity_tests.wrong_attention import attention_on, forward, wrong_passes
@@ -44,18 +43,18 @@ _TAPS = {
 }
 
 
-def describe(spec: CaseSpec, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str:
+def describe(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str:
     """One line: `layer 7, k after RoPE: 41 times the allowance; positions are off by +1 from token 512 on`.
 
     Args:
-        spec: the case.
+        case: what was run.
         measure: the first that breaks the rule.
         truth: its truth.
         candidate, oracle: all arrays of both sides.
     """
     if measure.whole <= 1 and measure.part:  # so small that every mistake of this size would explain it
         return f"{_where(measure)}: {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
-    explained = cause(spec, measure, truth, candidate, oracle)
+    explained = cause(case, measure, truth, candidate, oracle)
     by_token = measure.group == "forward" or measure.name in ("loss.tokens", "inputs.shift_labels")
     # An explanation that speaks of tokens says which.
     extent = by_token and not (explained and "token" in explained)
@@ -108,15 +107,15 @@ SHIFTS = (0, *(sign * by for by in range(1, 9) for sign in (1, -1)))
 LONGEST = 512  # tokens for which a [T, T] mask is tried
 
 
-def cause(spec: CaseSpec, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str | None:
+def cause(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str | None:
     """Words for the first mistake that explains the measure, or None."""
     array = candidate[measure.name]
     if not np.isfinite(array).all():
         return None
     if measure.tap in ("q_rope", "k_rope"):
-        return _rotation(spec, measure, candidate, oracle)
+        return _rotation(case, measure, candidate, oracle)
     if measure.tap == "attn":
-        return _attention(spec, measure, candidate, oracle) or _scaled(measure, array, truth)
+        return _attention(case, measure, candidate, oracle) or _scaled(measure, array, truth)
     if measure.name == "trajectory.rates":
         return _rates(measure, array, truth)
     if measure.name == "inputs.position_ids":
@@ -182,7 +181,7 @@ def _labels(array: np.ndarray, truth: np.ndarray) -> str | None:
 # -- rotation ----------------------------------------------------------------------------------------------------------
 
 
-def _rotation(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
+def _rotation(case: GateCase, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
     stem = measure.name.removesuffix("_rope")
     source = f"{stem}_norm" if f"{stem}_norm" in oracle.truth else stem
     if not _as_in_truth(candidate, oracle, source):
@@ -190,10 +189,10 @@ def _rotation(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: Oracl
     x_BTHD = np.asarray(candidate[source], np.float64)
     array, truth = candidate[measure.name], oracle.truth[measure.name]
     positions, documents = oracle.exact["inputs.position_ids"], oracle.exact["inputs.document_ids"]
-    rope = decoder_config(spec.model_copy(update={"model": spec.against or spec.model})).rope  # the truth's
+    rope = case.decoder_config.rope  # the truth's
     frequencies, scaling = inverse_frequencies(rope, int(positions.max()) + 1)
 
-    for words, moved in _positions(positions, documents, spec.tokens):
+    for words, moved in _positions(positions, documents, case.spec.tokens):
         wrong = not np.array_equal(moved, positions)
         if wrong and _explains(measure, array, _rotate(x_BTHD, moved, frequencies, scaling)):
             return words
@@ -301,8 +300,8 @@ def _ranges(numbers: np.ndarray) -> str:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _attention(spec: CaseSpec, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
-    if spec.tokens > LONGEST:
+def _attention(case: GateCase, measure: Measure, candidate: Arrays, oracle: OracleArrays) -> str | None:
+    if case.spec.tokens > LONGEST:
         return None
     stem = measure.name.removesuffix(".attn")
     names = (f"{stem}.q_rope", f"{stem}.k_rope", f"{stem}.v")

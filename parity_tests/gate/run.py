@@ -19,14 +19,16 @@ from transformers.utils import logging
 from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
 from anchorline.files import replace_file
-from parity_tests.gate.case import run_case
-from parity_tests.gate.material import TINY, source
-from parity_tests.gate.sources import ROOT, digest_of
-from parity_tests.gate.spec import CaseSpec, GateConfig, expand
-from parity_tests.gate.truth import OracleKey, forget
+from parity_tests.gate.case import TINY, find_folder
+from parity_tests.gate.judge import run_case
+from parity_tests.gate.spec import CaseSpec, Gate, expand
+from parity_tests.gate.truth import Oracle
 from parity_tests.report.html import render
 from parity_tests.report.junit import to_junit
-from parity_tests.report.schema import Case, Environment, Report, write_report
+from parity_tests.report.schema import CaseReport, Environment, Report, write_report
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("anchorline", "jaxref", "torchtrain", "parity_tests")  # whose sources a finished case depends on
 
 # Everything that computes, whether it is installed or not, and what reads a case.
 LIBRARIES = (
@@ -35,18 +37,18 @@ LIBRARIES = (
     *("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "ml_dtypes", "pydantic", "anchorline"),
 )
 
-TellCase = Callable[[Case, int, int], None]  # the case, its number, how many there are
+TellCase = Callable[[CaseReport, int, int], None]  # the case, its number, how many there are
 
 
 class _Kept(BaseModel):
     """A finished case on disk, and what its numbers depend on."""
 
     key: str
-    case: Case
+    case: CaseReport
 
 
 def run_gate(
-    config: GateConfig,
+    config: Gate,
     out: Path | None = None,
     only: str | None = None,
     progress: TellCase | None = None,
@@ -75,10 +77,10 @@ def run_gate(
     if out is not None:
         _make_folder(out)
     threads = torch.get_num_threads()
-    groups: dict[OracleKey, list[CaseSpec]] = {}
+    groups: dict[CaseSpec, list[CaseSpec]] = {}
     for spec in specs:
-        groups.setdefault(OracleKey.of(spec), []).append(spec)
-    found: dict[str, Case] = {}
+        groups.setdefault(spec.shared, []).append(spec)
+    found: dict[str, CaseReport] = {}
     if workers == 1:
         run = _run_in_turn(list(groups.values()), out)
     else:
@@ -127,14 +129,16 @@ def environment(threads: int | None = None) -> Environment:
     )
 
 
-def _run_in_turn(groups: list[list[CaseSpec]], out: Path | None) -> Iterator[Case]:
+def _run_in_turn(groups: list[list[CaseSpec]], out: Path | None) -> Iterator[CaseReport]:
     for group in groups:
+        oracle = Oracle()
         for spec in group:
-            yield _kept_or_run(spec, out)
-        forget()
+            yield _kept_or_run(spec, oracle, out)
 
 
-def _run_in_processes(groups: list[list[CaseSpec]], out: Path | None, workers: int, threads: int) -> Iterator[Case]:
+def _run_in_processes(
+    groups: list[list[CaseSpec]], out: Path | None, workers: int, threads: int
+) -> Iterator[CaseReport]:
     """Yield the cases of a group when all of them are done, groups in the order in which they end."""
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (threads,))
     try:
@@ -156,13 +160,13 @@ def _begin_worker(threads: int) -> None:
     silence_transformers()
 
 
-def _run_group(group: list[CaseSpec], out: Path | None) -> list[Case]:
+def _run_group(group: list[CaseSpec], out: Path | None) -> list[CaseReport]:
     return list(_run_in_turn([group], out))
 
 
-def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:
+def _kept_or_run(spec: CaseSpec, oracle: Oracle, out: Path | None) -> CaseReport:
     if out is None:
-        return run_case(spec)
+        return run_case(spec, oracle)
     path = out / "cases" / f"{spec.id}.json"
     models = [_fingerprint_of_model(model) for model in (spec.model, spec.against) if model not in (None, *TINY)]
     key = hashlib.sha256(f"{spec.model_dump_json()} {_fingerprint()} {models}".encode()).hexdigest()
@@ -171,7 +175,7 @@ def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:
     except (FileNotFoundError, ValidationError, UnicodeDecodeError):
         kept = None
     if kept is None or kept.key != key:
-        kept = _Kept(key=key, case=run_case(spec))
+        kept = _Kept(key=key, case=run_case(spec, oracle))
         # What could not be judged may be, the next time: memory was short, a GPU was busy.
         if kept.case.problem is None and kept.case.skipped is None:
             replace_file(path, kept.model_dump_json().encode())
@@ -181,7 +185,7 @@ def _kept_or_run(spec: CaseSpec, out: Path | None) -> Case:
 def _fingerprint_of_model(model: str) -> str:
     """Of every file that a model is read from: a checkpoint is written anew under the same name."""
     digest = hashlib.sha256()
-    for file in sorted(Path(source(model)).glob("*")):
+    for file in sorted(Path(find_folder(model)).glob("*")):
         if file.suffix in (".json", ".safetensors"):
             with file.open("rb") as stream:
                 digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}".encode())
@@ -190,9 +194,11 @@ def _fingerprint_of_model(model: str) -> str:
 
 @cache
 def _fingerprint() -> str:
-    """Of all but the case that its numbers depend on: the sources that compute it, libraries, machine, threads."""
-    digest = hashlib.sha256(f"{versions(LIBRARIES)} {_hardware()}".encode())
-    digest.update(f"{torch.get_num_threads()} {digest_of(root=ROOT)}".encode())
+    """Return a digest of what a case's numbers depend on besides the case: sources, libraries, machine, threads."""
+    digest = hashlib.sha256(f"{versions(LIBRARIES)} {_hardware()} {torch.get_num_threads()}".encode())
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        if "tests" not in path.relative_to(ROOT).parts:
+            digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 

@@ -87,6 +87,12 @@ class CaseSpec(_Strict):
         return "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
 
     @property
+    def shared(self) -> "CaseSpec":
+        """The case without what the oracle does not depend on: cases that have this in common share its work."""
+        names = ("variant", "rope", "dtype", "tokens", "position_offset", "seed")
+        return CaseSpec(model=self.against or self.model, **{name: getattr(self, name) for name in names})
+
+    @property
     def command(self) -> str:
         """What to type to run this case alone."""
         names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
@@ -130,7 +136,7 @@ class Entry(_Strict):
             yield CaseSpec(**dict(zip(lists, values, strict=True)), seed=seed, stages=self.stages)
 
 
-class GateConfig(_Strict):
+class Gate(_Strict):
     """A gate: every entry of the matrix under every seed, then the cases that are written out."""
 
     title: str
@@ -154,15 +160,15 @@ class GateConfig(_Strict):
         return self
 
 
-def expand(config: GateConfig) -> list[CaseSpec]:
+def expand(config: Gate) -> list[CaseSpec]:
     """Every case, in the order of the file."""
     return [case for seed in config.seeds for entry in config.matrix for case in entry.cases(seed)] + list(config.cases)
 
 
-def load_gate(path: str | Path, overrides: Sequence[str] = ()) -> GateConfig:
+def load_gate(path: str | Path, overrides: Sequence[str] = ()) -> Gate:
     """Read a gate from YAML, apply overrides such as `seeds=[1,2]` and `matrix.0.dtype=float32`, validate.
 
     Raises:
         UserError: see `anchorline.settings.load`; or a case is asked for twice.
     """
-    return settings.load(GateConfig, path, overrides, example="seeds=[1,2]")
+    return settings.load(Gate, path, overrides, example="seeds=[1,2]")

@@ -1,15 +1,15 @@
-"""The oracle's side of a case: truth and reference of every array, each computed once a process.
+"""The oracle's side of a case: truth and reference of every array.
 
-Nothing here depends on the candidate, so that the zoo can ask for it again and again.
+Nothing here depends on the candidate, so that cases and bugs of the zoo share what was computed once.
 
 Legend: B batch · T tokens of a row.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +18,12 @@ from jaxref.layout import lay_out
 from jaxref.loss import IGNORED, mean_and_gradients, token_nll
 from jaxref.model import Decoder
 from jaxref.optim import step
-from jaxref.rounding import Rounding, preset
+from jaxref.rounding import preset
 from jaxref.weights import cast, from_arrays, load_hf, to_arrays
-from parity_tests.gate.material import CHUNKS, TINY, RowTokens, decoder_config, rows, source, tiny_weights, train_of
-from parity_tests.gate.spec import CaseSpec, Schedule
+from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, tiny_weights
+from parity_tests.gate.spec import CaseSpec
 from parity_tests.oracle import Arrays, adamw_of, oracle_taps, preset_name, rates_of
+from torchtrain.config import TrainConfig
 
 QUERY_BLOCK = 256  # longer rows are attended by blocks of queries
 
@@ -36,78 +37,107 @@ class OracleArrays:
     exact: Mapping[str, np.ndarray]
 
 
-class OracleKey(NamedTuple):
-    """The fields of a case that the oracle depends on, but for those of a trajectory: what cases share."""
-
-    model: str
-    variant: str
-    rope: str
-    dtype: str
-    tokens: int
-    position_offset: int
-    seed: int
-
-    @classmethod
-    def of(cls, spec: CaseSpec) -> "OracleKey":
-        """Return the key of a case."""
-        model = spec.against or spec.model
-        return cls(model, *(getattr(spec, name) for name in cls._fields[1:]))
-
-    @property
-    def spec(self) -> CaseSpec:
-        """The forward case that has this key."""
-        return CaseSpec(**self._asdict())
-
-
-def oracle_side(spec: CaseSpec) -> OracleArrays:
-    """Truth and reference of the case's stages: forward taps, `loss`, `loss.tokens`, `gradients.*`, `trajectory.*`.
-
-    The AdamW step is not among them: it is judged on the candidate's own gradients.
+class Oracle:
+    """Computes the oracle's side of cases, and keeps it for cases that share it. A real model's arrays fill memory:
+    drop the object where no later case shares them.
     """
-    key = OracleKey.of(spec)
-    run = {"forward": _forward, "loss": _loss, "gradients": _gradients}
-    truth: Arrays = {}
-    reference: Arrays = {}
-    for stage in spec.stages:
-        for arrays, name in ((truth, "exact"), (reference, preset_name(spec.engine, spec.dtype))):
-            if stage == "trajectory":
-                arrays |= _trajectory(key, name, spec.schedule, spec.warmup_steps)
-            elif stage in run:
-                arrays |= run[stage](key, name)
-    batch, _ = _layout(key)
-    inputs = {"forward": ("input_ids", "position_ids", "document_ids"), "loss": ("shift_labels",)}
-    exact = {f"inputs.{name}": batch[name] for stage in spec.stages for name in inputs.get(stage, ())}
-    return OracleArrays(truth, reference, exact)
+
+    def __init__(self) -> None:
+        self._rounded: dict[tuple[CaseSpec, str], _RoundedOracle] = {}
+
+    def side(self, case: GateCase) -> OracleArrays:
+        """Return truth and reference of the case's stages: forward taps, `loss`, `gradients.*`, `trajectory.*`.
+
+        The AdamW step is not among them: it is judged on the candidate's own gradients.
+        """
+        exact = self._get(case, "exact")
+        sides = (exact, self._get(case, preset_name(case.spec.engine, case.spec.dtype)))
+        truth, reference = (
+            {k: v for stage in case.spec.stages for k, v in s.stage(stage, case).items()} for s in sides
+        )
+        inputs = {"forward": ("input_ids", "position_ids", "document_ids"), "loss": ("shift_labels",)}
+        names = [name for stage in case.spec.stages for name in inputs.get(stage, ())]
+        return OracleArrays(truth, reference, {f"inputs.{name}": exact.batch[name] for name in names})
+
+    def _get(self, case: GateCase, name: str) -> "_RoundedOracle":
+        key = case.spec.shared, name
+        if key not in self._rounded:
+            self._rounded[key] = _RoundedOracle(case, name)
+        return self._rounded[key]
 
 
-def forget() -> None:
-    """Drop everything remembered: a real model's arrays fill memory."""
-    for remembered in (_decoder, _layout, _forward, _loss, _gradients, _trajectory):
-        remembered.cache_clear()
+class _RoundedOracle:
+    """The oracle under one preset on the rows of a case; each stage is computed once."""
 
+    def __init__(self, case: GateCase, name: str) -> None:
+        self._case, self._rounding, self._exact = case, preset(name), name == "exact"
+        self._dtype: Any = "float64" if self._exact else case.spec.dtype
+        # The five arrays (less the domains) of each row [1, T], and of all rows together [B, T].
+        self._rows = [_lay_out(row, case.spec.variant, case.spec.position_offset) for row in case.rows]
+        self.batch = {name: np.concatenate([row[name] for row in self._rows]) for name in self._rows[0]}
+        self._block = QUERY_BLOCK if case.spec.tokens > 2 * QUERY_BLOCK else None
+        self._trajectories: dict[tuple[str, int], Arrays] = {}
 
-@cache
-def _decoder(key: OracleKey, weights: str) -> Decoder:
-    """The case's weights, rounded to its dtype; for the truth held in float64, so that gradients come out in it."""
-    spec = key.spec
-    config = decoder_config(spec)
-    if spec.model in TINY:
-        decoder = from_arrays(config, tiny_weights(spec.model, spec.seed))
-    else:
-        _, loaded = load_hf(Path(source(spec.model)))
-        decoder = from_arrays(config, to_arrays(loaded))
-    return cast(cast(decoder, spec.dtype), weights)
+    def stage(self, stage: str, case: GateCase) -> Arrays:
+        """Return the arrays of a stage; of a trajectory under the schedule of this case."""
+        if stage == "trajectory":
+            key = case.spec.schedule, case.spec.warmup_steps
+            if key not in self._trajectories:
+                self._trajectories[key] = self._run_steps(case.trajectory)
+            return self._trajectories[key]
+        return {} if stage == "step" else getattr(self, f"_{stage}")
 
+    @cached_property
+    def _decoder(self) -> Decoder:
+        """The case's weights, rounded to its dtype; for the truth held in float64, so that gradients come out in it."""
+        spec, config, folder = self._case.spec, self._case.decoder_config, self._case.oracle_folder
+        if folder is None:
+            arrays = tiny_weights(spec.against or spec.model, spec.seed)
+        else:
+            arrays = to_arrays(load_hf(Path(folder))[1])
+        return cast(cast(from_arrays(config, arrays), spec.dtype), self._dtype)
 
-def _side(key: OracleKey, name: str) -> tuple[Decoder, Rounding]:
-    return _decoder(key, "float64" if name == "exact" else key.dtype), preset(name)
+    @cached_property
+    def _forward(self) -> Arrays:
+        return oracle_taps(self._decoder, self.batch, self._rounding, self._block)
 
+    @cached_property
+    def _loss(self) -> Arrays:
+        logits_BTV, labels_BT = self._forward["logits"], self.batch["shift_labels"]
+        parts = [slice(at, at + QUERY_BLOCK) for at in range(0, labels_BT.shape[1], QUERY_BLOCK)]
+        nll = [np.asarray(token_nll(jnp.asarray(logits_BTV[:, at]), labels_BT[:, at])) for at in parts]
+        nll_BT = np.concatenate(nll, axis=1)
+        return {"loss.tokens": nll_BT, "loss": nll_BT.sum().reshape(1) / (labels_BT != IGNORED).sum()}
 
-@cache
-def _layout(key: OracleKey) -> tuple[Arrays, list[Arrays]]:
-    """The five arrays (less the domains) of both rows together [2, T], and of each row [1, T]."""
-    parts = [_lay_out(row, key.variant, key.position_offset) for row in rows(key.spec)]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, parts
+    @cached_property
+    def _gradients(self) -> Arrays:
+        _, gradients = self._losses_and_gradients(self._decoder)
+        return {f"gradients.{parameter}": np.asarray(gradient) for parameter, gradient in gradients.items()}
+
+    def _losses_and_gradients(self, decoder: Decoder) -> tuple[np.ndarray, dict[str, Any]]:
+        """Of a step whose micro-batches are single rows: the loss of every token; gradients, each rounded where its
+        parameter is stored, the sum taken in the carrier.
+        """
+        labelled = int((self.batch["shift_labels"] != IGNORED).sum())
+        found = [mean_and_gradients(decoder, row, self._rounding, self._block, count=labelled) for row in self._rows]
+        _, each, nll = zip(*found, strict=True)
+        wide = jnp.float64 if self._rounding.carrier == "float64" else jnp.float32
+        sums = {parameter: sum(gradients[parameter].astype(wide) for gradients in each) for parameter in each[0]}
+        return np.concatenate(nll), sums
+
+    def _run_steps(self, train: TrainConfig) -> Arrays:
+        """The rate of each step, the loss of every token before it, its gradient's norm; all take the same rows."""
+        decoder, rates = self._decoder, rates_of(train)
+        masters = to_arrays(cast(decoder, self._rounding.carrier))
+        optimizer = adamw_of(train, masters)
+        state, norms = optimizer.init(masters), []
+        found = {"trajectory.rates": rates if self._exact else rates.astype(np.float32)}
+        for number in range(train.steps):
+            found[f"trajectory.{number}"], gradients = self._losses_and_gradients(decoder)
+            masters, state, norm = step(optimizer, masters, state, gradients)
+            norms.append(float(norm))
+            decoder = cast(from_arrays(decoder.config, masters), self._dtype)
+        return found | {"trajectory.norms": np.array(norms)}
 
 
 def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
@@ -133,61 +163,3 @@ def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
         "document_ids": laid.document_ids[None],
         "shift_labels": np.concatenate(labels)[laid.source][None],
     }
-
-
-def _block(key: OracleKey) -> int | None:
-    return QUERY_BLOCK if key.tokens > 2 * QUERY_BLOCK else None
-
-
-@cache
-def _forward(key: OracleKey, name: str) -> Arrays:
-    decoder, rounding = _side(key, name)
-    batch, _ = _layout(key)
-    return oracle_taps(decoder, batch, rounding, _block(key))
-
-
-@cache
-def _loss(key: OracleKey, name: str) -> Arrays:
-    logits_BTV, labels_BT = _forward(key, name)["logits"], _layout(key)[0]["shift_labels"]
-    starts = range(0, key.tokens, QUERY_BLOCK)
-    parts = [(logits_BTV[:, at : at + QUERY_BLOCK], labels_BT[:, at : at + QUERY_BLOCK]) for at in starts]
-    nll_BT = np.concatenate([np.asarray(token_nll(jnp.asarray(logits), labels)) for logits, labels in parts], axis=1)
-    return {"loss.tokens": nll_BT, "loss": nll_BT.sum().reshape(1) / (labels_BT != IGNORED).sum()}
-
-
-@cache
-def _gradients(key: OracleKey, name: str) -> Arrays:
-    _, gradients = _losses_and_gradients(*_side(key, name), key)
-    return {f"gradients.{parameter}": np.asarray(gradient) for parameter, gradient in gradients.items()}
-
-
-def _losses_and_gradients(decoder: Decoder, rounding: Rounding, key: OracleKey) -> tuple[np.ndarray, dict[str, Any]]:
-    """Of a step of two micro-batches: the loss of every token; gradients, each rounded where its parameter is stored,
-    the sum taken in the carrier.
-    """
-    batch, parts = _layout(key)
-    labelled = int((batch["shift_labels"] != IGNORED).sum())
-    found = [mean_and_gradients(decoder, part, rounding, _block(key), count=labelled) for part in parts]
-    _, each, nll = zip(*found, strict=True)
-    wide = jnp.float64 if rounding.carrier == "float64" else jnp.float32
-    sums = {parameter: sum(gradients[parameter].astype(wide) for gradients in each) for parameter in each[0]}
-    return np.concatenate(nll), sums
-
-
-@cache
-def _trajectory(key: OracleKey, name: str, schedule: Schedule, warmup_steps: int) -> Arrays:
-    """The rate of each step, the loss of every token before it, its gradient's norm; all steps take the same rows."""
-    decoder, rounding = _side(key, name)
-    spec = key.spec.model_copy(update={"schedule": schedule, "warmup_steps": warmup_steps})
-    train = train_of(spec, trajectory=True)
-    rates = rates_of(train)
-    masters = to_arrays(cast(decoder, rounding.carrier))
-    optimizer = adamw_of(train, masters)
-    state, norms = optimizer.init(masters), []
-    found = {"trajectory.rates": rates if name == "exact" else rates.astype(np.float32)}
-    for number in range(train.steps):
-        found[f"trajectory.{number}"], gradients = _losses_and_gradients(decoder, rounding, key)
-        masters, state, norm = step(optimizer, masters, state, gradients)
-        norms.append(float(norm))
-        decoder = cast(from_arrays(decoder.config, masters), "float64" if name == "exact" else key.dtype)
-    return found | {"trajectory.norms": np.array(norms)}

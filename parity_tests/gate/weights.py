@@ -7,7 +7,7 @@ import numpy as np
 
 from anchorline.errors import UserError
 from jaxref.weights import cast, load_hf, to_arrays
-from parity_tests.gate.material import TINY, source
+from parity_tests.gate.case import TINY, find_folder
 
 SHOWN = 3
 _COARSEST = ("float16", "bfloat16", "float32", "float64")
@@ -50,7 +50,7 @@ def check_same_weights(model: str, against: str, dtype: str) -> None:
 
 
 def _arrays(model: str) -> dict[str, jnp.ndarray]:
-    config, decoder = load_hf(Path(source(model)))
+    config, decoder = load_hf(Path(find_folder(model)))
     arrays = to_arrays(decoder)
     if config.tie_word_embeddings:
         arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]

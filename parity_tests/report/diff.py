@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from parity_tests.report.schema import Case, Report
+from parity_tests.report.schema import CaseReport, Report
 
 # A ratio counts as moved if it has changed by this factor; reruns of one computation do not move at all.
 FACTOR = 1.5
@@ -60,7 +60,7 @@ class Diff:
         return bool(self.worse or self.failed_only_b or self.gone) or not self.judged
 
 
-def verdict(case: Case) -> str:
+def verdict(case: CaseReport) -> str:
     """`passed`, `broken`, `not judged` or `skipped`."""
     if case.skipped is not None:
         return "skipped"
@@ -109,7 +109,7 @@ def diff(a: Report, b: Report, gone: Sequence[str] = ()) -> Diff:
     )
 
 
-def _find_moved(before: Case, after: Case) -> list[Moved]:
+def _find_moved(before: CaseReport, after: CaseReport) -> list[Moved]:
     earlier = {measure.name: measure for measure in before.measures}
     moves = [
         Moved(after.id, measure.name, earlier[measure.name].ratio, measure.ratio)
@@ -119,7 +119,7 @@ def _find_moved(before: Case, after: Case) -> list[Moved]:
     return [move for move in moves if move.factor >= FACTOR]
 
 
-def _words(case: Case) -> str:
+def _words(case: CaseReport) -> str:
     first = case.first_divergence
     return case.problem or case.skipped or (first.words if first else "")
 

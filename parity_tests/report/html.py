@@ -15,7 +15,7 @@ from anchorline.page import count
 from anchorline.page import render as render_page
 from parity_tests.report.diff import verdict
 from parity_tests.report.plot import plot, where_over
-from parity_tests.report.schema import Case, Environment, Group, Measure, Report
+from parity_tests.report.schema import CaseReport, Environment, Group, Measure, Report
 
 # Worst first, as the page lists cases; with the sign that says the same without colour.
 SIGNS = {"broken": "✗", "not judged": "!", "passed": "✓", "skipped": "–"}
@@ -111,7 +111,7 @@ class ListedCase:
     """One case, as the page lists it. number: its place in report.json, from 1."""
 
     number: int
-    case: Case
+    case: CaseReport
 
     @property
     def verdict(self) -> str:

@@ -2,7 +2,7 @@
 
 from xml.etree import ElementTree
 
-from parity_tests.report.schema import Case, Report
+from parity_tests.report.schema import CaseReport, Report
 
 
 def to_junit(report: Report) -> str:
@@ -24,7 +24,7 @@ def to_junit(report: Report) -> str:
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _add(suite: ElementTree.Element, case: Case) -> None:
+def _add(suite: ElementTree.Element, case: CaseReport) -> None:
     test = ElementTree.SubElement(
         suite,
         "testcase",
@@ -40,7 +40,7 @@ def _add(suite: ElementTree.Element, case: Case) -> None:
         )
 
 
-def _broken(case: Case) -> list[str]:
+def _broken(case: CaseReport) -> list[str]:
     return [
         f"{measure.name}: error {measure.error:.3e}, allowance {measure.allowance:.3e}, ratio {measure.ratio:.3g}"
         for measure in case.measures

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError
 from anchorline.files import replace_file
-from parity_tests.tolerance import Judged
+from anchorline.tolerance import Judged
 
 VERSION = 1
 Group = Literal["forward", "loss", "gradients", "step", "trajectory"]
@@ -31,7 +31,7 @@ class Profile(_Part):
     allowance: list[float] = Field(description="by the same rule, within the run")
 
 
-class Part(_Part, Judged):
+class PartMeasure(_Part, Judged):
     """A part of an array of half precision, judged by itself."""
 
     name: str = Field(description="`token 12 of row 0`, `head 3`, `the mean`, `the scale`, `the angle of pair 7`")
@@ -50,7 +50,7 @@ class Measure(_Part, Judged):
     error: float
     allowance: float
     worst: list[int] = Field(description="index of the element that errs most")
-    part: Part | None = Field(default=None, description="the part with the largest ratio, where parts are judged")
+    part: PartMeasure | None = Field(default=None, description="the one with the largest ratio, where parts are judged")
     profile: Profile | None = Field(default=None, description="of forward arrays, where the sequence is an axis")
 
 
@@ -62,7 +62,7 @@ class Divergence(_Part):
     words: str = Field(description="`layer 7, k after RoPE: 41 times the allowance, from token 512 on`")
 
 
-class Case(_Part):
+class CaseReport(_Part):
     """One cell of a run."""
 
     id: str = Field(description="unique in the report; the same case has the same id in every report")
@@ -109,7 +109,7 @@ class Report(_Part):
     seconds: float
     command: str
     environment: Environment
-    cases: list[Case]
+    cases: list[CaseReport]
 
     @property
     def passed(self) -> bool:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import torchtrain
+from anchorline.tolerance import Verdict, judge
 from parity_tests.models import FAMILIES, packed_batch, tiny_model
-from parity_tests.tolerance import Verdict, judge
 from torchtrain.attention import make_plan
 from torchtrain.attention.hf import implementation_name
 from torchtrain.config import ModelConfig

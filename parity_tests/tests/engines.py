@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anchorline.tolerance import Verdict, judge
 from jaxref.rounding import Rounding, preset
 from parity_tests.oracle import Arrays, attention_arrays, preset_name, to_numpy
-from parity_tests.tolerance import Verdict, judge
 from torchtrain.attention import attend, make_plan
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from anchorline.tolerance import Verdict, judge
 from jaxref.rounding import preset
 from parity_tests.oracle import oracle_of, oracle_taps, preset_name
 from parity_tests.taps import capture_taps
-from parity_tests.tolerance import Verdict, judge
 
 
 @dataclass(frozen=True)

@@ -3,31 +3,37 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from parity_tests.check import attention, check_attention, check_command
+from parity_tests import cli
+from parity_tests.check import attention, check_attention
 from parity_tests.checking.cases import LAYOUTS
 from parity_tests.pytest_helper import attention_cases
 from parity_tests.tests.attention_by_hand import ONE, by_mask
 
 ROOT = Path(__file__).parents[2]
-QUICK = {"layouts": ["intra"], "dtypes": ["float32"], "heads": ["4/2"]}
+QUICK = ["--layouts", "intra", "--dtypes", "float32", "--heads", "4/2"]
 
 
-def test_the_command_says_same(capsys):
-    assert check_command("parity_tests.tests.attention_by_hand:by_mask", **QUICK) == 0
-    out = capsys.readouterr().out
-    assert "SAME: by_mask: 1 case on 1 layout; out, dq, dk, dv within their allowance" in out
-    assert "intra" in out
+def check(*arguments: str):
+    return CliRunner().invoke(cli.app, ["check", *arguments])
 
 
-def test_the_command_says_different(capsys):
-    assert check_command("parity_tests.tests.attention_by_hand:interleaved_heads", library="torch", **QUICK) == 1
-    assert "It looks like this: GQA heads in the wrong order" in capsys.readouterr().out
+def test_the_command_says_same():
+    done = check("parity_tests.tests.attention_by_hand:by_mask", *QUICK)
+    assert done.exit_code == 0, done.output
+    assert "SAME: by_mask: 1 case on 1 layout; out, dq, dk, dv within their allowance" in done.stdout
 
 
-def test_the_command_takes_a_file(capsys):
-    assert check_command(str(ROOT / "examples" / "check_sdpa.py") + ":attend", **QUICK) == 0
-    assert "SAME" in capsys.readouterr().out
+def test_the_command_says_different():
+    done = check("parity_tests.tests.attention_by_hand:interleaved_heads", "--library", "torch", *QUICK)
+    assert done.exit_code == 1
+    assert "It looks like this: GQA heads in the wrong order" in done.stdout
+
+
+def test_the_command_takes_a_file():
+    done = check(str(ROOT / "examples" / "check_sdpa.py") + ":attend", *QUICK)
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(
@@ -44,15 +50,15 @@ def test_the_command_takes_a_file(capsys):
         ("FOLDER/leaves.py:f", "importing it raises SystemExit: 3"),
     ],
 )
-def test_a_target_that_cannot_be_loaded_is_one_line(target, says, tmp_path, capsys):
+def test_a_target_that_cannot_be_loaded_is_one_line(target, says, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
-    assert check_command(target.replace("FOLDER", str(tmp_path)), **QUICK) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("parity: target ")
-    assert says in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    done = check(target.replace("FOLDER", str(tmp_path)), *QUICK)
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("parity: target ")
+    assert says in line
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("case", attention_cases(by_mask, layouts=["intra", "anchor"], **ONE))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from anchorline.tolerance import judge
 from jaxref.rounding import preset
 from parity_tests.tests.engines import (
     compare_engine,
@@ -11,7 +12,6 @@ from parity_tests.tests.engines import (
     run_oracle,
     run_oracle_by_documents,
 )
-from parity_tests.tolerance import judge
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 from torchtrain.tests.layouts import named_batch
 

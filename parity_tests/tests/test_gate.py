@@ -1,9 +1,7 @@
 """The gate: what a configuration multiplies out to, what a case says of a fault, and that a run can go on."""
 
 import os
-import shutil
 import signal
-from pathlib import Path
 from typing import get_args
 from unittest.mock import patch
 from xml.etree import ElementTree
@@ -18,15 +16,16 @@ from anchorline import files
 from anchorline.errors import UserError
 from parity_tests import cli
 from parity_tests.gate import candidate, run
-from parity_tests.gate.case import OracleArrays, candidate_side, judge_case, oracle_side, run_case, why_not_here
-from parity_tests.gate.material import SIZES, TRAIN, tiny_weights, train_of
+from parity_tests.gate.candidate import candidate_side, why_not_here
+from parity_tests.gate.case import SIZES, TRAIN, resolve, tiny_weights
+from parity_tests.gate.judge import judge_case, run_case
 from parity_tests.gate.ranks import run_ranks
 from parity_tests.gate.run import run_gate
-from parity_tests.gate.sources import ROOT
-from parity_tests.gate.spec import STAGES, CaseSpec, Engine, GateConfig, expand, load_gate
+from parity_tests.gate.spec import STAGES, CaseSpec, Engine, Gate, expand, load_gate
+from parity_tests.gate.truth import Oracle, OracleArrays
 from parity_tests.oracle import rates_of
 from parity_tests.report.junit import to_junit
-from parity_tests.report.schema import read_report
+from parity_tests.report.schema import CaseReport, read_report
 from parity_tests.zoo import discover
 from parity_tests.zoo.patch import frequencies, positions
 from torchtrain.attention import ENGINES
@@ -34,7 +33,9 @@ from torchtrain.data import rows as packer
 from torchtrain.training import step
 from torchtrain.training.optimizer import Optimizer
 
+ROOT = run.ROOT
 CONFIGS = sorted((ROOT / "configs" / "parity").glob("*.yaml"))
+ORACLE = Oracle()
 SPEC = CaseSpec(model="llama")  # as long as the rows of configs/parity: each length is compiled anew
 BUGS = discover()
 
@@ -48,7 +49,7 @@ def _plug_in():
 
 
 def test_an_entry_is_the_product_of_its_lists():
-    config = GateConfig.model_validate(
+    config = Gate.model_validate(
         {
             "title": "t",
             "seeds": [3, 4],
@@ -103,7 +104,7 @@ def test_a_mistake_in_a_configuration_is_named(tmp_path, text, overrides, says):
 
 def test_clipping_and_epsilon_count_in_the_step():
     """Else an AdamW step would be the sign of each gradient, and say nothing of either."""
-    arrays = candidate_side(CaseSpec(stages=("step",)))
+    arrays = candidate_side(resolve(CaseSpec(stages=("step",))))
     gradients = np.concatenate([x.ravel() for name, x in arrays.items() if name.startswith("gradients.")])
     assert TRAIN.clip_norm is not None
     assert np.linalg.norm(gradients) > TRAIN.clip_norm
@@ -132,7 +133,7 @@ def test_a_whole_case_passes():
 
 
 def test_biases_are_judged_with_their_weights():
-    case = run_case(CaseSpec(model="qwen2", stages=("gradients",)))
+    case = run_case(CaseSpec(model="qwen2", stages=("gradients",)), ORACLE)
     (measure,) = [
         measure for measure in case.measures if measure.name.endswith("layers.0.self_attn.k_proj.weight+bias")
     ]
@@ -149,16 +150,21 @@ def test_what_cannot_run_here_is_skipped_with_a_reason():
     assert why_not_here(CaseSpec(engine="sdpa", stages=STAGES)) is None
     if torch.cuda.is_available():
         return
-    case = run_case(CaseSpec(engine="flash"))
+    case = run_case(CaseSpec(engine="flash"), ORACLE)
     assert "needs a CUDA device" in str(case.skipped)
     assert not case.passed
     assert "no backward pass on cpu" in str(why_not_here(CaseSpec(engine="flex", dtype="bfloat16", stages=("loss",))))
     assert "20-bit exponential" in str(why_not_here(CaseSpec(engine="flex")))
 
 
+def judge(spec: CaseSpec) -> CaseReport:
+    case = resolve(spec)
+    return judge_case(case, candidate_side(case), ORACLE.side(case))
+
+
 def words_of(patched, spec=SPEC) -> str:
     with patched:
-        case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+        case = judge(spec)
     assert case.first_divergence is not None
     return case.first_divergence.words
 
@@ -186,7 +192,7 @@ def test_a_packer_that_is_wrong_is_caught_by_its_arrays():
 
     spec = CaseSpec(variant="intra_reset")
     with patch.object(packer, "_restart_positions", restart):
-        case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+        case = judge(spec)
     assert case.measures[1].name == "inputs.position_ids"
     assert (case.measures[1].error > 0, case.measures[1].allowance) == (True, 0)
     assert case.first_divergence is not None
@@ -200,18 +206,19 @@ def raises(*_):
 
 def test_a_candidate_that_raises_is_a_problem_in_words():
     with patch.object(candidate, "make_plan", raises):
-        case = run_case(SPEC)
+        case = run_case(SPEC, ORACLE)
     assert case.problem == "the candidate raises RuntimeError: no such kernel"
     assert not case.passed
 
 
 def test_nan_shapes_and_missing_arrays_are_problems_in_words():
-    oracle, arrays = oracle_side(SPEC), candidate_side(SPEC)
+    case = resolve(SPEC)
+    oracle, arrays = ORACLE.side(case), candidate_side(case)
     broken = dict(arrays) | {"layers.1.q": arrays["layers.1.q"].copy(), "embed": arrays["embed"][:, 1:]}
     broken["layers.1.q"][0, 3, 1, 2] = np.nan
     del broken["logits"]
     broken["layers.7.q"] = arrays["embed"]
-    case = judge_case(SPEC, broken, oracle)
+    case = judge_case(case, broken, oracle)
     assert "embed has shape [2, 52, 256]; the oracle's is [2, 53, 256]" in str(case.problem)
     assert "layers.1.q is NaN at [0, 3, 1, 2], 1 of 27136 elements" in str(case.problem)
     assert "logits is missing" in str(case.problem)
@@ -232,7 +239,7 @@ def test_stored_weights_are_the_masters_rounded():
 
     spec = CaseSpec(dtype="bfloat16", stages=("step",))
     with patch.object(Optimizer, "step", forgetful):
-        case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+        case = judge(spec)
     assert [measure.name for measure in case.measures if not measure.passed] == ["step.stored"]
 
 
@@ -240,7 +247,7 @@ def test_ranks_that_share_a_step_compute_what_one_does():
     """Every rank takes its rows twice, of twice the tokens: the same sums, bit for bit."""
     stages = ("loss", "gradients", "step", "trajectory")
     for dtype in ("float32", "bfloat16"):
-        one, two = (candidate_side(CaseSpec(dtype=dtype, stages=stages, ranks=n)) for n in (1, 2))
+        one, two = (candidate_side(resolve(CaseSpec(dtype=dtype, stages=stages, ranks=n))) for n in (1, 2))
         assert one.keys() == two.keys()
         two["step.stored"], other = np.split(two["step.stored"], 2)
         assert np.array_equal(other, two["step.stored"])
@@ -267,12 +274,13 @@ def test_a_rank_that_fails_stops_the_others():
 )
 def test_the_words_for_a_schedule(bug, words):
     spec = CaseSpec(schedule="cosine", warmup_steps=5, stages=("trajectory",))
-    train = train_of(spec, trajectory=True)
+    case = resolve(spec)
+    train = case.trajectory
     right = rates_of(train)
     oracle = OracleArrays({"trajectory.rates": right}, {"trajectory.rates": right.astype(np.float32)}, {})
     with BUGS[bug].apply():
         wrong = np.array([step.learning_rate(number, train) for number in range(train.steps)])
-    divergence = judge_case(spec, {"trajectory.rates": wrong}, oracle).first_divergence
+    divergence = judge_case(case, {"trajectory.rates": wrong}, oracle).first_divergence
     assert divergence is not None
     assert divergence.words.startswith("learning rates of the steps: ")
     assert divergence.words.endswith(words)
@@ -281,25 +289,25 @@ def test_the_words_for_a_schedule(bug, words):
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def gate(*specs: CaseSpec) -> GateConfig:
-    return GateConfig(title="Test", cases=list(specs))
+def gate(*specs: CaseSpec) -> Gate:
+    return Gate(title="Test", cases=list(specs))
 
 
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
     config = gate(SPEC, CaseSpec(tokens=41), CaseSpec(engine="flash"))
     real, calls = run.run_case, []
 
-    def interrupted(spec):
+    def interrupted(spec, oracle):
         if len(calls) == 1:
             raise KeyboardInterrupt
         calls.append(spec)
-        return real(spec)
+        return real(spec, oracle)
 
     with patch.object(run, "run_case", interrupted), pytest.raises(KeyboardInterrupt):
         run_gate(config, tmp_path)
     assert not (tmp_path / "report.json").exists()
     again = []
-    with patch.object(run, "run_case", lambda spec: again.append(spec) or real(spec)):
+    with patch.object(run, "run_case", lambda spec, oracle: again.append(spec) or real(spec, oracle)):
         report = run_gate(config, tmp_path)
     assert sorted(calls + again, key=expand(config).index) == expand(config), "each is run once"
     assert report.passed
@@ -314,64 +322,33 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
         assert (tmp_path / name).read_bytes() == left[name]
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory) -> Path:
-    """The repository's packages, to be changed."""
-    root = tmp_path_factory.mktemp("copy")
-    for package in ("anchorline", "jaxref", "torchtrain", "parity_tests"):
-        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
-    return root
-
-
-def test_a_kept_case_depends_on_what_computes_it_and_on_nothing_else(copied, tmp_path):
-    """No report, test, command or run folder is in a case; an engine, `anchorline` and the oracle are."""
+def test_a_kept_case_depends_on_the_sources_and_on_the_machine(tmp_path, monkeypatch):
     case, taken = run_case(SPEC), []
+    monkeypatch.setattr(run, "run_case", lambda spec, _: taken.append(spec) or case)
+    for package in run.PACKAGES:
+        (tmp_path / package / "tests").mkdir(parents=True)
+    source, test = tmp_path / "jaxref" / "rope.py", tmp_path / "jaxref" / "tests" / "test_rope.py"
+    monkeypatch.setattr(run, "ROOT", tmp_path)
 
-    def taken_after(*changed: str) -> bool:
-        for name in changed:
-            with (copied / name).open("a") as file:
-                file.write("\n# changed\n")
+    def is_taken() -> bool:
         taken.clear()
         run._fingerprint.cache_clear()
-        run_gate(gate(SPEC), tmp_path)
+        run_gate(gate(SPEC), tmp_path / "out")
         return bool(taken)
 
-    with patch.object(run, "ROOT", copied), patch.object(run, "run_case", lambda spec: taken.append(spec) or case):
-        try:
-            assert taken_after()
-            assert not taken_after(
-                *("parity_tests/report/html.py", "parity_tests/report/page.css", "parity_tests/tests/test_gate.py"),
-                *(
-                    "parity_tests/cli.py",
-                    "parity_tests/check.py",
-                    "parity_tests/zoo/patch.py",
-                    "parity_tests/gate/run.py",
-                ),
-                *(
-                    "torchtrain/tests/conftest.py",
-                    "torchtrain/cli.py",
-                    "torchtrain/run/folder.py",
-                    "jaxref/cli.py",
-                ),
-            )
-            for name in (
-                *("torchtrain/attention/sdpa.py", "torchtrain/training/schedule.py", "torchtrain/__init__.py"),
-                *(
-                    "anchorline/settings.py",
-                    "jaxref/rope.py",
-                    "anchorline/tolerance.py",
-                    "parity_tests/gate/material.py",
-                ),
-            ):
-                assert taken_after(name), name
-                assert not taken_after(), name
-        finally:
-            run._fingerprint.cache_clear()
+    assert is_taken()
+    test.write_text("changed")
+    assert not is_taken()
+    source.write_text("changed")
+    assert is_taken()
+    monkeypatch.setattr(run, "_hardware", lambda: "another")
+    assert is_taken()
+    run._fingerprint.cache_clear()
 
 
 def test_what_could_not_be_judged_is_tried_again(tmp_path):
-    failed = run_case(SPEC).model_copy(update={"problem": "the candidate raises MemoryError"})
-    with patch.object(run, "run_case", lambda spec: failed):
+    failed = run_case(SPEC, ORACLE).model_copy(update={"problem": "the candidate raises MemoryError"})
+    with patch.object(run, "run_case", lambda *_: failed):
         assert not run_gate(gate(SPEC), tmp_path).passed
     assert run_gate(gate(SPEC), tmp_path).passed
 
@@ -401,11 +378,14 @@ def test_the_command_of_a_case_runs_that_case():
 
 
 def test_junit_counts_and_says_why():
-    ok, skipped = run_case(SPEC), run_case(SPEC).model_copy(update={"id": "b", "skipped": "needs \x00 a <GPU>"})
+    ok, skipped = (
+        run_case(SPEC, ORACLE),
+        run_case(SPEC, ORACLE).model_copy(update={"id": "b", "skipped": "needs \x00 a <GPU>"}),
+    )
     problem = ok.model_copy(update={"id": "c", "problem": "it raises"})
     with patch.object(candidate, "rope_settings", lambda *_: {"factor": 9.0}):
         wrong = CaseSpec(rope="linear")
-        broken = judge_case(wrong, candidate_side(wrong), oracle_side(wrong))
+        broken = judge(wrong)
     report = run_gate(gate(SPEC)).model_copy(update={"cases": [ok, skipped, problem, broken]})
     suite = ElementTree.fromstring(to_junit(report))
     assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["4", "1", "1", "1"]

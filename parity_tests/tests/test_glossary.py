@@ -43,10 +43,7 @@ def test_what_it_names_exists(name):
 # Public classes of one name in two modules: one concept on two sides that never see each other.
 TWINS = {
     "ModelConfig": "the section `model` of a configuration, of the study and of the trainer",
-    "Part": "of an array that is judged, and of its report",
     "Run": "of a study's comparison, and of an experiment",
-    "Case": "of a benchmark of attention, and of a gate's report",
-    "GateConfig": "of the parity gate, and of what an experiment's base must reach",
     "Documents": "their lengths as a plan counts them, and their tokens in a store",
 }
 

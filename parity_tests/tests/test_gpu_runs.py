@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from parity_tests.tolerance import judge
+from anchorline.tolerance import judge
 from torchtrain.config import load_config
 from torchtrain.planning.budget import count_memory
 from torchtrain.planning.memory import Shapes

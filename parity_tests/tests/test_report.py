@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parity_tests.report.html import headline, place, ratio, render
-from parity_tests.report.schema import Case, Divergence, Environment, Measure, Profile, Report
+from parity_tests.report.schema import CaseReport, Divergence, Environment, Measure, Profile, Report
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +81,7 @@ def training() -> list[Measure]:
     return measures + [measure(str(i), 0.3 + 0.02 * i, group="trajectory") for i in range(20)]
 
 
-def case(identity: str = "llama-anchor-keep-sdpa-bfloat16-t1024-s0", **fields: Any) -> Case:
+def case(identity: str = "llama-anchor-keep-sdpa-bfloat16-t1024-s0", **fields: Any) -> CaseReport:
     standard = {
         "id": identity,
         "model": "llama",
@@ -97,17 +97,17 @@ def case(identity: str = "llama-anchor-keep-sdpa-bfloat16-t1024-s0", **fields: A
         "seconds": 3.21,
         "measures": forward() + training(),
     }
-    return Case(**standard | fields)
+    return CaseReport(**standard | fields)
 
 
-def broken_case(identity: str = "mistral-anchor-yarn-sdpa-bfloat16-t1024-o8139-s0") -> Case:
+def broken_case(identity: str = "mistral-anchor-yarn-sdpa-bfloat16-t1024-o8139-s0") -> CaseReport:
     first = Divergence(name="layers.7.k_rope", ratio=41, words=WORDS)
     return case(
         identity, model="mistral", rope="yarn", measures=forward(faulty=True) + training(), first_divergence=first
     )
 
 
-def report(*cases: Case, **fields: Any) -> Report:
+def report(*cases: CaseReport, **fields: Any) -> Report:
     environment = Environment(
         versions={"python": "3.11.2", "torch": "2.13.0", "transformers": "5.23.0", "jax": "0.10.2", "numpy": "2.3.4"},
         hardware="An ordinary processor at 2.00GHz, 2 cores",

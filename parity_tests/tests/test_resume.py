@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 import torchtrain
+from anchorline.tolerance import judge
 from jaxref.loss import batch_nll
 from jaxref.rounding import preset
 from parity_tests.oracle import oracle_of, preset_name
 from parity_tests.tests.test_distributed import SETTINGS, batch_of, model_of
-from parity_tests.tolerance import judge
 from torchtrain.checkpoint.manifest import Manifest
 from torchtrain.tests import distributed_worker as worker
 from torchtrain.tests import resume_worker

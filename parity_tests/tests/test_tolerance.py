@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from anchorline.tolerance import UNIT_ROUNDOFF, judge
 from jaxref.mask import visible_BQJ
 from parity_tests.checking.cases import LAYOUTS, CheckCase, judge_array, oracle
-from parity_tests.tolerance import UNIT_ROUNDOFF, judge
 
 
 def test_twice_the_reference_plus_one_rounding_is_the_border():

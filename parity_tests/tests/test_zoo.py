@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 
 import torchtrain
-from parity_tests.gate.case import candidate_side, judge_case, oracle_side
+from parity_tests.gate.judge import run_case
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.report.schema import Group
 from parity_tests.zoo import Bug, discover, plain
 from parity_tests.zoo.patch import documents, every_engine
-from parity_tests.zoo.run import order, try_bug
+from parity_tests.zoo.run import Tries, order
 
 BUGS = discover()
 FORWARD = CaseSpec(model="llama", variant="anchor", dtype="float32", stages=("forward",))
@@ -34,8 +34,8 @@ def _plug_in():
 
 
 @pytest.fixture(scope="module")
-def clean() -> dict[CaseSpec, str | None]:
-    return {}
+def tries() -> Tries:
+    return Tries()
 
 
 def test_every_bug_says_what_it_is_and_where_it_happened():
@@ -49,30 +49,30 @@ def test_every_bug_says_what_it_is_and_where_it_happened():
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_bug_is_caught(name, clean):
+def test_a_bug_is_caught(name, tries):
     bug = BUGS[name]
-    kill = try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED]), clean)
+    kill = tries.try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED]))
     assert kill.caught
     assert kill.reversible
 
 
-def test_the_ground_that_bugs_are_made_on_is_sound(monkeypatch):
+def test_the_ground_that_bugs_are_made_on_is_sound(monkeypatch, tries):
     """What is caught of a bug in plain attention or plain AdamW is the bug."""
     monkeypatch.setattr("torch.optim.AdamW", plain.AdamW)
     with every_engine(plain.attend):
         for spec in (FORWARD, TRAINING):
-            case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+            case = run_case(spec, tries.oracle)
             assert case.passed, case.first_divergence or case.problem
 
 
-def test_a_patch_that_no_longer_fits_catches_nothing(clean):
-    kill = try_bug(Bug("misfit", "here", "forward", lambda: every_engine(lambda q: q)), [FORWARD], clean)
+def test_a_patch_that_no_longer_fits_catches_nothing(tries):
+    kill = tries.try_bug(Bug("misfit", "here", "forward", lambda: every_engine(lambda q: q)), [FORWARD])
     assert not kill.caught
     assert kill.broken is not None
     assert kill.broken.startswith("TypeError: ")
 
 
-def test_a_bug_that_is_not_undone_is_told(clean):
+def test_a_bug_that_is_not_undone_is_told(tries):
     leak = documents(lambda ids: ids.clamp(max=1))
 
     @contextmanager
@@ -81,7 +81,7 @@ def test_a_bug_that_is_not_undone_is_told(clean):
         yield
 
     try:
-        kill = try_bug(Bug("leak", "here", "forward", enter_and_stay), [FORWARD], clean)
+        kill = tries.try_bug(Bug("leak", "here", "forward", enter_and_stay), [FORWARD])
     finally:
         leak.__exit__(None, None, None)
     assert kill.caught
@@ -89,9 +89,9 @@ def test_a_bug_that_is_not_undone_is_told(clean):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_false_alarm(seed):
+def test_no_false_alarm(seed, tries):
     """The correct code passes whatever the weights and tokens. docs/zoo.md has the whole CI gate on twenty seeds."""
     for dtype in ("float32", "bfloat16"):
         spec = FORWARD.model_copy(update={"seed": seed, "dtype": dtype, "stages": ("forward", "loss", "gradients")})
-        case = judge_case(spec, candidate_side(spec), oracle_side(spec))
+        case = run_case(spec, tries.oracle)
         assert case.passed, case.first_divergence or case.problem

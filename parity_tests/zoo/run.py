@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from anchorline.errors import UserError
-from parity_tests.gate.case import OracleArrays, candidate_side, empty_case, judge_case, oracle_side, run_case
-from parity_tests.gate.material import TINY
-from parity_tests.gate.spec import CaseSpec, GateConfig, expand
-from parity_tests.report.schema import Case
+from parity_tests.gate.candidate import candidate_side
+from parity_tests.gate.case import TINY, GateCase, resolve
+from parity_tests.gate.judge import empty_report, judge_case, run_case
+from parity_tests.gate.spec import CaseSpec, Gate, expand
+from parity_tests.gate.truth import Oracle, OracleArrays
+from parity_tests.report.schema import CaseReport
 from parity_tests.zoo import Bug, discover
 
-TellBug = Callable[[str, int, int], None]  # what was done, how many are, of how many
+Progress = Callable[[str, int, int], None]  # what was done, how many steps are done, of how many
 
 _DTYPES_BY_POWER = ("float32", "float16", "bfloat16")  # the finer, the more it shows
 
@@ -28,7 +30,7 @@ class Kill:
     """What became of one bug."""
 
     bug: Bug
-    case: Case | None  # what caught it; None: nothing did
+    case: CaseReport | None  # what caught it; None: nothing did
     cases_tried: int
     reversible: bool  # the candidate without the bug is bitwise what it was before
     seconds: float
@@ -45,13 +47,13 @@ class ZooReport:
     """Which bugs a gate catches, and what it says of the correct code."""
 
     title: str
-    correct: list[Case]
+    correct: list[CaseReport]
     kills: list[Kill]
     seconds: float
     elsewhere: list[Bug] = field(default_factory=list)  # caught by a configuration of their own, not tried here
 
     @property
-    def false_alarms(self) -> list[Case]:
+    def false_alarms(self) -> list[CaseReport]:
         """Cases that fail on the correct code."""
         return [case for case in self.correct if not (case.passed or case.skipped)]
 
@@ -67,7 +69,7 @@ class ZooReport:
         return any(case.passed for case in self.correct) and not self.false_alarms and sound
 
 
-def run_zoo(config: GateConfig, names: Sequence[str] | None = None, progress: TellBug | None = None) -> ZooReport:
+def run_zoo(config: Gate, names: Sequence[str] | None = None, progress: Progress | None = None) -> ZooReport:
     """Run a gate against the zoo.
 
     Args:
@@ -83,27 +85,22 @@ def run_zoo(config: GateConfig, names: Sequence[str] | None = None, progress: Te
     elsewhere = [] if names is not None else [bug for bug in chosen if bug.caught_by]
     chosen = [bug for bug in chosen if bug not in elsewhere]
     specs = expand(config)
-    steps, done = len(specs) + len(chosen), 0
-
-    def advance(what: str) -> None:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(what, done, steps)
-
-    correct: list[Case] = []
+    steps = len(specs) + len(chosen)
+    tries, correct, kills = Tries(), [], []
     for spec in specs:
-        correct.append(run_case(spec))
-        advance(f"correct code on {spec.id}: {_word(correct[-1])}")
-    possible = [spec for spec, case in zip(specs, correct, strict=True) if not case.skipped]
-    kills, clean = [], {}
+        correct.append(run_case(spec, tries.oracle))
+        if progress:
+            progress(f"correct code on {spec.id}: {_word(correct[-1])}", len(correct), steps)
+    possible = [spec for spec, report in zip(specs, correct, strict=True) if not report.skipped]
     for bug in chosen:
-        kills.append(try_bug(bug, order(bug, possible), clean))
-        advance(f"{bug.name}: {'caught' if kills[-1].caught else kills[-1].broken or 'SURVIVES'}")
+        kills.append(tries.try_bug(bug, order(bug, possible)))
+        what = f"{bug.name}: {'caught' if kills[-1].caught else kills[-1].broken or 'SURVIVES'}"
+        if progress:
+            progress(what, len(correct) + len(kills), steps)
     return ZooReport(config.title, correct, kills, time.perf_counter() - started, elsewhere)
 
 
-def _word(case: Case) -> str:
+def _word(case: CaseReport) -> str:
     if case.skipped:
         return f"skipped, {case.skipped}"
     return "passes" if case.passed else "FALSE ALARM"
@@ -133,43 +130,49 @@ def order(bug: Bug, specs: Iterable[CaseSpec]) -> list[CaseSpec]:
     return sorted((spec for spec in specs if bug.stage in spec.stages), key=unlikely)
 
 
-def try_bug(bug: Bug, specs: Iterable[CaseSpec], clean: dict[CaseSpec, str | None]) -> Kill:
-    """Run the candidate with the bug on case after case, until one catches it.
+class Tries:
+    """Tries bugs; keeps what they share: the oracle's arrays, and a digest of each case's candidate without a bug."""
 
-    `clean` remembers of every case that was tried the fingerprint of the candidate without a bug, from one bug to the
-    next; None where the case fails without any, and so says nothing about one.
-    """
-    started, tried = time.perf_counter(), 0
-    for spec in (only(spec, bug.stage) for spec in specs):
-        oracle = oracle_side(spec)
-        if spec not in clean:
-            candidate = candidate_side(spec)
-            clean[spec] = fingerprint(candidate) if judge_case(spec, candidate, oracle).passed else None
-        if clean[spec] is None:
-            continue
-        try:
-            case = _judge_with(bug, spec, oracle)
-        except (Exception, SystemExit) as error:
-            broken = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            return Kill(bug, None, tried, True, time.perf_counter() - started, broken)
-        tried += 1
-        if not case.passed:
-            reversible = fingerprint(candidate_side(spec)) == clean[spec]
-            return Kill(bug, case, tried, reversible, time.perf_counter() - started)
-    return Kill(bug, None, tried, True, time.perf_counter() - started)
+    def __init__(self) -> None:
+        self.oracle = Oracle()
+        self._clean: dict[CaseSpec, str | None] = {}  # None where the case fails without a bug, and says nothing of one
+
+    def try_bug(self, bug: Bug, specs: Iterable[CaseSpec]) -> Kill:
+        """Run the candidate with the bug on case after case, until one catches it.
+
+        A patch that raises anything but a UserError no longer fits, and catches nothing.
+        """
+        started, tried = time.perf_counter(), 0
+
+        def kill(report: CaseReport | None, reversible: bool = True, broken: str | None = None) -> Kill:
+            return Kill(bug, report, tried, reversible, time.perf_counter() - started, broken)
+
+        for spec in (only(spec, bug.stage) for spec in specs):
+            case = resolve(spec)
+            arrays = self.oracle.side(case)
+            if spec not in self._clean:
+                candidate = candidate_side(case)
+                self._clean[spec] = fingerprint(candidate) if judge_case(case, candidate, arrays).passed else None
+            if self._clean[spec] is None:
+                continue
+            try:
+                report = _judge_with(bug, case, arrays)
+            except (Exception, SystemExit) as error:
+                return kill(None, broken=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            tried += 1
+            if not report.passed:
+                return kill(report, fingerprint(candidate_side(case)) == self._clean[spec])
+        return kill(None)
 
 
-def _judge_with(bug: Bug, spec: CaseSpec, oracle: OracleArrays) -> Case:
-    """Judge the candidate with the bug, after it is gone: only the candidate may have it.
-
-    What the trainer refuses is caught. Any other exception passes through: a patch that no longer fits catches nothing.
-    """
+def _judge_with(bug: Bug, case: GateCase, oracle: OracleArrays) -> CaseReport:
+    """Judge the candidate with the bug, after the bug is gone. What the trainer refuses is caught."""
     try:
         with bug.apply():
-            candidate = candidate_side(spec)
+            candidate = candidate_side(case)
     except UserError as error:
-        return empty_case(spec).model_copy(update={"problem": f"the trainer refuses: {error}"})
-    return judge_case(spec, candidate, oracle)
+        return empty_report(case.spec).model_copy(update={"problem": f"the trainer refuses: {error}"})
+    return judge_case(case, candidate, oracle)
 
 
 def only(spec: CaseSpec, stage: str) -> CaseSpec:

@@ -1,0 +1,265 @@
+"""One case: both sides, the verdict on every array, the first divergence in words.
+
+Legend: B batch · T tokens of a row.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from anchorline.errors import UserError
+from anchorline.tolerance import judge
+from jaxref.optim import step
+from parity_tests.gate.candidate import candidate_side, why_not_here
+from parity_tests.gate.case import GateCase, resolve
+from parity_tests.gate.explain import describe
+from parity_tests.gate.spec import CaseSpec
+from parity_tests.gate.truth import Oracle, OracleArrays
+from parity_tests.oracle import Arrays, adamw_of, preset_name
+from parity_tests.report.schema import CaseReport, Divergence, Group, Measure, PartMeasure, Profile
+
+RUNS, SHORTEST_RUN = 16, 8  # of tokens, in a profile
+SHOWN = 3  # names that a sentence lists before it counts the rest
+
+
+def run_case(spec: CaseSpec, oracle: Oracle) -> CaseReport:
+    """Run both sides and judge. Whatever goes wrong with the candidate is in the report, in words.
+
+    Raises UserError, one line: a model that does not exist or that the oracle does not know.
+    """
+    started = time.perf_counter()
+    reason = why_not_here(spec)
+    if reason is not None:
+        return empty_report(spec).model_copy(update={"skipped": reason})
+    case = resolve(spec)
+    arrays = oracle.side(case)
+    try:
+        candidate = candidate_side(case)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+        report = empty_report(spec).model_copy(update={"problem": f"the candidate raises {text}"})
+    else:
+        report = judge_case(case, candidate, arrays)
+    return report.model_copy(update={"seconds": time.perf_counter() - started})
+
+
+def empty_report(spec: CaseSpec) -> CaseReport:
+    """Return the report of a case before anything was measured."""
+    fields = ("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
+    return CaseReport(
+        id=spec.id,
+        **{name: getattr(spec, name) for name in fields},
+        preset=preset_name(spec.engine, spec.dtype),
+        command=spec.command,
+        seconds=0.0,
+    )
+
+
+def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseReport:
+    """Judge every array of the candidate, in the order in which the computation makes them.
+
+    Args:
+        case: what was run; its stages say what must be there.
+        candidate: from `candidate_side`, perhaps with a bug in it.
+        oracle: from `Oracle.side`.
+
+    `seconds` of the report is what judging took.
+    """
+    started = time.perf_counter()
+    oracle = replace(oracle, truth=_with_biases(oracle.truth), reference=_with_biases(oracle.reference))
+    pairs = _pairs(case, candidate, oracle)
+    candidate = _with_biases(candidate)
+    measures: list[Measure] = []
+    problems: list[str] = []
+    words: Divergence | None = None
+    compared = {name for name in candidate if not name.startswith("step.")}
+    for name, truth, reference, dtype in pairs:
+        compared.discard(name)
+        if name not in candidate:
+            problems.append(f"{name} is missing")
+            continue
+        array = candidate[name]
+        if array.shape != truth.shape:
+            problems.append(f"{name} has shape {list(array.shape)}; the oracle's is {list(truth.shape)}")
+            continue
+        broken = _where_not_finite(array, truth)
+        if broken:
+            problems.append(f"{name} is {broken}")
+        measure = _measure(name, array, truth, reference, dtype)
+        measures.append(measure)
+        if words is None and not measure.passed:
+            text = describe(case, measure, truth, candidate, oracle)
+            words = Divergence(name=name, ratio=measure.ratio, words=text)
+    unknown = sorted(name for name in compared if group_of(name) in case.spec.stages)
+    problems += [f"{name} is there, which the oracle has not" for name in unknown]
+    more = f"; and {len(problems) - SHOWN} more such" if len(problems) > SHOWN else ""
+    return empty_report(case.spec).model_copy(
+        update={
+            "seconds": time.perf_counter() - started,
+            "problem": "; ".join(problems[:SHOWN]) + more if problems else None,
+            "first_divergence": words,
+            "measures": measures,
+        }
+    )
+
+
+def _with_biases(arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """Each bias's gradient as one more column of its weight's.
+
+    Alone, that of k's bias is what remains of a sum that cancels, because softmax does not see a shift of all logits:
+    its rounding errors are nearly one number, repeated, and two such numbers may well differ by more than twice.
+    """
+    joined: Arrays = {}
+    for name, array in arrays.items():
+        stem, _, kind = name.rpartition(".")
+        bias = arrays.get(f"{stem}.bias") if name.startswith("gradients.") else None
+        if bias is None:
+            joined[name] = array
+        elif kind == "weight" and len(bias) == len(array):
+            joined[f"{name}+bias"] = np.concatenate([array, bias[:, None]], axis=1)
+    return joined
+
+
+def _pairs(
+    case: GateCase, candidate: Arrays, oracle: OracleArrays
+) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:
+    """Name, truth, reference (None: exact) and dtype of all that is judged, in order."""
+    for stage in case.spec.stages:
+        for name, truth in oracle.exact.items():
+            if group_of(name) == stage:
+                yield name, truth, None, "exact"
+        names = [name for name in oracle.truth if group_of(name) == stage]
+        for name in sorted(names, key=_backward_order) if stage == "gradients" else names:
+            if not name.endswith(".lse"):  # transformers' attention gives none
+                # A learning rate does not depend on the model's dtype.
+                dtype = "float32" if name == "trajectory.rates" else case.spec.dtype
+                yield name, oracle.truth[name], oracle.reference[name], dtype
+        if stage == "step":
+            yield from _step_pairs(candidate, case)
+
+
+# The order in which the backward pass comes to a layer's parameters.
+_BACKWARD = (
+    "mlp.down",
+    "mlp.up",
+    "mlp.gate",
+    "post_",
+    "self_attn.o",
+    "self_attn.v",
+    "self_attn.k",
+    "self_attn.q",
+    "input_",
+)
+
+
+def _backward_order(name: str) -> tuple[int, int, int]:
+    layer, tap = _place(name)
+    if layer is None:
+        return (2 if tap.startswith("embed") else 0), 0, not tap.startswith("lm_head")
+    return 1, -layer, next(i for i, start in enumerate(_BACKWARD) if tap.startswith(start))
+
+
+def _step_pairs(candidate: Arrays, case: GateCase) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:
+    """The oracle's AdamW on the candidate's gradients and weights: float32 masters, rounded exactly on every rank."""
+    prefix = "step.before."
+    names = [name.removeprefix(prefix) for name in candidate if name.startswith(prefix)]
+    before = {name: candidate[prefix + name] for name in names}
+    optimizer = adamw_of(case.step, before)
+    results = []
+    for carrier in (jnp.float64, jnp.float32):
+        weights = {name: jnp.asarray(before[name], carrier) for name in names}
+        gradients = {name: jnp.asarray(candidate[f"gradients.{name}"], carrier) for name in names}
+        results.append(step(optimizer, weights, optimizer.init(weights), gradients)[0])
+    truth, reference = results
+    for name in names:
+        yield f"step.{name}", np.asarray(truth[name]), np.asarray(reference[name]), "float32"
+    after = np.concatenate([candidate[f"step.{name}"].ravel() for name in names])
+    stored = ml_dtypes.bfloat16 if case.spec.dtype == "bfloat16" else case.spec.dtype
+    yield "step.stored", np.tile(after.astype(stored).astype(np.float32), case.spec.ranks), None, "exact"
+
+
+def group_of(name: str) -> Group:
+    """The stage that an array belongs to."""
+    if name.startswith("loss") or name == "inputs.shift_labels":
+        return "loss"
+    for group in ("gradients", "step", "trajectory"):
+        if name.startswith(f"{group}."):
+            return group
+    return "forward"
+
+
+def _measure(name: str, candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray | None, dtype: str) -> Measure:
+    group = group_of(name)
+    layer, tap = _place(name)
+    rest = {"name": name, "group": group, "layer": layer, "tap": tap, "shape": list(truth.shape)}
+    if reference is None:
+        differs = candidate != truth
+        worst = [int(i) for i in np.unravel_index(int(differs.argmax()), truth.shape)]
+        return Measure(**rest, error=float(differs.sum()), allowance=0.0, worst=worst)
+    verdict = judge(
+        candidate,
+        truth,
+        reference,
+        dtype,
+        _axes(name, truth.ndim),
+        inherits=True,
+        rotated=tap.endswith("_rope"),
+    )
+    profile = _profile(candidate, truth, reference, dtype) if group == "forward" else None
+    part = None if verdict.part is None else PartMeasure(**vars(verdict.part))
+    return Measure(
+        **rest, error=verdict.error, allowance=verdict.allowance, worst=list(verdict.worst), part=part, profile=profile
+    )
+
+
+def _axes(name: str, dimensions: int) -> str | None:
+    """The axes of an array of which parts are judged too."""
+    if name == "loss.tokens":
+        return "BT"
+    return {"forward": {3: "BTM", 4: "BTHD"}, "gradients": {2: "OI"}}.get(group_of(name), {}).get(dimensions)
+
+
+def _profile(candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray, dtype: str) -> Profile:
+    """The rule within runs of tokens of [B, T, ...]."""
+    tokens = truth.shape[1]
+    runs = max(1, min(RUNS, tokens // SHORTEST_RUN))
+    starts = [tokens * run // runs for run in range(runs)]
+    verdicts = [
+        judge(candidate[:, start:stop], truth[:, start:stop], reference[:, start:stop], dtype)
+        for start, stop in zip(starts, [*starts[1:], tokens], strict=True)
+    ]
+    return Profile(
+        starts=starts,
+        error=[_shorten(verdict.error) for verdict in verdicts],
+        allowance=[_shorten(verdict.allowance) for verdict in verdicts],
+    )
+
+
+def _shorten(value: float) -> float:
+    return float(f"{value:.4g}")  # a profile is drawn, not judged
+
+
+def _place(name: str) -> tuple[int | None, str]:
+    """The layer of an array and its tap: `gradients.model.layers.0.mlp.up_proj.weight` -> 0, `mlp.up_proj.weight`."""
+    for prefix in ("inputs.", "gradients.", "step.", "trajectory.", "loss."):
+        name = name.removeprefix(prefix)
+    name = name.removeprefix("model.")
+    if name.startswith("layers."):
+        _, layer, tap = name.split(".", 2)
+        return int(layer), tap
+    return None, name
+
+
+def _where_not_finite(candidate: np.ndarray, truth: np.ndarray) -> str | None:
+    wrong = ~np.isfinite(candidate) & np.isfinite(truth)
+    if not wrong.any():
+        return None
+    first = np.unravel_index(int(wrong.argmax()), wrong.shape)
+    what = "NaN" if np.isnan(candidate[first]) else "infinite"
+    return f"{what} at {[int(i) for i in first]}, {int(wrong.sum())} of {wrong.size} elements"
