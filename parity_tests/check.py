@@ -16,8 +16,9 @@ import torch
 from anchorline.errors import UserError
 from parity_tests.checking.adapter import Adapter, Resolved, attention, declare, merge, name_of, resolve
 from parity_tests.checking.cases import DTYPES, LAYOUTS, CheckCase
+from parity_tests.checking.hints import find_hint
 from parity_tests.checking.judging import CaseResult, check_case
-from parity_tests.checking.result import CheckResult, NotTheSame, diagnose
+from parity_tests.checking.result import CheckResult, NotTheSame
 
 __all__ = [
     "Adapter",
@@ -80,7 +81,7 @@ def check_attention(
         other = resolve(fn, merge(declare(layout=layout), merge(adapter, how.adapter)))  # type: ignore[arg-type]
         return check_case(fn, other, case, backward=False, device=device).passed
 
-    return CheckResult(name_of(fn), how.adapter, tuple(results), diagnose(how.adapter, results, right_in_layout))
+    return CheckResult(name_of(fn), how.adapter, tuple(results), find_hint(how.adapter, results, right_in_layout))
 
 
 def make_cases(

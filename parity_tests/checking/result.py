@@ -1,6 +1,5 @@
 """What was found, in words, as a table and as an exception."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -8,9 +7,8 @@ import numpy as np
 
 from anchorline.tolerance import judge
 from jaxref.mask import ANCHOR, PADDING
-from parity_tests.checking import mistakes
 from parity_tests.checking.adapter import Adapter
-from parity_tests.checking.cases import CheckCase, judged_as, oracle
+from parity_tests.checking.cases import judged_as, oracle
 from parity_tests.checking.judging import ARRAYS, CaseResult, place
 from parity_tests.oracle import preset_name
 
@@ -204,45 +202,3 @@ def _documents_that_differ(result: CaseResult, name: str, like: str) -> tuple[li
         if not judge(candidate, truth[chosen], reference[chosen], judged_as(name, like, case.dtype)).passed:
             wrong.append(words)
     return wrong, all_
-
-
-Rejudge = Callable[[str, CheckCase], bool]
-
-
-def diagnose(adapter: Adapter, results: list[CaseResult], right_in_layout: Rejudge) -> str | None:
-    """Name the mistake that explains most of the failing cases; among equals, the one it fits best.
-
-    right_in_layout: whether the function is right on a case if it is called with another layout of q, k and v.
-    """
-    like = adapter.like or "flash"
-    failed = [r for r in results if r.not_run is None and not r.passed]
-    for layout in ("BTHD", "BHTD"):
-        if (
-            failed
-            and adapter.layout in ("BTHD", "BHTD")
-            and layout != adapter.layout
-            and right_in_layout(layout, failed[0].case)
-        ):
-            return f"q, k and v were given as {adapter.layout}; as {layout} it is right: declare layout={layout!r}"
-    explained: dict[str, list[float]] = {}
-    broken = [r for r in failed if r.broken]
-    sample = _different_in_kind(broken)
-    for result in sample:
-        for words, ratio in mistakes.explain(result.case, result.arrays, result.broken, like).items():
-            explained.setdefault(words, []).append(ratio)
-    if explained:
-        words, ratios = max(explained.items(), key=lambda item: (len(item[1]), -max(item[1])))
-        return (
-            words
-            if len(ratios) == len(sample)
-            else f"{words} (explains {len(ratios)} of {len(sample)} failing layouts tried)"
-        )
-    for result in sample[:1]:
-        return mistakes.explain_precision(result.case, result.arrays, like)
-    return None
-
-
-def _different_in_kind(broken: list[CaseResult], most: int = 4) -> list[CaseResult]:
-    """One failing case of each layout, short rows first: what shows on several layouts has fewer explanations."""
-    by_layout = {r.case.layout.name: r for r in reversed(broken)}
-    return sorted(by_layout.values(), key=lambda r: r.case.document_ids_BT.size)[:most]

@@ -16,9 +16,9 @@ from anchorline.tolerance import judge
 from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import GateCase, resolve
-from parity_tests.gate.explain import describe
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import Oracle, OracleArrays
+from parity_tests.gate.words import describe
 from parity_tests.oracle import Arrays, adamw_of, preset_name
 from parity_tests.report.schema import CaseReport, Divergence, Group, Measure, PartMeasure, Profile
 

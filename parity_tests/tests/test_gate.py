@@ -117,7 +117,7 @@ def test_clipping_and_epsilon_count_in_the_step():
 
 def test_a_whole_case_passes():
     spec = CaseSpec(dtype="bfloat16", stages=("forward", "loss", "gradients", "step"))
-    case = run_case(spec)
+    case = run_case(spec, ORACLE)
     assert case.problem is None
     assert case.first_divergence is None, case.first_divergence
     names = [measure.name for measure in case.measures]
@@ -323,7 +323,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
 
 
 def test_a_kept_case_depends_on_the_sources_and_on_the_machine(tmp_path, monkeypatch):
-    case, taken = run_case(SPEC), []
+    case, taken = run_case(SPEC, ORACLE), []
     monkeypatch.setattr(run, "run_case", lambda spec, _: taken.append(spec) or case)
     for package in run.PACKAGES:
         (tmp_path / package / "tests").mkdir(parents=True)
