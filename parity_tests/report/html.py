@@ -5,9 +5,8 @@ number. Its cells and rows are left unclosed, as HTML allows: a run has tens of 
 """
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -15,7 +14,7 @@ from anchorline.page import count
 from anchorline.page import render as render_page
 from parity_tests.report.diff import verdict
 from parity_tests.report.plot import plot, where_over
-from parity_tests.report.schema import CaseReport, Environment, Group, Measure, Report
+from parity_tests.report.schema import CaseReport, Group, Measure, Report
 
 # Worst first, as the page lists cases; with the sign that says the same without colour.
 SIGNS = {"broken": "✗", "not judged": "!", "passed": "✓", "skipped": "–"}
@@ -32,36 +31,40 @@ assert tuple(STAGES) == get_args(Group)
 KEPT = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 BROKEN = (2.0, 10.0, 100.0, math.inf)
 
-NAMED = 5  # divergences told at the top; the rest stand at their cases
 PLOTTED = 4  # profiles of a case
-LONG = 10  # letters of a line in a heading before it is broken at an underscore
 
 
 def render(report: Report) -> str:
     """The page, as HTML text to be written in UTF-8. Everything in the report is taken for text, never for markup."""
-    rank = {name: number for number, name in enumerate(SIGNS)}
+    order = list(SIGNS)
     entries = [ListedCase(number, case) for number, case in enumerate(report.cases, start=1)]
-    entries.sort(key=lambda entry: rank[entry.verdict])
+    entries.sort(key=lambda entry: order.index(entry.verdict))
     word, sentence = headline(report)
-    failed = [entry for entry in entries if entry.failed]
     present = {measure.group for case in report.cases for measure in case.measures}
+    environment = report.environment
+    changed = ", with changes that are not committed" if environment.git_dirty else ""
     return render_page(
         "parity_tests.report",
         "page.html.j2",
         title=report.title,
         created=report.created,
         command=report.command,
-        facts=_facts(report),
-        versions=report.environment.versions,
+        facts={
+            "commit": "not in a git repository" if environment.git_commit is None else environment.git_commit + changed,
+            "hardware": environment.hardware,
+            "threads": str(environment.threads),
+            "seeds": ", ".join(map(str, sorted({case.seed for case in report.cases}))) or "none",
+            "created": report.created,
+            "took": f"{report.seconds:.1f} s",
+            "schema version": str(report.schema_version),
+        },
+        versions=environment.versions,
         headline=word,
         sentence=sentence,
         passed=report.passed,
         entries=entries,
-        news=failed[:NAMED],
-        more=max(0, len(failed) - NAMED),
-        closest=None if failed else _closest(entries),
-        mixed=0 < len(failed) < len(entries),
-        stages=[stage for stage in STAGES if stage in present],
+        failed=[entry for entry in entries if entry.failed],
+        stages={stage: name for stage, name in STAGES.items() if stage in present},
         scale=_scale(),
     )
 
@@ -100,9 +103,8 @@ class TableCell:
 class Heat:
     """Error over allowance: a row a layer (or one, of None), a column a tap, in the order of the computation."""
 
-    label: str
     caption: str
-    heads: list[list[str]]  # each in short lines
+    taps: list[str]
     rows: list[tuple[int | None, list[TableCell | None]]]
 
 
@@ -126,30 +128,13 @@ class ListedCase:
     @property
     def failed(self) -> bool:
         """Whether it was run and does not pass."""
-        return not self.case.passed and self.case.skipped is None
+        return self.verdict in ("broken", "not judged")
 
     @property
-    def told(self) -> list[str]:
+    def reasons(self) -> list[str]:
         """Why it does not pass, the first reason first."""
         first = self.case.first_divergence
         return list(dict.fromkeys(filter(None, (self.case.problem, self.case.skipped, first and first.words))))
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What the case is."""
-        case = self.case
-        return {
-            "model": case.model,
-            "variant": case.variant,
-            "RoPE": case.rope,
-            "engine": case.engine,
-            "dtype": case.dtype,
-            "oracle rounds as": case.preset,
-            "tokens a row": f"{case.tokens:,}",
-            "position offset": f"{case.position_offset:,}",
-            "seed": str(case.seed),
-            "seconds": f"{case.seconds:.1f}",
-        }
 
     @property
     def broken(self) -> int:
@@ -163,18 +148,18 @@ class ListedCase:
 
     def worst(self, stage: Group | None = None) -> TableCell | None:
         """The worst measure of a stage, or of all."""
-        return _worst(measure for measure in self.case.measures if stage in (None, measure.group))
+        own = [measure for measure in self.case.measures if stage in (None, measure.group)]
+        return cell(max(own, key=_badness)) if own else None
 
     def heats(self) -> dict[str, list[Heat]]:
-        """The heat maps of each stage: the layers, and what stands outside the layers as one row."""
+        """The heat maps of each stage: the layers, and what is outside the layers as one row."""
         made: dict[str, list[Heat]] = {}
         for stage, name in STAGES.items():
             own = [measure for measure in self.case.measures if measure.group == stage]
-            beside = "Steps" if stage == "trajectory" else "Outside the layers"
-            layers = _heat(stage, "Layer by layer", [measure for measure in own if measure.layer is not None])
-            outside = _heat(stage, beside, [measure for measure in own if measure.layer is None])
-            if found := [heat for heat in (layers, outside) if heat]:
-                made[name] = found
+            outside = "Steps" if stage == "trajectory" else "Outside the layers"
+            for caption, in_layers in (("Layer by layer", True), (outside, False)):
+                if measures := [measure for measure in own if (measure.layer is not None) == in_layers]:
+                    made.setdefault(name, []).append(_heat(caption, measures))
         return made
 
     def plots(self) -> list[tuple[TableCell, str, str]]:
@@ -224,47 +209,18 @@ def number(value: float) -> str:
     return f"{digits}e{int(exponent)}"
 
 
-def _heat(stage: Group, caption: str, measures: Sequence[Measure]) -> Heat | None:
-    if not measures:
-        return None
+def _heat(caption: str, measures: Sequence[Measure]) -> Heat:
     taps = list(dict.fromkeys(measure.tap for measure in measures))
     rows: dict[int | None, dict[str, TableCell]] = {}
     for measure in measures:
         rows.setdefault(measure.layer, {})[measure.tap] = cell(measure)
-    return Heat(
-        label=f"{STAGES[stage]}: {caption.lower()}",
-        caption=caption,
-        heads=[_heading(tap, stage) for tap in taps],
-        rows=[
-            (layer, [row.get(tap) for tap in taps])
-            for layer, row in sorted(rows.items(), key=lambda pair: pair[0] or 0)
-        ],
-    )
-
-
-def _heading(tap: str, group: Group) -> list[str]:
-    """A tap's name, in short lines."""
-    if group == "trajectory" and tap.isdecimal():
-        return [str(int(tap) + 1)]  # people count steps from 1
-    pieces = re.findall(r"[^.+]*\.|\+?[^.+]+|\+", re.sub(r"\.weight(?=$|\+)", "", tap))
-    lines = [re.findall(r"[^_]*_|[^_]+", piece) if len(piece) > LONG else [piece] for piece in pieces]
-    return [line for piece in lines for line in piece]
+    ordered = sorted(rows.items(), key=lambda pair: pair[0] or 0)
+    return Heat(caption, taps, [(layer, [row.get(tap) for tap in taps]) for layer, row in ordered])
 
 
 def _badness(measure: Measure) -> tuple[bool, float]:
     """Sorts measures: broken above kept, then by ratio, what is not a number above all."""
     return not measure.passed, math.inf if math.isnan(measure.ratio) else measure.ratio
-
-
-def _worst(measures: Iterable[Measure]) -> TableCell | None:
-    found = max(measures, key=_badness, default=None)
-    return None if found is None else cell(found)
-
-
-def _closest(entries: Sequence[ListedCase]) -> tuple[TableCell, ListedCase] | None:
-    """What came closest to its allowance, of all cases."""
-    found = [(worst, entry) for entry in entries if (worst := entry.worst())]
-    return max(found, key=lambda pair: _badness(pair[0].measure), default=None)
 
 
 def _scale() -> dict[str, dict[str, str]]:
@@ -279,25 +235,3 @@ def _scale() -> dict[str, dict[str, str]]:
 
 def _bound(bound: float) -> str:
     return f"1/{round(1 / bound)}" if bound < 1 else f"{bound:g}"
-
-
-# -- where and how -----------------------------------------------------------------------------------------------------
-
-
-def _facts(report: Report) -> dict[str, str]:
-    seeds = sorted({case.seed for case in report.cases})
-    return {
-        "commit": _commit(report.environment),
-        "hardware": report.environment.hardware,
-        "threads": str(report.environment.threads),
-        "seeds": ", ".join(map(str, seeds)) or "none",
-        "created": report.created,
-        "took": f"{report.seconds:.1f} s",
-        "schema version": str(report.schema_version),
-    }
-
-
-def _commit(environment: Environment) -> str:
-    if environment.git_commit is None:
-        return "not in a git repository"
-    return environment.git_commit + (", with changes that are not committed" if environment.git_dirty else "")
