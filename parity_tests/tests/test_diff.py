@@ -5,33 +5,9 @@ from typer.testing import CliRunner
 
 from parity_tests import cli
 from parity_tests.report.diff import diff
-from parity_tests.report.schema import CaseReport, Divergence, Environment, Measure, Report, write_report
-
-
-def measure(name: str, ratio: float) -> Measure:
-    return Measure(name=name, group="forward", layer=0, tap="q", shape=[1], error=ratio * 2.0, allowance=2.0, worst=[0])
-
-
-def case(name: str, *ratios: float, **changes) -> CaseReport:
-    measures = [measure(f"layers.{i}.q", ratio) for i, ratio in enumerate(ratios)]
-    broken = next((m for m in measures if not m.passed), None)
-    first = broken and Divergence(name=broken.name, ratio=broken.ratio, words=f"{broken.name} breaks")
-    fields = {"model": "llama", "variant": "anchor", "rope": "keep", "engine": "sdpa", "dtype": "float32"}
-    numbers = {"tokens": 40, "position_offset": 0, "seed": 0, "seconds": 1.0}
-    rest = {"preset": "flash_fp32", "command": "parity run", "first_divergence": first, "measures": measures}
-    return CaseReport(id=name, **fields, **numbers, **rest, **changes)
-
-
-def report(*cases: CaseReport, torch: str = "2.13") -> Report:
-    environment = Environment(versions={"torch": torch}, hardware="one", threads=1, git_commit="abc", git_dirty=False)
-    return Report(
-        title="t",
-        created="2026-01-01T00:00:00+00:00",
-        seconds=1.0,
-        command="c",
-        environment=environment,
-        cases=list(cases),
-    )
+from parity_tests.report.schema import Report, write_report
+from parity_tests.tests.reports import judged_case as case
+from parity_tests.tests.reports import report
 
 
 def test_the_same_report_has_not_moved():
