@@ -125,14 +125,10 @@ def _remark(results: list[CaseResult]) -> str:
 
 
 def _not_run_in_words(cases: tuple[CaseResult, ...]) -> list[str]:
-    reasons: dict[str, list[CaseResult]] = {}
-    for result in cases:
-        if result.not_run:
-            reasons.setdefault(result.not_run, []).append(result)
     lines = []
-    for reason, results in reasons.items():
-        layouts = ", ".join(dict.fromkeys(r.case.layout.name for r in results))
-        lines.append(f"Not run ({reason}): {_count(len(results), 'case')}: {layouts}.")
+    for reason in dict.fromkeys(r.not_run for r in cases if r.not_run):
+        names = [r.case.layout.name for r in cases if r.not_run == reason]
+        lines.append(f"Not run ({reason}): {_count(len(names), 'case')}: {', '.join(dict.fromkeys(names))}.")
     return lines
 
 
@@ -140,9 +136,7 @@ def _worst_in_words(failed: tuple[CaseResult, ...], like: str) -> str:
     """The first problem if it broke down everywhere it failed; else the first case whose numbers are wrong."""
     numbers = [r for r in failed if r.broken]
     if not numbers:
-        first = failed[0]
-        where = dict.fromkeys(r.case.layout.name for r in failed if r.problem == first.problem)
-        return f"On {_some(list(where))} ({first.case.id}) it {_as_predicate(first.problem or '')}."
+        return f"First, {failed[0].case.id}: {failed[0].problem}."
     first = numbers[0]
     name = first.broken[0]
     others = ", ".join(f"{n} {first.verdicts[n].ratio:.3g}" for n in first.broken[1:])
@@ -158,18 +152,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _as_predicate(problem: str) -> str:
-    """Problems of the function read on after `it`; those of an array or of isolation after `fails:`."""
-    return problem if problem.startswith(("raises", "returns", "changes", "gives")) else f"fails: {problem}"
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(repr(n) for n in names[:most])
-    return f"layout{'s' if len(names) > 1 else ''} {shown}" + (
-        f" and {len(names) - most} more" if len(names) > most else ""
-    )
-
-
 def _where(result: CaseResult, name: str, like: str) -> str:
     """The worst element, and which documents alone are wrong where that is not all of them."""
     case, verdict = result.case, result.verdicts[name]
@@ -181,11 +163,7 @@ def _where(result: CaseResult, name: str, like: str) -> str:
     if name == "lse":
         return text
     wrong, all_ = _documents_that_differ(result, name, like)
-    return (
-        text
-        if wrong == all_ or not wrong
-        else f"{text}; only {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} wrong"
-    )
+    return text if wrong == all_ or not wrong else f"{text}; wrong in {', '.join(wrong)} only"
 
 
 def _documents_that_differ(result: CaseResult, name: str, like: str) -> tuple[list[str], list[str]]:

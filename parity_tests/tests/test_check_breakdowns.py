@@ -55,17 +55,17 @@ BROKEN = {
     "leaves": (leaves, "raises SystemExit: 0"),
     "raises": (
         raises_on_padding,
-        "On layout 'padded_end' (padded_end-h4k2d16-float32) it raises IndexError: index -1 is out of range",
+        "First, padded_end-h4k2d16-float32: raises IndexError: index -1 is out of range",
     ),
-    "q in place": (scales_in_place, "it changes its input q in place"),
-    "ids in place": (writes_its_ids, "it changes its input document_ids in place"),
+    "q in place": (scales_in_place, "changes its input q in place"),
+    "ids in place": (writes_its_ids, "changes its input document_ids in place"),
     "NaN": (
         nan_at_padding,
         "out is NaN at row 0, token 36 (padding) and only at padding: put rows that see nothing to 0",
     ),
-    "None": (lambda q, k, v, document_ids: None, "it returns None; expected a torch array"),
-    "numpy": (lambda q, k, v, document_ids: q.numpy(), "it returns a numpy.ndarray"),
-    "empty": (lambda q, k, v, document_ids: (), "it returns an empty tuple"),
+    "None": (lambda q, k, v, document_ids: None, "returns None; expected a torch array"),
+    "numpy": (lambda q, k, v, document_ids: q.numpy(), "returns a numpy.ndarray"),
+    "empty": (lambda q, k, v, document_ids: (), "returns an empty tuple"),
     "shape": (
         lambda q, k, v, document_ids: q[:, 1:],
         "returns out of shape [1, 46, 4, 16]; expected [1, 47, 4, 16] (BTHD)",

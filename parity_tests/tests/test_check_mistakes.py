@@ -43,10 +43,6 @@ def top_left(ids):
     return mask
 
 
-def padding_as_a_document(ids):
-    return ((ids[:, :, None] == ids[:, None, :]) | (ids == 0)[:, None, :]) & causal(ids)
-
-
 def half_inside(q, k, v, document_ids, scale):
     out, _ = softmax_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), visible_BTT(document_ids), scale)
     return out.to(q.dtype)
@@ -70,36 +66,14 @@ def leak(ids):
     return causal(ids) & (ids >= 0)[:, :, None] & (ids >= 0)[:, None]
 
 
-def blind_to_itself(ids):
-    return visible_BTT(ids) & ~torch.eye(ids.shape[1], dtype=torch.bool)
-
-
 def one_sees_the_anchor(ids):
     return visible_BTT(ids) & (same(ids) | (ids == 1)[:, :, None])
-
-
-def as_in_the_first_row(ids):
-    return visible_BTT(ids[:1].expand_as(ids))
-
-
-def one_token_late(ids):
-    return visible_BTT(torch.cat([ids[:, :1], ids[:, :-1]], dim=1))
-
-
-def own_scale(q, k, v, document_ids, scale):
-    return right(q, k, v, document_ids, q.shape[-1] ** -0.5)
-
-
-def k_as_v(q, k, v, document_ids, scale):
-    return right(q, k, k + 0 * v, document_ids, scale)
 
 
 # What it does, the function, layouts to show it on, and what the words must say.
 WRONG = {
     "leak": (with_mask(leak), FEW, "a leak: documents see one another"),
     "sees the future": (with_mask(lambda ids: same(ids) | to_anchor(ids)), FEW, "the future is visible"),
-    "no mask": (with_mask(lambda ids: torch.ones_like(same(ids))), FEW, "no mask at all"),
-    "blind to itself": (with_mask(blind_to_itself), FEW, "a token does not see itself"),
     "missing anchor": (
         with_mask(lambda ids: same(ids) & causal(ids)),
         FEW,
@@ -107,26 +81,20 @@ WRONG = {
     ),
     "anchor for one": (with_mask(one_sees_the_anchor), FEW, "only the first document sees the anchor"),
     "top-left": (with_mask(top_left), FEW, "top-left alignment"),
-    "padding is a document": (with_mask(padding_as_a_document), FEW, "padding is treated as one more document"),
-    "first row's documents": (with_mask(as_in_the_first_row), FEW, "the batch shares the documents of its first row"),
-    "boundary late": (with_mask(one_token_late), ["intra"], "documents begin one token late"),
     "no scale": (
         lambda q, k, v, document_ids: right(q, k, v, document_ids, 1.0),
         ["intra", "anchor"],
         "scale is missing",
     ),
-    "scale ignored": (own_scale, ["intra", "another_scale"], "the scale that is passed is ignored"),
     "GQA order": (interleaved_heads, FEW, "GQA heads in the wrong order"),
     "half inside": (half_inside, ["intra"], "some step runs in less than float32 (bfloat16"),
     "zeros": (lambda q, k, v, document_ids: 0 * q, ["intra"], "the output is all zeros"),
-    "k as v": (k_as_v, ["intra"], "k is used in place of v"),
     "lse base 2": (lse_base_2, ["anchor"], "the log-sum-exp is in base 2"),
     "lse without anchor": (lse_without_anchor, ["anchor"], "in the log-sum-exp, a missing anchor"),
     **{
         name: (with_gradient(change), ["anchor"], says)
         for name, change, says in [
             ("dk unscaled", lambda name, grad, ids, scale: grad / scale if name == "k" else grad, "dk lacks the scale"),
-            ("sign of dq", lambda name, grad, ids, scale: -grad if name == "q" else grad, "dq has the wrong sign"),
             ("GQA average", lambda name, grad, ids, scale: grad / 2 if name != "q" else grad, "averaged, not added"),
             ("anchor gradient", anchor_gradient_dropped, "the anchor's"),
         ]
@@ -150,12 +118,7 @@ def test_the_words_say_layout_array_ratio_and_place():
     assert re.search(
         r"times its allowance, most at row 0, token \d+ \(document [23], its token \d+\), head [0-3];", text
     )
-    assert "only document 2, document 3 are wrong" in text
-
-
-def test_in_bfloat16_too():
-    result = check_attention(with_mask(top_left), layouts=FEW, dtypes=["bfloat16"], heads=[(4, 2)])
-    assert "top-left alignment" in str(result.hint)
+    assert "wrong in document 2, document 3 only" in text
 
 
 def soft_capped(q, k, v, document_ids, scale):
