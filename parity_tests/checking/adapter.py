@@ -249,44 +249,34 @@ def _layout_of(qkv: list[str]) -> Tensors:
 
 
 def _library_of(fn: Callable[..., Any], name: str, documents: str) -> Library:
+    """Read it off the annotations, the names the code uses, the class, the modules its file imports, in this order."""
     if documents in ("plan", "block_mask"):
         return "torch"
     inner = inspect.unwrap(fn)
     inner = getattr(inner, "func", inner)  # functools.partial
     if not inspect.isroutine(inner):
         inner = getattr(inner, "forward", None) or type(inner).__call__
-    made_of = [type(fn).__mro__, getattr(inner, "__module__", "")]
-    for places in (_annotations(inner), _used_globals(inner), made_of, _imported_modules(inner)):
-        found: list[Library] = [library for library in get_args(Library) if any(_belongs(x, library) for x in places)]
+    code, names = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
+    annotations = getattr(inner, "__annotations__", {}).values()
+    used = [names[n] for n in code.co_names if n in names] if code else []
+    modules = [x for x in names.values() if inspect.ismodule(x)]
+    for places in (annotations, used, [*type(fn).__mro__, getattr(inner, "__module__", "")], modules):
+        found = {library for x in places for library in _libraries(x)}
         if len(found) == 1:
-            return found[0]
+            return found.pop()
     raise UserError(
         f"{name}: cannot tell whether it takes torch or jax arrays; declare library='torch' or library='jax'"
     )
 
 
-def _annotations(fn: Any) -> list[Any]:
-    return list(getattr(fn, "__annotations__", {}).values())
+_OWNERS: dict[str, Library] = {"torch": "torch", "Tensor": "torch"}
+_OWNERS |= dict.fromkeys(("jax", "jaxlib", "Array", "ArrayLike"), "jax")
 
 
-def _used_globals(fn: Any) -> list[Any]:
-    code, names = getattr(fn, "__code__", None), getattr(fn, "__globals__", {})
-    return [names[n] for n in code.co_names if n in names] if code else []
-
-
-def _imported_modules(fn: Any) -> list[Any]:
-    return [x for x in getattr(fn, "__globals__", {}).values() if inspect.ismodule(x)]
-
-
-def _belongs(x: Any, library: str) -> bool:
-    """Whether a module, a class, an object's class or an annotation's text belongs to the library."""
+def _libraries(x: Any) -> list[Library]:
+    """The library that a module, a class, an object's class or an annotation's text belongs to, if it is one."""
     if isinstance(x, tuple):
-        return any(_belongs(part, library) for part in x)
+        return [library for part in x for library in _libraries(part)]
     text = x if isinstance(x, str) else getattr(x, "__module__", None) or getattr(x, "__name__", "")
-    roots = (library, "jaxlib") if library == "jax" else (library,)
-    return isinstance(text, str) and (
-        text.partition(".")[0] in roots or (isinstance(x, str) and text in _ANNOTATIONS[library])
-    )
-
-
-_ANNOTATIONS = {"torch": ("Tensor",), "jax": ("Array", "ArrayLike")}
+    root = text.partition(".")[0] if isinstance(text, str) else ""
+    return [_OWNERS[root]] if root in _OWNERS else []
