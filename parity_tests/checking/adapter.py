@@ -261,7 +261,7 @@ def _library_of(fn: Callable[..., Any], name: str, documents: str) -> Library:
     used = [names[n] for n in code.co_names if n in names] if code else []
     modules = [x for x in names.values() if inspect.ismodule(x)]
     for places in (annotations, used, [*type(fn).__mro__, getattr(inner, "__module__", "")], modules):
-        found = {library for x in places for library in _libraries(x)}
+        found: set[Library] = {library for x in places for library in _libraries(x)}
         if len(found) == 1:
             return found.pop()
     raise UserError(
