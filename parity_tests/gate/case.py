@@ -15,16 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from anchorline.errors import UserError
 from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
 from jaxref.weights import parameter_shapes
 from parity_tests.gate.spec import STEPS, CaseSpec
-from parity_tests.models import FAMILIES
 from torchtrain.config import TrainConfig
 from torchtrain.modeling.source import open_tokenizer, resolve_source
 
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 TINY = (*FAMILIES, "tied")
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
 

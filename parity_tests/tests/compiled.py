@@ -17,7 +17,8 @@ from torch import Tensor
 
 import torchtrain
 from anchorline.tolerance import Verdict, judge
-from parity_tests.models import FAMILIES, packed_batch, tiny_model
+from parity_tests.gate.case import FAMILIES
+from parity_tests.tests.models import packed_batch, tiny_model
 from torchtrain.attention import make_plan
 from torchtrain.attention.hf import implementation_name
 from torchtrain.config import ModelConfig

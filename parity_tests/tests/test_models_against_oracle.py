@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import torchtrain
-from parity_tests.models import FAMILIES, packed_batch, tiny_model
+from parity_tests.gate.case import FAMILIES
 from parity_tests.tests.layers import compare_layers
+from parity_tests.tests.models import packed_batch, tiny_model
 from torchtrain.attention.hf import implementation_name
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 

@@ -13,9 +13,10 @@ from anchorline.errors import UserError
 from anchorline.tolerance import judge
 from jaxref.rope import rotate
 from jaxref.rounding import preset
-from parity_tests.models import FAMILIES, packed_batch, tiny_model
+from parity_tests.gate.case import FAMILIES
 from parity_tests.taps import capture_taps
 from parity_tests.tests.layers import compare_layers
+from parity_tests.tests.models import packed_batch, tiny_model
 from torchtrain.attention.hf import implementation_name
 from torchtrain.modeling.rotation import check_rotation, rotate_in_float32
 

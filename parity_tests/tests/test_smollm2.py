@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtrain
 from jaxref.weights import load_hf, to_arrays
-from parity_tests.models import text_batch
 from parity_tests.oracle import oracle_of
 from parity_tests.tests.layers import compare_layers
+from parity_tests.tests.models import text_batch
 from torchtrain.modeling.smollm2 import smollm2_folder
 
 CACHE = Path(__file__).parents[2] / "cache"

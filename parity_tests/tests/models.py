@@ -10,16 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from jaxref.layout import lay_out
+from parity_tests.gate.case import FAMILIES
 
-FAMILIES: dict[str, Any] = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
