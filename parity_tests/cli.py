@@ -103,14 +103,13 @@ def diff(
 
     Example: parity diff runs/before/report.json runs/after/report.json
     """
-    from rich.console import Console
-
     from parity_tests.report import diff as differences
     from parity_tests.report.schema import read_report
 
     with _interruptible():
         found = differences.diff(read_report(a), read_report(b), gone or ())
-    Console().print(differences.show(found))
+    if text := differences.format_diff(found):
+        print(text)
     counts = f"{found.same} with the same verdict, {len(found.better)} better, {len(found.worse)} worse"
     missing = f", {len(found.gone)} gone" if found.gone else ""
     missing += "" if found.judged else ", nothing was judged in both"

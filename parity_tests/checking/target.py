@@ -20,7 +20,13 @@ def load_target(target: str) -> Callable[..., Any]:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"target {target!r}: expected module:function, or path/to/file.py:function")
-    found: Any = _load_file(Path(place)) if place.endswith(".py") else _import(place)
+    try:
+        found: Any = _load_file(Path(place)) if place.endswith(".py") else _import(place)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"target {place!r}: importing it raises {type(error).__name__}: {text}") from None
     for part in name.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
@@ -38,16 +44,7 @@ def load_target(target: str) -> Callable[..., Any]:
 def _import(module: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UserError(
-                f"target {module!r}: no module named {error.name!r} here or among the installed packages"
-            ) from None
-        raise UserError(f"target {module!r}: importing it fails: {error}") from None
-    except (Exception, SystemExit) as error:
-        raise UserError(f"target {module!r}: importing it raises {type(error).__name__}: {_line(error)}") from None
+    return importlib.import_module(module)
 
 
 def _load_file(path: Path) -> Any:
@@ -59,12 +56,5 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     sys.path.insert(0, str(path.parent.resolve()))  # as `python path/to/file.py` does
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"target {str(path)!r}: importing it raises {type(error).__name__}: {_line(error)}") from None
+    spec.loader.exec_module(module)
     return module
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -6,7 +6,6 @@ A case is the same case in both reports if it has the same id, a measure if it h
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from parity_tests.report.schema import CaseReport, Report
 
@@ -133,28 +132,16 @@ def _settings(a: Report, b: Report) -> list[str]:
     return [f"{name}: {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
 
 
-def show(found: Diff, limit: int = 20) -> Any:
-    """For rich: tables of what got worse, what got better and what moved most."""
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
-
-    parts: list[Any] = []
-    for title, changes, style in (("worse", found.worse, "bold red"), ("better", found.better, "green")):
-        if changes:
-            table = Table("case", "before", "after", "why", title=title, title_style=style)
-            for change in changes:
-                table.add_row(escape(change.case), change.before, change.after, escape(change.words))
-            parts.append(table)
-    if found.moved:
-        table = Table("case", "measure", "ratio before", "after", title=f"moved by {FACTOR} times or more")
-        for move in found.moved[:limit]:
-            table.add_row(escape(move.case), escape(move.measure), f"{move.before:.3g}", f"{move.after:.3g}")
-        parts.append(table)
-        if len(found.moved) > limit:
-            parts.append(f"and {len(found.moved) - limit} more")
+def format_diff(found: Diff, limit: int = 20) -> str:
+    """Say line by line what got worse, what got better, what moved most, what is gone and what is new."""
+    lines = []
+    for title, changes in (("worse", found.worse), ("better", found.better)):
+        lines += [f"{title}: {change.case}: {change.before} -> {change.after}: {change.words}" for change in changes]
+    for move in found.moved[:limit]:
+        lines.append(f"moved: {move.case}: {move.measure}: ratio {move.before:.3g} -> {move.after:.3g}")
+    if len(found.moved) > limit:
+        lines.append(f"moved by {FACTOR} times or more: {len(found.moved) - limit} others")
     for title, names in (("gone", found.gone), ("new", found.only_b)):
         more = f" and {len(names) - limit} more" if len(names) > limit else ""
-        parts += [f"{title}: {escape(', '.join(names[:limit]))}{more}"] if names else []
-    parts += [f"differs: {escape(line)}" for line in found.settings]
-    return Group(*parts)
+        lines += [f"{title}: {', '.join(names[:limit])}{more}"] if names else []
+    return "\n".join(lines + [f"differs: {line}" for line in found.settings])

@@ -39,8 +39,8 @@ def test_the_command_takes_a_file():
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("nowhere.at_all:f", "no module named 'nowhere' here"),
-        ("parity_tests.nothing:f", "no module named 'parity_tests.nothing' here"),
+        ("nowhere.at_all:f", "raises ModuleNotFoundError: No module named 'nowhere'"),
+        ("parity_tests.nothing:f", "raises ModuleNotFoundError: No module named 'parity_tests.nothing'"),
         ("parity_tests.tests.attention_by_hand:rigth", "has no 'rigth'; did you mean 'right'?"),
         ("parity_tests.tests.attention_by_hand:ONE", "is not callable, but a dict"),
         ("parity_tests.tests.attention_by_hand:Module", "is a class"),
