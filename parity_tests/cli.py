@@ -18,7 +18,7 @@ app = make_app(
 OUT = Path("runs/parity")  # of a configuration, unless told otherwise
 QUICK = {
     *("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "schedule", "warmup_steps", "ranks"),
-    *("seed", "stages"),
+    *("documents", "anchor_tokens", "seed", "stages"),
 }
 
 
@@ -33,7 +33,7 @@ def run(
     case: Annotated[str | None, typer.Option(help="run this case of the gate alone")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes that share the cases of a gate")] = 1,
     model: Annotated[
-        str, typer.Option(help="llama, mistral, qwen2, qwen3, tied (tiny, random); smollm2; a folder; or a hub id")
+        str, typer.Option(help="llama, mistral, qwen2, qwen3, tied, ... (tiny, random); smollm2; a folder; or a hub id")
     ] = "llama",
     against: Annotated[
         str | None, typer.Option(help="a second folder or id of the same weights: judge both by its config and weights")
@@ -48,6 +48,8 @@ def run(
     schedule: Annotated[str, typer.Option(help="of step and trajectory: constant, linear, cosine")] = "constant",
     warmup_steps: Annotated[int, typer.Option(help="of the trajectory's steps")] = 0,
     ranks: Annotated[int, typer.Option(help="that share a step")] = 1,
+    documents: Annotated[int, typer.Option(help="of a row")] = 5,
+    anchor_tokens: Annotated[int, typer.Option(help="that open a row")] = 2,
     seed: Annotated[int, typer.Option(help="of random weights, tokens and interleaving")] = 0,
     stages: Annotated[str, typer.Option(help="of forward,loss,gradients,step,trajectory")] = "forward",
 ) -> None:
@@ -74,7 +76,8 @@ def run(
                 _refuse_options(given & {"against_dtype"}, "needs --against")
             gate = _quick_gate(
                 model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
-                position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks, seed=seed,
+                position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks,
+                documents=documents, anchor_tokens=anchor_tokens, seed=seed,
                 stages=stages,
             )  # fmt: skip
         else:

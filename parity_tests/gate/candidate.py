@@ -6,6 +6,7 @@ Legend: B batch · T tokens of a row.
 """
 
 from collections.abc import Callable, Mapping
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -185,10 +186,7 @@ def _build(case: GateCase) -> Any:
     spec, folder = case.spec, case.folder
     dtype, where = getattr(torch, spec.dtype), device()
     if folder is not None:
-        config = _extend(open_config(folder), spec)
-        # The schema of the trainer knows no float16; its loader takes any dtype of torch by name.
-        settings = ModelConfig.model_construct(source=folder, dtype=spec.dtype, activation_checkpointing=False)  # type: ignore[arg-type]
-        return load_for_training(folder, config, settings, spec.engine, where)
+        return _load(folder, spec)
     config = _extend(tiny_config(spec.model), spec)
     # Built in its dtype: `.to(bfloat16)` would round RoPE's inverse frequencies as well.
     model = AutoModelForCausalLM.from_config(
@@ -197,7 +195,19 @@ def _build(case: GateCase) -> Any:
     weights = {name: torch.from_numpy(array).to(dtype) for name, array in tiny_weights(spec.model, spec.seed).items()}
     # A tied head has no weight of its own.
     model.load_state_dict(weights, strict=not config.tie_word_embeddings)
+    if spec.model == "loaded":
+        with TemporaryDirectory() as written:
+            model.save_pretrained(written)
+            return _load(written, spec)
     return model.to(where).train()
+
+
+def _load(folder: str, spec: CaseSpec) -> Any:
+    config = open_config(folder)
+    config = config if spec.model == "loaded" else _extend(config, spec)  # which was extended before it was written
+    # The schema of the trainer knows no float16; its loader takes any dtype of torch by name.
+    settings = ModelConfig.model_construct(source=folder, dtype=spec.dtype, activation_checkpointing=False)  # type: ignore[arg-type]
+    return load_for_training(folder, config, settings, spec.engine, device())
 
 
 def _extend(config: Any, spec: CaseSpec) -> Any:

@@ -31,10 +31,18 @@ FAMILIES: dict[str, Any] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
-TINY = (*FAMILIES, "tied")
+# A Llama of which one thing is another: the head is the embedding's; heads of 128; 50,000 words; or the model is written
+# to a folder and loaded as a run does.
+VARIED: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "wide_heads": {"head_dim": 128},
+    "many_words": {"vocab_size": 50_000, "num_hidden_layers": 1},
+    "loaded": {},
+}
+TINY = (*FAMILIES, *VARIED)
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
 
-ANCHOR_TOKENS, TAG_TOKENS, CHUNKS = 2, 2, 4
+TAG_TOKENS, CHUNKS = 2, 4
 LONG = 1024
 
 # Every array of a tiny model, down to the gradient of a norm, has 64 elements or more: the root mean squares of fewer
@@ -69,7 +77,7 @@ TRAIN = TrainConfig(
 class RowTokens:
     """Tokens of one packed row, before any variant: each document is opened by its tag, padding fills the rest."""
 
-    anchor: np.ndarray  # int64 [ANCHOR_TOKENS]
+    anchor: np.ndarray  # int64 [anchor_tokens]
     documents: tuple[np.ndarray, ...]  # int64 [length of each]
     tags: tuple[np.ndarray, ...]  # int64 [TAG_TOKENS], or empty
     padding: int
@@ -116,14 +124,17 @@ def resolve(spec: CaseSpec) -> GateCase:
 
 
 def _draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
-    """Two rows: five documents, one of a single token; and four of these lengths, with padding for the last.
+    """Two rows: documents, one of a single token; and these lengths but one, with padding for the last.
 
     The second alone where a row is long: every tap of both would fill memory.
     """
     random = np.random.default_rng((spec.seed, 1))
     tag = TAG_TOKENS if "+tag" in spec.variant else 0
-    text = spec.tokens - ANCHOR_TOKENS - 5 * tag
-    lengths = (text * 2 // 5, 1, text // 4, text // 8)
+    text = spec.tokens - spec.anchor_tokens - spec.documents * tag
+    if spec.documents == 5:
+        lengths = (text * 2 // 5, 1, text // 4, text // 8)
+    else:
+        lengths = (1, *(text // spec.documents + number % 3 - 1 for number in range(spec.documents - 2)))
     lengths = (*lengths, text - sum(lengths))
     stream = iter(_draw_tokens(spec, folder, random).tolist())
 
@@ -131,19 +142,20 @@ def _draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
         return np.array([next(stream) for _ in range(count)], dtype=np.int64)
 
     def row(own: tuple[int, ...], number: int) -> RowTokens:
-        padding = spec.tokens - ANCHOR_TOKENS - sum(own) - tag * len(own)
+        padding = spec.tokens - spec.anchor_tokens - sum(own) - tag * len(own)
         documents, tags = tuple(take(n) for n in own), tuple(take(tag) for _ in own)
-        return RowTokens(take(ANCHOR_TOKENS), documents, tags, padding, seed=2 * spec.seed + number)
+        return RowTokens(take(spec.anchor_tokens), documents, tags, padding, seed=2 * spec.seed + number)
 
     # In another order, so that no boundary and no position is where the first row has it.
-    padded = row((lengths[2], lengths[1], lengths[3], lengths[0]), 1)
+    order = (2, 1, 3, 0) if spec.documents == 5 else range(spec.documents - 2, -1, -1)
+    padded = row(tuple(lengths[i] for i in order), 1)
     return (padded,) if spec.tokens > LONG else (row(lengths, 0), padded)
 
 
 def _draw_tokens(spec: CaseSpec, folder: str | None, random: np.random.Generator) -> np.ndarray:
     count = 2 * spec.tokens
     if folder is None:
-        return random.integers(0, SIZES["vocab_size"], count)
+        return random.integers(0, tiny_config(spec.model).vocab_size, count)
     ids = np.asarray(open_tokenizer(folder)(inspect.getsource(textwrap), add_special_tokens=False).input_ids)
     return np.roll(np.resize(ids, max(count, len(ids))), -spec.seed)[:count]
 
@@ -158,12 +170,10 @@ def find_folder(model: str) -> str:
 
 def tiny_config(model: str) -> Any:
     """Return the transformers config of a tiny model with default RoPE."""
-    changes: dict[str, Any] = {"max_position_embeddings": ORIGINAL}
-    if model == "tied":
-        model, changes["tie_word_embeddings"] = "llama", True
+    changes: dict[str, Any] = {"max_position_embeddings": ORIGINAL} | VARIED.get(model, {})
     if model == "mistral":
         changes["sliding_window"] = None
-    return FAMILIES[model](**(SIZES | changes))
+    return FAMILIES["llama" if model in VARIED else model](**(SIZES | changes))
 
 
 @lru_cache(maxsize=8)

@@ -32,6 +32,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 Tokens = Annotated[int, Field(ge=32, le=2**24)]
 Offset = Annotated[int, Field(ge=0, le=2**24)]
+Documents = Annotated[int, Field(ge=2, le=10_000)]
+AnchorTokens = Annotated[int, Field(ge=0, le=16)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 STAGES: tuple[Group, ...] = get_args(Group)
@@ -49,7 +51,9 @@ class CaseSpec(_Strict):
     """One cell: one model under one variant, RoPE type, engine and dtype, on two packed rows."""
 
     model: str = Field(
-        default="llama", description="llama, mistral, qwen2, qwen3, tied (tiny, random); smollm2; a folder; or a hub id"
+        default="llama",
+        description="llama, mistral, qwen2, qwen3, tied, wide_heads, many_words, loaded (tiny, random); smollm2; a "
+        "folder; or a hub id",
     )
     variant: str = Field(default="anchor", description="full, intra, intra_reset, anchor; with +tag, +interleave")
     rope: Rope = Field(default="keep", description="keep is the model's own")
@@ -60,6 +64,8 @@ class CaseSpec(_Strict):
     schedule: Schedule = Field(default="constant", description="of the learning rate in step and trajectory")
     warmup_steps: int = Field(default=0, ge=0, le=STEPS, description=f"of the {STEPS} steps of a trajectory")
     ranks: int = Field(default=1, ge=1, le=8, description="that share a step, each with rows of its own")
+    documents: Documents = Field(default=5, description="of a row; the second has one less, and padding")
+    anchor_tokens: AnchorTokens = Field(default=2, description="that open a row")
     seed: Seed = Field(default=0, description="of random weights, tokens and the interleaving")
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
     against: str | None = Field(default=None, description="the model whose config and weights the oracle takes instead")
@@ -69,6 +75,8 @@ class CaseSpec(_Strict):
         PackConfig(sequence_length=2, variant=self.variant)  # says what is wrong with a variant
         if self.position_offset + self.tokens > _POSITIONS:
             raise UserError(f"position_offset {self.position_offset}: positions stay below {_POSITIONS}")
+        if self.tokens < self.anchor_tokens + 4 * self.documents:
+            raise UserError(f"documents {self.documents}: give 4 tokens for each; the row has {self.tokens}")
         return self
 
     @field_validator("stages")
@@ -83,13 +91,14 @@ class CaseSpec(_Strict):
         parts = [model, self.variant, self.rope, self.engine, self.dtype, f"t{self.tokens}"]
         parts += [f"o{self.position_offset}"] * bool(self.position_offset)
         parts += [self.schedule] * (self.schedule != "constant") + [f"w{self.warmup_steps}"] * bool(self.warmup_steps)
-        parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"s{self.seed}"]
+        parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"d{self.documents}"] * (self.documents != 5)
+        parts += [f"a{self.anchor_tokens}"] * (self.anchor_tokens != 2) + [f"s{self.seed}"]
         return "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
 
     @property
     def shared(self) -> "CaseSpec":
         """The case without what the oracle does not depend on: cases that have this in common share its work."""
-        names = ("variant", "rope", "dtype", "tokens", "position_offset", "seed")
+        names = ("variant", "rope", "dtype", "tokens", "position_offset", "documents", "anchor_tokens", "seed")
         return CaseSpec(model=self.against or self.model, **{name: getattr(self, name) for name in names})
 
     @property
@@ -97,7 +106,7 @@ class CaseSpec(_Strict):
         """What to type to run this case alone."""
         names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
         given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
-        for name in ("schedule", "warmup_steps", "ranks"):
+        for name in ("schedule", "warmup_steps", "ranks", "documents", "anchor_tokens"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 given[name] = str(getattr(self, name))
         options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
@@ -117,6 +126,8 @@ class Entry(_Strict):
     schedule: list[Schedule] = Field(default=["constant"], min_length=1)
     warmup_steps: list[int] = Field(default=[0], min_length=1)
     ranks: list[int] = Field(default=[1], min_length=1)
+    documents: list[Documents] = Field(default=[5], min_length=1)
+    anchor_tokens: list[AnchorTokens] = Field(default=[2], min_length=1)
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
 
     @field_validator("*", mode="before")

@@ -320,3 +320,59 @@ softmax_scale_missing = Bug(
     stage="forward",
     apply=lambda: attention(_softmax_scale_missing),
 )
+
+
+def _scale_of_64(original):
+    def attend(q_BTHD: Tensor, *args, scale: float, **kwargs):
+        return original(q_BTHD, *args, scale=64**-0.5 if q_BTHD.shape[3] > 64 else scale, **kwargs)
+
+    return attend
+
+
+# Heads of more than 64 are scaled as heads of 64 are.
+scale_of_64_beyond = Bug(
+    what="softmax scale of 64 for heads of 128",
+    where="seen in reviews: a kernel's scale written for the head size it was tested with",
+    stage="forward",
+    apply=lambda: attention(_scale_of_64),
+    likely={"model": "wide_heads"},
+)
+
+# Document ids are kept in int8: those beyond 127 are one document.
+documents_in_int8 = Bug(
+    what="documents beyond 127 are one",
+    where="seen in reviews: segment ids in int8, which saturate",
+    stage="forward",
+    apply=lambda: documents(lambda document_ids_BT: document_ids_BT.clamp(max=127)),
+    likely={"documents": "200"},
+)
+
+
+def _two_anchor_tokens(document_ids_BT: Tensor) -> Tensor:
+    index_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
+    return document_ids_BT.masked_fill((document_ids_BT == ANCHOR) & (index_T > 1), 1)
+
+
+# Of the anchor two tokens are kept, and the third goes to the first document.
+anchor_of_two_at_most = Bug(
+    what="anchor cut after two tokens",
+    where="seen in reviews: the anchor's length is a constant of the tests",
+    stage="forward",
+    apply=lambda: documents(_two_anchor_tokens),
+    likely={"anchor_tokens": "3"},
+)
+
+
+def _first_token_is_anchor(document_ids_BT: Tensor) -> Tensor:
+    document_ids_BT[:, 0] = ANCHOR
+    return document_ids_BT
+
+
+# The first token of every row is taken for its anchor, whether it has one or not.
+anchor_where_none_is = Bug(
+    what="anchor taken for granted",
+    where="seen in reviews: index 0 of every row is taken for the anchor",
+    stage="forward",
+    apply=lambda: documents(_first_token_is_anchor),
+    likely={"anchor_tokens": "0"},
+)

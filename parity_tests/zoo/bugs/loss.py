@@ -17,7 +17,7 @@ from torchtrain.distributed.world import ALONE
 from torchtrain.marks import ANCHOR, IGNORED
 from torchtrain.modeling.parts import hidden_states
 from torchtrain.training.labels import Labels
-from torchtrain.training.loss import _losses, chunked_cross_entropy
+from torchtrain.training.loss import _add_gradients, _losses, chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, _move_gradient
 from torchtrain.training.step import count_labels
 from torchtrain.training.strategy import Replicated
@@ -387,4 +387,24 @@ tied_embeddings_untied = Bug(
     stage="gradients",
     apply=lambda: patch.object(nn.Module, "load_state_dict", _load_and_untie),
     likely={"model": ("tied", "smollm2")},
+)
+
+
+def _first_words_only(original):
+    def add_gradients(head, hidden_nM, labels_n, scale, d_hidden_nM, weights, sums):
+        losses_n = original(head, hidden_nM, labels_n, scale, d_hidden_nM, weights, sums)
+        for total in sums:
+            total[8192:] = 0
+        return losses_n
+
+    return add_gradients
+
+
+# The head's gradient is made of 8,192 words at a time, and the parts behind the first are lost.
+vocabulary_beyond_first_part = Bug(
+    what="gradient of the head beyond 8,192 words lost",
+    where="seen in reviews of fused losses: a loop over blocks of the vocabulary that runs once",
+    stage="gradients",
+    apply=lambda: wrap(_add_gradients, _first_words_only),
+    likely={"model": "many_words"},
 )

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity_tests.zoo import Bug
-from parity_tests.zoo.patch import in_every_family, loaded_weights
+from parity_tests.zoo.patch import in_every_family, loaded_weights, wrap
+from torchtrain.modeling.load import load_for_training
 
 # Linear layers without their bias; of the families here, Qwen2's q, k and v have one.
 attention_bias_dropped = Bug(
@@ -175,4 +176,24 @@ weight_transposed = Bug(
     where="GPT-2's Conv1D weights in nn.Linear, JAX kernels [in, out] in torch; tinygrad PR 18103 (gpt-oss)",
     stage="forward",
     apply=lambda: loaded_weights(_transpose),
+)
+
+
+def _round_frequencies(original):
+    def load(*args, **kwargs):
+        model = original(*args, **kwargs)
+        rotary = model.model.rotary_emb
+        rotary.inv_freq = rotary.inv_freq.bfloat16().float()
+        return model
+
+    return load
+
+
+# What is loaded is cast as a whole, RoPE's inverse frequencies too.
+frequencies_rounded_on_loading = Bug(
+    what="inverse frequencies rounded as the model is loaded",
+    where="seen in reviews: `model.to(torch.bfloat16)` behind from_pretrained, which rounds buffers too",
+    stage="forward",
+    apply=lambda: wrap(load_for_training, _round_frequencies),
+    likely={"model": "loaded"},
 )
