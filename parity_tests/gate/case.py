@@ -31,8 +31,8 @@ FAMILIES: dict[str, Any] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
-# A Llama of which one thing is another: the head is the embedding's; heads of 128; 50,000 words; or the model is written
-# to a folder and loaded as a run does.
+# A Llama of which one thing is another: its head is the embedding; heads of 128; 50,000 words; or it is written to a
+# folder and loaded as a run does.
 VARIED: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "wide_heads": {"head_dim": 128},
