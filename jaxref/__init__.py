@@ -8,8 +8,8 @@ too.
 import os
 import sys
 
-if "jax" in sys.modules:
-    sys.modules["jax"].config.update("jax_enable_x64", True)
+if (jax := sys.modules.get("jax")) is not None:
+    jax.config.update("jax_enable_x64", True)
 else:
     # JAX reads this when it is imported. That takes half a second, for which `jaxref --help` and `jaxref mask` need not
     # wait.
