@@ -92,6 +92,7 @@ def judge(
     cancels: bool = False,
     inherits: bool = False,
     rotated: bool = False,
+    likely_error: float = 0.0,
 ) -> Verdict:
     """Judge `candidate` against `truth`, allowing what `reference` errs.
 
@@ -107,6 +108,8 @@ def judge(
         inherits: the array has errors of the layers before it. A token is allowed what the whole array is, and its
             values count as one, because one error of an earlier layer moves all of them.
         rotated: the array comes out of RoPE, so that the angle of each pair is judged.
+        likely_error: what a reference may well err, where that is known and the array has too few values to show it
+            (`likely_error_of_mean`).
 
     Raises:
         ValueError: shapes differ, the arrays are empty, or the dtype has no unit roundoff here.
@@ -130,13 +133,25 @@ def judge(
         if difference.max() > largest:
             largest, worst = float(difference.max()), start + int(difference.argmax())
     error, reference_error, size = (float(x) for x in np.sqrt(squares / truth.size))
-    allowance = 2 * reference_error + UNIT_ROUNDOFF[dtype] * size
+    allowance = 2 * max(reference_error, likely_error) + UNIT_ROUNDOFF[dtype] * size
     part = None
     if axes is not None and dtype in HALF and error and np.isfinite(allowance) and np.isfinite(error):
         parts = _judge_parts(candidate, truth, reference, dtype, axes, allowance, cancels or inherits, inherits)
         parts += _judge_angles(candidate, truth, reference, allowance) if rotated else []
         part = max(parts, key=lambda part: part.ratio)
     return Verdict(error, allowance, tuple(int(i) for i in np.unravel_index(worst, truth.shape)), part)
+
+
+def likely_error_of_mean(truth: ArrayLike, reference: ArrayLike, count: int) -> float:
+    """Return what the mean of `count` values may well err, from the errors of the reference's values.
+
+    The error of a mean is a single number. By luck it is a tenth of what another order of summation gives, and twice
+    such an error allows nothing. The errors of many values have no such luck: if they are independent, the standard
+    deviation of their mean is the root of the sum of their squares over the count. Two of it are returned, so that
+    the rule allows four, as it does in `_judge_parts`. A bias that all values share is not in it, and shows.
+    """
+    errors = _difference(np.asarray(reference, np.float64), np.asarray(truth, np.float64))
+    return 2 * float(np.sqrt(_sum_of_squares(errors))) / count
 
 
 def _judge_parts(

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from anchorline.errors import UserError
-from anchorline.tolerance import judge
+from anchorline.tolerance import judge, likely_error_of_mean
 from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import GateCase, resolve
@@ -91,7 +91,11 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
         broken = _where_not_finite(array, truth)
         if broken:
             problems.append(f"{name} is {broken}")
-        measure = _measure(name, array, truth, reference, dtype)
+        likely = 0.0
+        if name == "loss":
+            tokens, labelled = "loss.tokens", int(np.count_nonzero(oracle.truth["loss.tokens"]))
+            likely = likely_error_of_mean(oracle.truth[tokens], oracle.reference[tokens], labelled)
+        measure = _measure(name, array, truth, reference, dtype, likely)
         measures.append(measure)
         if words is None and not measure.passed:
             text = describe(case, measure, truth, candidate, oracle)
@@ -194,7 +198,14 @@ def group_of(name: str) -> Group:
     return "forward"
 
 
-def _measure(name: str, candidate: np.ndarray, truth: np.ndarray, reference: np.ndarray | None, dtype: str) -> Measure:
+def _measure(
+    name: str,
+    candidate: np.ndarray,
+    truth: np.ndarray,
+    reference: np.ndarray | None,
+    dtype: str,
+    likely_error: float = 0.0,
+) -> Measure:
     group = group_of(name)
     layer, tap = _place(name)
     rest = {"name": name, "group": group, "layer": layer, "tap": tap, "shape": list(truth.shape)}
@@ -210,6 +221,7 @@ def _measure(name: str, candidate: np.ndarray, truth: np.ndarray, reference: np.
         _axes(name, truth.ndim),
         inherits=True,
         rotated=tap.endswith("_rope"),
+        likely_error=likely_error,
     )
     profile = _profile(candidate, truth, reference, dtype) if group == "forward" else None
     part = None if verdict.part is None else PartMeasure(**vars(verdict.part))

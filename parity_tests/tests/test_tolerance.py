@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from anchorline.tolerance import UNIT_ROUNDOFF, judge
+from anchorline.tolerance import UNIT_ROUNDOFF, judge, likely_error_of_mean
 from jaxref.mask import visible_BQJ
 from parity_tests.checking.cases import LAYOUTS, CheckCase, judge_array, oracle
 
@@ -164,3 +164,21 @@ def test_errors_that_earlier_layers_made_move_a_token_as_a_whole():
     assert judge(candidate_BTM, truth_BTM, reference_BTM, "bfloat16", "BTM", inherits=True).passed
     candidate_BTM[0, -1] *= 2
     assert not judge(candidate_BTM, truth_BTM, reference_BTM, "bfloat16", "BTM", inherits=True).passed
+
+
+def test_the_mean_of_many_values_is_allowed_what_their_errors_say():
+    """Each draw is another order of summation. The reference's own mean is often lucky, and then allows nothing."""
+    random = np.random.default_rng(0)
+    truth_n = random.exponential(3.0, 214)
+    size = 8e-6
+    alone, red, biased = 0, 0, 0
+    for _ in range(500):
+        candidate_n, reference_n = (truth_n + size * random.standard_normal(214) for _ in range(2))
+        likely = likely_error_of_mean(truth_n, reference_n, 214)
+        candidate, truth, reference = ([x.mean()] for x in (candidate_n, truth_n, reference_n))
+        alone += not judge(candidate, truth, reference, "float32").passed
+        red += not judge(candidate, truth, reference, "float32", likely_error=likely).passed
+        biased += judge([candidate[0] + size], truth, reference, "float32", likely_error=likely).passed
+    assert alone > 50
+    assert red == 0
+    assert biased == 0
