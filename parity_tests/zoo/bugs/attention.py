@@ -332,7 +332,7 @@ def _scale_of_64(original):
 # Heads of more than 64 are scaled as heads of 64 are.
 scale_of_64_beyond = Bug(
     what="softmax scale of 64 for heads of 128",
-    where="seen in reviews: a kernel's scale written for the head size it was tested with",
+    where="written for a size that no case had: a kernel's scale written for the head size it was tested with",
     stage="forward",
     apply=lambda: attention(_scale_of_64),
     likely={"model": "wide_heads"},
@@ -341,7 +341,7 @@ scale_of_64_beyond = Bug(
 # Document ids are kept in int8: those beyond 127 are one document.
 documents_in_int8 = Bug(
     what="documents beyond 127 are one",
-    where="seen in reviews: segment ids in int8, which saturate",
+    where="written for a size that no case had: segment ids in int8, which saturate",
     stage="forward",
     apply=lambda: documents(lambda document_ids_BT: document_ids_BT.clamp(max=127)),
     likely={"documents": "200"},
@@ -356,7 +356,7 @@ def _two_anchor_tokens(document_ids_BT: Tensor) -> Tensor:
 # Of the anchor two tokens are kept, and the third goes to the first document.
 anchor_of_two_at_most = Bug(
     what="anchor cut after two tokens",
-    where="seen in reviews: the anchor's length is a constant of the tests",
+    where="written for a size that no case had: the anchor's length is a constant of the tests",
     stage="forward",
     apply=lambda: documents(_two_anchor_tokens),
     likely={"anchor_tokens": "3"},
@@ -371,7 +371,7 @@ def _first_token_is_anchor(document_ids_BT: Tensor) -> Tensor:
 # The first token of every row is taken for its anchor, whether it has one or not.
 anchor_where_none_is = Bug(
     what="anchor taken for granted",
-    where="seen in reviews: index 0 of every row is taken for the anchor",
+    where="written for a size that no case had: index 0 of every row is taken for the anchor",
     stage="forward",
     apply=lambda: documents(_first_token_is_anchor),
     likely={"anchor_tokens": "0"},

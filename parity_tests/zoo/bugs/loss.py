@@ -403,7 +403,7 @@ def _first_words_only(original):
 # The head's gradient is made of 8,192 words at a time, and the parts behind the first are lost.
 vocabulary_beyond_first_part = Bug(
     what="gradient of the head beyond 8,192 words lost",
-    where="seen in reviews of fused losses: a loop over blocks of the vocabulary that runs once",
+    where="written for a size that no case had: a loop over blocks of the vocabulary that runs once",
     stage="gradients",
     apply=lambda: wrap(_add_gradients, _first_words_only),
     likely={"model": "many_words"},
