@@ -192,7 +192,7 @@ def _round_frequencies(original):
 # What is loaded is cast as a whole, RoPE's inverse frequencies too.
 frequencies_rounded_on_loading = Bug(
     what="inverse frequencies rounded as the model is loaded",
-    where="written for a path that no case ran: `model.to(torch.bfloat16)` behind from_pretrained, which rounds buffers too",
+    where="written for a path that no case ran: `model.to(torch.bfloat16)` rounds buffers too",
     stage="forward",
     apply=lambda: wrap(load_for_training, _round_frequencies),
     likely={"model": "loaded"},
