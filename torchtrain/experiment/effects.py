@@ -129,5 +129,5 @@ def read_sink(effect: Estimate | None) -> str:
     if effect is None or len(effect.each) < 2:
         return "not yet run"
     if effect.low > 0:
-        return "the anchor helps as a sink, not by precision"
+        return "the anchor helps without any rounding"
     return "the anchor hurts" if effect.high < 0 else "the anchor was not shown to help in exact arithmetic"
