@@ -17,11 +17,9 @@ from anchorline.page import figure_style
 from anchorline.page.figures import SERIES
 from benchmarks.data.page import HEAD
 from torchtrain.bench.measure import format_spread
-from torchtrain.bench.memory import WAYS
 from torchtrain.bench.result import format_table, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
-GIB = {24: 1, 80: 8}  # of the memory table: GPUs of 24 GiB alone, of 80 GiB by eight
 
 
 def write(page: Path, sources: list[Path]) -> None:
@@ -82,19 +80,7 @@ def _step(result: dict[str, Any]) -> str:
     return format_table(("", "time / transformers, full", "tokens/s", "MFU", "error of the losses"), rows)
 
 
-def _memory(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            f"{row['model'].rpartition('/')[2]}, {row['processes']} x {row['gib']:g} GiB",
-            *("does not fit" if row[way] is None else f"{row[way]:,}" for way in WAYS),
-        )
-        for row in result["rows"]
-        if "trained" not in row and GIB.get(row["gib"]) == row["processes"]
-    ]
-    return format_table(("", *("recomputation", "+ optimizer", "+ weights", "+ layer_chunk", "+ activations")), rows)
-
-
-_TABLES = {"attention": _attention, "step": _step, "memory": _memory}
+_TABLES = {"attention": _attention, "step": _step}
 
 
 def _draw(result: dict[str, Any], path: Path) -> None:

@@ -51,7 +51,7 @@ STUDY, GATE = ("jaxref study study.yaml --out out", "parity run gate.yaml --out 
 TRAIN, PLAN, SHOW = (f"torchtrain {verb} config.yaml" for verb in ("train", "plan", "config"))
 ON_A_RUN = [
     *("torchtrain status run", "torchtrain verify run", "torchtrain resume run", "torchtrain resume run --step 2"),
-    *(f"{TRAIN} train.steps=2", f"{TRAIN} --replace", f"{PLAN} --measured run"),
+    *(f"{TRAIN} train.steps=2", f"{TRAIN} --replace"),
 ]
 # A folder or file that is damaged, and the commands that read it.
 DAMAGED = {
@@ -68,7 +68,7 @@ DAMAGED = {
 }
 # Where a command takes a path.
 PLACES = [
-    *(f"{TRAIN} run.folder=@", f"{TRAIN} data.cache=@", f"{PLAN} model.source=@", f"{PLAN} --measured @"),
+    *(f"{TRAIN} run.folder=@", f"{TRAIN} data.cache=@", f"{PLAN} model.source=@"),
     *("torchtrain train @", "torchtrain resume @", "torchtrain status @", "torchtrain verify @"),
     *("jaxref study study.yaml --out @", "jaxref mask --png @", "jaxref rope --config @", "jaxref ring --model @"),
     *("jaxref convert @ new", "jaxref convert model @", "parity run @", "parity run gate.yaml --out @"),

@@ -63,13 +63,13 @@ def find_kernel(engine: str, device: torch.device, dtype: torch.dtype) -> Kernel
             "aten::_flash_attention_forward", device.type.upper()
         )
         if own:
-            return _call_torch_varlen
+            return call_torch_varlen
         raise UserError(f"attention {engine}: needs a CUDA device, this is {device.type}; choose sdpa (or auto)")
     if dtype not in HALF:
         raise UserError(f"attention {engine}: dtype {dtype}; it takes bfloat16 and float16, choose sdpa or flex")
     if engine in NEWER:
         _activate(engine, device)
-        return _call_torch_varlen
+        return call_torch_varlen
     if torch.version.hip is None and capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"attention flash: {name} is older than sm80 (Ampere); choose sdpa or flex")
@@ -79,7 +79,7 @@ def find_kernel(engine: str, device: torch.device, dtype: torch.dtype) -> Kernel
         raise UserError(
             f"attention flash: {_engine_of(active)} stands in its place in this process; choose that, one a process"
         )
-    return _call_torch_varlen
+    return call_torch_varlen
 
 
 @cache
@@ -201,7 +201,8 @@ def _call_flash_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale
     return out_NHD, lse_HN
 
 
-def _call_torch_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
+def call_torch_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
+    """Run torch's own kernel. Returns out [N, H, D] and the log-sum-exp [H, N]."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     out_NHD, lse_HN = varlen_attn(

@@ -12,7 +12,6 @@ from torchtrain.config import (
     Count,
     DataConfig,
     ModelConfig,
-    PathText,
     Real,
     Section,
     SmallCount,
@@ -99,21 +98,6 @@ class StepBench(Section):
         return self
 
 
-class MemoryBench(Section):
-    """`bench memory`: how long a context may be, by what `torchtrain plan` counts."""
-
-    models: list[PathText] = Field(
-        default=["meta-llama/Llama-3.2-1B", "meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-70B"],
-        min_length=1,
-        max_length=16,
-        description="folders or hub ids",
-    )
-    gib: list[Annotated[float, Field(gt=0, le=2**20)]] = Field(
-        default=[24, 40, 80, 141], min_length=1, max_length=16, description="memory of a GPU"
-    )
-    processes: list[SmallCount] = Field(default=[1, 8, 64], min_length=1, max_length=16, description="one a GPU")
-
-
 class BenchConfig(Section):
     """The whole of `torchtrain bench`; each of its verbs reads its own section."""
 
@@ -127,7 +111,6 @@ class BenchConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws rows and tensors")
     attention: AttentionBench = AttentionBench()
     step: StepBench | None = None
-    memory: MemoryBench = MemoryBench()
 
 
 def load_bench(path: str | Path, overrides: Sequence[str] = ()) -> BenchConfig:

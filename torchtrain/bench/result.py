@@ -18,11 +18,10 @@ from anchorline.files import read_json, replace_file, resolve_folder
 from torchtrain.bench.attention import measure_attention
 from torchtrain.bench.config import BenchConfig
 from torchtrain.bench.measure import Clock, format_spread, noise_of, open_clock
-from torchtrain.bench.memory import WAYS, measure_memory
 from torchtrain.bench.step import measure_step
 
-What = Literal["attention", "step", "memory"]
-MEASURE = {"attention": measure_attention, "step": measure_step, "memory": measure_memory}
+What = Literal["attention", "step"]
+MEASURE = {"attention": measure_attention, "step": measure_step}
 PACKAGES = ("torch", "transformers", "flash-attn", "flash-attn-4", "triton", "numpy")
 # The names of a row that identify it, and its ratio that is compared.
 _KEYS = {"attention": (("dtype", "tokens", "row", "name"), "of_full"), "step": (("tokens", "loop"), "of_yardstick")}
@@ -45,8 +44,6 @@ def run_bench(what: What, config: BenchConfig, out: Path, check: Path | None, sa
         UserError: a setting, the folder or the earlier result cannot be used; nothing was measured.
     """
     folder = resolve_folder("--out", out)
-    if check is not None and what == "memory":
-        raise UserError("--check: `bench memory` is counted, not measured; give none")
     before = None if check is None else read_json(check, f"--check {quoted(check)}")
     if before is not None and (before.get("what") != what or not isinstance(before.get("rows"), list)):
         raise UserError(
@@ -122,8 +119,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
     commit = f"commit {made['commit'][:12]}{', changed' if made['changed'] else ''}; " if made["commit"] else ""
     threads = f", {made['threads']} of its threads" if made["threads"] else ""
-    turns = "" if result["what"] == "memory" else f" {settings['repeats']} turns; seconds are {made['seconds']}."
-    head = f"{made['date']}, {made['device']}{threads}; {packages}; {commit}`{made['command']}`.{turns}"
+    turns = f"{settings['repeats']} turns; seconds are {made['seconds']}."
+    head = f"{made['date']}, {made['device']}{threads}; {packages}; {commit}`{made['command']}`. {turns}"
     return "\n\n".join([head, *_TABLES[result["what"]](result)]) + "\n"
 
 
@@ -169,7 +166,7 @@ def _attention_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _step_tables(result: dict[str, Any]) -> list[str]:
-    head = ("", "seconds", "of transformers, full", "tokens/s", "days per billion", "MFU", "executed", "error")
+    head = ("", "seconds", "of transformers, full", "tokens/s", "days per billion", "MFU", "error")
     rows = [
         (
             f"{row['tokens']:,} tokens, {row['loop']}",
@@ -178,7 +175,6 @@ def _step_tables(result: dict[str, Any]) -> list[str]:
             f"{row['tokens_per_second']:,.0f}",
             f"{row['days_per_billion']:,.1f}",
             f"{row['mfu']:.0%}",
-            f"{row['executed_share']:.0%}",
             f"{result['losses'][row['loop']]['error_ratio']:.2f}" if row["loop"] in result["losses"] else "",
         )
         for row in result["rows"]
@@ -187,20 +183,4 @@ def _step_tables(result: dict[str, Any]) -> list[str]:
     return [title, format_table(head, rows), *(f"Not run: {name}: {why}." for name, why in result["not_run"].items())]
 
 
-def _memory_tables(result: dict[str, Any]) -> list[str]:
-    head = (
-        *("model, GPUs", "GPUs to a row", "layers computed again", "+ optimizer on the hosts"),
-        *("+ weights on the hosts", "+ chunks of 8,192 tokens", "+ inputs of layers on the hosts"),
-    )
-    rows = [
-        (
-            f"{row['model'].rpartition('/')[2]}, {row['processes']} x {row['gib']:g} GiB",
-            str(row["shared"]),
-            *("does not fit" if row[way] is None else f"{row[way]:,}" for way in WAYS),
-        )
-        for row in result["rows"]
-    ]
-    return ["**Longest context in tokens, by what is switched on**", format_table(head, rows)]
-
-
-_TABLES = {"attention": _attention_tables, "step": _step_tables, "memory": _memory_tables}
+_TABLES = {"attention": _attention_tables, "step": _step_tables}

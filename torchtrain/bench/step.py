@@ -226,7 +226,6 @@ def _time(
     for name, own in seconds.items():
         labelled, pairs = int((rows[name]["shift_labels"] >= 0).sum()), make_plan(rows[name]["document_ids"]).live_pairs
         flops = counter.flops(tokens, labelled, pairs)
-        executed = counter.executed(tokens, labelled, pairs, recomputed=bench.model.recomputation)
         row = {"loop": name, "tokens": tokens, "seconds": spread_of(own), "ceiling": ceiling}
         if YARDSTICK in seconds:
             turns = zip(own, seconds[YARDSTICK], strict=True)
@@ -236,9 +235,7 @@ def _time(
             "tokens_per_second": tokens / median,
             "days_per_billion": median / tokens * 1e9 / 86_400,
             "flops": flops,
-            "executed_flops": executed,
             "mfu": flops / median / ceiling["median"],
-            "executed_share": executed / median / ceiling["median"],
         }
         results.append(row)
     return results

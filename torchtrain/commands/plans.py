@@ -28,7 +28,7 @@ def init(
     Example: torchtrain init documents.jsonl HuggingFaceTB/SmolLM2-135M --out mine.yaml
     """
     with one_speaks():
-        from torchtrain.planning.first_config import write_first_config
+        from torchtrain.commands.first_config import write_first_config
 
         write_first_config(data, model, out, length)
         typer.echo(f"config    {out}; next: torchtrain train {out}")
@@ -60,9 +60,6 @@ def plan(
     tokens_per_second: Annotated[
         float | None, typer.Option(min=1e-9, max=1e15, callback=finite, help="of all processes together")
     ] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="folder of a run on the same kind of GPU: its FLOP/s per process")
-    ] = None,
     gpu: Annotated[str | None, typer.Option(help="name of the GPU, whose peak --mfu is a share of")] = None,
     mfu: Annotated[
         float | None, typer.Option(min=0.001, max=1, callback=finite, help="share of the peak, of --gpu")
@@ -85,7 +82,7 @@ def plan(
 
         hosts = None if host_memory is None else int(host_memory * GIB)
         machine = Machine(processes, int(gpu_memory * GIB), hosts)
-        if not print_plan(config, machine, Pace(tokens_per_second, measured, gpu, mfu), document_tokens):
+        if not print_plan(config, machine, Pace(tokens_per_second, gpu, mfu), document_tokens):
             raise typer.Exit(1)
 
 

@@ -54,9 +54,7 @@ def experiment(
 
 
 def bench(
-    what: Annotated[
-        Literal["attention", "step", "memory"], typer.Argument(metavar="WHAT", help="attention, step or memory")
-    ],
+    what: Annotated[Literal["attention", "step"], typer.Argument(metavar="WHAT", help="attention or step")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML config, for example configs/bench/cpu.yaml")],
     out: Annotated[Path, typer.Option("--out", help="folder of results")],
     overrides: Overrides = None,
@@ -65,7 +63,7 @@ def bench(
         typer.Option("--check", help="compare with an earlier result, such as benchmarks/results/attention-cpu.json"),
     ] = None,
 ) -> None:
-    """Measure attention, steps or memory against the alternatives; write tables and JSON into --out.
+    """Measure attention or steps against the alternatives; write tables and JSON into --out.
 
     Only ratios within one run are compared. An engine that breaks the error rule is not timed.
     Exit code 1: with --check, a ratio moved by more than the measured noise.

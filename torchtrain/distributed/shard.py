@@ -55,8 +55,12 @@ def pad(batch: dict[str, Tensor], multiple: int) -> dict[str, Tensor]:
 
 
 def part_of(batch: dict[str, Tensor], world: World) -> dict[str, Any]:
-    """Return this rank's part [B, t] of padded rows [B, T]. `document_ids` stays whole: attention sees whole rows."""
+    """Return this rank's part [B, t] of padded rows [B, T]. `document_ids` stays whole: attention sees whole rows.
+
+    A part is contiguous: only such a tensor is copied to a GPU without a wait.
+    """
     if world.sequence_parallel == 1:
         return batch
-    parts = {name: x.chunk(world.sequence_parallel, dim=1)[world.sequence_rank] for name, x in batch.items()}
+    number = world.sequence_rank
+    parts = {name: x.chunk(world.sequence_parallel, dim=1)[number].contiguous() for name, x in batch.items()}
     return parts | {"document_ids": batch["document_ids"]}

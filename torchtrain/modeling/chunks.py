@@ -73,12 +73,6 @@ def used_by(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=hasattr(module, _MARK)))
 
 
-def multiplied_again(module: nn.Module) -> int | None:
-    """Return the weights that a module in chunks multiplies with once more in its backward pass; None: it is not."""
-    form: _Form | None = getattr(module, _MARK, None)
-    return None if form is None else form.computed_again
-
-
 def parameters_outside(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield each parameter that a module uses and a child of it owns, with the module."""
     for module in model.modules():
@@ -101,11 +95,6 @@ class _Form(ABC):
     @abstractmethod
     def weights(self) -> list[nn.Parameter]:
         """All its parameters."""
-
-    @property
-    @abstractmethod
-    def computed_again(self) -> int:
-        """Weights of the matrices that the backward pass multiplies with once more."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
@@ -174,14 +163,6 @@ class _GatedMLP(_Form):
     def weights(self) -> list[nn.Parameter]:
         return [p for module in self._modules for p in module.parameters()]
 
-    @property
-    def computed_again(self) -> int:
-        _, *halves = self._modules  # the other makes the result, which no gradient needs
-        adapters = [adapter for _, adapter in map(layer_and_factors, self._modules) if adapter is not None]
-        modules = [*halves, *(a for a, _, _ in adapters)]  # A x is made for the gradient of B
-        shapes = [whole_shape(p) for module in modules for p in module.parameters()]
-        return sum(shape.numel() for shape in shapes if len(shape) >= 2)
-
     def forward(self, x: Tensor) -> Tensor:
         down, gate, up = map(_Linear, self._modules)
         return down.forward(self.module.act_fn(gate.forward(x)) * up.forward(x))
@@ -217,10 +198,6 @@ class _RMSNorm(_Form):
     @property
     def weights(self) -> list[nn.Parameter]:
         return [self.module.weight]
-
-    @property
-    def computed_again(self) -> int:
-        return 0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module.weight * self._normalize(x)

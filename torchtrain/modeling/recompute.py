@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BLOCK = 2**24
-SHAPES = "anchorline::kernel_of_shapes"  # `torchtrain.planning.memory` counts with it
 _OF_FLASH_ATTN = "flash_attn::_flash_attn_varlen_forward"
 KERNELS = frozenset(
     {
@@ -52,7 +51,6 @@ KERNELS = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         CAUSAL,
-        SHAPES,
     }
 )
 

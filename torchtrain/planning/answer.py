@@ -1,7 +1,6 @@
 """What `torchtrain plan` prints: memory, tokens, FLOPs, time, what a run writes, and which settings fit."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +10,7 @@ from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling.source import find_published
 from torchtrain.planning.budget import GIB, RESERVE, Memory, Shapes, count_memory, model_config, propose
+from torchtrain.planning.flops import peak_of
 from torchtrain.planning.work import (
     Documents,
     Work,
@@ -18,8 +18,6 @@ from torchtrain.planning.work import (
     count_work,
     describe_schedule,
     read_documents,
-    seconds_by_mfu,
-    seconds_like,
 )
 
 
@@ -34,38 +32,37 @@ class Machine:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run would be, given in one of three ways or not at all."""
+    """How fast a run would be: tokens a second, or a share of a GPU's peak; or nothing is known."""
 
     tokens_per_second: float | None = None  # of all processes together
-    measured: Path | None = None  # a run's folder
     gpu: str | None = None
     mfu: float | None = None  # of the GPU's peak
 
     def __post_init__(self) -> None:
-        """Raise UserError where it is given in more ways than one, or in half of one."""
-        ways = sum(way is not None for way in (self.tokens_per_second, self.measured, self.mfu))
-        if ways > 1:
-            raise UserError("--tokens-per-second, --measured, --gpu with --mfu: give one of the three")
+        """Raise UserError where both are given, or half of the second."""
+        if self.tokens_per_second is not None and self.mfu is not None:
+            raise UserError("--tokens-per-second, --gpu with --mfu: give one of the two")
         if self.mfu is not None and self.gpu is None:
             raise UserError(f"--mfu {self.mfu:g}: give --gpu, too, whose peak it is a share of")
         if self.gpu is not None and self.mfu is None:
             raise UserError(f"--gpu {quoted(self.gpu)}: give --mfu, too, the share of its peak that a run reaches")
-        if self.measured is not None and not self.measured.is_dir():
-            raise UserError(f"--measured {quoted(self.measured)}: there is no such folder; give a run's")
 
     def seconds(self, work: Work, processes: int) -> float | None:
         """Return how long a run takes, or None where the user gave no pace.
 
         Raises:
-            UserError: of the folder, or of the GPU's name.
+            UserError: no peak is known for the GPU.
         """
         if self.tokens_per_second is not None:
             return work.tokens / self.tokens_per_second
-        if self.measured is not None:
-            return seconds_like(work, self.measured, processes)
-        if self.mfu is not None and self.gpu is not None:
-            return seconds_by_mfu(work, self.gpu, self.mfu, processes)
-        return None
+        if self.mfu is None or self.gpu is None:
+            return None
+        peak = peak_of(self.gpu)
+        if peak is None:
+            raise UserError(
+                f"--gpu {quoted(self.gpu)}: no peak is known; give --tokens-per-second or a name such as A100, H100"
+            )
+        return work.flops / (self.mfu * peak * processes)
 
 
 def print_plan(config: Config, machine: Machine, pace: Pace, document_tokens: float | None) -> bool:
@@ -114,7 +111,7 @@ def _print_work(config: Config, shapes: Shapes, work: Work, documents: Documents
     how = "full attention" if config.pack.base_variant == "full" else documents.source
     print(f"attention {work.live_share:.1%} of a row's pairs are live ({how})")
     print(f"FLOPs     {work.flops:.3g}")
-    hours = "unknown: give --tokens-per-second, --measured RUN, or --gpu and --mfu"
+    hours = "unknown: give --tokens-per-second, or --gpu and --mfu"
     print(f"time      {hours if seconds is None else f'{seconds / 3600:,.1f} hours'}")
     saves = count_saves(config.save, config.train, work, shapes.model(config.model).dtype.itemsize)
     gib = f"{saves.checkpoint / GIB:,.1f} GiB each, {describe_schedule(config.save, config.train)}"

@@ -124,6 +124,7 @@ def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     held, trained = WeightCount.of(model.parameters()), WeightCount.of(p for p in model.parameters() if p.requires_grad)
     count, largest, part = trained.count, trained.largest, trained.part(processes)
     bytes_each = model.dtype.itemsize
+    half = bytes_each < _FLOAT32
     stage, offload = config.distributed.zero_stage, config.distributed.offload
 
     weights = bytes_each * (held.part(processes) if stage == 3 else held.count)
@@ -150,38 +151,35 @@ def count_memory(config: Config, shapes: Shapes, processes: int) -> Memory:
     gradients = 0
     if stage == 0:
         # A micro-batch's gradient in the model's dtype becomes the step's by a float32 copy, or is the step's itself.
-        adding = (_FLOAT32 if again else 0) - (0 if bytes_each < _FLOAT32 or again else _FLOAT32)
-        activations, summed = passes.most(_FLOAT32, adding, again)
-    elif stage == 1 and offload == "none":
-        if bytes_each < _FLOAT32:  # a gradient is added to the step's, in float32, as soon as it is there
-            gradients = _FLOAT32 * count
-            activations, summed = passes.most(0, _FLOAT32, again)
-        else:  # a micro-batch's gradient stays until the next one's takes its place
-            gradients = _FLOAT32 * BUCKET
-            activations, summed = passes.most(bytes_each, 0, again)
-    elif stage == 1:
+        adding = (_FLOAT32 if again else 0) - (0 if half or again else _FLOAT32)
+        activations, summed = passes.most(again, kept=_FLOAT32, adding=adding)
+    elif stage == 1 and offload != "none":
         gradients = _FLOAT32 * (count + part + BUCKET) + bytes_each * largest
-        activations, summed = passes.most(0, 0, again)
+        activations, summed = passes.most(again)
+    elif stage == 1 and half:  # a gradient is added to the step's, in float32, as soon as it is there
+        gradients = _FLOAT32 * count
+        activations, summed = passes.most(again, adding=_FLOAT32)
+    elif stage == 1:  # a micro-batch's gradient stays until the next one's takes its place
+        gradients = _FLOAT32 * BUCKET
+        activations, summed = passes.most(again, kept=_FLOAT32)
+    elif stage == 2:
+        # A step's first gradient makes a rank's part. Of a float32 model every parameter that reaches into it is kept
+        # whole, and a micro-batch's beside the step's.
+        own = _FLOAT32 * (part if half else max(part, largest))
+        gradients = (own if again else 0) + (bytes_each * largest if offload != "none" else 0)
+        begun = bytes_each * BUCKET + (0 if half and again else own)
+        # Ranks' parts of a gradient are summed in float32, as soon as they are more than a bucket: several from a copy.
+        adding = (bytes_each if part <= BUCKET else 0) + (_FLOAT32 if half else 0)
+        at_once = part * (BUCKET // part + 1)
+        activations, summed = passes.most(again, adding=adding, bucket=BUCKET, at_once=at_once, begun=begun)
     else:
-        whole = 0
-        if stage == 2:
-            # Of a float32 model every parameter that reaches into a rank's part is kept whole.
-            whole = 0 if bytes_each < _FLOAT32 else _FLOAT32 * max(part, largest)
-            gradients = whole or _FLOAT32 * part
-            gradients += bytes_each * largest if offload != "none" else 0
-        else:
-            gradients = _FLOAT32 * (BUCKET + (part if offload == "none" else 0))
-        # The sum over ranks is taken in float32, of a bucket or of a larger parameter alone. Stage 2 sums ranks' parts
-        # of it, until they are more than a bucket, and copies those.
-        adding = _FLOAT32 + (bytes_each if stage == 2 and bytes_each < _FLOAT32 else 0)
-        at_once = part * (BUCKET // part + 1) if stage == 2 else count
-        if stage == 3 and offload != "none":  # its part on the way to the host, and that in float64 for the norm
-            adding += (_FLOAT32 + 2 * _FLOAT32) / processes
-        # Of a float32 model stage 2 keeps a micro-batch's part beside the step's.
-        begun, late = (bytes_each * BUCKET + (whole if again else 0), 0) if stage == 2 else (0, bytes_each)
-        activations, summed = passes.most(0, adding, again, BUCKET, begun, late, at_once)
-        if stage == 3:  # whole at a time: what DeepSpeed keeps, or one larger weight, and a bucket on its way
-            weights += bytes_each * min(held.count, max(GATHERED, held.largest) + BUCKET)
+        # The sum over ranks is taken in float32, of a bucket or of a larger parameter alone.
+        gradients = _FLOAT32 * (BUCKET + (part if offload == "none" else 0))
+        # Where it is offloaded: its part on the way to the host, and that in float64 for the norm.
+        adding = _FLOAT32 + (0 if offload == "none" else 3 * _FLOAT32 / processes)
+        activations, summed = passes.most(again, adding=adding, bucket=BUCKET)
+        # Weights that are whole at a time: what DeepSpeed keeps, or one larger weight, and a bucket on its way.
+        weights += bytes_each * min(held.count, max(GATHERED, held.largest) + BUCKET)
     return Memory(
         weights=weights,
         gradients=gradients + summed,
@@ -231,23 +229,23 @@ def propose(config: Config, shapes: Shapes, processes: int, limit: int) -> tuple
     """
     before = count_memory(config, shapes, processes)
     fits = before.gpu + RESERVE <= limit
-    best, least = config, before
-    for changed in _layouts(config, shapes, processes, move_rows=not fits):
-        if fits and changed == config:  # what follows costs more
+    best, least = list[str](), before
+    for changes, changed in _layouts(config, shapes, processes, move_rows=not fits):
+        if fits and not changes:  # what follows costs more
             return [], before
         try:
             held = count_memory(changed, shapes, processes)
         except UserError:  # the layers of this model do not go in chunks
             continue
         if held.gpu < least.gpu:
-            best, least = changed, held
+            best, least = changes, held
         if held.gpu <= min(_ROOM * limit, limit - RESERVE):
-            return _overrides(config, changed), held
-    return ([], before) if fits else (_overrides(config, best), least)
+            return changes, held
+    return ([], before) if fits else (best, least)
 
 
-def _layouts(config: Config, shapes: Shapes, processes: int, move_rows: bool) -> Iterator[Config]:
-    """Yield the layouts that are possible, each costlier than those before it."""
+def _layouts(config: Config, shapes: Shapes, processes: int, move_rows: bool) -> Iterator[tuple[list[str], Config]]:
+    """Yield (overrides, the config with them) of each layout that is possible, each costlier than those before it."""
     chunk = config.model.layer_chunk or LAYER_CHUNK
     kept: tuple[tuple[tuple[Recomputation, int | None], ...], ...] = (
         ((False, None), ("keep_attention", None), (True, None)),
@@ -261,33 +259,23 @@ def _layouts(config: Config, shapes: Shapes, processes: int, move_rows: bool) ->
     stages = range(1 if processes == 1 else 4)
     for ways in kept:
         for offload, (micro_batch, shared), (recomputed, tokens), stage in product(LEAST_STAGE, rows, ways, stages):
-            stage = max(stage, LEAST_STAGE[offload])
             values = {
-                "train": {"micro_batch": micro_batch},
-                "model": {"activation_checkpointing": recomputed, "layer_chunk": tokens},
-                "distributed": {"zero_stage": stage, "offload": offload, "sequence_parallel": shared},
+                ("distributed", "offload"): offload,
+                ("distributed", "sequence_parallel"): shared,
+                ("distributed", "zero_stage"): max(stage, LEAST_STAGE[offload]),
+                ("model", "activation_checkpointing"): recomputed,
+                ("model", "layer_chunk"): tokens,
+                ("train", "micro_batch"): micro_batch,
             }
-            tree = config.model_dump()
+            tree, changes = config.model_dump(), list[str]()
+            for (section, field), value in values.items():
+                if tree[section][field] != value:
+                    tree[section][field] = value
+                    changes.append(f"{section}.{field}={'null' if value is None else str(value).lower()}")
             try:
-                changed = Config.model_validate(tree | {name: tree[name] | given for name, given in values.items()})
+                changed = Config.model_validate(tree)
                 check_layout(changed, processes)
                 check_heads(changed, shapes.config)
             except (ValidationError, UserError):  # settings that do not go together, or not with these processes
                 continue
-            yield changed
-
-
-def _overrides(before: Config, after: Config) -> list[str]:
-    """Return the overrides that make one config of another."""
-    names = {
-        "distributed": ("offload", "sequence_parallel", "zero_stage"),
-        "model": ("activation_checkpointing", "layer_chunk"),
-        "train": ("micro_batch",),
-    }
-    found = []
-    for section, fields in names.items():
-        for field in fields:
-            was, value = (getattr(getattr(config, section), field) for config in (before, after))
-            if was != value:
-                found.append(f"{section}.{field}={'null' if value is None else str(value).lower()}")
-    return found
+            yield changes, changed

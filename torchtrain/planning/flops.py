@@ -7,20 +7,11 @@ Forward and backward of one batch, a multiplication and an addition counted as t
 P counts the weights of all matrices but embeddings (look-ups) and the head; the head runs on labelled tokens
 alone. A live pair is a (query, key) pair that the mask leaves: 2 D FLOPs for the score and 2 D for the value, per head
 and layer, three times over with the backward pass. Padding, norms and softmax are not counted: this is the model's
-work, not the machine's. Dense models only: of a mixture of experts it counts every expert.
+work, not the machine's: what is computed a second time in the backward pass is not counted either. Dense models
+only: of a mixture of experts it counts every expert.
 
 A frozen weight (`model.lora`) takes 4 where a trained one takes 6: it has no gradient of its own. What reads a frozen
 embedding, the first layer's q, k and v, needs no gradient of what it takes either; it is counted as if it did.
-
-The machine does more (`FlopCounter.executed`):
-
-    2 x R x tokens + 4 x L x H x D x live pairs    where activation checkpointing computes each layer again; R counts
-                                                   its matrices but the last, whose result no gradient needs; without
-                                                   the second term where attention's output is kept
-    2 x C x tokens                                 where layers are not, and `model.layer_chunk` computes what its
-                                                   backward pass needs of an MLP again; C counts gate and up
-    2 x L x H x D x live pairs                     where attention is one fused kernel, whose backward pass computes the
-                                                   scores again
 
 Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs; at 64K tokens of 2K documents that is 60 times too
 many.
@@ -36,8 +27,6 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
-from torchtrain.config import Recomputation
-from torchtrain.modeling.chunks import multiplied_again
 from torchtrain.modeling.parts import head_of, whole_shape
 
 if TYPE_CHECKING:
@@ -74,8 +63,6 @@ class FlopCounter:
     matrix_weights: int  # P
     head_weights: int  # V x M
     attention_width: int  # L x H x D
-    recomputed_weights: int = 0  # R
-    chunked_weights: int = 0  # C
     frozen_weights: int = 0  # of P
     frozen_head: int = 0  # of V x M
 
@@ -91,8 +78,6 @@ class FlopCounter:
             matrix_weights=_count(matrices),
             head_weights=_count([head]),
             attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
-            recomputed_weights=sum(map(_recomputed, _layers(model))),
-            chunked_weights=sum(multiplied_again(module) or 0 for module in model.modules()),
             frozen_weights=_count(p for p in matrices if not p.requires_grad),
             frozen_head=_count(p for p in [head] if not p.requires_grad),
         )
@@ -102,49 +87,6 @@ class FlopCounter:
         matrices = (6 * self.matrix_weights - 2 * self.frozen_weights) * tokens
         head = (6 * self.head_weights - 2 * self.frozen_head) * labelled
         return matrices + head + 12 * self.attention_width * live_pairs
-
-    def executed(
-        self,
-        tokens: int,
-        labelled: int,
-        live_pairs: int,
-        *,
-        recomputed: Recomputation,
-        fused: bool = True,
-    ) -> int:
-        """Return the FLOPs of matrix products that the device runs for the same.
-
-        Args:
-            tokens: as `flops`.
-            labelled: as `flops`.
-            live_pairs: as `flops`; of a kernel that computes whole blocks more than live pairs is run.
-            recomputed: what activation checkpointing computes again.
-            fused: attention is a kernel that keeps no scores.
-        """
-        again = 2 * (self.recomputed_weights if recomputed else self.chunked_weights) * tokens
-        again += 4 * self.attention_width * live_pairs if recomputed not in (False, "keep_attention") else 0
-        scores = 2 * self.attention_width * live_pairs if fused else 0
-        return self.flops(tokens, labelled, live_pairs) + again + scores
-
-
-def _layers(model: "PreTrainedModel") -> list[nn.Module]:
-    """What activation checkpointing computes again, each as a whole."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _recomputed(layer: nn.Module) -> int:
-    """Count a layer's matrices but the last: recomputation stops at the last tensor that a gradient needs.
-
-    Under DeepSpeed's ZeRO 3 the last runs again, too: its `linear` keeps its tensors after it multiplies.
-    """
-    chunked = [module for module in layer.modules() if multiplied_again(module)]  # its MLP, which comes last
-    inside = {id(p) for module in chunked for p in module.parameters()}
-    matrices = [p for p in layer.parameters() if len(whole_shape(p)) >= 2 and id(p) not in inside]
-    if chunked:
-        return _count(matrices) + sum(multiplied_again(module) or 0 for module in chunked)
-    return _count(matrices[:-1])
 
 
 def _count(parameters: Iterable[Tensor]) -> int:

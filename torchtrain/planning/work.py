@@ -1,16 +1,14 @@
 """What a run computes, how long it takes and what it writes: tokens, FLOPs by live pairs, seconds, checkpoints."""
 
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from anchorline.errors import UserError, quoted
-from anchorline.files import expand, read_json
+from anchorline.errors import quoted
+from anchorline.files import expand
 from torchtrain.config import Config, SaveConfig, TrainConfig
-from torchtrain.training.events import read_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,45 +102,6 @@ def count_work(config: Config, model: "PreTrainedModel", documents: Documents) -
         flops=rows * FlopCounter.of(model).flops(length, length, pairs),
         live_share=pairs / full,
     )
-
-
-def seconds_like(work: Work, run: Path, processes: int) -> float:
-    """Return the seconds of training at the FLOP/s per process of another run: the median of its steps but the first.
-
-    Raises:
-        UserError: the folder holds no run of two steps or more, or a file of it is damaged.
-    """
-    steps = [event for event in read_metrics(run / "timing.jsonl") if event["event"] == "step"][1:]
-    if not steps:
-        raise UserError(f"--measured {quoted(run)}: holds no run of two steps or more; give a run's folder")
-    had = read_json(run / "run.json", f"--measured {quoted(run)}").get("processes", 1)
-    speeds: list[Any] = [event.get("flops_per_second") for event in steps]
-    if not all(_is_positive(number) for number in (had, *speeds)):
-        raise UserError(
-            f"--measured {quoted(run)}: timing.jsonl or run.json is damaged: processes and flops_per_second are not "
-            "numbers above 0; give another run's folder"
-        )
-    return work.flops / (statistics.median(speeds) / had * processes)
-
-
-def _is_positive(number: Any) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1e30
-
-
-def seconds_by_mfu(work: Work, gpu: str, mfu: float, processes: int) -> float:
-    """Return the seconds of training at a share of a GPU's peak.
-
-    Raises:
-        UserError: no peak is known for a GPU of this name.
-    """
-    from torchtrain.planning.flops import peak_of
-
-    peak = peak_of(gpu)
-    if peak is None:
-        raise UserError(
-            f"--gpu {quoted(gpu)}: no peak is known; give --tokens-per-second or a name such as A100, H100, H200"
-        )
-    return work.flops / (mfu * peak * processes)
 
 
 @dataclass(frozen=True)

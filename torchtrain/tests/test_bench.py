@@ -8,16 +8,13 @@ import torch
 from typer.testing import CliRunner
 
 from torchtrain.attention import make_plan
-from torchtrain.bench import attention, memory, step
+from torchtrain.bench import attention, step
 from torchtrain.bench.attention import YARDSTICK, Case, copy_bos, prepare_case
 from torchtrain.bench.config import AttentionBench, BenchConfig, load_bench
 from torchtrain.bench.measure import Clock, spread_of
 from torchtrain.bench.result import compare
 from torchtrain.bench.rows import Corpus
 from torchtrain.cli import app
-from torchtrain.planning import budget
-from torchtrain.planning.memory import Shapes
-from torchtrain.tests.tiny import tiny_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 CPU = Clock(torch.device("cpu"), 1)
@@ -164,7 +161,7 @@ def test_steps_start_from_the_same_losses(call, tmp_path):
     assert set(rows) == set(losses)
     for row in rows.values():
         assert row["days_per_billion"] == pytest.approx(1e9 / row["tokens_per_second"] / 86_400)
-        assert row["executed_flops"] > row["flops"] > 0
+        assert row["flops"] > 0
     assert rows["torchtrain, full"]["flops"] > rows["torchtrain, anchor"]["flops"]
 
 
@@ -190,30 +187,6 @@ def test_losses_that_are_not_the_models_are_refused(call, monkeypatch):
     done = call("step", "step.loops=['torchtrain, full', 'transformers, full']")
     assert done.exit_code == 2
     assert "the losses of torchtrain, full err" in done.stderr
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_longest_context_is_what_the_plan_counts(bench_tree, monkeypatch):
-    source = bench_tree["tokenizer"]["source"]
-    own = tiny_config(hidden_size=1024, num_attention_heads=128, vocab_size=264)
-    monkeypatch.setattr(memory, "FIRST", 1024)
-    monkeypatch.setattr(budget, "model_config", lambda config: own)
-    asked = {"models": [source], "gib": [0.1, 4.0], "processes": [2]}
-    config = BenchConfig.model_validate(bench_tree | {"memory": asked})
-    none, row = memory.measure_memory(config, CPU, lambda line: None, lambda result: None)["rows"]
-    assert [none[way] for way in memory.WAYS] == [None] * len(memory.WAYS)
-    assert row["shared"] == 2
-    limit, shapes = 4.0 * 2**30 - budget.RESERVE, Shapes(own)
-    settings = {key: dict(values) for key, values in memory.WAYS["none"].items()}
-    for way in ("none", "optimizer", "all"):
-        settings["distributed"] |= memory.WAYS[way]["distributed"]
-        below, above = (
-            budget.count_memory(memory.config_of(config, source, tokens, settings, 2), shapes, 2).gpu
-            for tokens in (row[way], row[way] * 5 // 4)
-        )
-        assert below <= limit < above, way
 
 
 # --- an earlier result ------------------------------------------------------------------------------------------------
@@ -259,7 +232,6 @@ def test_check_gives_a_verdict(call, tmp_path):
         ("attention", ["attention.lengths=[1000000]"], "lengths 1000000: the corpus of data.sources has "),
         ("attention", ["attention.kv_heads=3"], "attention: heads 4 is no multiple of kv_heads 3"),
         ("step", ["step.layers=9"], "step.layers 9: the model has 2"),
-        ("memory", ["memory.models=[nowhere/at-all]"], "nowhere/at-all"),
     ],
 )
 def test_a_mistake_is_one_line(call, what, given, says):

@@ -141,6 +141,7 @@ def test_parts_of_padded_rows_make_the_rows_and_documents_stay_whole(tokens):
         assert torch.equal(padded[name][:, :tokens], x)
         if name != "document_ids":
             assert torch.equal(torch.cat([part[name] for part in parts], dim=1), padded[name])
+            assert all(part[name].is_contiguous() for part in parts)
     assert all(torch.equal(part["document_ids"], padded["document_ids"]) for part in parts)
     assert (padded["document_ids"][:, tokens:] == -1).all()
     assert (padded["shift_labels"][:, tokens:] == -100).all()

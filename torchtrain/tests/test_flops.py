@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from torchtrain.attention import make_plan
-from torchtrain.config import LoraSettings, ModelConfig
+from torchtrain.config import LoraSettings
 from torchtrain.modeling.adapters import add_adapters, layer_and_factors
-from torchtrain.modeling.recompute import hand_layers_over, save_memory
 from torchtrain.planning.flops import FlopCounter, peak_flops, peak_of
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
 from torchtrain.training.labels import find_labels
@@ -28,21 +27,6 @@ def test_counts_what_torch_counts(family):
     # RoPE's angles are a batched outer product in some versions: it has no gradient and is not a weight.
     rope = sum(n for name, n in _by_operation(counter, "rotary_emb").items())
     assert counter.get_total_flops() - rope == FlopCounter.of(model).flops(B * T, B * T, B * T * T)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_counts_what_torch_counts_when_layers_run_again(family):
-    model = tiny_model(family).train()
-    model.set_attn_implementation("eager")
-    hand_layers_over(model)
-    B, T = 2, 24
-    tokens = torch.randint(VOCABULARY, (B, T))
-    counter = FlopCounterMode(display=False)
-    with counter:
-        model(tokens, use_cache=False).logits.sum().backward()
-    rope = sum(n for name, n in _by_operation(counter, "rotary_emb").items())
-    predicted = FlopCounter.of(model).executed(B * T, B * T, B * T * T, recomputed=True, fused=False)
-    assert counter.get_total_flops() - rope == predicted
 
 
 class Products(TorchDispatchMode):
@@ -67,25 +51,20 @@ LORA = {
 
 
 @pytest.mark.parametrize("targets", [None, *LORA])
-@pytest.mark.parametrize("chunk", [None, 20])
-@pytest.mark.parametrize("again", [False, True])
-def test_counts_what_torch_counts_of_chunks_and_of_frozen_weights(targets, chunk, again):
-    """All but what the first layer needs no gradient of: the input of q, k and v, where the embedding is frozen.
-    transformers asks for that gradient all the same where layers are recomputed.
-    """
+def test_counts_what_torch_counts_of_frozen_weights(targets):
+    """All but what the first layer needs no gradient of: the input of q, k and v, where the embedding is frozen."""
     model = tiny_model("llama", tie_word_embeddings=False).train()
     model.set_attn_implementation("eager")
     lora = None if targets is None else LoraSettings(rank=4, target_modules=LORA[targets])  # type: ignore[arg-type]
     if lora is not None:
         add_adapters(model, lora, seed=0)
-    save_memory(model, ModelConfig(source="x", layer_chunk=chunk, activation_checkpointing=again))
     B, T = 2, 24
     with Products() as counted:
         model(torch.randint(VOCABULARY, (B, T)), use_cache=False).logits.sum().backward()
     sizes = FlopCounter.of(model)
-    predicted = sizes.executed(B * T, B * T, B * T * T, recomputed=again, fused=False)
+    predicted = sizes.flops(B * T, B * T, B * T * T)
     unneeded = 0
-    if lora is not None and not again:
+    if lora is not None:
         attention = model.model.layers[0].self_attn
         for module in (attention.q_proj, attention.k_proj, attention.v_proj):
             layer, adapter = layer_and_factors(module)
@@ -105,18 +84,6 @@ def test_a_loss_in_chunks_makes_its_logits_once():
     with FlopCounterMode(display=False) as counted:
         chunked_cross_entropy(head, hidden, labels, chunk=5)[0].backward()
     assert counted.get_total_flops() == FlopCounter(0, 8 * 30, 0).flops(12, 12, 0)
-
-
-def test_a_fused_kernel_computes_its_scores_again():
-    """As torch counts FlashAttention: two products forward, five backward, of all pairs without a mask."""
-    counter, H, T, D = FlopCounter(0, 0, attention_width=4 * 16), 4, 32, 16
-    q, k, v = (torch.zeros(1, H, T, D, device="meta", requires_grad=True) for _ in range(3))
-    with FlopCounterMode(display=False) as counted:
-        out, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
-        torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            torch.empty_like(out), q, k, v, out, lse, None, None, T, T, 0.0, False, rest[-3], rest[-2]
-        )
-    assert counted.get_total_flops() == counter.executed(0, 0, T * T, recomputed=False)
 
 
 def _by_operation(counter: FlopCounterMode, module: str) -> dict:

@@ -15,7 +15,6 @@ from anchorline.errors import UserError
 from torchtrain.config import ModelConfig, Recomputation, load_config
 from torchtrain.modeling import recompute as kept_attention
 from torchtrain.modeling.recompute import KERNELS, save_memory
-from torchtrain.planning.flops import FlopCounter
 from torchtrain.planning.memory import PeakBytes
 from torchtrain.run.setup import set_up
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
@@ -95,14 +94,6 @@ def test_what_was_kept_goes_with_the_backward_pass():
         assert held[0] == held[1] == held[2]
         most[recomputation] = watch.peak - watch.now
     assert most["keep_attention"] < 0.7 * most[False]
-
-
-def test_flops_count_the_kernel_once():
-    sizes = FlopCounter.of(tiny_model())
-    every, but, none = (sizes.executed(T, T, 100, recomputed=x) for x in (True, "keep_attention", False))
-    assert every - but == 4 * sizes.attention_width * 100
-    assert but - none == 2 * sizes.recomputed_weights * T
-    assert sizes.executed(T, T, 100, recomputed="offload") == every
 
 
 @pytest.mark.parametrize("engine", ["flex", "dense"])

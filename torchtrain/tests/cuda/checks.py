@@ -144,7 +144,7 @@ def flash_of_torch() -> None:
 @check
 def flash_of_flash_attn() -> None:
     with modules(**flash_attn()), in_one_order():
-        called = patch.object(flash, "_call_torch_varlen", side_effect=AssertionError("torch's kernel"))
+        called = patch.object(flash, "call_torch_varlen", side_effect=AssertionError("torch's kernel"))
         for kv_heads in (1, 2, 4):
             with called:
                 assert_by_the_rule("flash", BF16, kv_heads=kv_heads)
@@ -291,9 +291,9 @@ def flash_attn_4_alone_is_not_flash_attn() -> None:
     package = types.ModuleType("flash_attn")
     package.__path__ = []  # type: ignore[attr-defined]
     with modules(flash_attn=package):
-        assert flash.find_kernel("flash", torch.device("cuda"), BF16) is flash._call_torch_varlen
+        assert flash.find_kernel("flash", torch.device("cuda"), BF16) is flash.call_torch_varlen
     with modules():
-        assert flash.find_kernel("flash", torch.device("cuda"), BF16) is flash._call_torch_varlen
+        assert flash.find_kernel("flash", torch.device("cuda"), BF16) is flash.call_torch_varlen
 
 
 @check

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchtrain.planning.memory import FLASH_BACKWARD, flash_workspace
+
 DEVICE = torch.device("meta")
 # Whose lines are named; the last folder is ours alone and names nobody.
 _NAMED = ("/torchtrain/", "/deepspeed/", "/transformers/")
@@ -130,6 +132,10 @@ class ShapesOnly(TorchDispatchMode):
                 self._wait("copy to the device")
         for x in made:
             self._count(x, func)
+        if func._schema.name == FLASH_BACKWARD:  # what the kernel holds while it runs
+            workspace = torch.empty(flash_workspace(args, 1), dtype=torch.uint8, device="meta")
+            self._count(workspace, func)
+            del workspace
         if made and not func.is_view:
             self.launches[func._schema.name] += 1
         return result
