@@ -9,10 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 CEILINGS = {
-    "lines of source": 44_500,
-    "lines of tests": 31_000,
-    "words of docs": 28_000,
-    "source files in a folder": 24,
+    "lines of source": 42_500,
+    "lines of tests": 29_000,
+    "words of docs": 29_000,
+    "source files in a folder": 18,
 }
 
 
