@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -28,11 +28,33 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use: all of the machine's where the system does not limit them."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use: those it may run on, and no more than its control group's quota.
+
+    Args:
+        root: where /proc and /sys are found.
+    """
+    # The first exists on Linux alone.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, *map(int, _quotas(root)), cores))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the cores that each control group above this process allows (Linux; versions 1 and 2)."""
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else []:
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        for folder in (top / place.lstrip("/"), *(top / parent for parent in Path(place.lstrip("/")).parents)):
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            try:
+                quota, period = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
+            except (OSError, ValueError):
+                continue
+            if quota not in ("max", "-1"):
+                yield int(quota) / int(period)
 
 
 def version(package: str) -> str | None:

@@ -6,8 +6,10 @@ import platform
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from anchorline import environment
-from anchorline.environment import git_state, packaged_file, processor, version, versions
+from anchorline.environment import git_state, packaged_file, processor, usable_cores, version, versions
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -61,3 +63,24 @@ def test_a_file_of_a_package_is_found_without_importing_it(monkeypatch, tmp_path
     path.dist = gone
     monkeypatch.setattr(environment.importlib.metadata, "files", lambda name: [path])
     assert packaged_file("pydantic", ".py") is None  # it is listed, and removed
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, 8),
+        ("0::/", {"cpu.max": "250000 100000"}, 2),  # a container's
+        ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, 1),  # of a group above
+        ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
+        ("3:cpu:/\n0::/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("9:name=systemd:/", {}, 8),
+        (None, {}, 8),  # no Linux
+    ],
+)
+def test_a_process_uses_no_more_cores_than_its_control_group_gives(tmp_path, monkeypatch, groups, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for name, text in {**({} if groups is None else {"proc/self/cgroup": groups}), **files}.items():
+        path = tmp_path / (name if name.startswith("proc") else f"sys/fs/cgroup/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert usable_cores(tmp_path) == cores

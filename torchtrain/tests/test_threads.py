@@ -40,3 +40,13 @@ def test_elsewhere_threads_stay(monkeypatch, distributed, device):
     torch.set_num_threads(3)
     assert share_cores(distributed, device) is None
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(("cores", "processes", "threads"), [(2, 1, 2), (5, 2, 2), (64, 1, 3)])
+def test_on_a_cpu_torch_takes_no_more_than_the_process_may_use(monkeypatch, cores, processes, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    torch.set_num_threads(3)
+    said = share_cores(DistributedConfig(), torch.device("cpu"))
+    assert torch.get_num_threads() == threads
+    assert (said is None) == (threads == 3)
