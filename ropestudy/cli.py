@@ -53,7 +53,8 @@ def study(
     except KeyboardInterrupt:
         raise Leave("interrupted; finished cells are kept, and the same command goes on", INTERRUPTED) from None
     print(f"{len(results.records)} records in {out / RESULTS}")
-    print(f"report: {write_report(results, out)}")
+    write_report(results, out)
+    print(f"tables and figures in {out}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`python -m ropestudy.report STUDY...`: make a study's tables, figures and page again, keep it in a compact file, or
+"""`python -m ropestudy.report STUDY...`: make a study's tables and figures again, keep the study in a compact file, or
 fill a page that is written by hand with the numbers of kept studies.
 """
 
@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command("report", cls=Command)
 def report(
     study: Annotated[Path | None, typer.Argument(help="folder of a study, or the compact file of one")] = None,
-    out: Annotated[Path | None, typer.Option(help="where the report is written; else the study's folder")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of tables and figures; else the study's")] = None,
     compact: Annotated[Path | None, typer.Option(help="write the study here in a few hundred kilobytes")] = None,
     page: Annotated[Path | None, typer.Option(help="a Markdown file to fill with the kept studies' numbers")] = None,
     keys: Annotated[bool, typer.Option("--keys", help="print the key and the text of every number")] = False,
@@ -40,7 +40,7 @@ def report(
         folder = out or (study if study.is_dir() else None)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            print(write_report(results, folder))
+            write_report(results, folder)
     if keys or page is not None:
         numbers = kept_numbers()
         if keys:

@@ -17,20 +17,15 @@ SMALLEST = 1e-30  # exact zeros cannot stand on a logarithmic axis
 PANEL = (4.8, 3.4)  # inches
 
 
-def write_figures(results: Results, folder: Path) -> list[Path]:
-    """Write `shift.png`, `tokens.png`, `length.png` and `dose.png`, where the study has records for it;
-    return their paths.
-    """
+def write_figures(results: Results, folder: Path) -> None:
+    """Write `shift.png`, `tokens.png`, `length.png` and `dose.png`, where the study has records for it."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
     for name, draw in FIGURES.items():
         figure = draw(results)
         if figure is not None:
             drawn = io.BytesIO()
             figure.savefig(drawn, format="png", dpi=110)
-            made.append(folder / f"{name}.png")
-            replace_file(made[-1], drawn.getvalue())
-    return made
+            replace_file(folder / f"{name}.png", drawn.getvalue())
 
 
 def draw_shift(results: Results) -> Figure | None:
