@@ -88,7 +88,7 @@ def test_training_goes_on_and_what_is_written_is_of_before(place, tmp_path, monk
     """The writer of step 2 is held until step 4 has its gradients, so that weights and moments were updated once since;
     that of step 4 until the last step has. One save at a time: that of step 6 waits for it.
     """
-    for name in ("blocking", "beside"):
+    for name in ("warm", "blocking", "beside"):  # the first run of a process imports what draws random numbers
         overrides = [f"run.folder={tmp_path / name}", f"save.asynchronous={str(name == 'beside').lower()}"]
         config = load_config(place.config, [*overrides, "save.last=1"])
         order = Order(monkeypatch, hold={"begin 2": "step 4", "begin 4": "step 6"} if name == "beside" else {})
