@@ -19,9 +19,8 @@ def prepare(folder: Path, kind: str) -> Work:
     """Our worker: what `torchtrain prepare` runs for a task, in this process."""
     from torchtrain.config import DataConfig, Source
     from torchtrain.data import blocks
-    from torchtrain.data.corpus import list_parts
+    from torchtrain.data.corpus import Task, list_parts
     from torchtrain.data.store import TokenStore
-    from torchtrain.data.tasks import Task
 
     tokenizer, _ = inputs.tokenizer(folder)
     source = Source(files=str(inputs.corpus(folder, kind)))
@@ -29,7 +28,7 @@ def prepare(folder: Path, kind: str) -> Work:
     out = _empty(folder / "ours")
     read = blocks.ReadRecords([source], tasks)
     write = blocks.WriteShard(out, DataConfig(sources=[source]), tasks, tokenizer, one_thread=True)
-    assert write._tokeniser  # made once a process, as the others' tokenizers
+    assert write.tokeniser  # made once a process, as the others' tokenizers
 
     def check(_: Any) -> dict[str, Any]:
         store = TokenStore.open(out / "00000")

@@ -1,11 +1,10 @@
-"""What datatrove runs: a block that reads a task's records, one that writes its shard, and who runs them.
+"""What datatrove runs for `torchtrain prepare`: a block that reads a task's records, one that writes its shard, and who
+runs them.
 
-datatrove carries the work: it hands out tasks, on this machine, by Slurm or by Ray, keeps a log of each and marks those
-that are done. Its readers are not used: they drop empty documents without counting them, leave out a line that is not
-JSON with a line in a log, and end a file at the first byte that is not UTF-8 (datatrove 0.10.1, `readers/base.py`,
-`readers/jsonl.py`); here a record that gives no document is named and counted (`torchtrain.data.corpus`).
-
-Between the two blocks any of datatrove's may stand that takes documents and gives documents.
+datatrove hands out tasks, on this machine, by Slurm or by Ray, keeps a log of each and marks those that are done. Its
+readers are not used: they drop empty documents without counting them, leave out a line that is not JSON with a line in
+a log, and end a file at the first byte that is not UTF-8 (datatrove 0.10.1, `readers/base.py`, `readers/jsonl.py`).
+Here a bad record is named and counted (`torchtrain.data.corpus`).
 """
 
 import io
@@ -28,15 +27,12 @@ from datatrove.data import Document as PipelineDocument
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.utils.stats import PipelineStats
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted
 from anchorline.files import PARTIAL, commit
 from torchtrain.config import DataConfig, PrepareConfig, Source
-from torchtrain.data.corpus import BadRecord, Document, read
-from torchtrain.data.tasks import FAILURES, Task
-from torchtrain.data.tokenise import Tokeniser, token_bytes_of
-from torchtrain.data.writer import StoreWriter
+from torchtrain.data.corpus import FAILURES, BadRecord, Document, Task, read
+from torchtrain.data.writer import Tokeniser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,7 +41,7 @@ _BAD, _DOMAIN = "bad_record", "domain"  # in the metadata of a document
 
 
 class ReadRecords(PipelineStep):
-    """Yields the records of a task's part of a source; a bad one as a document without text that says why."""
+    """Yields the records of a task's part of a source; a bad one as a document without text, with its reason."""
 
     name = "records"
     type = "reader"
@@ -55,21 +51,20 @@ class ReadRecords(PipelineStep):
         self.sources, self.tasks = list(sources), list(tasks)
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[PipelineDocument]:
-        """Yield them in the order in which they stand."""
+        """Yield them in their order."""
         task = self.tasks[rank]
-        source = self.sources[task.source]
         for part in task.parts or (None,):
-            for record in read(source, part):
+            for record in read(self.sources[task.source], part):
                 if isinstance(record, BadRecord):
                     self.stat_update("bad records")
-                    told = {_DOMAIN: record.domain, _BAD: (record.where, record.reason)}
-                    yield PipelineDocument(text="", id=record.where, metadata=told)
+                    metadata = {_DOMAIN: record.domain, _BAD: record.reason}
+                    yield PipelineDocument(text="", id=record.where, metadata=metadata)
                 else:
                     yield PipelineDocument(text=record.text, id=record.where, metadata={_DOMAIN: record.domain})
 
 
 class WriteShard(PipelineStep):
-    """Tokenises documents into `FOLDER/NUMBER`, which is there when it is whole, whoever else works on the same task.
+    """Tokenises documents into `FOLDER/NUMBER`, which exists only when it is whole, whoever else does the same task.
 
     Args:
         folder: of the shards.
@@ -95,7 +90,7 @@ class WriteShard(PipelineStep):
         self.one_thread = one_thread
 
     @cached_property
-    def _tokeniser(self) -> Tokeniser:
+    def tokeniser(self) -> Tokeniser:
         """What all tasks of a process share: making it reads the tokenizer's whole vocabulary."""
         return Tokeniser(self.data, self.tokenizer)
 
@@ -103,19 +98,19 @@ class WriteShard(PipelineStep):
         """Write the shard of a task, unless it is there.
 
         Raises:
-            UserError: what is read cannot be read on; or what is written cannot be written.
+            UserError: the source breaks off, or the shard cannot be written.
         """
         final = self.folder / f"{rank:05d}"
         if final.exists():
             return
         if self.one_thread:
-            _leave_cores()
+            _use_one_thread()
         try:
             self._write(data, rank, final)
         except Exception as error:
             if isinstance(error, OSError):
                 error = UserError(f"{quoted(self.folder.parent)} cannot be written: {disk_fault(error)}")
-            with suppress(OSError):  # what matters is that the shard is not there
+            with suppress(OSError):  # the missing shard says enough
                 failures = self.folder.parent / FAILURES
                 failures.mkdir(exist_ok=True)
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
@@ -126,9 +121,9 @@ class WriteShard(PipelineStep):
         partial = final.with_name(f"{final.name}.{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL}")
         partial.mkdir(parents=True)
         try:
-            with StoreWriter(partial, token_bytes_of(self.tokenizer)) as writer:
+            with self.tokeniser.writer(partial) as writer:
                 source = self.data.sources[self.tasks[rank].source]
-                count = self._tokeniser.add(source, map(_record_of, documents), writer)
+                count = self.tokeniser.add(source, map(_record_of, documents), writer)
                 self.stat_update("tokens", value=writer.tokens)
                 writer.finish("", [count])
             try:
@@ -144,41 +139,33 @@ def _record_of(document: PipelineDocument) -> Document | BadRecord:
     """Return what `ReadRecords` made a document of."""
     domain = document.metadata[_DOMAIN]
     if _BAD in document.metadata:
-        where, reason = document.metadata[_BAD]
-        return BadRecord(where, reason, domain)
+        return BadRecord(document.id, document.metadata[_BAD], domain)
     return Document(document.text, domain, document.id)
 
 
 class LocalExecutor(LocalPipelineExecutor):
-    """datatrove's, with processes whose death is noticed: its own pool waits for ever for one that was killed."""
+    """datatrove's, but it notices a process that dies: datatrove's own pool waits for ever for one that was killed."""
 
-    def __init__(self, *args: Any, on_task: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._on_task = on_task
-        self.lost_worker = False
+    lost_worker = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_on_task"}
-
-    def run(self) -> None:
-        """Run every task that is not done; one that fails leaves the others alone."""
+    def run(self, on_task: Callable[[], None] = lambda: None) -> None:
+        """Run every task that is not done; one that fails leaves the others alone. `on_task` is called after each."""
         ranks = self.get_incomplete_ranks()
         if self.workers == 1 or len(ranks) == 1:
             for rank in ranks:
                 with suppress(UserError):
                     _run_quietly(self, rank)
-                self._on_task()
+                on_task()
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "transformers"])
         workers = min(self.workers, len(ranks))
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_keep, initargs=(self,)) as pool:
-            futures = [pool.submit(_run_kept, rank) for rank in ranks]
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(self,)) as pool:
             try:
-                for future in as_completed(futures):
+                for future in as_completed([pool.submit(_run_in_worker, rank) for rank in ranks]):
                     with suppress(UserError):
                         future.result()
-                    self._on_task()
+                    on_task()
             except BrokenProcessPool:
                 self.lost_worker = True
             except BaseException:
@@ -186,13 +173,18 @@ class LocalExecutor(LocalPipelineExecutor):
                 raise
 
 
-_kept: list[PipelineExecutor] = []  # of a worker process: what it runs, sent once
+_executor: PipelineExecutor  # of a worker process, sent once
 
 
-def _keep(executor: PipelineExecutor) -> None:
-    _kept[:] = [executor]
-    _leave_cores()
+def _begin_worker(executor: PipelineExecutor) -> None:
+    global _executor
+    _executor = executor
+    _use_one_thread()
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _run_in_worker(rank: int) -> None:
+    _run_quietly(_executor, rank)
 
 
 def _end_with_parent() -> None:
@@ -203,27 +195,22 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _leave_cores() -> None:
+def _use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers has no other switch
 
 
-def _run_kept(rank: int) -> None:
-    _run_quietly(_kept[0], rank)
-
-
-def _run_quietly(executor: PipelineExecutor, rank: int) -> PipelineStats:
-    """Run a task; what datatrove says of it stands in its log alone."""
+def _run_quietly(executor: PipelineExecutor, rank: int) -> None:
+    """Run a task. What datatrove says of it is in its log alone."""
     with redirect_stderr(io.StringIO()):
-        return executor._run_for_rank(rank, local_rank=1)
+        executor._run_for_rank(rank, local_rank=1)
 
 
 class SlurmExecutor(SlurmPipelineExecutor):
-    """datatrove's, whose script names nothing that was not set."""
+    """datatrove's, without the options that were not set."""
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
         """Return the options of sbatch."""
-        found = super().get_sbatch_args(max_array)
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in super().get_sbatch_args(max_array).items() if value is not None}
 
     def script(self) -> str:
         """Return the script that `run` gives to sbatch. Makes the folder for Slurm's logs."""
@@ -258,7 +245,7 @@ def make_executor(
     return SlurmExecutor(
         pipeline,
         time=slurm.time,
-        partition=slurm.partition,  # type: ignore[arg-type] - none is taken out again
+        partition=slurm.partition,  # type: ignore[arg-type] - None is taken out again
         qos=slurm.qos,  # type: ignore[arg-type]
         mem_per_cpu_gb=settings.memory,
         job_name=name,

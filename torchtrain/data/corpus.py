@@ -1,8 +1,14 @@
-"""Sources in, records out: {text, domain} one at a time; what cannot be read is named, counted and passed over."""
+"""Sources in, records out: {text, domain} one at a time; what cannot be read is named, counted and passed over.
 
+A source has parts: its files, or the shards of a data set. A task of `torchtrain prepare` reads some of them. Tasks
+depend on the config and on what the sources hold, never on who does the work, so neither tokens nor their order do.
+"""
+
+import hashlib
+import json
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,28 +17,40 @@ import numpy as np
 
 from anchorline import corpora
 from torchtrain.config import Source
-from torchtrain.data.files import KINDS, BadItemError, FileInfo, items, list_files, text_item
-from torchtrain.data.hub import count_shards, dataset_items
+from torchtrain.data.files import (
+    KINDS,
+    BadItemError,
+    FileInfo,
+    count_shards,
+    dataset_items,
+    items,
+    list_files,
+    text_item,
+)
 from torchtrain.data.packing import SAMPLE, SAMPLE_FILES, random_stream
 
+FAILURES = "failures"  # in the folder of a preparation: a file for each task that failed, with the reason
+# Bytes of source files that a task reads, at least one file. Each task leaves a shard.
+TASK_BYTES = 2**28
+_SHARDS_OF_A_DATASET = 16  # that a task reads: their sizes are not known before
 _MOST_KEYS = 8  # of a bad record that are named
 _DRAWS = 1024  # at one time
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document's text and the domain it counts for."""
+    """One document's text, the domain it counts for, and its place in the source."""
 
     text: str
     domain: str
-    where: str = field(default="", compare=False)  # it stands
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that gives no document: where it stands, why, and the domain it counts for (the source's, if unknown).
+    """A record that gives no document: its place, why, and the domain it counts for (the source's, if unknown).
 
-    As a string it is one line that any terminal and file takes: a record's keys and a file's name may hold anything.
+    As a string it is one printable line: a record's keys and a file's name may hold anything.
     """
 
     where: str
@@ -48,7 +66,7 @@ class BadRecord:
 class SourcePart:
     """A part of a source that can be read alone: a file, or a shard of a data set.
 
-    `number` is its place among all of the source's, of which a sample may leave some out.
+    `number` counts all of the source's parts, of which a sample may leave some out.
     """
 
     number: int
@@ -56,10 +74,50 @@ class SourcePart:
     bytes: int | None = None  # None: not known before it is read
 
 
-def read(source: Source, part: SourcePart | None = None) -> Iterator[Document | BadRecord]:
-    """Yield the records of a source in an order that never changes; bad ones in their place, so that nothing is silent.
+@dataclass(frozen=True)
+class Task:
+    """Consecutive parts of a source, read by one process into one shard; no parts: the whole source."""
 
-    A record is bad where it cannot be parsed, or its text or domain is missing, no string, blank or not Unicode.
+    source: int  # in `data.sources`
+    parts: tuple[SourcePart, ...] = ()
+
+
+def list_tasks(sources: Sequence[Source]) -> list[Task]:
+    """Return what each task reads, in order: small files together, up to `TASK_BYTES`.
+
+    A source with `max_documents` is read by one task, because only who has read it so far knows where it ends.
+
+    Raises:
+        UserError: as `read`.
+    """
+    tasks: list[Task] = []
+    for number, source in enumerate(sources):
+        if source.demo is not None or source.max_documents is not None:
+            tasks.append(Task(number))
+            continue
+        groups: list[list[SourcePart]] = []
+        room = 0
+        for part in list_parts(source):
+            size = TASK_BYTES // _SHARDS_OF_A_DATASET if part.bytes is None else part.bytes
+            if not groups or size > room:
+                groups.append([])
+                room = TASK_BYTES
+            groups[-1].append(part)
+            room -= size
+        tasks += [Task(number, tuple(parts)) for parts in groups]
+    return tasks
+
+
+def digest_of(tasks: Sequence[Task]) -> str:
+    """Return a digest of which task reads what, whichever folder the files are in."""
+    content = [(task.source, [(part.number, part.bytes) for part in task.parts]) for task in tasks]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def read(source: Source, part: SourcePart | None = None) -> Iterator[Document | BadRecord]:
+    """Yield the records of a source in an order that never changes, bad ones in their place.
+
+    A record is bad if it cannot be parsed, or if its text or domain is missing, no string, blank or not Unicode.
     `source.max_documents` counts good records.
 
     Args:
@@ -67,13 +125,14 @@ def read(source: Source, part: SourcePart | None = None) -> Iterator[Document | 
         part: read only this one of `list_parts`. All of them, one after another, are the whole.
 
     Raises:
-        UserError: no file matches, a file has another suffix, lacks the text column or cannot be read on, the data set
-            cannot be loaded, or a package is missing.
+        UserError: no file matches, a file has another suffix, lacks the text column or breaks off, the data set cannot
+            be loaded, or a package is missing.
     """
     if part is not None:
         yield from _read_part(source, part)
         return
-    if source.demo is not None or (source.dataset is not None and not is_sampled(source)):
+    sampled = source.sample is not None or source.sample_files is not None
+    if source.demo is not None or (source.dataset is not None and not sampled):
         records = _read_part(source, None)
     else:
         records = (record for one in list_parts(source) for record in _read_part(source, one))
@@ -89,7 +148,7 @@ def read(source: Source, part: SourcePart | None = None) -> Iterator[Document | 
 
 
 def list_parts(source: Source) -> list[SourcePart]:
-    """Return the parts of a source, which can be read apart, in order; of a sample, the files or shards drawn.
+    """Return the parts of a source in the order in which they are read; of a sample of files those that are drawn.
 
     Raises:
         UserError: as `read`.
@@ -113,20 +172,14 @@ def source_files(source: Source) -> list[FileInfo]:
     Raises:
         UserError: none matches, or one is not such a file.
     """
-    if source.texts is not None:
-        return list_files(source.texts, ("",))
-    return list_files(source.files or "", KINDS)
-
-
-def is_sampled(source: Source) -> bool:
-    """Whether a share of the source is read."""
-    return source.sample is not None or source.sample_files is not None
+    return list_files(source.texts, ("",)) if source.texts is not None else list_files(source.files or "", KINDS)
 
 
 def source_name(source: Source) -> str:
-    """Return the name that stands for a source: its `domain`, its demo's or data set's own name, or its files' name.
+    """Return the name of a source: its `domain`, its demo's or data set's own name, or its files' name.
 
-    The files `books-*.jsonl` are called `books`; where the last part of the glob is all wildcard, the folder's name.
+    The files `books-*.jsonl` are called `books`. If the last part of the glob is all wildcard, the folder's
+    name counts.
     """
     if source.domain is not None:
         return source.domain
@@ -141,28 +194,23 @@ def source_name(source: Source) -> str:
 
 
 def _read_part(source: Source, part: SourcePart | None) -> Iterator[Document | BadRecord]:
-    """Yield the records of a part; None: of the whole of a data set."""
-    name = source_name(source)
-    text_field = source.text_field
+    """Yield the records of a part; None: of the whole demo or data set."""
+    number, text_field = part.number if part else 0, source.text_field
     if source.demo is not None:
-        said = f"data.sources: demo {source.demo!r}"
-        found = ((where, {"text": text}) for where, text in corpora.documents(source.demo, said))
-        text_field = "text"
+        texts = corpora.documents(source.demo, f"data.sources: demo {source.demo!r}")
+        found, text_field = ((where, {"text": text}) for where, text in texts), "text"
     elif source.dataset is not None:
         found = dataset_items(source, part.number if part else None)
-    elif source.texts is not None:
-        assert part is not None
-        found = (text_item(place) for place in (part.place,))
     else:
         assert part is not None
-        found = items(part.place, _fields(source))
+        named = {"text_field": source.text_field, "domain_field": source.domain_field}
+        fields = {setting: name for setting, name in named.items() if name is not None}
+        found = items(part.place, fields) if source.texts is None else (text_item(one) for one in (part.place,))
     if source.sample is not None:
-        found = _sample(found, source.sample, random_stream(source.sample_seed, SAMPLE, part.number if part else 0))
+        found = _sample(found, source.sample, random_stream(source.sample_seed, SAMPLE, number))
+    rename, name = source.rename or {}, source_name(source)
     for where, item in found:
-        if isinstance(item, BadItemError):
-            yield BadRecord(where, str(item), (source.rename or {}).get(name, name))
-        else:
-            yield _record(source, name, where, item, text_field)
+        yield _record(where, item, text_field, source.domain_field, rename.get(name, name), rename)
 
 
 def _sample(found: Iterator[tuple[str, Any]], share: float, random: np.random.Generator) -> Iterator[tuple[str, Any]]:
@@ -175,35 +223,31 @@ def _sample(found: Iterator[tuple[str, Any]], share: float, random: np.random.Ge
             yield item
 
 
-def _fields(source: Source) -> dict[str, str]:
-    named = {"text_field": source.text_field, "domain_field": source.domain_field}
-    return {setting: field for setting, field in named.items() if field is not None}
-
-
-def _record(source: Source, name: str, where: str, item: Any, text_field: str) -> Document | BadRecord:
-    rename = source.rename or {}
-    domain = rename.get(name, name)
+def _record(
+    where: str, item: Any, text_field: str, domain_field: str | None, domain: str, rename: Mapping[str, str]
+) -> Document | BadRecord:
     try:
-        if source.domain_field is not None:
-            domain = _name(item, source.domain_field)
-            domain = rename.get(domain, domain)
+        if isinstance(item, BadItemError):
+            raise item
+        if domain_field is not None:
+            found = _string(item, domain_field, "domain_field")
+            # It will be in files, tables and on screens.
+            if any(unicodedata.category(character) == "Cc" for character in found):
+                raise BadItemError(f"{domain_field!r} holds control characters")
+            domain = rename.get(found, found)
         return Document(_string(item, text_field, "text_field"), domain, where)
     except BadItemError as why:
         return BadRecord(where, str(why), domain)
 
 
-def _name(item: Any, field: str) -> str:
-    """Return a domain as a record names it: it will stand in files, tables and on screens."""
-    domain = _string(item, field, "domain_field")
-    if any(unicodedata.category(character) == "Cc" for character in domain):
-        raise BadItemError(f"{field!r} holds control characters")
-    return domain
-
-
 def _string(item: Any, field: str, setting: str) -> str:
     if not isinstance(item, dict):
         raise BadItemError(f"is not a JSON object but {type(item).__name__}")
-    value = _look_up(item, field)
+    value: Any = item.get(field)
+    if field not in item:  # a.b.c is item[a][b][c]
+        value = item
+        for key in field.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
     if value is None:
         keys = [f"{key:.40}" for key in item][:_MOST_KEYS] + ["..."] * (len(item) > _MOST_KEYS)
         raise BadItemError(f"has no {field!r} (it has {', '.join(keys) or 'nothing'}; see {setting})")
@@ -212,18 +256,7 @@ def _string(item: Any, field: str, setting: str) -> str:
     if not value.strip():
         raise BadItemError(f"{field!r} is blank")
     try:
-        # JSON can spell half of a surrogate pair, which no tokenizer can encode.
         value.encode("utf-8")
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which no tokenizer can encode
         raise BadItemError(f"{field!r} is not valid Unicode (half a surrogate pair)") from None
-    return value
-
-
-def _look_up(item: dict[str, Any], field: str) -> Any:
-    """Return item[field], or a.b.c as item[a][b][c]; None where it is missing."""
-    if field in item:
-        return item[field]
-    value: Any = item
-    for key in field.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
     return value

@@ -1,169 +1,168 @@
-"""The user's files: which of them a pattern means, and the items of each, one at a time. What gives no item says why.
+"""Where records come from: files of this disk or of a URL, and Hugging Face data sets. One item at a time is in memory.
 
-.jsonl, plain or compressed (.gz, .zst), is read line by line, .parquet a few rows at a time: what is held at one time
-is a record, not a file. A pattern may be a URL of fsspec's (`torchtrain.data.remote`).
+.jsonl, plain or compressed (.gz, .zst), is read line by line, .parquet and data sets a few rows at a time. A URL is any
+that fsspec knows: s3://, gs://, hf://, https://, zip://...::... and so on. An item that cannot be read is yielded as a
+`BadItemError` that says why, so that nothing is left out in silence.
 """
 
-import fnmatch
 import glob
 import gzip
 import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tarfile import TarError
 from typing import Any, BinaryIO, cast
+from zipfile import BadZipFile
+
+import fsspec
 
 from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
 from anchorline.files import expand
-from torchtrain.data import remote
-from torchtrain.data.remote import FileInfo
+from torchtrain.config import Source
 
 KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 MOST_LINE_BYTES = 1 << 28
-_MOST_NAMES = 1_000_000
-_MOST_DEPTH = 100
-ROWS_AT_A_TIME = 256
+_ROWS_AT_A_TIME = 256
+_HUB_SECONDS = 10.0  # in which the hub has to answer
+_MOST_REASON = 1000  # characters
+# What file systems, decompressors and datasets raise of something that cannot be listed or read.
+_FAULTS = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    ImportError,
+    EOFError,
+    BadZipFile,
+    TarError,
+    zlib.error,
+)
+# The keys under which file systems give what tells one version of a file from another.
+_VERSIONS = ("ETag", "etag", "blob_id", "sha256", "md5", "mtime", "LastModified", "last_modified", "updated", "created")
 
 
 class BadItemError(Exception):
     """Why an item gives no document."""
 
 
-def find_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[Path]:
-    """Return the files that a glob pattern means, sorted, each once. `**` goes into any number of folders, links too.
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of a source: its path or URL, its size in bytes, and what tells one version of it from another."""
 
-    Args:
-        pattern: of this disk, no URL.
-        kinds: how their names may end; ("",) takes any.
+    place: str
+    bytes: int
+    version: str | int
 
-    Raises:
-        UserError: nothing matches; a match is not a file that we read; or too much would have to be looked at.
-    """
-    shown = f"data.sources: files {quoted(pattern)}"
-    if "\0" in pattern:
-        raise UserError(f"{shown}: holds NUL, which no file's name can; remove it")
-    found = set()
-    for name in _Matches(shown).of(str(expand(pattern))):
-        path = Path(name)
-        # Told of the first one: the rest may be a whole disk.
-        if not kinds[0] and os.path.isdir(path):
-            continue
-        if not path.name.endswith(kinds) or not os.path.isfile(path):
-            known = f"{' or '.join((', '.join(kinds[:-1]), kinds[-1]))} " if kinds[0] else ""
-            if path == expand(pattern) and path.is_dir():
-                each = quoted(str(path / f"*{kinds[0]}"))
-                raise UserError(f"data.sources: files {quoted(pattern)} is a folder; give its files, such as {each}")
-            raise UserError(
-                f"data.sources: {quoted(path)} is not a regular {known}file; narrow files {quoted(pattern)}"
-            )
-        found.add(path)
-    if not found:
-        raise UserError(f"{shown} matches no file; check the path (from {Path.cwd()})")
-    return sorted(found)
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.place.partition("::")[0].rpartition("/")[2]
 
 
-class _Matches:
-    """What a pattern matches, as `glob.glob(recursive=True)` has it, but bounded: a loop of links is left, and after a
-    million names there is an error.
-    """
-
-    def __init__(self, shown: str) -> None:
-        self._shown, self._names = shown, 0
-
-    def of(self, pattern: str) -> Iterator[str]:
-        root = os.sep if pattern.startswith(os.sep) else ""
-        yield from self._below(root, [part for part in pattern.split(os.sep) if part], ())
-
-    def _below(self, folder: str, parts: Sequence[str], above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-        if not parts:
-            yield folder
-            return
-        part, rest = parts[0], parts[1:]
-        if part == "**":
-            yield from self._below(folder, rest or ["*"], above)
-            for name in self._list(folder):
-                inner = os.path.join(folder, name)
-                if not name.startswith(".") and (place := _folder(inner)) and place not in above:
-                    if len(above) == _MOST_DEPTH:
-                        raise UserError(f"{self._shown}: folders are nested more than {_MOST_DEPTH} deep; narrow it")
-                    yield from self._below(inner, parts, (*above, place))
-        elif glob.has_magic(part):
-            for name in self._list(folder):
-                if fnmatch.fnmatch(name, part) and (not name.startswith(".") or part.startswith(".")):
-                    yield from self._below(os.path.join(folder, name), rest, above)
-        elif os.path.lexists(inner := os.path.join(folder, part)):
-            yield from self._below(inner, rest, above)
-
-    def _list(self, folder: str) -> list[str]:
-        try:
-            names = sorted(os.listdir(folder or os.curdir))
-        except OSError:  # no folder, or not ours to read
-            return []
-        self._names += len(names)
-        if self._names > _MOST_NAMES:
-            raise UserError(
-                f"{self._shown}: more than {_MOST_NAMES:,} names were looked at; let it begin deeper, or narrow it"
-            )
-        return names
-
-
-def _folder(path: str) -> tuple[int, int] | None:
-    """Return what tells a folder from every other; None of anything else."""
-    try:
-        status = os.stat(os.path.join(path, ""))
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+def is_url(pattern: str) -> bool:
+    """Whether a path is a URL: it names a protocol."""
+    return "://" in pattern or "::" in pattern
 
 
 def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
-    """Return the files that a pattern of this disk or a URL means, in the order in which they are read.
+    """Return the files that a glob pattern or a URL with wildcards means, sorted. `**` follows links, but no loop.
+
+    Args:
+        pattern: of this disk or a URL.
+        kinds: how their names may end; ("",) takes any.
 
     Raises:
-        UserError: as `find_files`; or what the URL names cannot be listed.
+        UserError: nothing matches, a match is not such a file, or the place cannot be listed.
     """
-    if remote.is_url(pattern):
-        found = remote.list_urls(pattern)
-        for info in found:
-            if not info.place.partition("::")[0].endswith(kinds):
-                known = ", ".join(kinds)
-                raise UserError(
-                    f"data.sources: {quoted(info.place)} is not a {known} file; narrow files {quoted(pattern)}"
-                )
-        return found
-    paths = find_files(pattern, kinds)
-    return [FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths]
+    shown = f"data.sources: files {quoted(pattern)}"
+    try:
+        found = _list_url(pattern) if is_url(pattern) else _list_disk(pattern, kinds)
+    except UserError:
+        raise
+    except _FAULTS as error:
+        raise UserError(f"{shown} cannot be listed: {quoted_reason(error)}") from None
+    if not found:
+        raise UserError(f"{shown} matches no file; check the path (from {Path.cwd()}) or the URL")
+    for file in found:
+        if not file.place.partition("::")[0].endswith(kinds):
+            raise _not_a_file(file.place, pattern, kinds)
+    return found
+
+
+def _list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
+    folder = expand(pattern)
+    if kinds[0] and folder.is_dir():
+        each = quoted(str(folder / f"*{kinds[0]}"))
+        raise UserError(f"data.sources: files {quoted(pattern)} is a folder; give its files, such as {each}")
+    loops: dict[Path, bool] = {}
+    found = set()
+    for path in map(Path, glob.iglob(str(folder), recursive=True)):
+        if not kinds[0] and path.is_dir():
+            continue
+        # Checked at once: the rest may be a whole disk.
+        if not path.name.endswith(kinds) or not path.is_file():
+            raise _not_a_file(str(path), pattern, kinds)
+        if path.parent not in loops:
+            folders = [path.parent.absolute(), *path.parent.absolute().parents] if ".." not in path.parts else []
+            loops[path.parent] = len({os.path.realpath(one) for one in folders}) < len(folders)
+        if not loops[path.parent]:
+            found.add(path)
+    return [FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in sorted(found)]
+
+
+def _list_url(pattern: str) -> list[FileInfo]:
+    first, *rest = pattern.split("::")
+    system, path = fsspec.core.url_to_fs(pattern)
+    matches = system.glob(path, detail=True)
+    found = []
+    for name in sorted(matches):
+        info = matches[name] if matches[name].get("size") is not None else system.info(name)
+        if info.get("type") == "directory":
+            continue
+        url = system.unstrip_protocol(name)
+        if rest:  # `unstrip_protocol` does not know of the place behind `::`
+            url = "::".join([f"{first.partition('://')[0]}://{name}", *rest])
+        version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
+        found.append(FileInfo(url, int(info.get("size") or 0), version))
+    return found
+
+
+def _not_a_file(place: str, pattern: str, kinds: tuple[str, ...]) -> UserError:
+    known = f"{' or '.join((', '.join(kinds[:-1]), kinds[-1]))} " if kinds[0] else ""
+    return UserError(f"data.sources: {_shown(place)} is not a regular {known}file; narrow files {quoted(pattern)}")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def items(place: str, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield (where it stands, item) of a file in its order; for an item that cannot be read, why, as a BadItemError.
+    """Yield (place, item) of each record of a file in its order; the item is a `BadItemError` where it cannot be read.
 
     Args:
         place: a path or URL that `list_files` returned.
         fields: setting -> the field that it names, such as {"text_field": "text"}; of Parquet no other column is read.
 
     Raises:
-        UserError: the file cannot be read on, or lacks a column.
+        UserError: the file breaks off, or lacks a column.
     """
     return _parquet_items(place, fields) if _ends(place, ".parquet") else _jsonl_items(place)
 
 
 def text_item(place: str) -> tuple[str, Any]:
-    """Return (where it stands, item) of a text file: its text, path, and the folder it lies in.
+    """Return (place, item) of a text file: its text, its path, and the folder that it is in.
 
     Raises:
         UserError: it cannot be read.
     """
-    try:
-        with _open_raw(place) as file:
-            content = file.read(MOST_LINE_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"data.sources: {_shown(place)}: {disk_fault(error)}") from None
-    except remote.faults() as error:
-        raise UserError(f"data.sources: {_shown(place)}: {quoted_reason(error)}") from None
+    with _names_fault(place), _open(place) as file:
+        content = file.read(MOST_LINE_BYTES + 1)
     if len(content) > MOST_LINE_BYTES:
         return place, BadItemError(f"is longer than {MOST_LINE_BYTES:,} bytes")
     try:
@@ -173,40 +172,18 @@ def text_item(place: str) -> tuple[str, Any]:
     return place, {"text": text, "path": place, "folder": place.split("/")[-2] if "/" in place else ""}
 
 
-def _shown(place: str) -> str:
-    return quoted(place if remote.is_url(place) else Path(place))
-
-
-def _ends(place: str, suffix: str) -> bool:
-    """Whether a file's name ends so; of a URL in a URL (zip://a.jsonl::file.zip) the first counts."""
-    return place.partition("::")[0].endswith(suffix)
-
-
-def _jsonl_items(path: str) -> Iterator[tuple[str, Any]]:
+def _jsonl_items(place: str) -> Iterator[tuple[str, Any]]:
     number = 0
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(_lines(file), start=1):
-                where = f"{path}:{number}"
-                if line is None:
-                    yield where, BadItemError(f"is longer than {MOST_LINE_BYTES:,} bytes")
-                elif line.strip():
-                    yield where, _parse(line)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise _breaks_off(path, number, error) from None
-    except OSError as error:
-        if error.errno is None:  # pyarrow's, of what it decompresses
-            raise _breaks_off(path, number, error) from None
-        raise UserError(f"data.sources: {_shown(path)}: {disk_fault(error)}") from None
-    except remote.faults() as error:
-        if isinstance(error, UserError) or not remote.is_url(path):
-            raise
-        raise _breaks_off(path, number, error) from None
+    with _names_fault(place, lambda: f" breaks off after line {number}"), _open_decompressed(place) as file:
+        for number, line in enumerate(_lines(file), start=1):
+            if line is None:
+                yield f"{place}:{number}", BadItemError(f"is longer than {MOST_LINE_BYTES:,} bytes")
+            elif line.strip():
+                yield f"{place}:{number}", _parse(line)
 
 
 def _parse(line: bytes) -> Any:
     try:
-        # Line by line, not a text file: a line that is not UTF-8 must cost that line and not the file.
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return BadItemError("is not UTF-8")
@@ -225,86 +202,32 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
         yield None
 
 
-@contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
-    """Open a file for reading what it holds decompressed; a .zst of several frames is one content."""
-    if _ends(path, ".gz"):
-        with _open_raw(path) as raw, gzip.open(_begun(raw), "rb") as file:
-            yield cast(BinaryIO, file)
-    elif _ends(path, ".zst"):
-        arrow = import_arrow(path)
-        # pyarrow's reader: it comes with datasets, and tells of a file that is cut off.
-        with _open_arrow(path, arrow) as raw, arrow.CompressedInputStream(raw, "zstd") as content:
-            yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
-    else:
-        with _open_raw(path) as file:
-            yield file
-
-
-def _begun(raw: Any) -> io.BufferedReader:
-    """Return a compressed file that has a first byte: one that holds nothing has a header.
-
-    It is not sought, which a stream over HTTP cannot be.
-
-    Raises:
-        EOFError: there is none.
-    """
-    file = io.BufferedReader(raw, 1 << 17)
-    if not file.peek(1):
-        raise EOFError("it is empty")
-    return file
-
-
-@contextmanager
-def _open_arrow(path: str, arrow: Any) -> Iterator[Any]:
-    if remote.is_url(path):
-        with remote.open_url(path) as file:
-            yield arrow.PythonFile(_begun(file), "r")
-    else:
-        with arrow.OSFile(path) as file:
-            if not file.read(1):
-                raise EOFError("it is empty")
-            file.seek(0)
-            yield file
-
-
-@contextmanager
-def _open_raw(path: str) -> Iterator[BinaryIO]:
-    with remote.open_url(path) if remote.is_url(path) else open(path, "rb") as file:
-        yield file
-
-
-def _breaks_off(path: str, number: int, error: Exception) -> UserError:
-    return UserError(f"data.sources: {_shown(path)} breaks off after line {number}: {one_line(error)}; copy it again")
-
-
-def _parquet_items(path: str, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    arrow = import_arrow(path)
+def _parquet_items(place: str, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet as parquet
 
     number = 0
-    try:
-        with _open_arrow(path, arrow) as raw, parquet.ParquetFile(raw) as file:
-            wanted = {name for field in fields.values() for name in (field, field.split(".")[0])}
-            columns = [name for name in file.schema_arrow.names if name in wanted]
-            for setting, field in fields.items():
-                if not {field, field.split(".")[0]} & set(columns):
-                    known = one_line(", ".join(file.schema_arrow.names[:20]))
-                    raise UserError(
-                        f"data.sources: {_shown(path)} has no column {quoted(field)}; it has {known}: set {setting}"
-                    )
-            for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
-                for item in rows_of(batch):
-                    number += 1
-                    yield f"{path}: row {number}", item
-    except (arrow.ArrowException, OSError) as error:
-        reason = one_line(error)
-        raise UserError(f"data.sources: {_shown(path)} cannot be read after row {number}: {reason}") from None
+    with (
+        _names_fault(place, lambda: f" cannot be read after row {number}"),
+        _open(place) as raw,
+        parquet.ParquetFile(raw if is_url(place) else place) as file,
+    ):
+        wanted = {name for field in fields.values() for name in (field, field.split(".")[0])}
+        columns = [name for name in file.schema_arrow.names if name in wanted]
+        for setting, field in fields.items():
+            if not {field, field.split(".")[0]} & set(columns):
+                known = one_line(", ".join(file.schema_arrow.names[:20]))
+                raise UserError(
+                    f"data.sources: {_shown(place)} has no column {quoted(field)}; it has {known}: set {setting}"
+                )
+        for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
+            for item in _rows_of(batch):
+                number += 1
+                yield f"{place}: row {number}", item
 
 
-def rows_of(batch: Any) -> list[Any]:
-    """Return the rows of a RecordBatch as dicts. A value that Python cannot hold must cost its row only: a string that
-    is not UTF-8, which Arrow does not check, or a time before the year 1.
+def _rows_of(batch: Any) -> list[Any]:
+    """Return the rows of a RecordBatch as dicts. A value that Python cannot hold costs its row only: a string that is
+    not UTF-8, which Arrow does not check, or a time before the year 1.
     """
     try:
         return batch.to_pylist()
@@ -312,22 +235,154 @@ def rows_of(batch: Any) -> list[Any]:
         if len(batch) == 1:
             reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error}"
             return [BadItemError(reason)]
-        return [row for i in range(len(batch)) for row in rows_of(batch.slice(i, 1))]
+        return [row for i in range(len(batch)) for row in _rows_of(batch.slice(i, 1))]
 
 
-def import_arrow(what: object) -> Any:
-    """Return the package pyarrow.
+@contextmanager
+def _open_decompressed(place: str) -> Iterator[BinaryIO]:
+    """Open a file for reading what it holds decompressed. Nothing is sought, because a stream over HTTP cannot be."""
+    with _open(place) as raw:
+        if not _ends(place, (".gz", ".zst")):
+            yield raw
+            return
+        file = io.BufferedReader(cast(io.RawIOBase, raw), 1 << 17)
+        if not file.peek(1):  # what holds nothing has a header
+            raise EOFError("it is empty")
+        if _ends(place, ".gz"):
+            with gzip.open(file, "rb") as content:
+                yield cast(BinaryIO, content)
+        else:
+            import pyarrow
+
+            # pyarrow reads all frames of a .zst file, and raises if it is cut off.
+            with pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd") as content:
+                yield cast(BinaryIO, io.BufferedReader(content, 1 << 17))
+
+
+@contextmanager
+def _open(place: str) -> Iterator[BinaryIO]:
+    with fsspec.open(place, "rb") if is_url(place) else open(place, "rb") as file:
+        yield cast(BinaryIO, file)
+
+
+@contextmanager
+def _names_fault(place: str, how_far: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Raise what goes wrong with a file as a UserError that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except _FAULTS as error:
+        reason = disk_fault(error) if isinstance(error, OSError) and error.errno else one_line(error)[:_MOST_REASON]
+        raise UserError(f"data.sources: {_shown(place)}{how_far()}: {reason}; check it, or copy it again") from None
+
+
+def _shown(place: str) -> str:
+    return quoted(place if is_url(place) else Path(place))
+
+
+def _ends(place: str, suffix: str | tuple[str, ...]) -> bool:
+    """Whether a file's name ends so; of a URL in a URL (zip://a.jsonl::file.zip) the first counts."""
+    return place.partition("::")[0].endswith(suffix)
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+def count_shards(source: Source) -> int:
+    """Return into how many pieces a `dataset` source can be cut: its files, as a rule.
 
     Raises:
-        UserError: it is not installed.
+        UserError: as `dataset_items`.
     """
+    with _names_dataset_fault(source):
+        return int(_load_dataset(source, streaming=True).num_shards)
+
+
+def dataset_items(source: Source, shard: int | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (place, item) of a `dataset` source in its order. No code of the data set is run.
+
+    Args:
+        source: which data set.
+        shard: read only this one of `count_shards`.
+
+    Raises:
+        UserError: there is no such data set, or it cannot be read on.
+    """
+    name = f"{source.dataset} [{source.split}]" + ("" if shard is None else f" shard {shard}")
+    number = 0
+    with _names_dataset_fault(source, lambda: number):
+        found = _load_dataset(source, streaming=source.streaming or shard is not None)
+        if shard is not None:
+            found = found.shard(num_shards=found.num_shards, index=shard)
+        # As Arrow tables: of a string that is not UTF-8, datasets' own rows would raise for all that follow it.
+        for table in found.with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
+            for item in (item for batch in table.to_batches() for item in _rows_of(batch)):
+                number += 1
+                yield f"{name} record {number}", item
+
+
+def _load_dataset(source: Source, streaming: bool) -> Any:
+    """Load a data set from a folder, also one that `save_to_disk` left, or from the hub."""
+    import datasets
+
+    assert source.dataset is not None
+    if not os.path.isdir(source.dataset):
+        _check_hub(source)
+    folder = Path(source.dataset, source.subset or "")
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        if not folder.resolve().is_relative_to(Path(source.dataset).resolve()):
+            raise ValueError("the subset is not inside the folder")
+        saved: Any = datasets.load_from_disk(str(folder))
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or source.split): saved}
+        if source.split not in splits:
+            raise ValueError(f"it has no split {source.split!r}, but {', '.join(sorted(map(str, splits)))}")
+        return splits[source.split].to_iterable_dataset() if streaming else splits[source.split]
+    load: Any = datasets.load_dataset  # whose types depend on whether it streams
+    return load(source.dataset, source.subset, split=source.split, streaming=streaming, revision=source.revision)
+
+
+def _check_hub(source: Source) -> None:
+    """Ask the hub for a data set once, with a limit of time: datasets would ask for minutes.
+
+    Raises:
+        UserError: it is a file, or the hub does not give it.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # What the hub's client raises where there is no answer: its http package depends on its version.
+    http: Any = [kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError"]
+    assert source.dataset is not None
+    shown = f"data.sources: dataset {quoted(source.dataset)}"
+    if os.path.isfile(source.dataset):
+        raise UserError(f"{shown}: is a file; give it as files, or the folder that it is in")
     try:
-        import pyarrow
-    except ImportError:
-        raise missing_datasets(quoted(what)) from None
-    return pyarrow
+        huggingface_hub.utils.validate_repo_id(source.dataset)
+        if not huggingface_hub.constants.is_offline_mode():  # else datasets looks into its cache
+            huggingface_hub.HfApi().dataset_info(source.dataset, revision=source.revision, timeout=_HUB_SECONDS)
+    except (OSError, ValueError, *http) as error:
+        raise UserError(
+            f"{shown}: there is no such folder (from {Path.cwd()}), and the hub gives no such data set: "
+            f"{quoted_reason(error)}; correct the name, log in (hf auth login), or read datasets' cache "
+            "(HF_HUB_OFFLINE=1)"
+        ) from None
 
 
-def missing_datasets(what: str) -> UserError:
-    """Return what to say where the package datasets, or pyarrow, which comes with it, is not installed."""
-    return UserError(f"data.sources: {what} needs the package datasets: pip install 'anchorline[torch]'")
+@contextmanager
+def _names_dataset_fault(source: Source, read: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Raise what goes wrong with a data set as a UserError that names it."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (*_FAULTS, DatasetsError) as error:
+        reason = one_line(error)[:_MOST_REASON]
+        if error.__cause__ is not None:  # datasets' last error often says only that something failed
+            reason += f" ({one_line(error.__cause__)[:_MOST_REASON]})"
+        raise UserError(
+            f"data.sources: dataset {quoted(source.dataset)} (subset {quoted(source.subset)}, split "
+            f"{quoted(source.split)}) cannot be read after record {read()}: {reason}"
+        ) from None

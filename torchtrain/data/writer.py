@@ -1,19 +1,23 @@
-"""Writes token stores: a shard by a task, and a store of shards; of what fails nothing is taken for whole."""
+"""Writes token stores: records in, a shard out; and one store of many shards. What fails is never taken for whole."""
 
 import hashlib
 import io
 import os
+import shutil
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from anchorline.files import FileEntry, sync, write_file
-from torchtrain.config import MixtureConfig
-from torchtrain.data.selection import BUCKETS, firsts_of, groups_of, repeats_of
+from torchtrain.config import DataConfig, MixtureConfig, Source
+from torchtrain.data.corpus import BadRecord, Document, source_name
+from torchtrain.data.encode import BATCH_CHARACTERS, Encoder
+from torchtrain.data.selection import BUCKETS, Signer, firsts_of, groups_of, repeats_of
 from torchtrain.data.store import (
     BAD_RECORDS,
     DOMAINS,
@@ -31,20 +35,107 @@ from torchtrain.data.store import (
     hash_of,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
-def _name(shard: int) -> str:
-    return f"tokens-{shard:05d}.bin"
+_COUNTS = ("documents", "tokens", "bad_records", "short_documents", "short_tokens")  # of a domain, that add up
+
+
+@dataclass(frozen=True)
+class PreparationProgress:
+    """How far a preparation is: what it does, and over all sources documents and tokens written, bad records met."""
+
+    state: str  # `tokenising NAME` of a source, then `tokenised`; `task 3 of 6`; or `tokens reused`
+    documents: int
+    tokens: int
+    bad_records: int
+
+    def __str__(self) -> str:
+        counts = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bad_records:,} bad records"
+        return f"{self.state}: {counts}"
+
+
+class Tokeniser:
+    """Tokenises records of a corpus into a store, in a run's own process or in a task's.
+
+    Args:
+        data: the settings.
+        tokenizer: a fast tokenizer.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._data, self._encoder = data, Encoder(tokenizer, data.special_tokens)
+        appended = [tokenizer.eos_token_id] if data.append_eos and tokenizer.eos_token_id is not None else []
+        self._eos = np.array(appended, dtype=np.int32)
+        self._signer = Signer() if data.near_duplicates else None
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        self._token_bytes = 2 if largest < 1 << 16 else 4
+
+    def writer(self, folder: Path) -> "StoreWriter":
+        """Return a writer whose tokens have the bytes that this vocabulary needs."""
+        return StoreWriter(folder, self._token_bytes)
+
+    def add(
+        self,
+        source: Source,
+        records: Iterable[Document | BadRecord],
+        writer: "StoreWriter",
+        report: Callable[[PreparationProgress], None] = lambda progress: None,
+    ) -> SourceCount:
+        """Tokenise what is read of a source, all of it or a part; return what was read.
+
+        `report` is called at the start and after each full batch.
+
+        Raises:
+            UserError: as `torchtrain.data.corpus.read`.
+            OSError: a write failed.
+        """
+        name, number, bad, first_bad, special = source_name(source), 0, 0, "", 0
+        batch: list[Document] = []
+        characters = 0
+
+        def report_batch() -> None:
+            state = f"tokenising {name}"
+            report(PreparationProgress(state, writer.documents, writer.tokens, writer.bad_records))
+
+        report_batch()
+        for record in records:
+            number += 1
+            if isinstance(record, Document) and self._encoder.too_long(record.text):
+                reason = f"{len(record.text):,} characters without a place to cut"
+                record = BadRecord(record.where, reason, record.domain)
+            if isinstance(record, BadRecord):
+                bad += 1
+                first_bad = first_bad or str(record)
+                writer.skip_bad(record.domain, str(record))
+                continue
+            special += self._encoder.looks_special(record.text)
+            batch.append(record)
+            characters += len(record.text)
+            if characters >= BATCH_CHARACTERS:
+                self._add_batch(batch, writer)
+                batch, characters = [], 0
+                report_batch()
+        self._add_batch(batch, writer)
+        return SourceCount(name, number, bad, first_bad, special)
+
+    def _add_batch(self, batch: Sequence[Document], writer: "StoreWriter") -> None:
+        for record, ids in zip(batch, self._encoder.encode([record.text for record in batch]), strict=True):
+            if len(ids) < self._data.min_tokens:
+                writer.skip_short(record.domain, len(ids))
+            else:
+                signature = None if self._signer is None else self._signer.sign(record.text)
+                writer.add(record.domain, np.append(ids, self._eos), signature)
 
 
 class StoreWriter:
     """Writes a store into an empty folder of its own; the store exists once `finish` has returned.
 
-    No write is taken for done: each is checked, all are flushed to the disk, and sizes are read back. OSError says what
-    failed.
+    Every write is checked, all files are flushed to the disk, and sizes are read back. An OSError says what failed.
 
     Args:
         folder: it exists and is empty.
-        token_bytes: 2 where every token is below 65,536, else 4.
+        token_bytes: 2 if every token is below 65,536, else 4.
     """
 
     def __init__(self, folder: Path, token_bytes: int = 4) -> None:
@@ -58,15 +149,15 @@ class StoreWriter:
         self.bad_records = 0
         self._skipped: dict[str, dict[str, int]] = {}
         self._digest = hashlib.sha256()  # of the tokens as int32, however they are stored
-        self._tokens = _Growing(folder / _name(0))
-        self._bad = _Growing(folder / BAD_RECORDS)
+        self._tokens = _GrowingFile(folder / _shard_name(0))
+        self._bad = _GrowingFile(folder / BAD_RECORDS)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in (self._tokens, self._bad):
-            file.leave()
+        self._tokens.close()
+        self._bad.close()
 
     @property
     def documents(self) -> int:
@@ -84,7 +175,7 @@ class StoreWriter:
         largest = int(tokens.max())
         assert largest <= np.iinfo(self._type).max, "a token that the store's type does not hold"
         self._digest.update(tokens.data)
-        # Not `tofile`: it goes past Python's buffer by C's, and the last block's failure is nobody's.
+        # Not `tofile`, which loses the failure of its last write.
         self._tokens.write(tokens.astype(self._type, copy=False).tobytes())
         self.hashes.append(hash_of(tokens))
         if signature is not None:
@@ -111,7 +202,6 @@ class StoreWriter:
         sources: list[SourceCount],
         mixture: MixtureConfig | None = None,
         remove_duplicates: bool = False,
-        **told: Any,
     ) -> None:
         """Write what completes the store and flush all of it to the disk.
 
@@ -120,41 +210,96 @@ class StoreWriter:
             sources: what was read.
             mixture: how often which documents are taken.
             remove_duplicates: take only the first document of a text.
-            told: further fields of its header.
 
         Raises:
             UserError: the mixture does not fit the corpus.
         """
         offsets = np.array(self.offsets, dtype=np.int64)
         document_domains = np.array(self.document_domains, dtype=np.int32)
+        lengths, summaries = np.diff(offsets), []
+        for domain in dict.fromkeys([*self.domain_ids, *self._skipped]):
+            own = lengths[document_domains == self.domain_ids.get(domain, -1)]
+            kept = {"documents": len(own), "tokens": int(own.sum()), "longest": int(own.max(initial=0))}
+            summaries.append(DomainSummary(domain, **kept, **self._counts(domain)))
         header = StoreHeader(
             fingerprint=fingerprint,
             sha256=self._digest.hexdigest(),
             domains=list(self.domain_ids),
             largest_token=self.largest_token,
-            summaries=self._summaries(np.diff(offsets), document_domains),
+            summaries=summaries,
             sources=sources,
-            files={_name(0): self._tokens.finish(), BAD_RECORDS: self._bad.finish()},
+            files={_shard_name(0): self._tokens.finish(), BAD_RECORDS: self._bad.finish()},
             token_bytes=np.dtype(self._type).itemsize,
-            shards=[ShardSize(_name(0), self.documents, self.tokens)],
-            **told,
+            shards=[ShardSize(_shard_name(0), self.documents, self.tokens)],
         )
         hashes, signatures = (np.array(held, dtype=np.uint64) for held in (self.hashes, self.signatures))
-        write_index(self.folder, header, offsets, document_domains, hashes, signatures, mixture, remove_duplicates)
+        _write_index(self.folder, header, offsets, document_domains, hashes, signatures, mixture, remove_duplicates)
 
     def _counts(self, domain: str) -> dict[str, int]:
         return self._skipped.setdefault(domain, {"bad_records": 0, "short_documents": 0, "short_tokens": 0})
 
-    def _summaries(self, lengths: np.ndarray, document_domains: np.ndarray) -> list[DomainSummary]:
-        summaries = []
-        for domain in dict.fromkeys([*self.domain_ids, *self._skipped]):
-            own = lengths[document_domains == self.domain_ids.get(domain, -1)]
-            kept = {"documents": len(own), "tokens": int(own.sum()), "longest": int(own.max(initial=0))}
-            summaries.append(DomainSummary(domain, **kept, **self._counts(domain)))
-        return summaries
+
+def join_shards(
+    shards: Sequence[TokenStore],
+    folder: Path,
+    fingerprint: str,
+    sources: list[SourceCount],
+    mixture: MixtureConfig | None,
+    remove_duplicates: bool,
+    **header_fields: Any,
+) -> None:
+    """Make, in an empty folder, one store of the stores that tasks left, in their order; their tokens are linked.
+
+    A shard without documents gives only its counts.
+
+    Raises:
+        OSError: a write failed.
+        UserError: the mixture does not fit the corpus.
+    """
+    held = [shard for shard in shards if len(shard)]
+    domain_ids: dict[str, int] = {}
+    offsets, domains, tokens = [np.zeros(1, dtype=np.int64)], [], 0
+    files: dict[str, FileEntry] = {}
+    for number, shard in enumerate(held):
+        ids = [domain_ids.setdefault(domain, len(domain_ids)) for domain in shard.domains]
+        _link_or_copy(shard.folder / _shard_name(0), folder / _shard_name(number))
+        files[_shard_name(number)] = shard.header.files[_shard_name(0)]
+        offsets.append(shard.offsets[1:] + tokens)
+        domains.append(np.array(ids, dtype=np.int32)[shard.document_domains])
+        tokens += shard.token_count
+    files[BAD_RECORDS] = write_file(folder / BAD_RECORDS, *(shard.bad_records.read_bytes() for shard in shards))
+    digests = [shard.header.sha256 for shard in held]
+    header = StoreHeader(
+        fingerprint=fingerprint,
+        sha256=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+        domains=list(domain_ids),
+        largest_token=max(shard.header.largest_token for shard in shards),
+        summaries=_add_summaries(domain_ids, (summary for shard in shards for summary in shard.header.summaries)),
+        sources=sources,
+        files=files,
+        token_bytes=shards[0].header.token_bytes,
+        shards=[ShardSize(_shard_name(n), len(shard), shard.token_count) for n, shard in enumerate(held)],
+        **header_fields,
+    )
+    hashes = np.concatenate([shard.content_hashes for shard in held])
+    signed = [shard.signatures.reshape(-1) for shard in held if shard.signatures is not None]
+    signatures = np.concatenate([np.zeros(0, dtype=np.uint64), *signed])
+    ends, of_documents = np.concatenate(offsets), np.concatenate(domains)
+    _write_index(folder, header, ends, of_documents, hashes, signatures, mixture, remove_duplicates)
 
 
-def write_index(
+def _add_summaries(domains: Iterable[str], summaries: Iterable[DomainSummary]) -> list[DomainSummary]:
+    """Add up what tasks counted; domains that have documents come first, in their order."""
+    found: dict[str, DomainSummary | None] = dict.fromkeys(domains)
+    for one in summaries:
+        if (so_far := found.get(one.domain)) is not None:
+            counts = {name: getattr(so_far, name) + getattr(one, name) for name in _COUNTS}
+            one = DomainSummary(one.domain, longest=max(so_far.longest, one.longest), **counts)
+        found[one.domain] = one
+    return [one for one in found.values() if one is not None]
+
+
+def _write_index(
     folder: Path,
     header: StoreHeader,
     offsets: np.ndarray,
@@ -164,21 +309,10 @@ def write_index(
     mixture: MixtureConfig | None,
     remove_duplicates: bool,
 ) -> None:
-    """Complete a store whose tokens are written: what tells of its documents, and its header.
+    """Complete a store whose tokens are written: the arrays about its documents, then its header.
 
-    Args:
-        folder: the store's.
-        header: without these files.
-        offsets: int64 [documents + 1].
-        document_domains: int32 [documents].
-        hashes: uint64 [documents].
-        signatures: uint64 [documents * 14], or empty.
-        mixture: how often which documents are taken.
-        remove_duplicates: take only the first document of a text.
-
-    Raises:
-        OSError: a write failed.
-        UserError: the mixture does not fit the corpus.
+    Of n documents: offsets int64 [n + 1], document_domains int32 [n], hashes uint64 [n], signatures uint64 [14 n] or
+    [0].
     """
     arrays = {OFFSETS: offsets, DOMAINS: document_domains, HASHES: hashes}
     if len(signatures):
@@ -191,20 +325,40 @@ def write_index(
         arrays[REPEATS] = np.zeros(len(kept), dtype=np.uint16)
         chosen = np.diff(offsets)[kept], document_domains[kept]
         arrays[REPEATS][kept] = repeats_of(*chosen, header.domains, mixture)
-    files = header.files | {name: _write_array(folder / name, content) for name, content in arrays.items()}
-    told = {
+    files = dict(header.files)
+    for name, content in arrays.items():
+        buffer = io.BytesIO()  # not `np.save` into the file, which loses the failure of its last write
+        np.save(buffer, content)
+        files[name] = write_file(folder / name, buffer.getbuffer())
+    settings = {
         "files": files,
         "mixture": None if mixture is None else mixture.model_dump(mode="json"),
         "duplicates_removed": remove_duplicates,
     }
-    _finish(folder, header.model_copy(update=told))
+    files = files | {HEADER: write_file(folder / HEADER, header.model_copy(update=settings).dump())}
+    for name, entry in files.items():
+        if (size := (folder / name).stat().st_size) != entry.bytes:
+            raise OSError(5, f"{size:,} bytes are on the disk and {entry.bytes:,} were written", str(folder / name))
+    sync(folder)
 
 
-class _Growing:
+def _shard_name(number: int) -> str:
+    return f"tokens-{number:05d}.bin"
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the disk cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+class _GrowingFile:
     """A file that is written bit by bit, counted and digested on the way."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._digest, self._size = path, hashlib.sha256(), 0
+        self._digest, self._size = hashlib.sha256(), 0
         self._file = path.open("xb", buffering=1 << 20)
 
     def write(self, content: bytes) -> None:
@@ -218,130 +372,7 @@ class _Growing:
         self._file.close()
         return FileEntry(bytes=self._size, sha256=self._digest.hexdigest())
 
-    def leave(self) -> None:
-        """Close it, finished or not: of what is given up, a last failure says nothing new."""
+    def close(self) -> None:
+        """Close it, finished or not. The failure of a last write of what is given up does not count."""
         with suppress(OSError):
             self._file.close()
-
-
-def _write_array(path: Path, content: np.ndarray) -> FileEntry:
-    # Not `np.save` into the file, which loses a failure as `tofile` does.
-    buffer = io.BytesIO()
-    np.save(buffer, content)
-    return write_file(path, buffer.getbuffer())
-
-
-def _finish(folder: Path, header: StoreHeader) -> None:
-    """Write the header of a store whose files are written, and read all sizes back."""
-    files = header.files | {HEADER: write_file(folder / HEADER, header.dump())}
-    for name, entry in files.items():
-        if (size := (folder / name).stat().st_size) != entry.bytes:
-            raise OSError(5, f"{size:,} bytes are on the disk and {entry.bytes:,} were written", str(folder / name))
-    sync(folder)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or its content a second place where the disk cannot.
-
-    Raises:
-        OSError: neither works.
-    """
-    try:
-        os.link(source, target)
-        return
-    except OSError:
-        pass
-    copy = _Growing(target)
-    try:
-        with source.open("rb") as file:
-            while block := file.read(1 << 22):
-                copy.write(block)
-        copy.finish()
-    finally:
-        copy.leave()
-
-
-def join_shards(
-    parts: Sequence[TokenStore],
-    folder: Path,
-    fingerprint: str,
-    sources: list[SourceCount],
-    mixture: MixtureConfig | None,
-    remove_duplicates: bool,
-    **told: Any,
-) -> None:
-    """Make, in an empty folder, one store of the stores that tasks left, in their order; their tokens are linked.
-
-    Args:
-        parts: one a task; those without documents have only counts.
-        folder: it exists and is empty.
-        fingerprint: the new store's.
-        sources: what was read by all.
-        mixture: how often which documents are taken.
-        remove_duplicates: take only the first document of a text.
-        told: further fields of its header.
-
-    Raises:
-        OSError: a write failed.
-        UserError: the mixture does not fit the corpus.
-    """
-    domain_ids: dict[str, int] = {}
-    offsets, domains, hashes = [np.zeros(1, dtype=np.int64)], [], []
-    signatures = [np.zeros(0, dtype=np.uint64)]
-    files: dict[str, FileEntry] = {}
-    sizes: list[ShardSize] = []
-    tokens = 0
-    bad = _Growing(folder / BAD_RECORDS)
-    try:
-        for part in parts:
-            bad.write(part.bad_records.read_bytes())
-            if not len(part):
-                continue
-            ids = [domain_ids.setdefault(domain, len(domain_ids)) for domain in part.domains]
-            name = _name(len(sizes))
-            link_or_copy(part.folder / _name(0), folder / name)
-            files[name] = part.header.files[_name(0)]
-            sizes.append(ShardSize(name, len(part), part.token_count))
-            offsets.append(part.offsets[1:] + tokens)
-            domains.append(np.array(ids, dtype=np.int32)[part.document_domains])
-            hashes.append(part.content_hashes)
-            if part.signatures is not None:
-                signatures.append(part.signatures.reshape(-1))
-            tokens += part.token_count
-        files[BAD_RECORDS] = bad.finish()
-    finally:
-        bad.leave()
-    header = StoreHeader(
-        fingerprint=fingerprint,
-        sha256=_digest_of_shards(parts),
-        domains=list(domain_ids),
-        largest_token=max(part.header.largest_token for part in parts),
-        summaries=_join_summaries(domain_ids, (summary for part in parts for summary in part.header.summaries)),
-        sources=sources,
-        files=files,
-        token_bytes=parts[0].header.token_bytes,
-        shards=sizes,
-        **told,
-    )
-    ends, of_documents, contents, signed = map(np.concatenate, (offsets, domains, hashes, signatures))
-    write_index(folder, header, ends, of_documents, contents, signed, mixture, remove_duplicates)
-
-
-def _digest_of_shards(parts: Sequence[TokenStore]) -> str:
-    """Return a digest of all tokens: of the one part that has any its own, else of theirs in order."""
-    digests = [part.header.sha256 for part in parts if len(part)]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
-def _join_summaries(domains: Iterable[str], summaries: Iterable[DomainSummary]) -> list[DomainSummary]:
-    """Add up what tasks counted; domains that have documents come first, in their order."""
-    found: dict[str, DomainSummary | None] = dict.fromkeys(domains)
-    for one in summaries:
-        if (so_far := found.get(one.domain)) is not None:
-            counts = {
-                name: getattr(so_far, name) + getattr(one, name)
-                for name in ("documents", "tokens", "bad_records", "short_documents", "short_tokens")
-            }
-            one = DomainSummary(one.domain, longest=max(so_far.longest, one.longest), **counts)
-        found[one.domain] = one
-    return [one for one in found.values() if one is not None]

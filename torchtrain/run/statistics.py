@@ -19,9 +19,10 @@ from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import replace_file, resolve_folder
 from anchorline.page import figure_style, inline, render
 from anchorline.page.figures import SERIES
+from torchtrain import data
 from torchtrain.config import ModelConfig, Preparation
 from torchtrain.data import TokenStore
-from torchtrain.data.produce import Submitted, produce
+from torchtrain.data.prepare import Submitted
 from torchtrain.data.statistics import ROW_LENGTHS, Histogram, RowStatistics, StoreStatistics, statistics_of
 from torchtrain.data.store import HEADER
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
@@ -253,7 +254,7 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
         dry_run: print Slurm's script and write nothing.
 
     Raises:
-        UserError: as `torchtrain.data.produce.produce`.
+        UserError: as `torchtrain.data.prepare_store`.
         TasksUnfinished: a worker was killed.
     """
     console = Console(stderr=True)
@@ -274,7 +275,9 @@ def prepare_store(preparation: Preparation, out: Path, dry_run: bool = False) ->
                 "give a commit"
             )
     with console.status("looking at the sources") as spinner:
-        made = produce(preparation, tokenizer, out, log, make_progress_printer(console, spinner, log), dry_run)
+        made = data.prepare_store(
+            preparation, tokenizer, out, log, make_progress_printer(console, spinner, log), dry_run
+        )
     if isinstance(made, Submitted):
         if made.script is not None:
             print(made.script, end="")

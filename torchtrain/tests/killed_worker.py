@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtrain.data import blocks
+from torchtrain.data import blocks, prepare_store
 from torchtrain.data.blocks import ReadRecords
-from torchtrain.data.produce import produce
 
 TASK = 3
 
@@ -36,7 +35,7 @@ class Waiting(ReadRecords):
         yield from super().run(data, rank, world_size)
 
 
-def produce_waiting(*given: Any) -> None:
-    """Begin `produce` with readers that wait."""
+def prepare_waiting(*given: Any) -> None:
+    """Begin `prepare_store` with readers that wait."""
     blocks.ReadRecords = Waiting  # type: ignore[misc]
-    produce(*given)
+    prepare_store(*given)

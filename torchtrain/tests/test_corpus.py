@@ -1,18 +1,19 @@
-"""Reading sources: every format, and every way in which a record or a file can be broken."""
+"""From sources to records: how domains and texts are found, how a sample is drawn, and that bad records are counted."""
 
-import gzip
 import json
 import os
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from anchorline.errors import UserError
-from torchtrain.config import Source
-from torchtrain.data.corpus import BadRecord, Document, read, source_name
-from torchtrain.tests.data_fixtures import write_jsonl
+from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig
+from torchtrain.data import TokenStore, prepare_store
+from torchtrain.data.corpus import BadRecord, Document, list_parts, read, source_name
+from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 
 
 def texts(source: Source) -> list[str]:
@@ -35,19 +36,6 @@ def test_a_demo_whose_package_is_missing_is_named(monkeypatch, name):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"^data\.sources: demo '{name}' needs the package .*pip install"):
         next(read(Source(demo=name)))
-
-
-def test_jsonl_plain_and_gz_and_parquet_read_alike(tmp_path):
-    records = [{"text": f"tëxt {i}", "meta": {"name": f"d{i % 2}"}, "other": [1]} for i in range(5)]
-    write_jsonl(tmp_path / "a.jsonl", records)
-    with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "c.parquet", row_group_size=2)
-    expected = [Document(f"tëxt {i}", f"d{i % 2}") for i in range(5)]
-    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
-        assert list(read(Source(files=str(tmp_path / name), domain_field="meta.name"))) == expected
-    everything = Source(files=str(tmp_path / "*"))
-    assert texts(everything) == 3 * [f"tëxt {i}" for i in range(5)]
 
 
 def test_bad_lines_are_named_by_file_and_line_and_the_rest_goes_on(tmp_path):
@@ -131,69 +119,83 @@ def test_a_source_has_a_name(source, name):
     assert source_name(Source(**source)) == name
 
 
-def refusal(source: Source) -> str:
-    with pytest.raises(UserError) as caught:
-        list(read(source))
-    message = str(caught.value)
-    assert message.startswith("data.sources: ")
-    assert "\n" not in message
-    return message
+def test_a_domain_with_control_characters_is_a_bad_record(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "t", "d": d}) + "\n" for d in ("web", "we\0b", "we\x1b[31mb")))
+    found = list(read(Source(files=str(path), domain_field="d")))
+    assert [type(record) for record in found] == [Document, BadRecord, BadRecord]
+    assert str(found[1]) == f"{path}:2: 'd' holds control characters"
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path):
-    assert "matches no file" in refusal(Source(files=str(tmp_path / "*.jsonl")))
-    assert "is a folder; give its files, such as " in refusal(Source(files=str(tmp_path)))
-    (tmp_path / "a.txt").write_text("x")
-    assert "a.txt is not a regular .jsonl, .jsonl.gz, .jsonl.zst or .parquet file" in refusal(
-        Source(files=str(tmp_path / "*"))
-    )
-
-    lines = "".join(json.dumps({"text": f"{i} {i * i}"}) + "\n" for i in range(2000)).encode()
-    whole = gzip.compress(lines)
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    assert "cut.jsonl.gz breaks off after line" in refusal(Source(files=str(tmp_path / "cut.jsonl.gz")))
-    (tmp_path / "no.jsonl.gz").write_bytes(b"plain")
-    assert "no.jsonl.gz breaks off after line 0" in refusal(Source(files=str(tmp_path / "no.jsonl.gz")))
-
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
-    assert "b.parquet cannot be read after row 0" in refusal(Source(files=str(tmp_path / "b.parquet")))
-    pq.write_table(pa.table({"body": ["a"], "kind": ["b"]}), tmp_path / "c.parquet")
-    message = refusal(Source(files=str(tmp_path / "c.parquet")))
-    assert "c.parquet has no column 'text'; it has body, kind: set text_field" in message
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_data_set_is_read_through_datasets(tmp_path, monkeypatch, streaming):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    (tmp_path / "set").mkdir()
-    write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "a", "d": "x"}, {"text": "", "d": "y"}])
-    folder = str(tmp_path / "set")
-    records = list(read(Source(dataset=folder, streaming=streaming, domain_field="d")))
-    assert records == [Document("a", "x"), BadRecord(f"{folder} [train] record 2", "'text' is blank", "y")]
-    message = refusal(Source(dataset=folder, streaming=streaming, split="nonsense"))
-    assert f"dataset {folder!r} (subset None, split 'nonsense') cannot be read after record 0: " in message
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_string_of_a_data_set_that_is_not_utf8_costs_its_record(tmp_path, monkeypatch, streaming):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    (tmp_path / "set").mkdir()
-    binary = pa.array([b"a", b"\xff\xfe", b"b"])
-    pq.write_table(
-        pa.table({"text": pa.Array.from_buffers(pa.string(), 3, binary.buffers())}), tmp_path / "set/train.parquet"
-    )
-    folder = str(tmp_path / "set")
-    assert list(read(Source(dataset=folder, streaming=streaming))) == [
-        Document("a", folder),
-        BadRecord(f"{folder} [train] record 2", "is not UTF-8", folder),
-        Document("b", folder),
+def test_a_folder_of_texts_is_a_document_a_file(tmp_path):
+    for folder, name, content in (
+        ("b", "x.txt", b"w1 w2"),
+        ("a", "y.md", "\ufeffw3 \u00e9".encode()),
+        ("a", "z", b"\xff"),
+    ):
+        (tmp_path / "t" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "t" / folder / name).write_bytes(content)
+    source = Source(texts=f"{tmp_path}/t/**", domain_field="folder", rename={"a": "first"})
+    assert list(read(source)) == [
+        Document("w3 \u00e9", "first"),
+        BadRecord(f"{tmp_path}/t/a/z", "is not UTF-8", "t"),
+        Document("w1 w2", "b"),
     ]
+    assert [len(list(read(source, part))) for part in list_parts(source)] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("source", "module"), [({"dataset": "a/b"}, "datasets"), ({"files": "p"}, "pyarrow")])
-def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, source, module):
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-    if "files" in source:
-        source = {"files": str(tmp_path / "a.parquet")}
-    monkeypatch.setitem(sys.modules, module, None)
-    assert refusal(Source(**source)).endswith("needs the package datasets: pip install 'anchorline[torch]'")
+def test_a_sample_is_drawn_by_seed_from_all_of_it(tmp_path):
+    for number in range(10):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": f"w{number} w{i}"} for i in range(200)])
+    whole = Source(files=f"{tmp_path}/*.jsonl")
+    every = list(read(whole))
+
+    def draw(**settings) -> list[int]:
+        return [every.index(record) for record in read(whole.model_copy(update=settings))]
+
+    files = draw(sample_files=0.3)
+    assert len(files) == 3 * 200
+    assert files == sorted(files)
+    assert files == draw(sample_files=0.3) != draw(sample_files=0.3, sample_seed=1)
+    records = draw(sample=0.1)
+    assert records == draw(sample=0.1) != draw(sample=0.1, sample_seed=1)
+    # 2,000 draws at 0.1: five standard deviations of the binomial.
+    assert abs(len(records) - 200) < 5 * (2000 * 0.1 * 0.9) ** 0.5
+    assert np.histogram(records, bins=10, range=(0, 2000))[0].min() > 0  # from every file, not the first records
+    # Of a file that both draw, both draw the same records.
+    both = draw(sample_files=0.3, sample=0.1)
+    assert set(both) == set(records) & set(files)
+    # The first of a sample are of the sample.
+    assert draw(sample=0.1, max_documents=5) == records[:5]
+
+
+def test_bad_records_of_every_kind_are_named_and_counted_in_every_task(tmp_path, monkeypatch):
+    """What datatrove's readers drop in silence, or end a file at: empty documents, bytes that are no text, others."""
+    bad = [
+        b"{broken",
+        b"[1, 2]",
+        b'{"text": 5}',
+        b'{"text": ""}',
+        b'{"text": "  \\n"}',
+        b'{"text": null}',
+        b'{"other": "w1"}',
+        b'{"text": "\xff"}',
+        b'{"text": "w1"}\0',
+        b'{"text": "\\ud800"}',
+    ]
+    good = [b'{"text": "w1 w2"}', b'{"text": "w1 \\u0000 w2"}']
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_bytes(b"\n".join([good[0], *bad, good[1]]) + b"\n")
+    data = DataConfig(sources=[Source(files=f"{tmp_path}/*.jsonl")], cache=str(tmp_path), bad_record_share=0.9)
+    monkeypatch.setattr("torchtrain.data.corpus.TASK_BYTES", 1)
+    settings = PrepareConfig(workers=1)
+    preparation = Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=settings)
+    store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
+    assert isinstance(store, TokenStore)
+    (count,) = store.header.sources
+    assert (count.records, count.bad_records, len(store)) == (24, 20, 4)
+    noted = store.bad_records.read_text().splitlines()
+    assert [line.split(": ")[0] for line in noted] == [
+        f"{tmp_path}/{number}.jsonl:{line}" for number in range(2) for line in range(2, 12)
+    ]
+    assert store.header.summaries[0].bad_records == 20

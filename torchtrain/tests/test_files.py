@@ -1,4 +1,4 @@
-"""Which files a pattern means, and what each of them gives, however it is packed and damaged."""
+"""Which files a pattern means, what each of them and each data set gives, and how one that is broken is named."""
 
 import contextlib
 import glob
@@ -6,9 +6,12 @@ import gzip
 import io
 import json
 import os
-import sys
+import socket
+import threading
+import zipfile
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,10 +20,25 @@ import zstandard
 from anchorline.errors import UserError
 from torchtrain.config import Source
 from torchtrain.data import files
-from torchtrain.data.corpus import BadRecord, Document, read
-from torchtrain.data.files import find_files, items
+from torchtrain.data.corpus import BadRecord, Document, list_parts, read
+from torchtrain.data.files import count_shards, items, list_files
+from torchtrain.tests.data_fixtures import write_jsonl
 
 LINES = [json.dumps({"text": f"number {i}"}).encode() + b"\n" for i in range(3000)]
+RECORDS = [{"text": f"w{i} w{i % 7}", "meta": {"set": f"S{i % 2}"}} for i in range(30)]
+
+
+def zst(*parts: bytes) -> bytes:
+    return b"".join(zstandard.ZstdCompressor().compress(part) for part in parts)
+
+
+def refusal(source: Source) -> str:
+    with pytest.raises(UserError) as caught:
+        list(read(source))
+    message = str(caught.value)
+    assert message.startswith("data.sources: ")
+    assert message.isprintable()
+    return message
 
 
 @pytest.fixture
@@ -51,41 +69,81 @@ def test_a_pattern_means_what_glob_means(tree, monkeypatch, pattern, absolute):
     pattern = str(tree / pattern) if absolute else pattern
     expected = sorted({Path(name) for name in glob.glob(pattern, recursive=True)})
     assert expected
-    assert find_files(pattern) == expected
+    assert [Path(file.place) for file in list_files(pattern)] == expected
 
 
 def test_a_loop_of_links_is_left(tree):
     (tree / "x" / "up").symlink_to(tree, target_is_directory=True)
-    found = find_files(str(tree / "**" / "*.jsonl"))
-    assert {path.resolve() for path in found} == {tree / "a.jsonl", tree / "x/b.jsonl", tree / "x/y/c.jsonl"}
+    found = [file.place for file in list_files(str(tree / "**" / "*.jsonl"))]
+    assert sorted(found) == sorted(f"{tree}/{name}.jsonl" for name in ("a", "x/b", "x/y/c", "link/b", "link/y/c"))
 
 
-def test_only_regular_files_are_read_and_the_first_other_ends_the_search(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MOST_NAMES", 1000)
-    with pytest.raises(
-        UserError, match=r"^data\.sources: .*proc.* is not a regular .* file; narrow files '/proc/self/\*\*'$"
-    ):
-        find_files("/proc/self/**")
-    with pytest.raises(
-        UserError, match=r"files '/proc/\*\*/\*\.jsonl': more than 1,000 names were looked at; let it begin"
-    ):
-        find_files("/proc/**/*.jsonl")
+def test_only_regular_files_are_read(tmp_path):
+    assert "is not a regular .jsonl, .jsonl.gz, .jsonl.zst or .parquet file; narrow files '/proc/self/*'" in refusal(
+        Source(files="/proc/self/*")
+    )
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(UserError, match=r"pipe\.jsonl is not a regular"):
-        find_files(str(tmp_path / "*.jsonl"))
+    assert "pipe.jsonl is not a regular" in refusal(Source(files=str(tmp_path / "*.jsonl")))
 
 
 @pytest.mark.parametrize("pattern", ["a\0b.jsonl", "x" * 5000, "\udc80.jsonl", "~nobody-at-all/*.jsonl", "[", "**"])
 def test_a_pattern_that_means_nothing_is_one_short_line(tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        find_files(pattern)
+        list_files(pattern)
     assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 400
+    assert len(str(caught.value)) < 500
 
 
-def zst(*parts: bytes) -> bytes:
-    return b"".join(zstandard.ZstdCompressor().compress(part) for part in parts)
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """The same records in every kind of file, in a folder and in an archive."""
+    folder, lines = tmp_path / "corpus", "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+    (folder / "in").mkdir(parents=True)
+    (folder / "in" / "a.jsonl").write_bytes(lines)
+    (folder / "in" / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "in" / "a.jsonl.zst").write_bytes(zst(lines))
+    pq.write_table(pa.Table.from_pylist(RECORDS), folder / "in" / "a.parquet")
+    with zipfile.ZipFile(folder / "all.zip", "w") as archive:
+        for path in (folder / "in").iterdir():
+            archive.write(path, f"in/{path.name}")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize(
+    "place", ["{corpus}/in/*.", "file://{corpus}/in/*.", "zip://in/*.{kind}::file://{corpus}/all.zip"]
+)
+def test_every_kind_of_file_is_read_wherever_it_lies(corpus, kind, place):
+    pattern = place.format(corpus=corpus, kind=kind)
+    pattern += "" if "::" in place else kind
+    source = Source(files=pattern, domain_field="meta.set", rename={"S1": "second"})
+    expected = [Document(r["text"], {"S0": "S0", "S1": "second"}[r["meta"]["set"]]) for r in RECORDS]
+    assert list(read(source)) == expected
+    (part,) = list_parts(source)
+    assert list(read(source, part)) == expected
+    assert part.bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("nowhere://bucket/*.jsonl", r"files 'nowhere://bucket/\*\.jsonl' cannot be listed: .*nowhere"),
+        ("file://{corpus}/in/*.json", r"matches no file; check the path"),
+        ("file://{corpus}/*.zip", r"all\.zip' is not a regular \.jsonl, .* file; narrow files"),
+        ("zip://in/*.jsonl::file://{corpus}/in/a.jsonl", r"cannot be listed: File is not a zip file"),
+    ],
+)
+def test_a_url_that_cannot_be_read_is_one_line(corpus, pattern, message):
+    with pytest.raises(UserError, match=message) as caught:
+        list(read(Source(files=pattern.format(corpus=corpus))))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_compressed_file_behind_a_url_that_breaks_off_is_named(corpus):
+    (corpus / "cut.jsonl.gz").write_bytes(gzip.compress(b"".join(LINES))[:-9])
+    with pytest.raises(UserError, match=r"cut\.jsonl\.gz' breaks off after line \d+: .*; copy it again"):
+        list(read(Source(files=f"file://{corpus}/cut.*")))
 
 
 def test_zst_of_many_frames_is_one_content(tmp_path):
@@ -132,10 +190,8 @@ def test_a_compressed_stream_is_never_sought(monkeypatch, suffix):
             raise ValueError("Cannot seek streaming HTTP file")
 
     content = gzip.compress(b"".join(LINES[:5])) if suffix == "gz" else zst(b"".join(LINES[:5]))
-    monkeypatch.setattr(files.remote, "is_url", lambda path: True)
-    monkeypatch.setattr(files.remote, "open_url", lambda path: contextlib.closing(Stream(content)))
-    with files._open(f"memory://a.jsonl.{suffix}") as file:
-        assert file.read() == b"".join(LINES[:5])
+    monkeypatch.setattr(files.fsspec, "open", lambda *_: contextlib.closing(Stream(content)))
+    assert len(list(items(f"http://host/a.jsonl.{suffix}", {}))) == 5
 
 
 def test_a_line_too_long_to_hold_costs_that_line(tmp_path, monkeypatch):
@@ -173,16 +229,129 @@ def test_a_parquet_string_that_is_not_utf8_costs_its_record(tmp_path, nested):
     assert str(found[300]) == f"{tmp_path}/a.parquet: row 301: is not UTF-8"
 
 
-def test_a_domain_with_control_characters_is_a_bad_record(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": "t", "d": d}) + "\n" for d in ("web", "we\0b", "we\x1b[31mb")))
-    found = list(read(Source(files=str(path), domain_field="d")))
-    assert [type(record) for record in found] == [Document, BadRecord, BadRecord]
-    assert str(found[1]) == f"{path}:2: 'd' holds control characters"
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    assert "matches no file" in refusal(Source(files=str(tmp_path / "*.jsonl")))
+    assert "is a folder; give its files, such as " in refusal(Source(files=str(tmp_path)))
+    (tmp_path / "a.txt").write_text("x")
+    assert "a.txt is not a regular .jsonl, .jsonl.gz, .jsonl.zst or .parquet file" in refusal(
+        Source(files=str(tmp_path / "*"))
+    )
+
+    lines = "".join(json.dumps({"text": f"{i} {i * i}"}) + "\n" for i in range(2000)).encode()
+    whole = gzip.compress(lines)
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    assert "cut.jsonl.gz breaks off after line" in refusal(Source(files=str(tmp_path / "cut.jsonl.gz")))
+    (tmp_path / "no.jsonl.gz").write_bytes(b"plain")
+    assert "no.jsonl.gz breaks off after line 0" in refusal(Source(files=str(tmp_path / "no.jsonl.gz")))
+
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
+    assert "b.parquet cannot be read after row 0" in refusal(Source(files=str(tmp_path / "b.parquet")))
+    pq.write_table(pa.table({"body": ["a"], "kind": ["b"]}), tmp_path / "c.parquet")
+    message = refusal(Source(files=str(tmp_path / "c.parquet")))
+    assert "c.parquet has no column 'text'; it has body, kind: set text_field" in message
 
 
-def test_without_pyarrow_a_zst_file_names_the_extra(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl.zst").write_bytes(zst(*LINES))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"needs the package datasets: pip install 'anchorline\[torch\]'"):
-        list(read(Source(files=str(tmp_path / "a.jsonl.zst"))))
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_data_set_is_read_through_datasets(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "a", "d": "x"}, {"text": "", "d": "y"}])
+    folder = str(tmp_path / "set")
+    records = list(read(Source(dataset=folder, streaming=streaming, domain_field="d")))
+    assert records == [Document("a", "x"), BadRecord(f"{folder} [train] record 2", "'text' is blank", "y")]
+    message = refusal(Source(dataset=folder, streaming=streaming, split="nonsense"))
+    assert f"dataset {folder!r} (subset None, split 'nonsense') cannot be read after record 0: " in message
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_string_of_a_data_set_that_is_not_utf8_costs_its_record(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    (tmp_path / "set").mkdir()
+    binary = pa.array([b"a", b"\xff\xfe", b"b"])
+    pq.write_table(
+        pa.table({"text": pa.Array.from_buffers(pa.string(), 3, binary.buffers())}), tmp_path / "set/train.parquet"
+    )
+    folder = str(tmp_path / "set")
+    assert list(read(Source(dataset=folder, streaming=streaming))) == [
+        Document("a", folder),
+        BadRecord(f"{folder} [train] record 2", "is not UTF-8", folder),
+        Document("b", folder),
+    ]
+
+
+@pytest.fixture
+def silent_hub(monkeypatch):
+    """A hub that accepts and never answers."""
+    held = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept():
+            while True:
+                try:
+                    held.append(server.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(files, "_HUB_SECONDS", 0.5)
+        yield held
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in held:
+        connection.close()
+
+
+def test_a_hub_that_never_answers_is_one_line(silent_hub):
+    message = refusal(Source(dataset="owner/set"))
+    assert silent_hub
+    assert message.startswith("data.sources: dataset 'owner/set': there is no such folder (from ")
+    assert "or read datasets' cache (HF_HUB_OFFLINE=1)" in message
+
+
+@pytest.mark.parametrize("name", ["./missing", "/no/such/place", "a/b/c", "x" * 1000, "a b"])
+def test_a_path_that_is_not_there_does_not_go_to_the_hub(silent_hub, name):
+    assert "there is no such folder (from " in refusal(Source(dataset=name))
+    assert not silent_hub
+
+
+def test_a_file_is_not_a_data_set(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"is a file; give it as files"):
+        list(read(Source(dataset=str(tmp_path / "a.jsonl"))))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_save_to_disk_left_is_read(tmp_path, streaming):
+    rows = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
+    datasets.DatasetDict(train=rows, test=rows.select([2])).save_to_disk(tmp_path / "splits")
+    rows.save_to_disk(tmp_path / "sets" / "alone")
+
+    def texts(**settings):
+        return [of.text for of in read(Source(streaming=streaming, **settings))]
+
+    assert texts(dataset=str(tmp_path / "splits")) == ["one", "two", "three"]
+    assert texts(dataset=str(tmp_path / "splits"), split="test") == ["three"]
+    assert texts(dataset=str(tmp_path / "sets"), subset="alone") == ["one", "two", "three"]
+    assert count_shards(Source(dataset=str(tmp_path / "splits"))) == 1
+    with pytest.raises(UserError, match=r"split 'dev'\) cannot be read after record 0: it has no split 'dev', but "):
+        texts(dataset=str(tmp_path / "splits"), split="dev")
+    with pytest.raises(UserError, match="cannot be read after record 0"):
+        texts(dataset=str(tmp_path / "splits"), subset="../sets/alone")
+    next((tmp_path / "splits" / "train").glob("*.arrow")).write_bytes(b"cut")
+    with pytest.raises(UserError, match="cannot be read after record 0"):
+        texts(dataset=str(tmp_path / "splits"))
+
+
+def test_what_made_a_data_set_unreadable_is_said(tmp_path):
+    """datasets' last error says that one occurred; its cause says which."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    message = refusal(Source(dataset=str(tmp_path / "set")))
+    assert "cannot be read after record 0: An error occurred" in message
+    assert "JSON" in message

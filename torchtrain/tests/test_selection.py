@@ -10,9 +10,8 @@ from pydantic import ValidationError
 
 from anchorline.errors import UserError
 from torchtrain.config import DataConfig, MixtureConfig, PackConfig, Preparation, PrepareConfig, Source, TokenizerConfig
-from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, selection, split_documents
+from torchtrain.data import PackedRows, TokenStore, fingerprint, prepare, prepare_store, selection, split_documents
 from torchtrain.data.packing import HELD_OUT, MIX, random_stream
-from torchtrain.data.produce import produce
 from torchtrain.data.selection import Signer, groups_of, repeats_of
 from torchtrain.data.statistics import statistics_of
 from torchtrain.tests.data_fixtures import memory_store, word_tokenizer, write_jsonl
@@ -73,7 +72,7 @@ def test_a_signature_does_not_depend_on_how_much_is_hashed_at_one_time(monkeypat
 @pytest.fixture
 def preparation(tmp_path, monkeypatch) -> Preparation:
     """60 texts of 200 words in two files; every third has a near copy in the other, every tenth a copy there."""
-    monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", 1)
+    monkeypatch.setattr("torchtrain.data.corpus.TASK_BYTES", 1)
     random = np.random.default_rng(0)
     files: list[list[dict[str, str]]] = [[], []]
     for number in range(60):
@@ -90,7 +89,7 @@ def preparation(tmp_path, monkeypatch) -> Preparation:
 
 
 def test_no_near_duplicate_of_what_is_held_out_is_trained_on(preparation, tmp_path):
-    store = produce(preparation, tiny_tokenizer(), tmp_path / "out")
+    store = prepare_store(preparation, tiny_tokenizer(), tmp_path / "out")
     assert isinstance(store, TokenStore)
     assert len(store.shards) == 2
     assert (store.copies, store.near_copies) == (6, 20)

@@ -11,8 +11,7 @@ import pytest
 from anchorline.errors import UserError
 from torchtrain.checkpoint.identity import check_identity
 from torchtrain.config import Preparation, TokenizerConfig, load_config
-from torchtrain.data import prepare
-from torchtrain.data.produce import produce
+from torchtrain.data import prepare, prepare_store
 from torchtrain.modeling.source import open_tokenizer
 from torchtrain.run import recipe
 from torchtrain.run.setup import set_up
@@ -80,7 +79,7 @@ def test_a_run_is_verified_against_the_store_that_it_was_resumed_with(stopped, t
     else:
         source = config.model.source
         preparation = Preparation(tokenizer=TokenizerConfig(source=source), data=config.data)
-        store, where = produce(preparation, open_tokenizer(source, False), moved).folder, f"data.prepared={moved}"
+        store, where = prepare_store(preparation, open_tokenizer(source, False), moved).folder, f"data.prepared={moved}"
     recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}", where]), console=QUIET)
     said = str(list(verify_folder(run))[-1])
     assert said.startswith(f"good tokens {store}: "), said

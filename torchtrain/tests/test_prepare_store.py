@@ -21,13 +21,13 @@ from anchorline.errors import UserError
 from torchtrain import cli
 from torchtrain.checkpoint.identity import check_identity
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig, load_config
-from torchtrain.data import TokenStore, identity, prepare
-from torchtrain.data.produce import LOGS, PLAN, SHARDS, Submitted, produce
-from torchtrain.data.tasks import list_tasks
+from torchtrain.data import TokenStore, identity, prepare, prepare_store
+from torchtrain.data.corpus import list_tasks
+from torchtrain.data.prepare import LOGS, PLAN, SHARDS, Submitted
 from torchtrain.errors import TasksUnfinished
 from torchtrain.run.verify import read_training
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
-from torchtrain.tests.killed_worker import KilledOnce, produce_waiting
+from torchtrain.tests.killed_worker import KilledOnce, prepare_waiting
 from torchtrain.tests.tiny import tiny_tokenizer
 
 FILES = 5
@@ -36,7 +36,7 @@ FILES = 5
 @pytest.fixture
 def preparation(tmp_path, monkeypatch) -> Preparation:
     """Five files of two domains in turn, with bad records and short documents, and another source behind them."""
-    monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", 1)
+    monkeypatch.setattr("torchtrain.data.corpus.TASK_BYTES", 1)
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(FILES):
@@ -62,7 +62,7 @@ def contents(store: TokenStore) -> dict[str, bytes]:
 
 
 def test_it_holds_what_one_process_makes_in_a_run(preparation, tmp_path):
-    store = produce(preparation, word_tokenizer(), tmp_path / "out")
+    store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
     assert isinstance(store, TokenStore)
     plain = prepare(preparation.data, word_tokenizer())
     assert len(store.shards) == FILES + 1
@@ -84,8 +84,8 @@ def test_how_files_are_grouped_into_shards_moves_no_document(preparation, tmp_pa
     largest = max(path.stat().st_size for path in (tmp_path / "corpus").iterdir())
     stores = []
     for size in (1, 2 * largest, 2**28):
-        monkeypatch.setattr("torchtrain.data.tasks.TASK_BYTES", size)
-        stores.append(produce(preparation, word_tokenizer(), tmp_path / f"out{size}"))
+        monkeypatch.setattr("torchtrain.data.corpus.TASK_BYTES", size)
+        stores.append(prepare_store(preparation, word_tokenizer(), tmp_path / f"out{size}"))
     assert [len(store.shards) for store in stores] == [6, 4, 2]
     assert len({store.header.fingerprint for store in stores}) == 3  # files are others, so the store is another
     for store in stores[1:]:
@@ -95,18 +95,18 @@ def test_how_files_are_grouped_into_shards_moves_no_document(preparation, tmp_pa
 
 
 def test_two_workers_make_the_same_bytes_as_one_and_read_nothing_twice(preparation, tmp_path):
-    one = produce(preparation, word_tokenizer(), tmp_path / "one")
+    one = prepare_store(preparation, word_tokenizer(), tmp_path / "one")
     seen = []
-    two = produce(change(preparation, workers=2), word_tokenizer(), tmp_path / "two", on_progress=seen.append)
+    two = prepare_store(change(preparation, workers=2), word_tokenizer(), tmp_path / "two", on_progress=seen.append)
     assert contents(two) == contents(one)
     assert seen[-1].state == "task 6 of 6"
     again = []
-    produce(change(preparation, workers=2), word_tokenizer(), tmp_path / "two", on_progress=again.append)
+    prepare_store(change(preparation, workers=2), word_tokenizer(), tmp_path / "two", on_progress=again.append)
     assert [progress.state for progress in again] == ["tokens reused"]
 
 
 def test_interrupted_it_goes_on_where_it_was(preparation, tmp_path):
-    expected = contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
+    expected = contents(prepare_store(preparation, word_tokenizer(), tmp_path / "expected"))
 
     class Stop(BaseException):
         pass
@@ -117,7 +117,7 @@ def test_interrupted_it_goes_on_where_it_was(preparation, tmp_path):
 
     out, lines = tmp_path / "out", []
     with pytest.raises(Stop):
-        produce(preparation, word_tokenizer(), out, on_progress=stop)
+        prepare_store(preparation, word_tokenizer(), out, on_progress=stop)
     assert not out.exists()
     work = out.with_name("out.partial")
     times = {path.name: path.stat().st_mtime_ns for path in (work / SHARDS).iterdir()}
@@ -126,7 +126,7 @@ def test_interrupted_it_goes_on_where_it_was(preparation, tmp_path):
     (work / SHARDS / "00004.host-1-aaaa.partial").mkdir()
     (work / LOGS / "completions" / "00005").touch()
     (work / SHARDS / "00000" / "offsets.npy").write_bytes(b"")
-    store = produce(preparation, word_tokenizer(), out, lines.append)
+    store = prepare_store(preparation, word_tokenizer(), out, lines.append)
     assert "going on  2 of 6 tasks are done" in lines
     assert contents(store) == expected
     assert not work.exists()
@@ -138,12 +138,12 @@ def test_a_worker_that_is_killed_is_noticed_and_its_task_done_again(preparation,
         with pytest.raises(
             TasksUnfinished, match=r"a worker was killed .*: \d of 6 tasks are not done; the others are k"
         ):
-            produce(change(preparation, workers=2), word_tokenizer(), tmp_path / "out")
+            prepare_store(change(preparation, workers=2), word_tokenizer(), tmp_path / "out")
     assert (tmp_path / "killed").exists()
     assert not (tmp_path / "out").exists()
     assert list((tmp_path / "out.partial" / SHARDS).glob("00003.*.partial"))
-    store = produce(preparation, word_tokenizer(), tmp_path / "out")
-    assert contents(store) == contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
+    store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
+    assert contents(store) == contents(prepare_store(preparation, word_tokenizer(), tmp_path / "expected"))
 
 
 def is_alive(pid: int) -> bool:
@@ -163,7 +163,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_preparation_that_is_killed_leaves_no_process_behind(preparation, tmp_path):
     waiting = tmp_path / "waiting"
     given = (change(preparation, workers=2), word_tokenizer(), tmp_path / "out")
-    process = multiprocessing.get_context("spawn").Process(target=produce_waiting, args=given)
+    process = multiprocessing.get_context("spawn").Process(target=prepare_waiting, args=given)
     process.start()
     wait_until(lambda: waiting.exists() and len(os.listdir(waiting)) == 2)
     process.kill()
@@ -192,7 +192,7 @@ def make(preparation: Preparation, out: Path, said: Any) -> None:
         states.append(progress.state)
         time.sleep(0.2)
 
-    store = produce(preparation, word_tokenizer(), out, on_progress=note)
+    store = prepare_store(preparation, word_tokenizer(), out, on_progress=note)
     said.put(f"{states[-1]} {len(store)}")
 
 
@@ -200,7 +200,7 @@ def test_two_that_write_one_shard_leave_one(preparation, tmp_path):
     """As when Slurm runs a task again that it took for dead."""
     from torchtrain.data.blocks import ReadRecords, WriteShard
 
-    tasks = list_tasks(preparation)
+    tasks = list_tasks(preparation.data.sources)
     read = ReadRecords(preparation.data.sources, tasks)
     write = WriteShard(tmp_path / SHARDS, preparation.data, tasks, word_tokenizer(), one_thread=False)
     documents = read.run(rank=0)
@@ -218,12 +218,12 @@ def test_two_that_write_one_shard_leave_one(preparation, tmp_path):
 
 def test_what_another_preparation_left_is_not_gone_on_with(preparation, tmp_path):
     out = tmp_path / "out"
-    store = produce(preparation, word_tokenizer(), out)
+    store = prepare_store(preparation, word_tokenizer(), out)
     with pytest.raises(UserError, match=r"out: holds a store of other sources, settings or tokenizer; choose"):
-        produce(preparation, word_tokenizer(words=60), out)
+        prepare_store(preparation, word_tokenizer(words=60), out)
     # A file that is touched does not make a finished store another one, but an unfinished one is begun anew.
     os.utime(tmp_path / "other.jsonl", ns=(1, 1))
-    assert produce(preparation, word_tokenizer(), out).header.fingerprint == store.header.fingerprint
+    assert prepare_store(preparation, word_tokenizer(), out).header.fingerprint == store.header.fingerprint
     work = tmp_path / "new.partial"
     work.mkdir()
     (work / PLAN).write_text("{}")
@@ -231,12 +231,12 @@ def test_what_another_preparation_left_is_not_gone_on_with(preparation, tmp_path
     with pytest.raises(
         UserError, match=r"new\.partial: holds a preparation of something else .*; remove it, or choose"
     ):
-        produce(preparation, word_tokenizer(), tmp_path / "new")
+        prepare_store(preparation, word_tokenizer(), tmp_path / "new")
     assert sorted(os.listdir(work)) == [PLAN, SHARDS]
     # One that ended before it began is no other; and what a user laid there stays.
     (work / PLAN).unlink()
     (work / SHARDS / "00000").rmdir()
-    produce(preparation, word_tokenizer(), tmp_path / "new", lambda line: (work / "mine").touch() or None)
+    prepare_store(preparation, word_tokenizer(), tmp_path / "new", lambda line: (work / "mine").touch() or None)
     assert os.listdir(work) == ["mine"]
 
 
@@ -246,9 +246,9 @@ def test_a_preparation_that_found_nothing_stands_in_the_way_of_none(preparation,
     none = [preparation.data.sources[1].model_copy(update={"files": f"{tmp_path}/empty.jsonl"})]
     empty = preparation.model_copy(update={"data": preparation.data.model_copy(update={"sources": none})})
     with pytest.raises(UserError, match="empty"):
-        produce(empty, word_tokenizer(), tmp_path / "out")
+        prepare_store(empty, word_tokenizer(), tmp_path / "out")
     assert (tmp_path / "out.partial" / PLAN).is_file()
-    produce(preparation, word_tokenizer(), tmp_path / "out").verify()
+    prepare_store(preparation, word_tokenizer(), tmp_path / "out").verify()
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -257,17 +257,17 @@ def test_an_out_that_is_something_of_the_users_is_refused_and_stays(preparation,
     (tmp_path / "folder").mkdir()
     for name in ("file", "folder"):
         with pytest.raises(UserError, match=rf"--out .*{name}: is there, and no token store; give the name of a new"):
-            produce(preparation, word_tokenizer(), tmp_path / name)
+            prepare_store(preparation, word_tokenizer(), tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine"
     with pytest.raises(UserError, match=r"--out /proc/store cannot be written: .*; choose another folder"):
-        produce(preparation, word_tokenizer(), Path("/proc/store"))
+        prepare_store(preparation, word_tokenizer(), Path("/proc/store"))
 
 
 def test_a_document_that_cannot_be_cut_is_named_by_its_place(preparation, tmp_path, monkeypatch):
     monkeypatch.setattr("torchtrain.data.encode.MOST_WITHOUT_CUT", 200)
     write_jsonl(tmp_path / "other.jsonl", [{"text": "w1"}, {"text": "7" * 201}])
     data = preparation.data.model_copy(update={"min_tokens": 1, "bad_record_share": 0.5})
-    store = produce(preparation.model_copy(update={"data": data}), word_tokenizer(), tmp_path / "out")
+    store = prepare_store(preparation.model_copy(update={"data": data}), word_tokenizer(), tmp_path / "out")
     last = store.bad_records.read_text().splitlines()[-1]
     assert last == f"{tmp_path}/other.jsonl:2: 201 characters without a place to cut"
 
@@ -285,7 +285,7 @@ def test_a_source_that_breaks_off_is_named_and_costs_no_other_task(preparation, 
     with pytest.raises(
         UserError, match=r"2\.jsonl\.gz breaks off after line \d+: .*: 1 of 6 tasks are not done; the others are kept"
     ):
-        produce(broken, word_tokenizer(), tmp_path / "out")
+        prepare_store(broken, word_tokenizer(), tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out.partial" / SHARDS).iterdir()) == [
         f"{i:05d}" for i in (0, 1, 3, 4, 5)
     ]
@@ -296,10 +296,10 @@ def test_too_many_bad_records_of_all_tasks_together_are_refused(preparation, tmp
     with pytest.raises(
         UserError, match=r"corpus: 5 of 210 records are bad, a share above .*the first: .*0\.jsonl:41: "
     ):
-        produce(strict, word_tokenizer(), tmp_path / "out")
+        prepare_store(strict, word_tokenizer(), tmp_path / "out")
     # The share is not of the tokens: with a larger one nothing is done again.
     lines = []
-    produce(preparation, word_tokenizer(), tmp_path / "out", lines.append)
+    prepare_store(preparation, word_tokenizer(), tmp_path / "out", lines.append)
     assert "going on  6 of 6 tasks are done" in lines
 
 
@@ -309,13 +309,13 @@ def test_one_flipped_bit_of_a_shard_is_found_before_it_is_joined_and_after(prepa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        produce(preparation, word_tokenizer(), tmp_path / "out", on_progress=stop)
+        prepare_store(preparation, word_tokenizer(), tmp_path / "out", on_progress=stop)
     flip(tmp_path / "out.partial" / SHARDS / "00002" / "tokens-00000.bin")
     with pytest.raises(
         TasksUnfinished, match=r"00002 is damaged \(tokens-00000.bin: its content has changed.*was removed"
     ):
-        produce(preparation, word_tokenizer(), tmp_path / "out")
-    store = produce(preparation, word_tokenizer(), tmp_path / "out")
+        prepare_store(preparation, word_tokenizer(), tmp_path / "out")
+    store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
     flip(store.folder / "tokens-00004.bin")
     with pytest.raises(UserError, match=r"tokens-00004\.bin: its content has changed"):
         TokenStore.open(store.folder).verify()
@@ -332,7 +332,7 @@ def test_slurms_script_is_shown_and_nothing_written(preparation, tmp_path):
     slurm = preparation.prepare.slurm.model_copy(
         update={"partition": "cpu", "time": "2:00:00", "sbatch": {"account": "me"}}
     )
-    shown = produce(
+    shown = prepare_store(
         change(preparation, executor="slurm", slurm=slurm, memory=3), word_tokenizer(), tmp_path / "out", dry_run=True
     )
     assert isinstance(shown, Submitted)
@@ -345,9 +345,9 @@ def test_slurms_script_is_shown_and_nothing_written(preparation, tmp_path):
     assert any("launch_pickled_pipeline" in line and "out.partial/logs/executor.pik" in line for line in lines)
     assert not [name for name in os.listdir(tmp_path) if "out" in name]
     with pytest.raises(UserError, match=r"prepare.executor is local; only Slurm's script is shown"):
-        produce(preparation, word_tokenizer(), tmp_path / "out", dry_run=True)
+        prepare_store(preparation, word_tokenizer(), tmp_path / "out", dry_run=True)
     with pytest.raises(UserError, match="there is no sbatch here"):
-        produce(change(preparation, executor="slurm"), word_tokenizer(), tmp_path / "out")
+        prepare_store(change(preparation, executor="slurm"), word_tokenizer(), tmp_path / "out")
 
 
 def test_slurms_task_makes_the_shard(preparation, tmp_path, monkeypatch):
@@ -358,7 +358,7 @@ def test_slurms_task_makes_the_shard(preparation, tmp_path, monkeypatch):
         (binaries / name).write_text(f"#!/bin/sh\necho {answer}\n")
         (binaries / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
-    submitted = produce(change(preparation, executor="slurm"), word_tokenizer(), tmp_path / "out")
+    submitted = prepare_store(change(preparation, executor="slurm"), word_tokenizer(), tmp_path / "out")
     assert submitted == Submitted(FILES + 1)
     import dill
 
@@ -369,8 +369,8 @@ def test_slurms_task_makes_the_shard(preparation, tmp_path, monkeypatch):
         with (tmp_path / "out.partial" / LOGS / "executor.pik").open("rb") as file:
             dill.load(file).run()
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
-    store = produce(change(preparation, executor="slurm"), word_tokenizer(), tmp_path / "out")
-    assert contents(store) == contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
+    store = prepare_store(change(preparation, executor="slurm"), word_tokenizer(), tmp_path / "out")
+    assert contents(store) == contents(prepare_store(preparation, word_tokenizer(), tmp_path / "expected"))
 
 
 # --- runs that read it ------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_a_run_that_tokenised_its_sources_goes_on_with_a_store_of_them(preparati
 
     data, tokenizer = preparation.data, word_tokenizer()
     was = {"data": identity(data, tokenizer), "tokens": _identity_of_tokens(prepare(data, tokenizer))}
-    store = produce(preparation, tokenizer, tmp_path / "out")
+    store = prepare_store(preparation, tokenizer, tmp_path / "out")
     assert isinstance(store, TokenStore)
     now = data.model_copy(update={"prepared": str(store.folder)})
     told = {"data": identity(now, tokenizer), "tokens": _identity_of_tokens(prepare(now, tokenizer))}
@@ -449,7 +449,7 @@ def test_a_store_of_something_else_is_refused(tree, write_config, tmp_path, monk
     tokenizer = tiny_tokenizer()
     data = DataConfig.model_validate(tree["data"])
     preparation = Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1))
-    produce(preparation, tokenizer, tmp_path / "store")
+    prepare_store(preparation, tokenizer, tmp_path / "store")
     config = load_config(write_config(tree), [f"data.prepared={tmp_path}/store", override])
     with pytest.raises(UserError, match=message):
         open_as_a_run(config.data, tokenizer)
@@ -481,8 +481,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tm
     assert re.search(r"out\.partial cannot be written: file too large.*: 6 of 6 tasks are not done", message), message
     assert not (tmp_path / "out").exists()
     assert os.listdir(tmp_path / "out.partial" / SHARDS) == []
-    store = produce(preparation, word_tokenizer(), tmp_path / "out")
-    assert contents(store) == contents(produce(preparation, word_tokenizer(), tmp_path / "expected"))
+    store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
+    assert contents(store) == contents(prepare_store(preparation, word_tokenizer(), tmp_path / "expected"))
 
 
 def test_a_disk_that_does_not_even_take_the_reason(preparation, tmp_path, monkeypatch):
@@ -498,7 +498,7 @@ def test_a_disk_that_does_not_even_take_the_reason(preparation, tmp_path, monkey
     monkeypatch.setattr(blocks.WriteShard, "_write", full)
     monkeypatch.setattr(Path, "write_text", write_nothing)
     with pytest.raises(UserError, match=r"out\.partial cannot be written: the disk is full: 6 of 6 tasks are not done"):
-        produce(preparation, word_tokenizer(), tmp_path / "out")
+        prepare_store(preparation, word_tokenizer(), tmp_path / "out")
 
 
 def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
@@ -518,7 +518,7 @@ def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
 
     blocks.WriteShard._write = write_limited
     try:
-        produce(preparation, word_tokenizer(), out, limit)
+        prepare_store(preparation, word_tokenizer(), out, limit)
         said.put("made")
     except UserError as error:
         said.put(str(error))
@@ -527,8 +527,8 @@ def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
 @pytest.mark.filterwarnings("ignore")  # Ray's own: as an error, one of them ends a thread that datatrove waits for
 def test_ray_makes_the_same_bytes(preparation, tmp_path):
     pytest.importorskip("ray", reason="the package ray is not installed: prepare.executor ray is not tried")
-    by_ray = produce(change(preparation, executor="ray", workers=2, memory=1), word_tokenizer(), tmp_path / "ray")
-    assert contents(by_ray) == contents(produce(preparation, word_tokenizer(), tmp_path / "local"))
+    by_ray = prepare_store(change(preparation, executor="ray", workers=2, memory=1), word_tokenizer(), tmp_path / "ray")
+    assert contents(by_ray) == contents(prepare_store(preparation, word_tokenizer(), tmp_path / "local"))
 
 
 def test_a_ray_that_does_not_start_is_one_line(preparation, tmp_path, monkeypatch):
@@ -539,10 +539,10 @@ def test_a_ray_that_does_not_start_is_one_line(preparation, tmp_path, monkeypatc
     with pytest.raises(
         TasksUnfinished, match=r"Ray does not start: The current node timed out during startup; run the c"
     ):
-        produce(change(preparation, executor="ray"), word_tokenizer(), tmp_path / "out")
+        prepare_store(change(preparation, executor="ray"), word_tokenizer(), tmp_path / "out")
 
 
 def test_without_ray_it_is_named(preparation, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"prepare\.executor ray needs the package ray: pip install ray"):
-        produce(change(preparation, executor="ray"), word_tokenizer(), tmp_path / "out")
+        prepare_store(change(preparation, executor="ray"), word_tokenizer(), tmp_path / "out")
