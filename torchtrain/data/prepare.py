@@ -180,7 +180,7 @@ def _locked(folder: Path, shown: str, say: Callable[[str], None] = lambda line: 
 
 
 def prepare(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report = lambda progress: None
+    data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report | None = None
 ) -> TokenStore:
     """Return the tokenised corpus of a config: `data.prepared`, or from the cache if it is there, else made now.
 
@@ -195,6 +195,7 @@ def prepare(
         UserError: a source cannot be read, gives no document, or has more bad records than `data.bad_record_share`; the
             tokenizer is a slow one; `data.cache` cannot be written; `data.prepared` is of something else.
     """
+    on_progress = on_progress or (lambda progress: None)
     if data.prepared is not None:
         store = _open_prepared(data)
         _check_prepared(store, data, tokenizer)
