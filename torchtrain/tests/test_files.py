@@ -142,7 +142,7 @@ def test_a_url_that_cannot_be_read_is_one_line(corpus, pattern, message):
 
 def test_a_compressed_file_behind_a_url_that_breaks_off_is_named(corpus):
     (corpus / "cut.jsonl.gz").write_bytes(gzip.compress(b"".join(LINES))[:-9])
-    with pytest.raises(UserError, match=r"cut\.jsonl\.gz' breaks off after line \d+: .*; copy it again"):
+    with pytest.raises(UserError, match=r"cut\.jsonl\.gz' breaks off after line \d+: .*; check it, or copy it again"):
         list(read(Source(files=f"file://{corpus}/cut.*")))
 
 
@@ -167,7 +167,9 @@ def test_zst_of_many_frames_is_one_content(tmp_path):
 def test_a_zst_file_that_is_cut_off_or_other_is_refused(tmp_path, damage, reason):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(damage(zst(b"".join(LINES[:1500]), b"".join(LINES[1500:]))))
-    with pytest.raises(UserError, match=rf"a\.jsonl\.zst breaks off after line \d+: .*{reason}.*; copy it again"):
+    with pytest.raises(
+        UserError, match=rf"a\.jsonl\.zst breaks off after line \d+: .*{reason}.*; check it, or copy it again"
+    ):
         list(items(str(path), {}))
 
 
@@ -177,7 +179,9 @@ def test_a_compressed_file_without_a_byte_was_cut_off(tmp_path, suffix):
     (tmp_path / "a.jsonl").write_bytes(b"")
     assert list(read(Source(files=f"{tmp_path}/*.jsonl"))) == []
     (tmp_path / f"b.jsonl.{suffix}").write_bytes(b"")
-    with pytest.raises(UserError, match=rf"b\.jsonl\.{suffix} breaks off after line 0: it is empty; copy it again"):
+    with pytest.raises(
+        UserError, match=rf"b\.jsonl\.{suffix} breaks off after line 0: it is empty; check it, or copy it again"
+    ):
         list(read(Source(files=f"{tmp_path}/*.jsonl*")))
 
 

@@ -70,7 +70,7 @@ def test_a_document_longer_than_the_model_is_no_warning(tmp_path, caplog):
 def test_text_is_encoded_batch_by_batch(corpus, monkeypatch, tmp_path):
     whole = prepare(corpus, word_tokenizer())
     # By way of sys.modules: in the package, the name of the module stands for its function.
-    for module in ("tokenise", "encode"):
+    for module in ("writer", "encode"):
         monkeypatch.setattr(sys.modules[f"torchtrain.data.{module}"], "BATCH_CHARACTERS", 1)
     seen = []
     parts = prepare(corpus.model_copy(update={"cache": str(tmp_path / "other")}), word_tokenizer(), seen.append)

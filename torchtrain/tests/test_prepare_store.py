@@ -431,7 +431,7 @@ def open_as_a_run(data: DataConfig, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.prepared=nowhere", r"data\.prepared 'nowhere': is not there; make it: torchtrain prepare CONFIG --out"),
+        ("data.prepared=nowhere", r"data\.prepared 'nowhere': is not there; make one: torchtrain prepare CONFIG --out"),
         (
             "data.min_tokens=3",
             r"is of other sources or settings than this config's; prepare it again, or remove data\.s",
@@ -439,7 +439,7 @@ def open_as_a_run(data: DataConfig, tokenizer: Any) -> None:
         ("data.sources.0.domain_field=null", r"is of other sources or settings"),
         (
             "data.prepared=cache",
-            r"data\.prepared 'cache': holds no finished token store \(store\.json .*; make one else",
+            r"data\.prepared 'cache': holds no finished token store \(store\.json .*; make one: ",
         ),
     ],
 )
