@@ -15,7 +15,6 @@ from anchorline.files import save
 from anchorline.marked import MarkedPlace
 from anchorline.page import figure_style
 from anchorline.page.figures import SERIES
-from benchmarks.data.page import HEAD
 from torchtrain.bench.measure import format_spread
 from torchtrain.bench.result import format_table, name_of
 
@@ -24,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def write(page: Path, sources: list[Path]) -> None:
     """Write a section for each result; one that the page has already is replaced where it is."""
-    text = page.read_text(encoding="utf-8") if page.exists() else HEAD
+    text = page.read_text(encoding="utf-8") if page.exists() else "# Benchmarks\n"
     for source in sources:
         result = json.loads(source.read_text(encoding="utf-8"))
         start, end = f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->"

@@ -1,7 +1,7 @@
-"""Measure all of it in turn, write what came out as JSON, and the section of a page from that.
+"""Measure all of it in turn, write what came out as JSON, and print its tables for docs/benchmarks.md.
 
     make rivals
-    .venv-rivals/bin/python -m benchmarks.data --work FOLDER --write docs/benchmarks.md
+    .venv-rivals/bin/python -m benchmarks.data --work FOLDER
 
 Each measurement is a process of its own on one core; engines follow one another within each repeat, so that what else
 the machine does meets all of them. What was measured lies in FOLDER/measured.jsonl and is not measured again.
@@ -32,7 +32,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="where inputs and measurements lie")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "data.json")
-    parser.add_argument("--write", type=Path, help="the page that has, or gets, the section")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -44,8 +43,7 @@ def main() -> None:
         "balance": balance.simulate(arguments.work),
     }
     save(arguments.out, (json.dumps(report, indent=1) + "\n").encode())
-    if arguments.write is not None:
-        page.write(arguments.write, report)
+    print(page.tables_of(report))
 
 
 def _measure(work: Path, repeats: int) -> list[dict[str, Any]]:
