@@ -179,9 +179,7 @@ def _locked(folder: Path, shown: str, say: Callable[[str], None] = lambda line: 
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
-def prepare(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report | None = None
-) -> TokenStore:
+def prepare(data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report | None = None) -> TokenStore:
     """Return the tokenised corpus of a config: `data.prepared`, or from the cache if it is there, else made now.
 
     Several processes may call this at once: one works, the others wait and reuse.
