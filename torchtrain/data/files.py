@@ -5,13 +5,14 @@ that fsspec knows: s3://, gs://, hf://, https://, zip://...::... and so on. An i
 `BadItemError` that says why, so that nothing is left out in silence.
 """
 
+import fnmatch
 import glob
 import gzip
 import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,20 +102,42 @@ def _list_disk(pattern: str, kinds: tuple[str, ...]) -> list[FileInfo]:
     if kinds[0] and folder.is_dir():
         each = quoted(str(folder / f"*{kinds[0]}"))
         raise UserError(f"data.sources: files {quoted(pattern)} is a folder; give its files, such as {each}")
-    loops: dict[Path, bool] = {}
     found = set()
-    for path in map(Path, glob.iglob(str(folder), recursive=True)):
+    root = os.sep if folder.is_absolute() else ""
+    for path in map(Path, _matches(root, [part for part in folder.parts if part != os.sep], ())):
         if not kinds[0] and path.is_dir():
             continue
         # Checked at once: the rest may be a whole disk.
         if not path.name.endswith(kinds) or not path.is_file():
             raise _not_a_file(str(path), pattern, kinds)
-        if path.parent not in loops:
-            folders = [path.parent.absolute(), *path.parent.absolute().parents] if ".." not in path.parts else []
-            loops[path.parent] = len({os.path.realpath(one) for one in folders}) < len(folders)
-        if not loops[path.parent]:
-            found.add(path)
+        found.add(path)
     return [FileInfo(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in sorted(found)]
+
+
+def _matches(folder: str, parts: Sequence[str], above: tuple[str, ...]) -> Iterator[str]:
+    """Yield what `glob.glob(recursive=True)` yields, but enter no folder again through a link below it."""
+    if not parts:
+        yield folder
+        return
+    part, *rest = parts
+    if not glob.has_magic(part):
+        if os.path.lexists(inner := os.path.join(folder, part)):
+            yield from _matches(inner, rest, above)
+        return
+    try:
+        names = sorted(os.listdir(folder or os.curdir))
+    except OSError:  # no folder, or not ours to read
+        return
+    if part == "**":
+        above = above or (os.path.realpath(folder),)
+        yield from _matches(folder, rest or ["*"], above)
+    for name in names:
+        inner = os.path.join(folder, name)
+        if part != "**":
+            if fnmatch.fnmatch(name, part) and (not name.startswith(".") or part.startswith(".")):
+                yield from _matches(inner, rest, above)
+        elif not name.startswith(".") and os.path.isdir(inner) and (place := os.path.realpath(inner)) not in above:
+            yield from _matches(inner, parts, (*above, place))
 
 
 def _list_url(pattern: str) -> list[FileInfo]:
