@@ -89,7 +89,7 @@ def use_float32_products(model: nn.Module) -> None:
     """Let a model's linear layers multiply as `linear` does. Weights, names and dtypes stay as they are."""
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
-            module.forward = partial(_forward, module)
+            module.forward = partial(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtrain.checkpoint import rng
 from torchtrain.checkpoint.fragments import Fragment, share
 from torchtrain.distributed.world import World
+from torchtrain.modeling.load import weight_files
 from torchtrain.training.strategy import Replicated, Strategy, Zero
 
 
@@ -86,6 +87,57 @@ class RankState:
     def stage(self) -> None:
         """Copy the fragments to host memory, so that the next steps do not change them."""
         self.fragments = [fragment.copy() for fragment in self.fragments]
+
+
+@torch.no_grad()
+def fill_masters(state: State, source: str) -> str:
+    """Begin float32 masters at the numbers of the files of weights, which the model's own dtype has rounded.
+
+    A file's tensor is taken where it has a weight's name and shape, and rounds to what the model holds.
+
+    Args:
+        state: of a strategy that has taken no step.
+        source: folder of the files.
+
+    Returns:
+        What was done, for people; empty where the files hold nothing more precise.
+    """
+    from safetensors import safe_open
+
+    model = state.strategy.model
+    if torch.promote_types(model.dtype, torch.float32) == model.dtype:
+        return ""
+    own = {id(p): name for name, p in state.named}
+    names = {name: own[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in own}
+    masters: dict[str, list[Fragment]] = {}
+    for fragment in state.fragments():
+        masters.setdefault(fragment.parameter, []).append(fragment)
+    filled, rounded = set[str](), set(masters)
+    for path in weight_files(source):
+        with safe_open(path, framework="pt") as file:
+            for name in names.keys() & set(file.keys()):
+                parameter, weight = names[name], file.get_tensor(name)
+                if list(weight.shape) != state.parameters[parameter] or parameter not in masters:
+                    continue
+                if weight.dtype == model.dtype:
+                    rounded.discard(parameter)
+                elif all(_fill(fragment, weight, model.dtype) for fragment in masters[parameter]):
+                    rounded.discard(parameter)
+                    filled.add(parameter)
+    if not filled:
+        return ""
+    rest = f", but for {len(rounded):,} that the files do not hold under these names" if rounded else ""
+    return f"begin at the numbers of the weights' files, before they are rounded to {model.dtype}{rest}"
+
+
+def _fill(fragment: Fragment, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Copy a part of a file's weight into a fragment's master, if it rounds to what the master holds."""
+    master_n = fragment.tensors["master"]
+    weight_n = weight.reshape(-1)[fragment.start : fragment.stop].float().to(master_n.device)
+    if not torch.equal(weight_n.to(dtype), master_n.to(dtype)):
+        return False
+    master_n.copy_(weight_n)
+    return True
 
 
 class _Replicated(State):

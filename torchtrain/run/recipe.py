@@ -8,9 +8,10 @@ rank finds under `World.together` stops all of them.
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,14 @@ from rich.console import Console
 
 from anchorline.errors import UserError
 from anchorline.files import replace_file, resolve
+from torchtrain.attention import make_plan
 from torchtrain.checkpoint.manifest import Manifest
+from torchtrain.checkpoint.state import fill_masters, state_of
 from torchtrain.config import Config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.distributed.world import World, join
 from torchtrain.errors import Terminated
+from torchtrain.marks import IGNORED, PADDING
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.opening import Opening
@@ -33,7 +37,7 @@ from torchtrain.run.report import Journal, check_writers, make_progress_printer,
 from torchtrain.run.session import Session
 from torchtrain.run.setup import Setup, set_up
 from torchtrain.run.steps import check_finite, take_steps
-from torchtrain.run.termination import Termination
+from torchtrain.run.termination import Termination, answer_interrupts
 from torchtrain.run.verify import training_of
 from torchtrain.training.determinism import deterministic
 from torchtrain.training.events import read_metrics
@@ -183,12 +187,15 @@ class Trainer:
         config, folder = self.config, self.folder
         counter = FlopCounter.of(setup.model)
         strategy = make_strategy(setup.model, setup.engine, config, self.world)
-        with Journal(config, folder, self.world, self.console) as journal:
+        with Journal(config, folder, self.world, self.console) as journal, ExitStack() as answering:
             session = Session(config, folder, setup, strategy, journal.metrics, journal.timing, self.log)
             if checkpoint is not None:
                 session.resume(checkpoint)
+            elif masters := fill_masters(state_of(strategy), setup.weights):
+                self.log(f"masters   {masters}")
             journal.open_writers(session.step)
-            before = session.before = session.before or self._measure_held_out(session, journal)
+            answering.enter_context(self._answer_interrupts(session))
+            before = session.before = session.before or self._measure_held_out(session, journal, counter=counter)
             tokens_before, seconds = session.tokens_seen, 0.0
             journal.begin_steps(session.step, self.started, resumed=checkpoint is not None)
             with self._finish_save_on_error(session):
@@ -196,7 +203,14 @@ class Trainer:
                     session.export_if_kept()  # the run may have been killed between the last save and its export
                     self._evaluate(session)
                     for step in take_steps(
-                        config.train, setup, strategy, counter, session.guard, session.step, session.tokens_seen
+                        config.train,
+                        setup,
+                        strategy,
+                        counter,
+                        session.guard,
+                        session.step,
+                        session.tokens_seen,
+                        journal.display.note_part,
                     ):
                         session.note(step.number, step.tokens_seen)
                         journal.write_step(step)
@@ -219,7 +233,11 @@ class Trainer:
         return Result(before, after, session.tokens_seen, speed, folder.model) if self.leads else None
 
     def _measure_held_out(
-        self, session: Session, journal: Journal, after_row: Callable[[], None] = lambda: None
+        self,
+        session: Session,
+        journal: Journal,
+        after_row: Callable[[], None] = lambda: None,
+        counter: FlopCounter | None = None,
     ) -> HeldOut:
         """Measure the held-out loss of the model as it is now, and write it into the journal.
 
@@ -227,6 +245,7 @@ class Trainer:
             session: has the step and the model.
             journal: takes the losses.
             after_row: called after each micro-batch of rows.
+            counter: of the whole model; with it, how long the steps will take is said.
 
         Raises:
             UserError, OtherRankFailed: weights or losses are not finite.
@@ -243,6 +262,7 @@ class Trainer:
             advance(status)
             after_row()
 
+        started = time.perf_counter()
         measure_held_out(setup.model, setup.held_out, losses, train.loss_chunk, on_row, strategy, micro_batch)
         event = {"step": session.step, "tokens_seen": session.tokens_seen, **losses.as_dict()}
         journal.metrics.write("evaluation", event)
@@ -250,7 +270,36 @@ class Trainer:
             check_finite(strategy, f"after step {session.step}", "lower train.learning_rate and train anew")
             _check_held_out(losses, session.step)
         journal.forward("evaluation", session.step, event)
+        if counter is not None:
+            self._log_estimate(setup, counter, time.perf_counter() - started)
         return losses
+
+    def _log_estimate(self, setup: Setup, counter: FlopCounter, seconds: float) -> None:
+        """Say how long the run will take, by the rate of the held-out rows and the work of the first step's rows."""
+        train, first_rows = self.config.train, range(min(self.config.train.sequences_per_step, 8))
+        recomputed = setup.record["activation_checkpointing"]
+        per_row = [counter.executed(*_sizes(setup.rows.row_at(n)), recomputed=recomputed) for n in first_rows]
+        held_out = sum(counter.flops(*_sizes(row)) for row in setup.held_out) / 3  # forward alone
+        step = sum(per_row) / len(per_row) * train.sequences_per_step / held_out * seconds
+        whole = train.steps * step + seconds
+        self.log(
+            f"estimate  {timedelta(seconds=round(whole))} from here: {train.steps:,} steps of about "
+            f"{step:,.0f} s, then {seconds:,.0f} s for held-out documents again"
+        )
+
+    @contextmanager
+    def _answer_interrupts(self, session: Session) -> Iterator[None]:
+        """Say at once what Ctrl-C does; of many processes torchrun sends it twice, so one process alone answers."""
+        if self.world.size > 1:
+            yield
+            return
+
+        def answer() -> None:
+            kept = "no step is saved" if session.last_saved is None else f"step {session.last_saved:,} is saved"
+            self.log(f"Ctrl-C    the run ends when the operation that runs now is done; {kept}; Ctrl-C again: at once")
+
+        with answer_interrupts(answer, lambda: self.console.show_cursor(True)):
+            yield
 
     def _evaluate(self, session: Session) -> None:
         """Run the suite of `evaluation` if it is due after this step. SIGTERM is obeyed between two batches.
@@ -297,6 +346,13 @@ class Trainer:
             if self.leads:
                 replace_file(self.folder.plot, plot(read_metrics(self.folder.metrics)))
                 self.folder.finish(step)
+
+
+def _sizes(row: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
+    """Return the tokens, labels and live pairs of a row [T]."""
+    documents_1T = torch.from_numpy(row["document_ids"])[None]
+    labelled = int((row["shift_labels"] != IGNORED).sum())
+    return int((documents_1T != PADDING).sum()), labelled, make_plan(documents_1T).live_pairs
 
 
 def make_evaluation(config: Config, world: World) -> "TrainingEvaluation | None":

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import io
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -25,10 +26,11 @@ from torchtrain.distributed.world import World
 from torchtrain.run.folder import RunFolder
 from torchtrain.run.steps import Step
 from torchtrain.training.events import MetricsFile, step_status
-from torchtrain.training.held_out import HeldOut
+from torchtrain.training.held_out import BLOCK, HeldOut
 from torchtrain.training.losses import Mean
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_WITHOUT_A_LINE = 30.0  # in which a log says nothing while a step runs
 
 
 def make_progress_printer(
@@ -52,7 +54,8 @@ def make_progress_printer(
 
 
 class Display:
-    """The progress of a run, a context manager: bars on a terminal, a line a step anywhere else.
+    """The progress of a run, a context manager: bars on a terminal; anywhere else a line a step, and one every half
+    minute within a step.
 
     Args:
         console: where to.
@@ -65,27 +68,37 @@ class Display:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
         )
+        self._running: tuple[str, float] | None = None  # what runs now, and since when
+        self._part = ""  # how far it is
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         self._bars.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
         self._bars.stop()
 
     def task(self, name: str, total: int, first: int = 0) -> Callable[[str], None]:
         """Begin a task of `total` steps, `first` of them done; return what takes a status when one more is done."""
         task = self._bars.add_task(name, total=total, completed=first, status="")
         began, done = time.monotonic(), itertools.count(first + 1)
+        self._begin(name, first, total)
 
         def advance(status: str) -> None:
             self._bars.update(task, advance=1, status=status)
+            now = next(done)
+            self._begin(name, now, total)
             if not self._console.is_terminal:
-                now = next(done)
                 left = (time.monotonic() - began) / (now - first) * (total - now)
                 self._console.print(
                     f"{name} {now}/{total} · {status} · {timedelta(seconds=round(left))} left", soft_wrap=True
@@ -93,10 +106,32 @@ class Display:
 
         return advance
 
+    def note_part(self, part: str) -> None:
+        """Note how far the step is that runs now."""
+        self._part = f" · {part}"
+        for task in self._bars.tasks[-1:]:
+            self._bars.update(task.id, status=part)
+
+    def _begin(self, name: str, done: int, total: int) -> None:
+        self._part = ""
+        self._running = (f"{name} {done + 1}/{total}", time.monotonic()) if done < total else None
+
+    def _tick(self) -> None:
+        while not self._ended.wait(_SECONDS_WITHOUT_A_LINE):
+            if self._running is not None and not self._console.is_terminal:
+                what, since = self._running
+                self._console.print(f"{what}{self._part} · {time.monotonic() - since:.0f} s so far", soft_wrap=True)
+
 
 def final_table(before: HeldOut, after: HeldOut, tokens_seen: int, tokens_per_second: float) -> Table:
     """Return the held-out loss of each domain, before and after, in nats per token, and what the training did."""
     caption = f"{tokens_seen:,} tokens seen, {tokens_per_second:,.0f} tokens/s"
+    if len(before.blocks) == len(after.blocks):  # not so after a resume, which knows only sums
+        from torchtrain.evaluation.intervals import student_interval
+
+        interval = student_interval([b - a for a, b in zip(before.blocks, after.blocks, strict=True)])
+        if interval is not None:
+            caption += f"\nchange {interval[1]:+.4f} to {interval[2]:+.4f} (95% interval over blocks of {BLOCK} tokens)"
     table = Table(title="Held-out loss (nats per token)", caption=caption)
     table.add_column("documents")
     for name in ("tokens", "before", "after", "change"):

@@ -142,6 +142,11 @@ class Session:
         """Whether there is a checkpoint of this step, whole."""
         return self._saved == self.step
 
+    @property
+    def last_saved(self) -> int | None:
+        """The step of the last checkpoint that is known to be whole."""
+        return self._saved
+
     def save(self, wait: bool = False) -> None:
         """Save a checkpoint of this step, unless this step was resumed or saved last.
 

@@ -64,6 +64,7 @@ class Setup:
     engine: str
     base: str  # where the model came from: a folder, or a hub id
     frozen: Path | None  # folder of the weights that adapters leave as they are; None: every weight is trained
+    weights: str  # folder of the files that the model was loaded from
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerFast"
     own_positions: int  # what the model held before it was extended
@@ -200,7 +201,7 @@ def set_up(
     here_already = config.model.source == "smollm2" or Path(config.model.source).is_dir()
     base = str(Path(source).resolve()) if here_already else config.model.source
     frozen = Path(source).resolve() if config.model.lora is not None else None
-    return Setup(engine, base, frozen, model, tokenizer, own_positions, store, rows, held_out, identity, record)
+    return Setup(engine, base, frozen, source, model, tokenizer, own_positions, store, rows, held_out, identity, record)
 
 
 def choose_recomputation(

@@ -1,7 +1,8 @@
 """The steps of a run: each is taken, checked by the guard, counted, and yielded as one value."""
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,7 @@ def take_steps(
     guard: Guard,
     first: int = 0,
     tokens_seen: int = 0,
+    on_part: Callable[[str], None] = lambda part: None,
 ) -> Iterator[Step]:
     """Train to the end; yield each step when it is done.
 
@@ -92,6 +94,7 @@ def take_steps(
         guard: finds steps that must not update.
         first: steps done so far.
         tokens_seen: in these.
+        on_part: called with how far a step is, in words, after each of its micro-batches.
 
     Raises:
         UserError, OtherRankFailed: a bad step; see `Guard.leave_out`.
@@ -105,7 +108,12 @@ def take_steps(
         for step in steps:
             started = time.perf_counter()
             batches = next(ahead)
-            result = take_step(strategy, batches, domains, step, train, guard.fault_of_loss)
+            done = itertools.count(1)
+
+            def note_part(*_: object, done: Iterator[int] = done, of: int = len(batches)) -> None:
+                on_part(f"micro-batch {next(done)} of {of}")
+
+            result = take_step(strategy, batches, domains, step, train, guard.fault_of_loss, note_part)
             fault = result.fault or guard.fault_of_norm(result.gradient_norm)
             if fault is None:
                 guard.note_good(result.losses.overall.value)

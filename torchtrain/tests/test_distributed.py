@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from anchorline.errors import UserError
@@ -187,6 +188,35 @@ def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config
     assert model.config.max_position_embeddings == 2 * POSITIONS
     assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
     assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_masters_begin_at_the_files_own_precision(tree, write_config, tmp_path, zero_stage):
+    """A float32 file is not rounded to the model's bfloat16 first. The steps here are too small to move a weight."""
+    tiny = [
+        "train.steps=1",
+        "train.warmup_steps=0",
+        "train.learning_rate=1e-30",
+        "model.dtype=bfloat16",
+        f"run.folder={tmp_path / 'run'}",
+    ]
+    config, log = str(write_config(tree)), tmp_path / "log"
+    processes = 2 if zero_stage else 1
+    done = forks().run("train", config, *tiny, f"distributed.zero_stage={zero_stage}", log=log, processes=processes)
+    assert done["codes"] == [0] * processes, log.read_text()
+    own = load_file(Path(tree["model"]["source"]) / "model.safetensors")
+    assert "masters   begin at the numbers of the weights' files, before they are rounded to" in log.read_text()
+    saved: dict[str, torch.Tensor] = {}
+    for path in sorted((tmp_path / "run").glob("checkpoints/*/state-*.safetensors")):
+        for name, part in load_file(path).items():
+            kind, start, parameter = name.split(":")
+            if kind == "master":
+                whole = saved.setdefault(parameter, torch.full_like(own[parameter].reshape(-1), float("nan")))
+                whole[int(start) : int(start) + len(part)] = part
+    assert saved.keys() == own.keys()
+    for name, weight in own.items():
+        assert (saved[name] - weight.reshape(-1)).abs().max() < 1e-20, name  # of a weight that is 0
+        assert not torch.equal(weight, weight.bfloat16().float()), name
 
 
 @pytest.mark.parametrize(

@@ -274,9 +274,9 @@ def test_runs_of_one_model_and_store_differ_in_nothing_but_the_variant():
         assert all(other == same[0] for other in same)
 
 
-def test_the_demo_goes_beyond_the_models_own_length_with_three_domains():
+def test_the_demo_goes_beyond_the_models_own_length_with_two_domains():
     config = load_config(CONFIGS / "demo.yaml")
     assert config.model.source == "smollm2"
     assert config.pack.sequence_length > 8192
     assert config.pack.variant == "anchor"
-    assert [source.demo for source in config.data.sources] == ["speeches", "encyclopedia", "code"]
+    assert [source.demo for source in config.data.sources] == ["encyclopedia", "code"]

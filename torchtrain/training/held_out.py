@@ -20,6 +20,8 @@ from torchtrain.training.strategy import Replicated, Strategy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+BLOCK = 256  # tokens: neighbours are alike, so an interval needs more than a token as one sample
+
 
 class HeldOut(Losses):
     """Losses on held-out rows, and apart from them that of the tokens at positions the model could not hold before.
@@ -33,6 +35,7 @@ class HeldOut(Losses):
         super().__init__(domains)
         self.own_positions = own_positions
         self.new_positions = Mean()
+        self.blocks: list[float] = []  # mean loss of each BLOCK labelled tokens of a row, on one process
 
     def masks(self, part: Mapping[str, Tensor]) -> list[Tensor]:
         """As `Losses.masks`."""
@@ -76,6 +79,10 @@ def measure_held_out(
         batch = make_micro_batch(collate(numbers), world, result.labels_of).to(world.device)
         _, each_Bt = strategy.losses(batch.part, batch.plan, chunk)
         result.add(each_Bt, batch.labels)
+        if world.size == 1:
+            losses_n = each_Bt.flatten().index_select(0, batch.labels.index_n)
+            whole = len(losses_n) // BLOCK * BLOCK
+            result.blocks += losses_n[:whole].view(-1, BLOCK).mean(1).tolist()
         result.read()
         total, tokens = world.sum([result.overall.total, result.overall.tokens])
         on_row(f"loss {Mean(total, int(tokens))}")
