@@ -67,4 +67,4 @@ def test_the_change_of_the_held_out_loss_has_an_interval():
         held_out.overall.total, held_out.overall.tokens = sum(blocks), 3
     Console(file=shown, width=120).print(report.final_table(before, after, 10, 1.0))
     # Student's: -1/6 and 4.303 standard errors of sqrt(1/300) / sqrt(3) on both sides.
-    assert "change -0.3101 to -0.0232 (95% interval over blocks of 256 tokens)" in shown.getvalue()
+    assert "change -0.3101 to -0.0232 (95% interval over blocks of 256 tokens)" in " ".join(shown.getvalue().split())
