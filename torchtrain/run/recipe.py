@@ -277,8 +277,8 @@ class Trainer:
     def _log_estimate(self, setup: Setup, counter: FlopCounter, seconds: float) -> None:
         """Say how long the run will take, by the rate of the held-out rows and the work of the first step's rows."""
         train, first_rows = self.config.train, range(min(self.config.train.sequences_per_step, 8))
-        recomputed = setup.record["activation_checkpointing"]
-        per_row = [counter.executed(*_sizes(setup.rows.row_at(n)), recomputed=recomputed) for n in first_rows]
+        again = 4 / 3 if setup.record["activation_checkpointing"] else 1  # at most one more forward pass
+        per_row = [again * counter.flops(*_sizes(setup.rows.row_at(n))) for n in first_rows]
         held_out = sum(counter.flops(*_sizes(row)) for row in setup.held_out) / 3  # forward alone
         step = sum(per_row) / len(per_row) * train.sequences_per_step / held_out * seconds
         whole = train.steps * step + seconds
