@@ -4,9 +4,10 @@
     python -m parity_tests.families llama lfm2               # these, to the terminal
 
 A family is judged on a tiny random model in float64, on two packed rows. Truth is the family's own eager attention,
-given the mask rule as a 4D float mask; the reference is its sdpa, given the same mask. So what is allowed (`tolerance`)
-is what two implementations of transformers differ by. Isolation is exact: no gradient reaches a token that may not be
-seen.
+given the mask rule as a 4D float mask, with a window of 3 tokens for the layers that have one. The reference is its
+sdpa, given the same mask. So what is allowed (`tolerance`) is what two implementations of transformers differ by. A
+family without sdpa (soft caps, sinks) is allowed what its eager attention errs in float32. Isolation is exact: no
+gradient reaches a token that may not be seen.
 
 Gradients are judged module by module, a layer's weight and bias as one array, which is what they are of [x, 1]. A key's
 bias without RoPE alone cannot be judged: it moves every score of a query alike, its gradient is zero, and what is left
@@ -40,6 +41,7 @@ from torchtrain.attention import visible_BTT
 
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
 _VOCABULARY = 61
+_WINDOW = 3  # of the layers that have one: shorter than the documents below
 _LARGEST = 20_000_000  # parameters: more are not a tiny model: its config has a size that `_SIZES` does not know
 
 # Sizes that a family ties to one another in a way of its own, or that its config leaves open.
@@ -89,6 +91,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), 0),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), _VOCABULARY),
+    "sliding_window": _WINDOW,
     "num_kv_shared_layers": 0,
     "is_decoder": True,
     "mamba_d_ssm": 64,
@@ -202,14 +205,19 @@ def packed_rows() -> dict[str, Tensor]:
 def find_fault(model: Any) -> str:
     """Compare logits and every gradient with transformers' own; return what differs, or nothing."""
     batch = packed_rows()
-    truth, reference = (_logits_and_gradients(model, name, batch) for name in ("eager", "sdpa"))
+    truth, judged_as = _logits_and_gradients(model, "eager", batch), "float64"
+    if model._supports_sdpa:
+        reference = _logits_and_gradients(model, "sdpa", batch)
+    else:
+        reference, judged_as = _logits_and_gradients(model.float(), "eager", batch), "float32"
+        model.double()
     candidate = _logits_and_gradients(model, "anchor", batch)
     if truth.keys() != candidate.keys():
         return f"gradients of {sorted(truth.keys() ^ candidate.keys())[0]} in one of the two only"
     for name in truth:
         if truth[name].shape != candidate[name].shape:
             return f"{name}: shape {list(candidate[name].shape)}"
-        verdict = judge(candidate[name], truth[name], reference[name], "float64")
+        verdict = judge(candidate[name], truth[name], reference[name].double(), judged_as)
         if not verdict.passed:
             return f"{name}: {verdict}"
     return _leak(model, batch)
@@ -219,9 +227,9 @@ def _logits_and_gradients(model: Any, implementation: str, batch: dict[str, Tens
     """Logits, and the gradients of a random weighting of them into every parameter, flat, by module."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
-    logits_BTV = model(**(batch if implementation == "anchor" else _mask(batch)), use_cache=False).logits
+    logits_BTV = model(**(batch if implementation == "anchor" else _mask(batch, model)), use_cache=False).logits
     weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    logits_BTV.backward(weights)
+    logits_BTV.backward(weights.to(logits_BTV.dtype))
     gradients: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -229,11 +237,19 @@ def _logits_and_gradients(model: Any, implementation: str, batch: dict[str, Tens
     return {"logits": logits_BTV.detach(), **{module: torch.cat(parts) for module, parts in gradients.items()}}
 
 
-def _mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with the rule as a 4D float mask instead of document ids."""
-    visible = visible_BTT(batch["document_ids"])[:, None]
-    mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
-    return {**{name: x for name, x in batch.items() if name != "document_ids"}, "attention_mask": mask}
+def _mask(batch: dict[str, Tensor], model: Any) -> dict[str, Any]:
+    """The batch with the rule as 4D float masks instead of document ids: one for each kind of layers."""
+    config = model.config.get_text_config(decoder=True)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+
+    def mask(window: int | None) -> Tensor:
+        visible = visible_BTT(batch["document_ids"], window)[:, None]
+        mask = torch.zeros(visible.shape, dtype=model.dtype)
+        return mask.masked_fill(~visible, torch.finfo(model.dtype).min)
+
+    by_kind = {"full_attention": mask(None), "sliding_attention": mask(window)}
+    masks = mask(window) if kinds is None else {kind: by_kind[kind] for kind in set(kinds)}
+    return {**{name: x for name, x in batch.items() if name != "document_ids"}, "attention_mask": masks}
 
 
 def _leak(model: Any, batch: dict[str, Tensor]) -> str:
@@ -273,12 +289,23 @@ HEAD = """# Families under `anchor`
 not built, {wrong} wrong.
 
 - **Right**: `torchtrain.attach` takes the model. Its logits and the gradients of every module are those of the family's
-  own eager attention with the same rule as a 4D float mask, by the error rule. No gradient of a token reaches a token
-  that it may not see: exactly zero.
+  own eager attention with the same rule as a 4D float mask, by the error rule. Layers with a sliding window have one
+  of 3 tokens here. No gradient of a token reaches a token that it may not see: exactly zero.
 - **Refused**: `torchtrain.attach` refuses the model and says why. A family whose refusal names a setting
   runs where that setting allows it.
 - **Not built**: no tiny model could be made from the family's default config here. `attach` judges the model that you
   have.
+
+Layers may have more than the rule:
+
+- **Sliding windows** count a document's tokens behind the anchor's, wherever in the row the document is stored. So a
+  window hides from a document what the model hides from it alone. Beyond the window the anchor is hidden, too.
+  `attach(model, keep_anchor=True)` keeps it visible, with the engines `flex` and `dense`. `sdpa` on CUDA computes no
+  windows.
+- **Attention sinks** (gpt-oss) run with every engine but `sdpa` on CUDA and `flex` on a CPU.
+- **Soft caps** (Gemma 2) run with `flex` and `dense`, and with `flash` where the package flash-attn is installed.
+  `auto` chooses `flex` on CUDA and `dense`, for rows of up to 8,192 tokens, on a CPU.
+- **Values narrower than keys** (MLA: DeepSeek V2 and V3) are padded with zeros.
 
 Call `torchtrain.attach`, not `model.set_attn_implementation("anchor")` alone. The last column says what the latter
 does to a family that is not right: it refuses at the first call, it ignores `document_ids`, or it leaks in silence.
@@ -292,7 +319,6 @@ _REASONS = {
     r"attach: \w+ computes attention in its own way.*": "computes attention in its own way",
     r".* carries one document into another.*": "a layer that is not attention carries one document into another",
     r"document_ids: \w+ was given them and does not.*": "a layer does not hand document_ids on to its attention",
-    r"attention: expected q .*": "heads of v are smaller than heads of q and k",
 }
 
 

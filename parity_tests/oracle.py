@@ -105,13 +105,17 @@ def attention_arrays(
     rounding: Rounding,
     scale: float | None = None,
     query_block: int | None = None,
+    sinks_H: Any = None,
+    **layer: Any,
 ) -> dict[str, jax.Array]:
-    """`out`, `lse`, and `dq`, `dk`, `dv` of sum(out * weight), from arrays of the rounding's carrier. Can be traced."""
+    """`out`, `lse`, and `dq`, `dk`, `dv` of sum(out * weight), from arrays of the rounding's carrier. Can be traced.
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attention(q, k, v, document_ids_BT, rounding, scale=scale, query_block=query_block)
+    With sinks also `dsinks`. `layer`: `softcap`, `window` and `keep_anchor` of the layer.
+    """
 
-    (out, lse), pull = jax.vjp(run, q_BTHD, k_BTKD, v_BTKD)
-    return {"out": out, "lse": lse} | dict(
-        zip(("dq", "dk", "dv"), pull((weight_BTHD, jnp.zeros_like(lse))), strict=True)
-    )
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, sinks_H: Any) -> tuple[jax.Array, jax.Array]:
+        return attention(q, k, v, document_ids_BT, rounding, scale, query_block, sinks_H, **layer)
+
+    (out, lse), pull = jax.vjp(run, q_BTHD, k_BTKD, v_BTKD, sinks_H)
+    gradients = dict(zip(("dq", "dk", "dv", "dsinks"), pull((weight_BTHD, jnp.zeros_like(lse))), strict=True))
+    return {"out": out, "lse": lse} | {name: x for name, x in gradients.items() if x is not None}

@@ -24,11 +24,11 @@ __version__ = "0.1.0"
 __all__ = ["attach", "collate", "pack", "register"]
 
 
-def attach(model: "Model", engine: str = "auto") -> "Model":
+def attach(model: "Model", engine: str = "auto", keep_anchor: bool = False) -> "Model":
     """Set Anchorline's attention on a model and check every layer; see `torchtrain.attention.attach.attach`."""
     from torchtrain.attention.attach import attach as attach_checked
 
-    return attach_checked(model, engine)
+    return attach_checked(model, engine, keep_anchor)
 
 
 def register() -> None:

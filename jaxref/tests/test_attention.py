@@ -44,43 +44,71 @@ def inputs() -> tuple[np.ndarray, ...]:
     return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
-def run(rounding: Rounding, ids=IDS, arrays=None, query_block=None, scale=None) -> dict[str, np.ndarray]:
+SINKS = (-1.0, 0.5, 2.0, 0.25)
+
+
+def run(
+    rounding: Rounding, ids=IDS, arrays=None, query_block=None, scale=None, sinks=None, **layer
+) -> dict[str, np.ndarray]:
     """Output, log-sum-exp, and the gradients of their weighted sum."""
     arrays = [jnp.asarray(x, rounding.dtype) for x in (arrays or inputs())]
-    return dict(zip(NAMES, map(np.asarray, _run(ids, *arrays, rounding, query_block, scale)), strict=True))
+    sinks_H = None if sinks is None else jnp.asarray(sinks, rounding.dtype)
+    results = _run(ids, *arrays, sinks_H, rounding, query_block, scale, tuple(layer.items()))
+    names = NAMES if sinks is None else (*NAMES, "dsinks")
+    return dict(zip(names, map(np.asarray, results), strict=False))
 
 
-@partial(jax.jit, static_argnums=(6, 7, 8))
-def _run(ids, q, k, v, weight, lse_weight, rounding, query_block, scale):
-    (out, lse), pull = jax.vjp(lambda *qkv: attention(*qkv, ids, rounding, scale, query_block), q, k, v)
+@partial(jax.jit, static_argnums=(7, 8, 9, 10))
+def _run(ids, q, k, v, weight, lse_weight, sinks_H, rounding, query_block, scale, layer):
+    def attend(q, k, v, sinks_H):
+        return attention(q, k, v, ids, rounding, scale, query_block, sinks_H, **dict(layer))
+
+    (out, lse), pull = jax.vjp(attend, q, k, v, sinks_H)
     return out, lse, *pull((weight, lse_weight))
 
 
 @cache
-def truth(scale: float | None = None) -> dict[str, np.ndarray]:
+def truth(
+    scale: float | None = None,
+    sinks: tuple[float, ...] | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    keep_anchor: bool = False,
+) -> dict[str, np.ndarray]:
     """The same in 200 bits, a query, a head and a key at a time; gradients by the closed form of the softmax."""
+    place = [0, 1, 2, 3, 4, 2, 3, 0, 0]  # of each token of IDS
     with mpmath.workprec(200):
         q, k, v, w, lse_w = (np.vectorize(lambda x: mpmath.mpf(float(x)), otypes=[object])(x)[0] for x in inputs())
         factor = 1 / mpmath.sqrt(D) if scale is None else mpmath.mpf(scale)
         out, dq, dk, dv = (np.full_like(x, mpmath.mpf(0)) for x in (q, q, k, v))
-        lse = np.full((H, T), -np.inf)
+        lse, dsinks = np.full((H, T), -np.inf), np.full(H, mpmath.mpf(0))
         for h in range(H):
             kv = h // (H // K)
             for i in range(T):
                 seen = [j for j in range(T) if j <= i and IDS[0, i] != -1 and IDS[0, j] in (0, IDS[0, i])]
+                if window is not None:
+                    seen = [j for j in seen if place[i] - place[j] < window or (keep_anchor and IDS[0, j] == 0)]
                 if not seen:
                     continue
-                weights = [mpmath.exp(factor * (q[i, h] @ k[j, kv])) for j in seen]
-                total = sum(weights)
+                logits = [factor * (q[i, h] @ k[j, kv]) for j in seen]
+                slopes = [mpmath.mpf(1)] * len(seen)
+                if softcap is not None:
+                    shares = [mpmath.tanh(x / softcap) for x in logits]
+                    logits, slopes = [softcap * x for x in shares], [1 - x * x for x in shares]
+                weights = [mpmath.exp(x) for x in logits]
+                sink = mpmath.mpf(0) if sinks is None else mpmath.exp(sinks[h])
+                total = sum(weights) + sink
                 lse[h, i] = float(mpmath.log(total))
                 probs = [x / total for x in weights]
                 out[i, h] = sum(p * v[j, kv] for p, j in zip(probs, seen, strict=True))
-                for p, j in zip(probs, seen, strict=True):
+                dsinks[h] += sink / total * (lse_w[h, i] - w[i, h] @ out[i, h])
+                for p, slope, j in zip(probs, slopes, seen, strict=True):
                     dv[j, kv] += p * w[i, h]
-                    d_logit = p * (w[i, h] @ v[j, kv] - w[i, h] @ out[i, h] + lse_w[h, i])
+                    d_logit = slope * p * (w[i, h] @ v[j, kv] - w[i, h] @ out[i, h] + lse_w[h, i])
                     dq[i, h] += factor * d_logit * k[j, kv]
                     dk[j, kv] += factor * d_logit * q[i, h]
-        return {name: x[None].astype(np.float64) for name, x in zip(NAMES, (out, lse, dq, dk, dv), strict=True)}
+        arrays = {name: x[None].astype(np.float64) for name, x in zip(NAMES, (out, lse, dq, dk, dv), strict=True)}
+        return arrays | {"dsinks": dsinks.astype(np.float64)}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +127,30 @@ def test_exact_is_attention_written_in_loops(query_block, normalise, scale):
         assert got64[name].dtype == np.float64
         assert got32[name].dtype == np.float32
         assert_float64_of(got64[name], got32[name], truth(scale)[name])
+
+
+@pytest.mark.parametrize(
+    ("layer", "query_block", "normalise"),
+    [
+        ({"sinks": SINKS}, 4, "before_pv"),
+        ({"softcap": 1.5}, None, "after_pv"),
+        ({"window": 2}, 4, "after_pv"),
+        ({"sinks": SINKS, "softcap": 1.5, "window": 2, "keep_anchor": True}, None, "before_pv"),
+        ({"sinks": SINKS, "softcap": 1.5, "window": 2, "keep_anchor": True}, 4, "after_pv"),
+    ],
+)
+def test_sinks_caps_and_windows_are_attention_written_in_loops(layer, query_block, normalise):
+    got64, got32 = (run(r.replace(normalise=normalise), query_block=query_block, **layer) for r in (EXACT, FP32))
+    for name in got64:
+        assert_float64_of(got64[name], got32[name], truth(**layer)[name])
+
+
+def test_values_narrower_than_keys():
+    q, k, v, weight, lse_weight = inputs()
+    narrow = run(EXACT, arrays=(q, k, v[..., :3], weight[..., :3], lse_weight))
+    wide = run(EXACT, arrays=(q, k, v * [1, 1, 1, 0], weight, lse_weight))
+    np.testing.assert_array_equal(narrow["dv"], wide["dv"][..., :3])
+    assert narrow["out"].shape == (B, T, H, 3)
 
 
 def test_blocks_are_the_dense_computation():

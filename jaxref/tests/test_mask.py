@@ -7,8 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxref.attention import _places
 from jaxref.layout import lay_out
-from jaxref.mask import live_pairs, visible_BQJ
+from jaxref.mask import live_pairs, places, visible_BQJ
 
 # One length, so that JAX compiles once.
 documents = st.builds(
@@ -28,6 +29,19 @@ def test_the_rule_in_numpy_in_jax_and_in_loops(ids):
     np.testing.assert_array_equal(visible_BQJ(ids[None])[0], expected)
     np.testing.assert_array_equal(visible_BQJ(jnp.asarray(ids)[None])[0], expected)
     assert live_pairs(ids[None]) == np.sum(expected)
+
+
+@given(documents, st.integers(1, 8), st.booleans())
+def test_a_window_in_numpy_and_in_loops(ids, window, keep_anchor):
+    """A document's tokens and the anchor's, one after the other, as if nothing else were stored in the row."""
+    expected = np.zeros((len(ids), len(ids)), bool)
+    for q, document in enumerate(ids):
+        own = [k for k in range(q + 1) if document != -1 and ids[k] in (0, document)]
+        kept = [k for k in own if keep_anchor and ids[k] == 0]
+        expected[q, own[-window:] + kept] = True
+    np.testing.assert_array_equal(visible_BQJ(ids[None], None, None, window, keep_anchor)[0], expected)
+    real = ids != -1
+    np.testing.assert_array_equal(np.asarray(_places(jnp.asarray(ids)[None]))[0, real], places(ids[None])[0, real])
 
 
 def test_slices_are_parts_of_the_whole():

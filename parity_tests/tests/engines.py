@@ -3,6 +3,8 @@
 Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -25,16 +27,25 @@ def draw(
 
 
 def run_engine(
-    engine: str, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, document_ids_BT: Tensor, backward: bool = True
+    engine: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    document_ids_BT: Tensor,
+    backward: bool = True,
+    sinks_H: Tensor | None = None,
+    **layer: Any,
 ) -> Arrays:
-    """`out`, `lse` where the engine gives one, and `dq`, `dk`, `dv` of sum(out * weight)."""
-    q, k, v = (x.detach().clone().requires_grad_(backward) for x in (q, k, v))
+    """`out`, `lse` where the engine gives one, and `dq`, `dk`, `dv` (and `dsinks`) of sum(out * weight)."""
+    given = [x.detach().clone().requires_grad_(backward) for x in (q, k, v, sinks_H) if x is not None]
+    sinks_H = None if sinks_H is None else given[3]
     with torch.set_grad_enabled(backward):
-        out, lse = attend(q, k, v, make_plan(document_ids_BT), engine=engine)
+        out, lse = attend(*given[:3], make_plan(document_ids_BT), engine=engine, sinks_H=sinks_H, **layer)
     results = {"out": out.detach()} | ({} if lse is None else {"lse": lse})
     if backward:
-        grads = torch.autograd.grad(out, (q, k, v), weight)
-        results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        grads = torch.autograd.grad(out, given, weight)
+        results |= dict(zip(("dq", "dk", "dv", "dsinks"), grads, strict=False))
     return {name: x.cpu().double().numpy() for name, x in results.items()}
 
 
@@ -46,12 +57,16 @@ def run_oracle(
     weight: Tensor,
     document_ids_BT: Tensor,
     query_block: int | None = None,
+    sinks_H: Tensor | None = None,
+    **layer: Any,
 ) -> Arrays:
     """The same from the oracle."""
+    if sinks_H is not None:
+        layer["sinks_H"] = jnp.asarray(to_numpy(sinks_H)).astype(rounding.dtype)
     ids = document_ids_BT.cpu().numpy()
     carried = (jnp.asarray(to_numpy(x)).astype(rounding.dtype) for x in (q, k, v, weight))
     q_BTHD, k_BTKD, v_BTKD, weight_BTHD = carried
-    results = attention_arrays(q_BTHD, k_BTKD, v_BTKD, weight_BTHD, ids, rounding, query_block=query_block)
+    results = attention_arrays(q_BTHD, k_BTKD, v_BTKD, weight_BTHD, ids, rounding, query_block=query_block, **layer)
     return {name: np.asarray(x, dtype=np.float64) for name, x in results.items()}
 
 
@@ -121,13 +136,19 @@ def compare_engine(
     query_block: int | None = None,
     device: str = "cpu",
     seed: int = 0,
+    oracle: dict[str, Any] | None = None,
+    **layer: Any,
 ) -> dict[str, Verdict]:
-    """Judge every output of an engine on random q, k, v under a packing. Returns verdicts by output's name."""
+    """Judge every output of an engine on random q, k, v under a packing. Returns verdicts by output's name.
+
+    `layer`: sinks, cap and window of the layer, for both; `oracle`: what of it is another for the oracle.
+    """
     drawn = draw(document_ids_BT, heads, kv_heads, head_dim, dtype, seed)
     q, k, v, weight = (x.to(device) for x in drawn)
-    candidate = run_engine(engine, q, k, v, weight, document_ids_BT.to(device), backward)
-    truth = run_oracle(preset("exact"), *drawn, document_ids_BT, query_block)
-    reference = run_oracle(preset(preset_name(engine, dtype)), *drawn, document_ids_BT, query_block)
+    candidate = run_engine(engine, q, k, v, weight, document_ids_BT.to(device), backward, **layer)
+    layer |= oracle or {}
+    truth = run_oracle(preset("exact"), *drawn, document_ids_BT, query_block, **layer)
+    reference = run_oracle(preset(preset_name(engine, dtype)), *drawn, document_ids_BT, query_block, **layer)
     judged_as = str(dtype).removeprefix("torch.")
     # The log-sum-exp is float32 in every half-precision engine; under `dense` the logits it sums are rounded to half.
     as_dtype = {"lse": "float32" if engine != "dense" else judged_as}

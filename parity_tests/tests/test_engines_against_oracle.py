@@ -50,6 +50,46 @@ def test_lengths_that_fit_no_block(engine, dtype):
     assert_all_pass(compare_engine(engine, ids_BT, dtype, head_dim=32), "out", "dq", "dk", "dv")
 
 
+HEADS, KV_HEADS = 32, 8  # the sinks' gradient is one number a head: of four, the mean error is chance
+SINKS = torch.linspace(-1, 2, HEADS)
+WINDOWED = packed(130, 1, 57, 61, anchor=3, padding=5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("engine", "layer"),
+    [
+        ("dense", {"sinks_H": SINKS, "softcap": 2.0, "window": 20, "keep_anchor": True}),
+        ("sdpa", {"sinks_H": SINKS}),
+        ("sdpa", {"sinks_H": SINKS, "window": 20}),
+        ("flash", {"sinks_H": SINKS}),
+        ("flash", {"window": 20}),
+        ("flash", {"sinks_H": SINKS, "window": 20}),
+    ],
+)
+def test_sinks_caps_and_windows(engine, layer, dtype):
+    expected = ("out", "dq", "dk", "dv", *(["dsinks"] if "sinks_H" in layer else []))
+    assert_all_pass(compare_engine(engine, WINDOWED, dtype, heads=HEADS, kv_heads=KV_HEADS, **layer), *expected)
+
+
+@pytest.mark.parametrize(
+    ("engine", "layer", "oracle"),
+    [
+        ("flash", {"window": 21}, {"window": 20}),
+        ("sdpa", {"window": 19}, {"window": 20}),
+        ("dense", {"window": 20}, {"window": 20, "keep_anchor": True}),
+        ("dense", {"softcap": 2.0}, {"softcap": None}),
+        ("sdpa", {"sinks_H": SINKS.view(8, 4)[:, :1].expand(8, 4).flatten()}, {"sinks_H": SINKS}),
+        ("flash", {"sinks_H": SINKS.flip(0)}, {"sinks_H": SINKS}),
+    ],
+    ids=["window a token longer", "a token shorter", "anchor hidden", "cap", "sink of a group", "sinks of other heads"],
+)
+def test_a_wrong_window_anchor_cap_or_sink_is_caught(engine, layer, oracle):
+    verdicts = compare_engine(engine, WINDOWED, torch.float32, heads=HEADS, kv_heads=KV_HEADS, oracle=oracle, **layer)
+    assert not verdicts["out"].passed
+    assert not verdicts["dk"].passed
+
+
 def test_flex_forward_on_a_cpu():
     """In bf16 only: torch's compiled CPU kernel takes a 20-bit exponential, beyond float32's allowance."""
     ids_BT = packed(130, 1, 57, 61, anchor=3, padding=5)

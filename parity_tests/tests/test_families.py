@@ -24,7 +24,7 @@ def test_every_family_of_transformers_has_its_row_and_none_is_wrong():
     assert {row.verdict for row in rows.values()} == {RIGHT, REFUSED, NOT_BUILT}
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gemma2", "mamba", "falcon"])
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gemma2", "gpt_oss", "mamba", "falcon"])
 def test_a_family_judged_again(family):
     row = families.examine(family)
     assert replace(row, why=families.shorten(row.why)) == rows_of_the_page()[family]
@@ -39,7 +39,7 @@ def test_a_wrong_family_is_found(monkeypatch):
         layer.self_attn.forward = _scaled(layer.self_attn, 1.01)
     assert "BREAKS" in families.find_fault(model)
     causal = families.visible_BTT
-    monkeypatch.setattr(families, "visible_BTT", lambda ids: causal(torch.ones_like(ids)))
+    monkeypatch.setattr(families, "visible_BTT", lambda ids, window=None: causal(torch.ones_like(ids)))
     assert "BREAKS" in families.find_fault(families.torchtrain.attach(families.tiny_model("llama")))
 
 

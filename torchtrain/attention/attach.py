@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from anchorline.errors import UserError
 from torchtrain.attention.engines import resolve_engine
-from torchtrain.attention.hf import announced, implementation_name, register
+from torchtrain.attention.hf import KEEPS_ANCHOR, announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, hides_nothing
 from torchtrain.attention.separation import check_separation
 from torchtrain.marks import IGNORED
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def attach(model: _Model, engine: str = "auto") -> _Model:
+def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _Model:
     """Make a causal language model of transformers train under the mask rule, or refuse and leave it as it was.
 
     The implementation is set and read back, the separation of documents checked on 11 tokens (`check_separation`), and
@@ -34,6 +34,8 @@ def attach(model: _Model, engine: str = "auto") -> _Model:
         model: loaded, on the device and in the dtype it trains with, inside PEFT or not; before DDP, FSDP or
             compilation.
         engine: `auto`, or one of `torchtrain.attention.ENGINES`.
+        keep_anchor: in layers with a sliding window, the anchor stays visible beyond the window. By default the window
+            hides it, as it hides the first tokens of a row from the model as it was trained and where it is used later.
 
     Returns:
         The same model.
@@ -48,17 +50,26 @@ def attach(model: _Model, engine: str = "auto") -> _Model:
             f"attach: {type(model).__name__} is not a causal language model of transformers; attach it before DDP, "
             "FSDP or torch.compile wrap it"
         )
-    name, chosen = implementation_name(engine), resolve_engine(engine, inner.device, inner.dtype)
+    config = inner.config.get_text_config(decoder=True)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    name, chosen = implementation_name(engine), resolve_engine(engine, inner.device, inner.dtype, capped=capped)
     register()
     announced.add((chosen, inner.device.type, inner.dtype))  # in the line below
     before = inner.config._attn_implementation
     try:
-        inner.set_attn_implementation(name)
+        try:
+            inner.set_attn_implementation(name)
+        except ValueError as error:  # "sdpa" in the name makes transformers ask whether the family has SDPA
+            raise UserError(
+                f"attach: transformers does not run {type(inner).__name__} with SDPA; choose engine auto"
+            ) from error
         _read_back(inner, name)
         check_separation(model)
     except BaseException:
         inner.set_attn_implementation(before or "eager")
         raise
+    for module in inner.modules():
+        setattr(module, KEEPS_ANCHOR, keep_anchor)
     for module, hook in ((inner.base_model, _read_restarts), (inner.base_model, _check_masks), (model, _check_labels)):
         if hook not in module._forward_pre_hooks.values():  # attached before
             module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -80,14 +91,18 @@ def _read_back(model: PreTrainedModel, name: str) -> None:
 
 
 def _longest_row(model: PreTrainedModel) -> str:
-    """Tell up to which length a row is taken whole: on 11 tokens a window of 4,096 hides nothing."""
+    """Say what 11 tokens do not show: up to which length a row is taken whole, and what a window hides of it."""
     config = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None)
+    kinds, said = getattr(config, "layer_types", None), ""
     for kind, setting in MASKED_LAYER_TYPES.items():
         length = getattr(config, setting, None)
-        if length is not None and (kinds is None or kind in kinds):
-            return f"; a row of more than {length:,} tokens is refused ({setting})"
-    return ""
+        if length is None or (kinds is not None and kind not in kinds):
+            continue
+        if kind == "chunked_attention":
+            said += f"; a row of more than {length:,} tokens is refused ({setting})"
+        else:
+            said += f"; some layers see {length:,} tokens of a document ({setting})"
+    return said
 
 
 _FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -11,18 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtrain.attention.rule import visible
+from torchtrain.attention.rule import places, visible
 from torchtrain.marks import ANCHOR, PADDING
 
 BLOCK = 128
 
 
-def make_block_mask(document_ids_BT: Tensor) -> BlockMask:
+def make_block_mask(document_ids_BT: Tensor, window: int | None = None, keep_anchor: bool = False) -> BlockMask:
     """Lower document ids [B, T] to a BlockMask over T rounded up to a multiple of 128 (the rest counts as padding).
 
     A block pair is kept where some pair of it is visible, and full where all are. Both are exact where ids do not
     decrease along the row (padding aside), which is how rows are packed; ids in any other order keep a superset of the
-    blocks and stay correct, because the rule itself is evaluated inside every block that is not full.
+    blocks and stay correct, because the rule itself is evaluated inside every block that is not full. So do blocks
+    of several documents under a window, whose places are not those of one.
     """
     ids_BP = F.pad(document_ids_BT, (0, -document_ids_BT.shape[1] % BLOCK), value=PADDING)
     B, P = ids_BP.shape
@@ -50,8 +51,19 @@ def make_block_mask(document_ids_BT: Tensor) -> BlockMask:
     to_own_BQJ = single_BQ[:, :, None] & one_document_BQ[:, None, :] & (last_BQ[:, :, None] == last_BQ[:, None, :])
     full_BQJ = before_QJ & all_real_BQ[:, :, None] & (to_anchor_B1J | to_own_BQJ)
 
+    index_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
+    if window is not None:
+        index_BP = places(ids_BP)
+        place_blocks = index_BP.view(blocks.shape)
+        low_BQ, high_BQ = _min_where(real, place_blocks), place_blocks.masked_fill(~real, -1).amax(-1)
+        reached_BQJ = low_BQ[:, :, None] - high_BQ[:, None, :] < window
+        whole_BQJ = high_BQ[:, :, None] - low_BQ[:, None, :] < window
+        if keep_anchor:
+            reached_BQJ, whole_BQJ = reached_BQJ | has_anchor_BQ[:, None, :], whole_BQJ | to_anchor_B1J
+        some_BQJ, full_BQJ = some_BQJ & reached_BQJ, full_BQJ & whole_BQJ
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return visible(ids_BP[b, q], ids_BP[b, k], q, k)
+        return visible(ids_BP[b, q], ids_BP[b, k], index_BP[b, q], index_BP[b, k], window, keep_anchor)
 
     return BlockMask.from_kv_blocks(
         *_as_indices(some_BQJ & ~full_BQJ), *_as_indices(full_BQJ), BLOCK_SIZE=BLOCK, mask_mod=mask_mod

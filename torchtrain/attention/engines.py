@@ -5,8 +5,10 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anchorline.errors import UserError
@@ -16,7 +18,7 @@ from torchtrain.attention.flex import attend_flex
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.sdpa import attend_sdpa
 
-Engine = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], tuple[Tensor, Tensor | None]]
+Engine = Callable[..., tuple[Tensor, Tensor | None]]  # q, k, v, plan, scale, and by name what else a layer has
 
 ENGINES: dict[str, Engine] = {
     "flash": attend_flash,
@@ -27,8 +29,12 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def resolve_engine(name: str, device: torch.device | str, dtype: torch.dtype, *, training: bool = True) -> str:
+def resolve_engine(
+    name: str, device: torch.device | str, dtype: torch.dtype, *, training: bool = True, capped: bool = False
+) -> str:
     """Return the engine that will run: `auto` becomes `flash` on CUDA in half precision, `sdpa` anywhere else.
+
+    Where a model caps its logits (`capped`), `auto` becomes `flex` on CUDA and `dense` anywhere else.
 
     Raises:
         UserError: the name is unknown, or that engine cannot run here. Nothing is chosen in its place.
@@ -37,6 +43,8 @@ def resolve_engine(name: str, device: torch.device | str, dtype: torch.dtype, *,
     if name == "auto":
         capable = device.type == "cuda" and capability(device) >= (8, 0)
         name = "flash" if capable and dtype in HALF else "sdpa"
+        if capped:
+            name = "flex" if device.type == "cuda" else "dense"
     if name not in ENGINES:
         raise UserError(f"attention {name!r}: unknown engine; choose auto, {', '.join(ENGINES)}")
     if name == "flash" or name in NEWER:
@@ -54,29 +62,48 @@ def attend(
     *,
     engine: str = "auto",
     scale: float | None = None,
+    sinks_H: Tensor | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    keep_anchor: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend under the mask rule.
 
     Args:
         q_BTHD: queries, rotated, float [B, T, H, D].
         k_BTKD: keys, rotated, [B, T, K, D]; H is a multiple of K, query head h reads key/value head h // (H / K).
-        v_BTKD: values [B, T, K, D].
+        v_BTKD: values [B, T, K, D], or narrower than D.
         documents: a plan from `make_plan`, or document_ids [B, T] (then the plan is built in this very call).
         engine: `auto`, or one of `ENGINES`.
         scale: factor on the logits; default D ** -0.5.
+        sinks_H: attention sinks (gpt-oss): for each query head one more logit of the softmax, with no value.
+        softcap: each scaled logit x becomes softcap * tanh(x / softcap) (Gemma 2).
+        window, keep_anchor: the layer's window, and whether the anchor stays visible beyond it
+            (`torchtrain.attention.rule`).
 
     Returns:
-        out [B, T, H, D] in q's dtype, 0 at padding; and the detached log-sum-exp [B, H, T], -inf at padding, or None
-        from an engine that has none (`sdpa`, and `flex` on a CPU).
+        out [B, T, H, D] (as narrow as v) in q's dtype, 0 at padding; and the detached log-sum-exp [B, H, T], with the
+        sink where there is one, -inf at padding, or None from an engine that has none (`sdpa`, and `flex` on a CPU).
 
     Raises:
-        UserError: shapes, dtypes or devices that do not fit each other, bad document ids, an engine that cannot run.
+        UserError: shapes, dtypes or devices that do not fit each other, bad document ids, an engine that cannot run or
+            does not compute what the layer has.
     """
     plan = documents if isinstance(documents, AttentionPlan) else make_plan(documents)
+    width = v_BTKD.shape[-1]
+    if width < k_BTKD.shape[-1]:  # multi-head latent attention: zeros make values as wide as keys
+        v_BTKD = F.pad(v_BTKD, (0, k_BTKD.shape[-1] - width))
     _check_shapes(q_BTHD, k_BTKD, v_BTKD, plan)
-    name = resolve_engine(engine, q_BTHD.device, q_BTHD.dtype, training=False)
+    if sinks_H is not None and sinks_H.shape != q_BTHD.shape[2:3]:
+        raise UserError(f"sinks: shape {list(sinks_H.shape)} for {q_BTHD.shape[2]} query heads; give one for each")
+    name = resolve_engine(engine, q_BTHD.device, q_BTHD.dtype, training=False, capped=softcap is not None)
     factor: float = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-    return ENGINES[name](q_BTHD, k_BTKD, v_BTKD, plan, factor)
+    extras: dict[str, Any] = {"sinks_H": sinks_H, "softcap": softcap, "window": window}
+    extras = {what: value for what, value in extras.items() if value is not None}
+    if window is not None and keep_anchor:
+        extras["keep_anchor"] = True
+    out_BTHD, lse_BHT = ENGINES[name](q_BTHD, k_BTKD, v_BTKD, plan, factor, **extras)
+    return out_BTHD[..., :width], lse_BHT
 
 
 def _check_shapes(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan) -> None:

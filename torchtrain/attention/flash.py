@@ -21,13 +21,15 @@ from typing import Any
 import torch
 import torch.nn.attention
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from anchorline.errors import UserError, one_line
 from torchtrain.attention.gather import attend_nothing, gather_keys, gather_queries, scatter_queries
+from torchtrain.attention.half_on_cpu import sink_gradient
 from torchtrain.attention.plan import AttentionPlan
 
 HALF = (torch.float16, torch.bfloat16)
-Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], tuple[Tensor, Tensor]]
+Kernel = Callable[..., tuple[Tensor, Tensor]]  # q, k, v, plan, scale, window, softcap
 
 
 @dataclass(frozen=True)
@@ -160,15 +162,31 @@ def leave_newer() -> None:
 
 
 def attend_flash(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float, engine: str = "flash"
+    q_BTHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    engine: str = "flash",
+    *,
+    sinks_H: Tensor | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    keep_anchor: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one varlen call. Returns out [B, T, H, D] and the detached float32 log-sum-exp [B, H, T].
 
-    The backward pass adds dq up in no fixed order, unless `torch.use_deterministic_algorithms(True)` is set.
+    The backward pass adds dq up in no fixed order, unless `torch.use_deterministic_algorithms(True)` is set. With sinks
+    it runs torch's own kernel, whose backward pass can be called with a log-sum-exp that counts the sink.
 
     Raises:
-        UserError: as `find_kernel`, and a head_dim that is over 256 or no multiple of 8.
+        UserError: as `find_kernel`; a head_dim that is over 256 or no multiple of 8; an anchor kept beyond the window;
+            a soft cap with sinks or without the package flash-attn.
     """
+    if keep_anchor:
+        raise UserError(
+            f"attention {engine}: does not keep the anchor beyond a window; choose flex, or keep_anchor=False"
+        )
     kernel = find_kernel(engine, q_BTHD.device, q_BTHD.dtype)
     B, T, H, D = q_BTHD.shape
     if D % 8 or D > 256:
@@ -177,12 +195,24 @@ def attend_flash(
         lse_BHT = torch.full((B, H, T), float("-inf"), dtype=torch.float32, device=q_BTHD.device)
         return attend_nothing(q_BTHD, k_BTKD, v_BTKD), lse_BHT
     q_NHD, k_MKD, v_MKD = gather_queries(q_BTHD, plan), gather_keys(k_BTKD, plan), gather_keys(v_BTKD, plan)
-    out_NHD, lse_HN = kernel(q_NHD, k_MKD, v_MKD, plan, scale)
+    if softcap is not None and (sinks_H is not None or kernel is call_torch_varlen):
+        raise UserError(f"attention {engine}: soft caps need the package flash-attn, and no sinks; choose flex")
+    if sinks_H is None:
+        out_NHD, lse_HN = kernel(q_NHD, k_MKD, v_MKD, plan, scale, window, softcap)
+    else:
+        out_NHD, lse_HN = _WithSinks.apply(q_NHD, k_MKD, v_MKD, sinks_H, plan, scale, window)  # type: ignore[misc]
     lse_BTH = scatter_queries(lse_HN.detach().T, plan, fill=float("-inf"))
     return scatter_queries(out_NHD, plan), lse_BTH.transpose(1, 2)
 
 
-def _call_flash_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
+def _left(window: int | None) -> int:
+    """Return how many keys before its own a query sees, as the kernels take it."""
+    return -1 if window is None else window - 1
+
+
+def _call_flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     flash_attn_varlen_func = _import_flash_attn()
     assert flash_attn_varlen_func is not None
     out_NHD, lse_HN, _ = flash_attn_varlen_func(
@@ -195,13 +225,17 @@ def _call_flash_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale
         plan.max_seqlen_k,
         softmax_scale=scale,
         causal=True,
+        window_size=(_left(window), 0 if window else -1),
+        softcap=softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),  # which torch's own kernel asks by itself
         return_attn_probs=True,  # the only way to the log-sum-exp; without dropout no probabilities are made
     )
     return out_NHD, lse_HN
 
 
-def call_torch_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
+def call_torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None, softcap: None
+) -> tuple[Tensor, Tensor]:
     """Run torch's own kernel. Returns out [N, H, D] and the log-sum-exp [H, N]."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -215,10 +249,52 @@ def call_torch_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scal
         plan.max_seqlen_k,
         return_aux=AuxRequest(lse=True),
         scale=scale,
-        window_size=(-1, 0),  # causal, aligned bottom-right
+        window_size=(_left(window), 0),  # causal, aligned bottom-right
         **_gqa(),
     )
     return out_NHD, lse_HN
+
+
+class _WithSinks(torch.autograd.Function):
+    """FlashAttention whose softmax also counts one logit for each head, with no value.
+
+    The kernel leaves the sink out. Its output times exp(lse - total) counts it, where total is the log-sum-exp with the
+    sink. The kernel's backward pass computes probabilities from a log-sum-exp and an output: it is given these two.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_NHD: Tensor,
+        k_MKD: Tensor,
+        v_MKD: Tensor,
+        sinks_H: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        from torch.nn.attention import varlen  # noqa: F401  # registers the two operations
+
+        # What follows q, k and v, as torch's own `varlen_attn` calls it.
+        lengths = (plan.cu_seqlens_q, plan.cu_seqlens_k, plan.max_seqlen_q, plan.max_seqlen_k)
+        options = (*lengths, window is None, scale, [_left(window), 0])
+        out_NHD, lse_HN, unused = torch.ops.torch_attn._varlen_attn(q_NHD, k_MKD, v_MKD, *options, True)
+        total_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype)[:, None])
+        out_NHD = (out_NHD * (lse_HN - total_HN).exp().T[..., None]).to(q_NHD.dtype)
+        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, sinks_H, out_NHD, total_HN, unused)
+        ctx.options = options
+        ctx.mark_non_differentiable(total_HN)
+        return out_NHD, total_HN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NHD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_NHD, k_MKD, v_MKD, sinks_H, out_NHD, total_HN, unused = ctx.saved_tensors
+        *lengths, causal, scale, window = ctx.options
+        gradients = torch.ops.torch_attn._varlen_attn_backward(
+            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, total_HN, *lengths, causal, unused, scale, window
+        )
+        return *gradients, sink_gradient(grad_NHD, out_NHD, total_HN.T, sinks_H), None, None, None
 
 
 @cache

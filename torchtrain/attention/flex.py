@@ -4,6 +4,7 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,27 +19,51 @@ from torchtrain.marks import PADDING
 
 
 def attend_flex(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+    q_BTHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    *,
+    sinks_H: Tensor | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    keep_anchor: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with compiled FlexAttention.
 
     Returns out [B, T, H, D], and on CUDA the detached float32 log-sum-exp [B, H, T] (None on a CPU).
 
     Raises:
-        UserError: gradients are needed on a device other than CUDA, where FlexAttention only has a forward pass.
+        UserError: gradients or sinks on a device other than CUDA, where FlexAttention has no backward pass and gives
+            no log-sum-exp.
     """
+    if sinks_H is not None and not q_BTHD.is_cuda:
+        raise UserError(f"attention flex: no attention sinks on {q_BTHD.device.type}; choose sdpa")
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BTHD, k_BTKD, v_BTKD))
     if needs_grad and not q_BTHD.is_cuda:
         raise UserError(f"attention flex: no backward pass on {q_BTHD.device.type}; choose sdpa, or torch.no_grad()")
     T = q_BTHD.shape[1]
     padded = [F.pad(x, (0, 0, 0, 0, 0, -T % BLOCK)).transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD)]
-    options: dict[str, Any] = {"block_mask": plan.block_mask, "scale": scale, "enable_gqa": True}
+    block_mask = plan.block_mask(window, keep_anchor)
+    options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": True}
+    if softcap is not None:
+        options["score_mod"] = _cap(softcap)
     if not q_BTHD.is_cuda:  # the compiled CPU kernel gives no log-sum-exp
         return _compiled_flex_attention()(*padded, **options)[:, :, :T].transpose(1, 2), None
     out_BHTD, aux = _compiled_flex_attention()(*padded, **options, return_aux=AuxRequest(lse=True))
+    lse_BHT = aux.lse
+    if sinks_H is not None:  # FlexAttention differentiates its log-sum-exp
+        out_BHTD = (out_BHTD * torch.sigmoid(lse_BHT - sinks_H.float()[:, None])[..., None]).to(q_BTHD.dtype)
+        lse_BHT = torch.logaddexp(lse_BHT, sinks_H.float()[:, None])
     # What a row that sees nothing gets for a log-sum-exp is left to FlexAttention's kernels; the rule says -inf.
-    lse_BHT = aux.lse[:, :, :T].detach().masked_fill((plan.document_ids_BT == PADDING)[:, None], float("-inf"))
+    lse_BHT = lse_BHT[:, :, :T].detach().masked_fill((plan.document_ids_BT == PADDING)[:, None], float("-inf"))
     return out_BHTD[:, :, :T].transpose(1, 2), lse_BHT
+
+
+@functools.cache
+def _cap(softcap: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, k: softcap * torch.tanh(score / softcap)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ document ids in the first layer and remembered with that tensor for the others.
 
 Upstream: transformers/modeling_utils.py (AttentionInterface), transformers/masking_utils.py (AttentionMaskInterface).
 
-Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim.
+Legend: B batch · T tokens of a row · H query heads · K key/value heads · D head_dim · E head_dim of values.
 """
 
 import logging
@@ -35,9 +35,8 @@ from torchtrain.attention.masks import (
     NO_CACHE,
     callers,
     is_generating,
-    length_refusal,
-    mask_refusal,
     read_mask,
+    window_of,
 )
 from torchtrain.attention.memory import remember
 from torchtrain.attention.plan import AttentionPlan, make_plan
@@ -48,11 +47,12 @@ announced: set[tuple[str, str, torch.dtype]] = set()
 _watching: list[set[torch.dtype]] = []
 # Why torch.compile, where a model's layers are compiled, leaves attention as it is:
 APART = "attention stands apart: its documents are others in every step"
+KEEPS_ANCHOR = "keeps_anchor"  # attribute of attention layers that see the anchor beyond their window
 ROTATED = "rotated_in_float32"  # attribute of the modules of a model whose rotation is float32's
 
 # Arguments of a layer's attention that change the result and that no engine honours:
 ARGUMENTS_REFUSED = (
-    *("softcap", "s_aux", "sinks", "position_bias", "head_mask"),
+    *("sinks", "position_bias", "head_mask"),
     *("indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k"),
 )
 
@@ -102,23 +102,50 @@ def _anchor_attention(
     dropout: float = 0.0,
     document_ids: Tensor | None = None,
     plan: AttentionPlan | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' calling convention: q [B, H, T, D] in, out [B, T, H, D] and no attention weights back."""
-    _refuse(module, query, key, attention_mask, dropout, kwargs)
+    window = _window(attention_mask, sliding_window, query.shape[2])
+    _refuse(module, query, key, dropout, kwargs)
     if plan is None:
         if document_ids is None:
             raise UserError(_say_why_missing())
         plan = _remembered_plan(document_ids, query)
     if engine == "auto":
-        _announce(resolve_engine(engine, value.device, value.dtype), value)
+        _announce(resolve_engine(engine, value.device, value.dtype, capped=softcap is not None), value)
     for dtypes in _watching:
         dtypes |= {query.dtype, key.dtype}
     query, key = round_to_values(module, query, key, value)
     query, key = round_after_rope(module, query, key)
-    q_BTHD, k_BTKD, v_BTKD = (x.transpose(1, 2) for x in (query, key, value))
-    out_BTHD, _ = attend(q_BTHD, k_BTKD, v_BTKD, plan, engine=engine, scale=scaling)
-    return out_BTHD, None
+    q_BTHD, k_BTKD, v_BTKE = (x.transpose(1, 2) for x in (query, key, value))
+    out_BTHE, _ = attend(
+        *(q_BTHD, k_BTKD, v_BTKE, plan),
+        engine=engine,
+        scale=scaling,
+        sinks_H=s_aux,
+        softcap=softcap,
+        window=window,
+        keep_anchor=getattr(module, KEEPS_ANCHOR, False),
+    )
+    return out_BTHE, None
+
+
+def _window(attention_mask: Any, sliding_window: int | None, tokens: int) -> int | None:
+    """Return the layer's window, or None where it hides nothing: transformers tells it by the mask, and to some layers.
+
+    Raises:
+        UserError: a mask that says something else, or a layer and a mask that do not agree.
+    """
+    said = window_of(attention_mask)
+    told = sliding_window if sliding_window is not None and sliding_window < tokens else None
+    if told is not None and said != told:
+        raise UserError(
+            f"sliding_window: {told} for the layer, and its attention mask has {said}; set config.sliding_window=None"
+        )
+    return said
 
 
 def round_to_values(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,20 +162,13 @@ def round_to_values(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     return query.to(value.dtype), key.to(value.dtype)
 
 
-def _refuse(
-    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Any, dropout: float, kwargs: dict[str, Any]
-) -> None:
+def _refuse(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
     """Refuse every argument that would change the result and that no engine honours."""
     T = query.shape[2]
-    if attention_mask is not None:
-        raise UserError(mask_refusal(attention_mask))
     if key.shape[2] != T:
         raise UserError(f"past_key_values: {T} queries against {key.shape[2]} keys; {NO_CACHE}")
     if dropout:
         raise UserError(f"attention_dropout: {dropout} is not honoured by `anchor`; set config.attention_dropout=0")
-    window = kwargs.get("sliding_window")
-    if window is not None and window < T:  # a window as long as the row hides nothing
-        raise UserError(length_refusal("sliding_window", window, T))
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise UserError(

@@ -25,7 +25,8 @@ MASKS_TOLD = {
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 }
-# These hide nothing of a row that is no longer than this setting:
+# These hide nothing of a row that is no longer than this setting. Of a longer row a window is a layer's (`window_of`),
+# and a chunk is refused.
 MASKS_WITH_A_LENGTH = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "attention_chunk_size"}
 # Layers in which attention alone carries one token into another, and the setting by which it does not reach the whole
 # row:
@@ -34,6 +35,9 @@ LAYER_TYPES = {"full_attention", *MASKED_LAYER_TYPES}
 
 _USE_SDPA = 'model.set_attn_implementation("sdpa")'
 NO_CACHE = f"`anchor` has no KV cache: pass use_cache=False, and generate with {_USE_SDPA}"
+_NOT_HONOURED = (
+    "attention_mask: not honoured by `anchor` unless it is all ones; give padding the document id -1 instead"
+)
 GENERATE = f"generate: `anchor` has no KV cache; generate with {_USE_SDPA}, and set `anchor` again to train"
 
 
@@ -51,8 +55,9 @@ def read_mask(
     """Stand in for transformers' mask builder, once or twice a forward pass.
 
     Returns:
-        None where `document_ids` say all there is to say. Otherwise a mask that a layer's attention refuses if it is
-        given it (`mask_refusal`), and not before: some families build masks that none of their layers takes.
+        None where `document_ids` say all there is to say. Otherwise a mask that tells a layer's attention its window,
+        or that the attention refuses if it is given it (`window_of`), and not before: some families build masks that
+        none of their layers takes.
 
     Raises:
         UserError: layers that are not attention, padding, a KV cache, a mask function of the caller's own.
@@ -66,22 +71,24 @@ def read_mask(
     if int(q_offset):
         raise UserError(GENERATE if is_generating() else f"past_key_values: {NO_CACHE}")
     if attention_mask is not None and not hides_nothing(attention_mask, q_length):
-        raise UserError(GENERATE if is_generating() else mask_refusal(attention_mask))
+        raise UserError(GENERATE if is_generating() else _NOT_HONOURED)
     if use_vmap:
         raise UserError(
             "or_mask_function, and_mask_function: not honoured by `anchor`; express the mask in document_ids"
         )
-    refusal = None
+    refusal, window = None, None
     for name in sorted(functions_in(mask_function) - MASKS_TOLD):
         setting = MASKS_WITH_A_LENGTH.get(name)
         if setting is None or local_size is None:
             refusal = f"attention_mask: transformers' {name} is not honoured by `anchor`; choose a model without it"
+        elif local_size < q_length and setting == "sliding_window":
+            window = local_size
         elif local_size < q_length:
             refusal = length_refusal(setting, local_size, q_length)
-    if refusal is None:
+    if refusal is None and window is None:
         return None
     mask = torch.zeros((), dtype=torch.bool).expand(1, 1, q_length, q_length)
-    mask._anchor_refusal = refusal  # type: ignore[attr-defined]
+    mask._anchor_says = refusal or window  # type: ignore[attr-defined]
     return mask
 
 
@@ -124,17 +131,22 @@ def functions_in(mask_function: Callable[..., Any]) -> set[str]:
     return names
 
 
-def mask_refusal(mask: Any) -> str:
-    """Say why a mask that reached a layer is refused."""
-    text = (
-        "attention_mask: not honoured by `anchor` unless it is all ones; pack rows with torchtrain.pack (TRL: set "
-        "packing=True, or padding_free=True and max_length=None), or give padding the document id -1"
-    )
-    return getattr(mask, "_anchor_refusal", text)
+def window_of(mask: Any) -> int | None:
+    """Return the window that a mask of `read_mask` tells a layer; None without a mask.
+
+    Raises:
+        UserError: the mask says something else.
+    """
+    if mask is None:
+        return None
+    says: str | int = getattr(mask, "_anchor_says", _NOT_HONOURED)
+    if isinstance(says, str):
+        raise UserError(says)
+    return says
 
 
 def length_refusal(setting: str, length: int, tokens: int) -> str:
-    """Say that a row is longer than what a window or a chunk of attention leaves whole."""
+    """Say that a row is longer than what a chunk of attention leaves whole."""
     return (
         f"{setting}: {length} would hide keys of a row of {tokens} tokens, which `anchor` does not honour; shorten the "
         f"row, or set config.{setting}=None where the model is trained to see that far"

@@ -4,9 +4,15 @@
 
     visible(q, k) = k <= q and document[q] != -1 and document[k] != -1
                     and (document[k] == document[q] or document[k] == 0)
+                    and (window is None or q - k < window or (keep_anchor and document[k] == 0))
 
 q and k are indices in storage order; document 0 is the anchor, a prefix of the row; -1 is padding, which neither sees
 nor is seen: its attention output is 0 and its log-sum-exp -inf.
+
+The window is a layer's (Mistral, Gemma, gpt-oss). For it q and k are places: a token's place is its index among the
+anchor and its own document. A window therefore hides from a document what the model hides from it where it stands alone
+behind the anchor, wherever in the row it is stored. `keep_anchor`: the anchor stays visible beyond the window, which
+the model was not trained with. Places order what a token sees as storage does, so one rule serves both.
 
 Legend: B batch · T tokens of a row.
 """
@@ -18,16 +24,39 @@ from anchorline.errors import UserError
 from torchtrain.marks import ANCHOR, PADDING
 
 
-def visible(document_q: Tensor, document_k: Tensor, index_q: Tensor, index_k: Tensor) -> Tensor:
-    """Evaluate the rule elementwise on broadcastable integer tensors; returns a bool tensor."""
+def visible(
+    document_q: Tensor,
+    document_k: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    window: int | None = None,
+    keep_anchor: bool = False,
+) -> Tensor:
+    """Evaluate the rule elementwise on broadcastable integer tensors; with a window the indices are places.
+
+    Returns a bool tensor.
+    """
     same_or_anchor = (document_k == document_q) | (document_k == ANCHOR)
-    return (index_k <= index_q) & (document_q != PADDING) & (document_k != PADDING) & same_or_anchor
+    seen = (index_k <= index_q) & (document_q != PADDING) & (document_k != PADDING) & same_or_anchor
+    if window is None:
+        return seen
+    near = index_q - index_k < window
+    return seen & (near | (document_k == ANCHOR) if keep_anchor else near)
 
 
-def visible_BTT(document_ids_BT: Tensor) -> Tensor:
+def places(document_ids_BT: Tensor) -> Tensor:
+    """Return each token's index among the anchor and its own document, int64 [B, T]; for padding, among padding."""
+    sorted_BT, order_BT = document_ids_BT.sort(dim=1, stable=True)
+    within_BT = torch.arange(sorted_BT.shape[1], device=sorted_BT.device) - torch.searchsorted(sorted_BT, sorted_BT)
+    anchors_B1 = (document_ids_BT == ANCHOR).sum(1, keepdim=True)
+    return torch.empty_like(order_BT).scatter_(1, order_BT, within_BT + anchors_B1 * (sorted_BT > ANCHOR))
+
+
+def visible_BTT(document_ids_BT: Tensor, window: int | None = None, keep_anchor: bool = False) -> Tensor:
     """Materialise the rule as bool [B, T, T], queries first. For tests and tiny inputs only."""
-    index_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
-    return visible(document_ids_BT[:, :, None], document_ids_BT[:, None, :], index_T[:, None], index_T[None, :])
+    ids = document_ids_BT
+    index = torch.arange(ids.shape[1], device=ids.device)[None] if window is None else places(ids)
+    return visible(ids[:, :, None], ids[:, None, :], index[:, :, None], index[:, None, :], window, keep_anchor)
 
 
 def check_document_ids(document_ids_BT: Tensor) -> None:

@@ -6,6 +6,8 @@ tensors, cu_seqlens, bottom-right aligned causal masking and fewer key/value hea
 Legend: N query tokens · M key tokens · H query heads · K key/value heads · D head_dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,15 @@ def _segments(cu_q: Tensor, cu_k: Tensor):
     return [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
 
 
-def _logits(q_HnD: Tensor, k_HmD: Tensor, causal: bool, scale: float) -> Tensor:
+def _logits(q_HnD: Tensor, k_HmD: Tensor, causal: bool, scale: float, window: dict[str, Any]) -> Tensor:
     n, m = q_HnD.shape[1], k_HmD.shape[1]
     logits = (q_HnD @ k_HmD.mT) * scale
-    hidden = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)  # bottom-right: the last query sees every key
-    return logits.masked_fill(hidden, float("-inf")) if causal else logits
+    left, right = window.get("window_size_left", -1), window.get("window_size_right", -1)
+    if causal or right == 0:  # bottom-right: the last query sees every key
+        logits = logits.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(m - n + 1), float("-inf"))
+    if left >= 0:
+        logits = logits.masked_fill(torch.ones(n, m, dtype=torch.bool).tril(m - n - left - 1), float("-inf"))
+    return logits
 
 
 def _heads_first(x_nKD: Tensor, heads: int) -> Tensor:
@@ -29,15 +35,15 @@ def _heads_first(x_nKD: Tensor, heads: int) -> Tensor:
 
 def _forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, **rest):
     assert dropout == 0
-    assert rest.get("window_size_left", -1) == -1
     assert (max_q, max_k) == tuple(max(cu.diff().tolist(), default=0) for cu in (cu_q, cu_k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
     for at_q, at_k in _segments(cu_q, cu_k):
         q_HnD, k_HmD, v_HmD = (_heads_first(x, q.shape[1]) for x in (q[at_q], k[at_k], v[at_k]))
-        logits = _logits(q_HnD, k_HmD, causal, scale)
+        logits = _logits(q_HnD, k_HmD, causal, scale, rest)
         out[at_q] = (logits.softmax(-1) @ v_HmD).transpose(0, 1).to(q.dtype)
-        lse[:, at_q] = logits.logsumexp(-1).float()
+        lse[:, at_q] = logits.logsumexp(-1).to(lse.dtype)
     return out, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
 
@@ -46,10 +52,11 @@ def _backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal
     H, K, D = q.shape[1], k.shape[1], q.shape[2]
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for at_q, at_k in _segments(cu_q, cu_k):
-        q_HnD, k_HmD, v_HmD, do_HnD = (_heads_first(x, H) for x in (q[at_q], k[at_k], v[at_k], grad[at_q]))
-        p_Hnm = _logits(q_HnD, k_HmD, causal, scale).softmax(-1)
-        dp_Hnm = do_HnD @ v_HmD.mT
-        ds_Hnm = p_Hnm * (dp_Hnm - (p_Hnm * dp_Hnm).sum(-1, keepdim=True)) * scale
+        q_HnD, k_HmD, v_HmD = (_heads_first(x, H) for x in (q[at_q], k[at_k], v[at_k]))
+        do_HnD, out_HnD = (_heads_first(x, H) for x in (grad[at_q], out[at_q]))
+        # As the CUDA kernel does: from the output and the log-sum-exp that it is given.
+        p_Hnm = (_logits(q_HnD, k_HmD, causal, scale, rest) - lse[:, at_q, None]).exp()
+        ds_Hnm = p_Hnm * (do_HnD @ v_HmD.mT - (out_HnD * do_HnD).sum(-1, keepdim=True)) * scale
         dq[at_q] = (ds_Hnm @ k_HmD).transpose(0, 1).to(q.dtype)
         for total, per_head in ((dk, ds_Hnm.mT @ q_HnD), (dv, p_Hnm.mT @ do_HnD)):
             total[at_k] = per_head.view(K, H // K, -1, D).sum(1).transpose(0, 1).to(k.dtype)

@@ -89,6 +89,24 @@ def test_a_length_that_it_could_not_see_is_told(caplog):
     assert "a row of more than 8,192 tokens is refused (attention_chunk_size)" in caplog.text
 
 
+@pytest.mark.parametrize("keep_anchor", [False, True])
+def test_a_window_is_told_and_hides_the_anchor_unless_it_is_kept(keep_anchor, caplog):
+    model = tiny("mistral", sliding_window=3, num_hidden_layers=1)
+    torchtrain.attach(model, "dense", keep_anchor=keep_anchor)
+    assert "some layers see 3 tokens of a document (sliding_window)" in caplog.text
+    inputs = batch() | {"document_ids": torch.tensor([[0] + [1] * 11])}
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    model(inputs_embeds=embeds, **inputs, use_cache=False).logits[:, -1].square().sum().backward()
+    assert embeds.grad.any(-1)[0].nonzero().flatten().tolist() == [*([0] if keep_anchor else []), 9, 10, 11]
+
+
+def test_capped_logits_choose_an_engine_that_caps(caplog):
+    torchtrain.attach(tiny("gemma2", head_dim=8))
+    assert "attached: Gemma2ForCausalLM, attention dense on cpu" in caplog.text
+    said = refused(lambda: torchtrain.attach(tiny("gemma2", head_dim=8), "sdpa"))
+    assert "does not run Gemma2ForCausalLM with SDPA" in said
+
+
 @pytest.mark.parametrize("leaks", [False, True])
 def test_the_model_is_left_as_it_was(leaks):
     model = tiny().train()

@@ -8,6 +8,7 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from anchorline.errors import UserError
 from anchorline.tolerance import judge
@@ -31,22 +32,25 @@ def draw_qkv(ids_BT, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=
     return q.to(dtype), k[:, :, :kv_heads].to(dtype), v[:, :, :kv_heads].to(dtype), weight.to(dtype)
 
 
-def attend_with_gradients(engine, q, k, v, weight, ids_BT):
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse = attend(*leaves, ids_BT, engine=engine)
+def attend_with_gradients(engine, q, k, v, weight, ids_BT, sinks_H=None, **extras):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks_H is None else [sinks_H]))]
+    out, lse = attend(*leaves[:3], ids_BT, engine=engine, sinks_H=leaves[3] if leaves[3:] else None, **extras)
     grads = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
     zero = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
-    return dict(zip(NAMES, [out.detach(), *zero], strict=True)), lse
+    return dict(zip((*NAMES, "dsinks"), [out.detach(), *zero], strict=False)), lse
 
 
-def assert_by_the_rule(engine, ids_BT, dtype, judged_as=None, device="cpu", **shape):
+def assert_by_the_rule(engine, ids_BT, dtype, judged_as=None, device="cpu", extras=None, **shape):
     """Truth is dense in float64; the allowance is what dense errs in the candidate's dtype (or in `judged_as`)."""
     judged_as = judged_as or dtype
     q, k, v, weight = draw_qkv(ids_BT, dtype=judged_as, **shape)
-    got, lse = attend_with_gradients(engine, *(x.to(device, dtype) for x in (q, k, v, weight)), ids_BT.to(device))
-    truth, truth_lse = attend_with_gradients("dense", *(x.double() for x in (q, k, v, weight)), ids_BT)
-    reference, reference_lse = attend_with_gradients("dense", q, k, v, weight, ids_BT)
-    for what in NAMES:
+    extras = extras or {}
+    got, lse = attend_with_gradients(
+        engine, *(x.to(device, dtype) for x in (q, k, v, weight)), ids_BT.to(device), **extras
+    )
+    truth, truth_lse = attend_with_gradients("dense", *(x.double() for x in (q, k, v, weight)), ids_BT, **extras)
+    reference, reference_lse = attend_with_gradients("dense", q, k, v, weight, ids_BT, **extras)
+    for what in got:
         verdict = judge(got[what].cpu().double(), truth[what], reference[what].double(), str(judged_as).split(".")[1])
         assert verdict.passed, f"{engine} {what}: {verdict}"
     if lse is not None:
@@ -60,6 +64,38 @@ def test_engines_agree_with_their_dense_twin(engine, kv_heads, dtype):
     assert_by_the_rule(engine, named_batch(), dtype, kv_heads=kv_heads)
 
 
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("extras", [{"sinks_H": SINKS}, {"window": 3}, {"window": 2}, {"sinks_H": SINKS, "window": 4}])
+@pytest.mark.parametrize("engine", ["sdpa", "flash"])
+def test_sinks_and_windows_agree_with_their_dense_twin(engine, extras, dtype):
+    assert_by_the_rule(engine, named_batch(), dtype, extras=extras)
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "flash", "dense"])
+def test_values_narrower_than_keys(engine):
+    """Multi-head latent attention: the same as with values whose missing columns are zero."""
+    q, k, v, weight = draw_qkv(named_batch())
+    got, _ = attend_with_gradients(engine, q, k, v[..., :4], weight[..., :4], named_batch())
+    wide, _ = attend_with_gradients(engine, q, k, v * (torch.arange(8) < 4), weight, named_batch())
+    assert all(torch.equal(got[what], wide[what][..., : got[what].shape[-1]]) for what in NAMES)
+
+
+@given(document_ids(), st.integers(1, 12))
+@settings(max_examples=25)
+def test_a_window_hides_what_it_hides_from_each_document_alone_behind_the_anchor(ids_BT, window):
+    """Wherever in the row a document is stored, and whatever is stored beside it."""
+    rule = visible_BTT(ids_BT, window)
+    for ids_T, rule_TT in zip(ids_BT, rule, strict=True):
+        for document in ids_T[ids_T > 0].unique():
+            own = ((ids_T == 0) | (ids_T == document)).nonzero().flatten()
+            index = torch.arange(len(own))
+            near = (index[None] <= index[:, None]) & (index[:, None] - index[None] < window)
+            assert torch.equal(rule_TT[own][:, own], near)
+
+
 @given(document_ids())
 @settings(max_examples=25)
 def test_engines_agree_on_any_layout(ids_BT):
@@ -68,17 +104,19 @@ def test_engines_agree_on_any_layout(ids_BT):
     # is judged by float32's allowance: the search is for layouts, not for the unluckiest rounding.
     ids_BT = torch.cat([ids_BT, torch.full((len(ids_BT), 16), 9)], dim=1)
     for engine in ("sdpa", "flash"):
-        assert_by_the_rule(engine, ids_BT, torch.float64, judged_as=torch.float32)
+        for extras in ({}, {"sinks_H": SINKS, "window": 5}):
+            assert_by_the_rule(engine, ids_BT, torch.float64, judged_as=torch.float32, extras=extras)
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("engine", ["sdpa", "flash", "dense"])
-def test_no_gradient_crosses_the_mask(engine):
+def test_no_gradient_crosses_the_mask(engine, window):
     """The gradient of any query's output with respect to every invisible key and value is exactly zero."""
     ids_BT = named_batch()
     q, k, v, _ = draw_qkv(ids_BT)
     leaves = [k.requires_grad_(), v.requires_grad_()]
-    out, _ = attend(q, *leaves, ids_BT, engine=engine)
-    rule = visible_BTT(ids_BT)
+    out, _ = attend(q, *leaves, ids_BT, engine=engine, window=window)
+    rule = visible_BTT(ids_BT, window)
     for query in range(ids_BT.shape[1]):
         grads = torch.autograd.grad(out[:, query].square().sum(), leaves, retain_graph=True)
         for grad in grads:
@@ -117,8 +155,9 @@ def test_a_bos_copy_per_document_equals_the_gathered_anchor(engine):
     assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0, "window": 20}, {"window": 20, "keep_anchor": True}])
 @pytest.mark.parametrize("ids", ["ordered", "apart"])
-def test_flex_forward_agrees_on_a_cpu(ids):
+def test_flex_forward_agrees_on_a_cpu(ids, extras):
     rows = {
         "ordered": [[0] * 3 + [1] * 90 + [2] * 60 + [-1] * 7, [1] * 160],
         "apart": [[2, 1] * 80] * 2,
@@ -126,9 +165,9 @@ def test_flex_forward_agrees_on_a_cpu(ids):
     ids_BT = torch.tensor(rows[ids])
     q, k, v, _ = draw_qkv(ids_BT, head_dim=16, dtype=torch.float32)
     with torch.no_grad():
-        out, lse = attend(q, k, v, ids_BT, engine="flex")
-        reference, _ = attend(q, k, v, ids_BT, engine="dense")
-        truth, _ = attend(*(x.double() for x in (q, k, v)), ids_BT, engine="dense")
+        out, lse = attend(q, k, v, ids_BT, engine="flex", **extras)
+        reference, _ = attend(q, k, v, ids_BT, engine="dense", **extras)
+        truth, _ = attend(*(x.double() for x in (q, k, v)), ids_BT, engine="dense", **extras)
     verdict = judge(out, truth, reference, "float32")
     assert verdict.passed, verdict
     assert lse is None
@@ -195,6 +234,11 @@ IDS = torch.tensor([[1, 1, 2]])
         (lambda q, k, v: ((q, k.float(), v.float(), IDS), {}), "dtypes differ"),
         (lambda q, k, v: ((q, k, v, IDS), {"engine": "flahs"}), "unknown engine"),
         (lambda q, k, v: ((q.requires_grad_(), k, v, IDS), {"engine": "flex"}), "no backward pass on cpu"),
+        (lambda q, k, v: ((q, k, v, IDS), {"sinks_H": torch.zeros(2)}), "sinks: shape [2] for 4 query heads"),
+        (lambda q, k, v: ((q, k, v, IDS), {"engine": "sdpa", "softcap": 30.0}), "does not cap logits (softcap 30.0)"),
+        (lambda q, k, v: ((q, k, v, IDS), {"engine": "flash", "softcap": 30.0}), "need the package flash-attn"),
+        (lambda q, k, v: ((q, k, v, IDS), {"window": 2, "keep_anchor": True}), "does not keep the anchor"),
+        (lambda q, k, v: ((q, k, v, IDS), {"engine": "flex", "sinks_H": torch.zeros(4)}), "no attention sinks on cpu"),
         (lambda q, k, v: ((q[..., :6], k[..., :6], v[..., :6], IDS), {"engine": "flash"}), "head_dim 6"),
     ],
 )

@@ -62,7 +62,7 @@ def test_what_is_kept_is_in_half_precision():
     q, k, v, _ = draw(torch.bfloat16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        half_on_cpu.attend_half(*(x.transpose(1, 2).requires_grad_() for x in (q, k, v)), scale=D**-0.5)
+        half_on_cpu.attend_on_cpu(*(x.transpose(1, 2).requires_grad_() for x in (q, k, v)), scale=D**-0.5)
     assert [x.dtype for x in kept] == [torch.bfloat16] * 4 + [torch.float32]
 
 
@@ -90,7 +90,7 @@ def handed(monkeypatch):
 
 def step(tokens):
     x = torch.randn(1, 2, tokens, 16, dtype=torch.bfloat16, requires_grad=True)
-    half_on_cpu.attend_half(x, x, x, 0.25).sum().backward()
+    half_on_cpu.attend_on_cpu(x, x, x, 0.25).sum().backward()
 
 
 def test_onednn_multiplies_for_long_documents_where_it_does_not_round(handed, monkeypatch):

@@ -282,10 +282,24 @@ def test_a_mask_that_no_layer_takes_is_no_reason_to_refuse():
     assert model(**inputs(named_batch())).logits.isfinite().all()
 
 
-def test_a_sliding_window_that_would_hide_keys_is_refused():
-    config = MistralConfig(**SIZES, sliding_window=5)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="anchor")
-    assert refused(lambda: model(**inputs(named_batch()))).startswith("sliding_window: 5")
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("implementation", ["anchor", "anchor_varlen", "anchor_dense"])
+def test_a_sliding_window_hides_what_the_rule_hides(implementation, reentrant):
+    """Of a model of one layer, whose last query is moved by what it sees and by nothing else."""
+    config = MistralConfig(**SIZES | {"num_hidden_layers": 1}, sliding_window=3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float64)
+    if reentrant is not None:
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    batch = inputs(named_batch())
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    model(inputs_embeds=embeds, **batch, use_cache=False).logits[:, -1].square().sum().backward()
+    seen = visible_BTT(batch["document_ids"], 3)[:, -1]
+    seen[:, -1] = True
+    assert torch.equal(embeds.grad.any(-1), seen)
+
+
+def test_a_layer_and_a_mask_that_do_not_agree_on_the_window_are_refused():
+    assert refused(lambda: tiny()(**inputs(named_batch()), sliding_window=5)).startswith("sliding_window: 5 for the")
 
 
 def test_attention_dropout_is_refused_while_training_and_harmless_after():
@@ -297,8 +311,7 @@ def test_attention_dropout_is_refused_while_training_and_harmless_after():
 @pytest.mark.parametrize(
     "extra",
     [
-        {"softcap": 30.0},
-        {"s_aux": torch.zeros(4)},
+        {"head_mask": torch.ones(4)},
         {"cu_seq_lens_q": torch.tensor([0, 12])},
         {"output_attentions": True},
     ],

@@ -12,8 +12,10 @@ import transformers
 from transformers import LlamaConfig, configuration_utils, masking_utils
 
 import torchtrain
+from anchorline.errors import UserError
 from torchtrain.attention.hf import ARGUMENTS_REFUSED
-from torchtrain.attention.masks import LAYER_TYPES, MASKS_TOLD, MASKS_WITH_A_LENGTH, mask_refusal
+from torchtrain.attention.masks import LAYER_TYPES, MASKS_TOLD, MASKS_WITH_A_LENGTH, window_of
+from torchtrain.attention.rule import visible_BTT
 
 T = 8
 BUILDERS = {
@@ -49,7 +51,7 @@ LAYER_TYPES_REFUSED = {
 # Arguments of a family's attention that change nothing under the rule, or that `anchor` honours or checks by name.
 ARGUMENTS_KNOWN = {
     *("query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "position_ids"),
-    *("max_length_q", "max_length_k", "output_attentions", "deterministic"),
+    *("max_length_q", "max_length_k", "output_attentions", "deterministic", "s_aux", "softcap"),
 }
 
 
@@ -71,17 +73,37 @@ def hides_nothing_but_the_future(mask: torch.Tensor | None) -> bool:
 def test_a_mask_is_dropped_only_if_transformers_own_hides_nothing(name, length):
     theirs, ours = (build(name, implementation, length) for implementation in ("eager", "anchor"))
     assert (ours is None) == hides_nothing_but_the_future(theirs)
-    if ours is not None:
-        assert "not honoured by `anchor`" in mask_refusal(ours) or "does not honour" in mask_refusal(ours)
+    if ours is None:
+        return
+    if name == "create_sliding_window_causal_mask":
+        assert torch.equal(theirs[0] == 0, visible_BTT(torch.ones(1, T, dtype=torch.long), window_of(ours)))
+        return
+    with pytest.raises(UserError, match=r"not honoured by `anchor`|does not honour"):
+        window_of(ours)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 11])
+def test_a_window_counts_the_tokens_of_a_document_as_transformers_does(window):
+    """Of packed rows, which transformers knows by their positions; and of a document alone behind an anchor."""
+    config = LlamaConfig(num_hidden_layers=1, sliding_window=window)
+    config._attn_implementation = "eager"
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]])
+    for position_ids, ids in ((packed, [1] * 5 + [2] * 6), (torch.arange(11)[None], [0, 0] + [1] * 9)):
+        embeds = torch.zeros(1, 11, 4)
+        mask = masking_utils.create_sliding_window_causal_mask(config, embeds, None, None, position_ids=position_ids)
+        theirs = torch.ones(11, 11).tril().bool() if mask is None else mask[0, 0] == 0
+        assert torch.equal(theirs, visible_BTT(torch.tensor([ids]), window)[0])
 
 
 def test_a_decoder_that_is_not_causal_and_a_block_that_sees_itself_are_refused():
-    assert "bidirectional" in mask_refusal(build("create_causal_mask", "anchor", T, is_causal=False))
+    with pytest.raises(UserError, match="bidirectional"):
+        window_of(build("create_causal_mask", "anchor", T, is_causal=False))
     config = LlamaConfig(num_hidden_layers=1)
     config._attn_implementation = "anchor"
     blocks = torch.zeros(1, T, dtype=torch.long)
     mask = masking_utils.create_causal_mask(config, torch.zeros(1, T, 4), None, None, block_sequence_ids=blocks)
-    assert "blockwise" in mask_refusal(mask) or "or_masks" in mask_refusal(mask)
+    with pytest.raises(UserError, match=r"blockwise|or_masks"):
+        window_of(mask)
 
 
 def test_every_mask_function_of_transformers_is_in_one_of_the_lists():

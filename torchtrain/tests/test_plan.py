@@ -1,8 +1,11 @@
 """Every lowering of the rule equals the rule, exactly: the varlen segments, the block mask, the count of live pairs."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from torchtrain.attention.batches import padded_length
@@ -13,7 +16,7 @@ from torchtrain.attention.rule import visible_BTT
 from torchtrain.tests.layouts import document_ids, named_batch
 
 
-def mask_of_varlen(plan: AttentionPlan) -> torch.Tensor:
+def mask_of_varlen(plan: AttentionPlan, window: int | None = None) -> torch.Tensor:
     """What causal, bottom-right aligned varlen attention over the plan's segments sees, as bool [B, T, T]."""
     B, T = plan.document_ids_BT.shape
     mask = torch.zeros(B * T, B * T, dtype=torch.bool)
@@ -22,7 +25,8 @@ def mask_of_varlen(plan: AttentionPlan) -> torch.Tensor:
         queries = plan.q_index_N[cu_q[s] : cu_q[s + 1]]
         keys = plan.k_index_M[cu_k[s] : cu_k[s + 1]]
         for i, query in enumerate(queries):
-            seen = keys[: len(keys) - len(queries) + i + 1]
+            last = len(keys) - len(queries) + i
+            seen = keys[0 if window is None else max(0, last + 1 - window) : last + 1]
             assert not mask[query, seen].any(), "a key stands twice"
             mask[query, seen] = True
     rows = mask.view(B, T, B, T)
@@ -32,12 +36,12 @@ def mask_of_varlen(plan: AttentionPlan) -> torch.Tensor:
     return torch.stack([rows[b, :, b] for b in range(B)])
 
 
-def mask_of_blocks(ids_BT: torch.Tensor) -> torch.Tensor:
+def mask_of_blocks(ids_BT: torch.Tensor, *window: Any) -> torch.Tensor:
     """What a BlockMask lets through, as bool [B, T, T]: everything in full blocks, the rule in partial ones."""
-    block_mask = make_block_mask(ids_BT)
+    block_mask = make_block_mask(ids_BT, *window)
     B, T = ids_BT.shape
     padded = torch.nn.functional.pad(ids_BT, (0, -T % BLOCK), value=-1)
-    rule = visible_BTT(padded)
+    rule = visible_BTT(padded, *window)
     seen = torch.zeros_like(rule)
     for num, index, everything in (
         (block_mask.kv_num_blocks, block_mask.kv_indices, False),
@@ -79,12 +83,15 @@ def test_padding_is_bounded():
     assert [padded_length(p) for p in padded] == padded
 
 
-@given(document_ids())
-def test_varlen_segments_are_the_rule(ids_BT):
+@given(document_ids(), st.integers(1, 12))
+def test_varlen_segments_are_the_rule(ids_BT, window):
     plan = make_plan(ids_BT)
     rule = visible_BTT(ids_BT)
     assert torch.equal(mask_of_varlen(plan), rule)
     assert plan.live_pairs == int(rule.sum())
+    windowed = visible_BTT(ids_BT, window)
+    assert torch.equal(mask_of_varlen(plan, window), windowed)
+    assert plan.live_pairs_within(window) == int(windowed.sum())
     assert plan.max_seqlen_k == max(plan.cu_seqlens_k.diff().tolist(), default=0)
 
 
@@ -106,8 +113,9 @@ def test_varlen_segments_of_the_named_layouts():
     ids=["one document", "anchor", "aligned anchor block", "long anchor", "padding", "two rows"],
 )
 def test_the_block_mask_is_the_rule_and_has_the_blocks_of_create_block_mask(ids_BT):
-    rule = visible_BTT(ids_BT)
-    assert torch.equal(mask_of_blocks(ids_BT), rule)
+    assert torch.equal(mask_of_blocks(ids_BT), visible_BTT(ids_BT))
+    for window in ((1, False), (130, False), (130, True)):
+        assert torch.equal(mask_of_blocks(ids_BT, *window), visible_BTT(ids_BT, *window))
     B, T = ids_BT.shape
     padded = torch.nn.functional.pad(ids_BT, (0, -T % BLOCK), value=-1)
     dense = visible_BTT(padded)
@@ -117,10 +125,16 @@ def test_the_block_mask_is_the_rule_and_has_the_blocks_of_create_block_mask(ids_
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
-@given(document_ids(max_rows=2, max_tokens=400))
+def test_a_window_drops_the_blocks_beyond_it():
+    block_mask = make_block_mask(packed_ids(16 * BLOCK), BLOCK)
+    assert (block_mask.kv_num_blocks + block_mask.full_kv_num_blocks).max() == 2
+
+
+@given(document_ids(max_rows=2, max_tokens=400), st.integers(1, 300), st.booleans())
 @settings(max_examples=40)
-def test_the_block_mask_is_the_rule_for_documents_stored_in_any_order(ids_BT):
+def test_the_block_mask_is_the_rule_for_documents_stored_in_any_order(ids_BT, window, keep_anchor):
     assert torch.equal(mask_of_blocks(ids_BT), visible_BTT(ids_BT))
+    assert torch.equal(mask_of_blocks(ids_BT, window, keep_anchor), visible_BTT(ids_BT, window, keep_anchor))
 
 
 @given(document_ids())

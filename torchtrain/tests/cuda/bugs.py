@@ -288,7 +288,7 @@ BUGS: dict[str, Bug] = {
     "mask_not_moved": Bug(
         "a mask made on the host",
         "same device",
-        lambda: _around(dense, "visible_BTT", lambda real: lambda ids: real(ids.cpu())),
+        lambda: _around(dense, "visible_BTT", lambda real: lambda ids, *window: real(ids.cpu(), *window)),
         "dense",
     ),
     "masters_on_the_host": Bug(
