@@ -36,7 +36,8 @@ LAYER_TYPES = {"full_attention", *MASKED_LAYER_TYPES}
 _USE_SDPA = 'model.set_attn_implementation("sdpa")'
 NO_CACHE = f"`anchor` has no KV cache: pass use_cache=False, and generate with {_USE_SDPA}"
 _NOT_HONOURED = (
-    "attention_mask: not honoured by `anchor` unless it is all ones; give padding the document id -1 instead"
+    "attention_mask: not honoured by `anchor` unless it is all ones; pack rows with torchtrain.pack (TRL: set "
+    "packing=True, or padding_free=True and max_length=None), or give padding the document id -1"
 )
 GENERATE = f"generate: `anchor` has no KV cache; generate with {_USE_SDPA}, and set `anchor` again to train"
 
