@@ -41,8 +41,11 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def _quotas(root: Path) -> Iterator[float]:
     """Yield the cores that each control group above this process allows (Linux; versions 1 and 2)."""
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else []:
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
         _, controllers, place = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue

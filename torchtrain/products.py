@@ -86,14 +86,19 @@ def describe_products(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def use_float32_products(model: nn.Module) -> None:
-    """Let a model's linear layers multiply as `linear` does. Weights, names and dtypes stay as they are."""
+    """Let bfloat16 linear layers of a CPU that is slow at their products multiply as `linear` does.
+
+    Weights, names and dtypes stay as they are. The choice is made here, and not in a forward pass that is compiled.
+    """
     for module in model.modules():
-        if type(module) is nn.Linear and "forward" not in vars(module):
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if multiplies_in_float32(module.weight.dtype, module.weight.device):
             module.forward = partial(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias)
+    return _Linear.apply(x, module.weight, module.bias)  # type: ignore[return-value]
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

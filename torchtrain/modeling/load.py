@@ -223,8 +223,9 @@ def _load(
         )
     if device_map is not None:
         return loaded
+    loaded = loaded.to(device)  # pyright: ignore[reportArgumentType]
     use_float32_products(loaded)
-    return loaded.to(device)  # pyright: ignore[reportArgumentType]
+    return loaded
 
 
 @contextmanager

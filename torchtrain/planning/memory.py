@@ -272,4 +272,4 @@ def _attention(
     query, key = round_to_values(module, query, key, value)
     q_NHD = gather_queries(query.transpose(1, 2), plan)
     k_MKD, v_MKD = (gather_keys(x.transpose(1, 2), plan) for x in (key, value))
-    return scatter_queries(call_torch_varlen(q_NHD, k_MKD, v_MKD, plan, 1.0)[0], plan), None
+    return scatter_queries(call_torch_varlen(q_NHD, k_MKD, v_MKD, plan, 1.0, None, None)[0], plan), None

@@ -247,7 +247,7 @@ def test_who_ends_the_run_while_it_is_evaluated_ends_it_with_its_own_random_stat
     [
         (["evaluation.lengths=[4096]"], "evaluation.lengths 4096: the model is trained for pack.sequence_length 128"),
         (["evaluation.suite=nowhere.yaml"], "nowhere.yaml"),
-        (["distributed.zero_stage=1"], "one process without ZeRO is evaluated; set it to 0, keep models"),
+        (["distributed.zero_stage=1"], "works with one process without ZeRO; set it to 0, keep models"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_run_is_made(place, suite, tmp_path, overrides, said):
