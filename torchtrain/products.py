@@ -1,6 +1,6 @@
 """Matrix products of a bfloat16 model on a CPU without fast bfloat16 products: in float32, each rounded once.
 
-A CPU with AVX2 alone multiplies bfloat16 matrices at 1 to 16 GFLOP/s and float32 matrices at 60 to 80 (docs/LOG.md).
+A CPU with AVX2 alone can multiply bfloat16 matrices up to 50 times slower than float32 matrices (docs/LOG.md).
 Weights and activations stay in bfloat16. A product converts its two matrices, multiplies in float32 and rounds the
 result to bfloat16. bfloat16 kernels round at the same place: they sum in float32, too. Only the order of sums differs.
 

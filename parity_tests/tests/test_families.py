@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening
 
+import torchtrain
+from anchorline.tolerance import judge
 from parity_tests import families
 from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, FamilyRow
 
@@ -57,3 +60,26 @@ def test_what_leaks_alone_is_refused_by_attach():
     rows = rows_of_the_page().values()
     assert any(row.alone == "leaks in silence" for row in rows)
     assert all(row.verdict == REFUSED for row in rows if row.alone == "leaks in silence")
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_flattened_documents_are_what_the_family_computes_of_each_alone(family):
+    """Windows of 3 tokens, soft caps, sinks and narrow values, in a batch that transformers' own collator made."""
+    model = families.tiny_model(family).eval()
+    model.set_attn_implementation("eager")
+    documents = [list(range(5, 19)), list(range(20, 29)), list(range(30, 52))]
+    batch = DataCollatorWithFlattening()([{"input_ids": tokens} for tokens in documents])
+    del batch["labels"]
+
+    @torch.no_grad()
+    def alone() -> torch.Tensor:
+        return torch.cat([model(input_ids=torch.tensor([d]), use_cache=False).logits[0] for d in documents])
+
+    model.double()
+    truth = alone()
+    model.float()
+    reference = alone().double()
+    with torch.no_grad():
+        together = torchtrain.attach(model)(**batch, use_cache=False).logits[0]
+    verdict = judge(together.double(), truth, reference, "float32")
+    assert verdict.passed, verdict

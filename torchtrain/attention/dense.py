@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anchorline.errors import UserError
+from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.attention.rule import visible_BTT
 
@@ -32,12 +33,7 @@ def attend_dense(
     k_BTKD: Tensor,
     v_BTKD: Tensor,
     plan: AttentionPlan,
-    scale: float,
-    *,
-    sinks_H: Tensor | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    keep_anchor: bool = False,
+    layer: LayerOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attend with a materialised mask.
 
@@ -53,19 +49,19 @@ def attend_dense(
     q_BKGTD = q_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4)
     k_BK1TD = k_BTKD.permute(0, 2, 1, 3)[:, :, None]
     v_BK1TD = v_BTKD.permute(0, 2, 1, 3)[:, :, None]
-    mask = visible_BTT(plan.document_ids_BT, window, keep_anchor)[:, None, None]
+    mask = visible_BTT(plan.document_ids_BT, layer.window, layer.keep_anchor)[:, None, None]
 
     # The logits are rounded after the product, after the scale and after each step of a cap, the softmax runs in
     # float32: eager's own casts.
     wide = torch.promote_types(q_BTHD.dtype, torch.float32)
-    logits = (q_BKGTD @ k_BK1TD.mT) * scale
-    if softcap is not None:
-        logits = (logits / softcap).tanh() * softcap
+    logits = (q_BKGTD @ k_BK1TD.mT) * layer.scale
+    if layer.softcap is not None:
+        logits = (logits / layer.softcap).tanh() * layer.softcap
     logits = logits.to(wide).masked_fill(~mask, float("-inf"))
     # A row that sees nothing would be NaN, in its gradient too: softmax over zeros, then out with it.
     blind = ~mask.any(-1, keepdim=True)
-    if sinks_H is not None:
-        sink_BKGT1 = sinks_H.to(wide).view(K, H // K, 1, 1).expand(B, -1, -1, T, 1)
+    if layer.sinks_H is not None:
+        sink_BKGT1 = layer.sinks_H.to(wide).view(K, H // K, 1, 1).expand(B, -1, -1, T, 1)
         logits = torch.cat([logits, sink_BKGT1.masked_fill(blind, float("-inf"))], dim=-1)
     probs = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)[..., :T]
     out_BKGTD = probs.to(q_BTHD.dtype) @ v_BK1TD

@@ -5,7 +5,6 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +14,11 @@ from anchorline.errors import UserError
 from torchtrain.attention.dense import attend_dense
 from torchtrain.attention.flash import HALF, NEWER, attend_flash, capability, find_kernel
 from torchtrain.attention.flex import attend_flex
+from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.sdpa import attend_sdpa
 
-Engine = Callable[..., tuple[Tensor, Tensor | None]]  # q, k, v, plan, scale, and by name what else a layer has
+Engine = Callable[[Tensor, Tensor, Tensor, AttentionPlan, LayerOptions], tuple[Tensor, Tensor | None]]
 
 ENGINES: dict[str, Engine] = {
     "flash": attend_flash,
@@ -98,11 +98,8 @@ def attend(
         raise UserError(f"sinks: shape {list(sinks_H.shape)} for {q_BTHD.shape[2]} query heads; give one for each")
     name = resolve_engine(engine, q_BTHD.device, q_BTHD.dtype, training=False, capped=softcap is not None)
     factor: float = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-    extras: dict[str, Any] = {"sinks_H": sinks_H, "softcap": softcap, "window": window}
-    extras = {what: value for what, value in extras.items() if value is not None}
-    if window is not None and keep_anchor:
-        extras["keep_anchor"] = True
-    out_BTHD, lse_BHT = ENGINES[name](q_BTHD, k_BTKD, v_BTKD, plan, factor, **extras)
+    layer = LayerOptions(factor, sinks_H, softcap, window, keep_anchor and window is not None)
+    out_BTHD, lse_BHT = ENGINES[name](q_BTHD, k_BTKD, v_BTKD, plan, layer)
     return out_BTHD[..., :width], lse_BHT
 
 

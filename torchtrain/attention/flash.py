@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from anchorline.errors import UserError, one_line
 from torchtrain.attention.gather import attend_nothing, gather_keys, gather_queries, scatter_queries
-from torchtrain.attention.half_on_cpu import sink_gradient
+from torchtrain.attention.layer import LayerOptions, sink_gradient
 from torchtrain.attention.plan import AttentionPlan
 
 HALF = (torch.float16, torch.bfloat16)
@@ -166,13 +166,8 @@ def attend_flash(
     k_BTKD: Tensor,
     v_BTKD: Tensor,
     plan: AttentionPlan,
-    scale: float,
+    layer: LayerOptions,
     engine: str = "flash",
-    *,
-    sinks_H: Tensor | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    keep_anchor: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one varlen call. Returns out [B, T, H, D] and the detached float32 log-sum-exp [B, H, T].
 
@@ -183,7 +178,7 @@ def attend_flash(
         UserError: as `find_kernel`; a head_dim that is over 256 or no multiple of 8; an anchor kept beyond the window;
             a soft cap with sinks or without the package flash-attn.
     """
-    if keep_anchor:
+    if layer.keep_anchor:
         raise UserError(
             f"attention {engine}: does not keep the anchor beyond a window; choose flex, or keep_anchor=False"
         )
@@ -195,12 +190,13 @@ def attend_flash(
         lse_BHT = torch.full((B, H, T), float("-inf"), dtype=torch.float32, device=q_BTHD.device)
         return attend_nothing(q_BTHD, k_BTKD, v_BTKD), lse_BHT
     q_NHD, k_MKD, v_MKD = gather_queries(q_BTHD, plan), gather_keys(k_BTKD, plan), gather_keys(v_BTKD, plan)
-    if softcap is not None and (sinks_H is not None or kernel is call_torch_varlen):
+    scale, window, softcap = layer.scale, layer.window, layer.softcap
+    if softcap is not None and (layer.sinks_H is not None or kernel is call_torch_varlen):
         raise UserError(f"attention {engine}: soft caps need the package flash-attn, and no sinks; choose flex")
-    if sinks_H is None:
+    if layer.sinks_H is None:
         out_NHD, lse_HN = kernel(q_NHD, k_MKD, v_MKD, plan, scale, window, softcap)
     else:
-        out_NHD, lse_HN = _WithSinks.apply(q_NHD, k_MKD, v_MKD, sinks_H, plan, scale, window)  # type: ignore[misc]
+        out_NHD, lse_HN = _WithSinks.apply(q_NHD, k_MKD, v_MKD, layer.sinks_H, plan, scale, window)  # type: ignore[misc]
     lse_BTH = scatter_queries(lse_HN.detach().T, plan, fill=float("-inf"))
     return scatter_queries(out_NHD, plan), lse_BTH.transpose(1, 2)
 

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from anchorline.errors import UserError
 from torchtrain.attention.block_mask import BLOCK
+from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.marks import PADDING
 
@@ -23,12 +24,7 @@ def attend_flex(
     k_BTKD: Tensor,
     v_BTKD: Tensor,
     plan: AttentionPlan,
-    scale: float,
-    *,
-    sinks_H: Tensor | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    keep_anchor: bool = False,
+    layer: LayerOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with compiled FlexAttention.
 
@@ -38,6 +34,7 @@ def attend_flex(
         UserError: gradients or sinks on a device other than CUDA, where FlexAttention has no backward pass and gives
             no log-sum-exp.
     """
+    sinks_H = layer.sinks_H
     if sinks_H is not None and not q_BTHD.is_cuda:
         raise UserError(f"attention flex: no attention sinks on {q_BTHD.device.type}; choose sdpa")
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BTHD, k_BTKD, v_BTKD))
@@ -45,10 +42,10 @@ def attend_flex(
         raise UserError(f"attention flex: no backward pass on {q_BTHD.device.type}; choose sdpa, or torch.no_grad()")
     T = q_BTHD.shape[1]
     padded = [F.pad(x, (0, 0, 0, 0, 0, -T % BLOCK)).transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD)]
-    block_mask = plan.block_mask(window, keep_anchor)
-    options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": True}
-    if softcap is not None:
-        options["score_mod"] = _cap(softcap)
+    block_mask = plan.block_mask(layer.window, layer.keep_anchor)
+    options: dict[str, Any] = {"block_mask": block_mask, "scale": layer.scale, "enable_gqa": True}
+    if layer.softcap is not None:
+        options["score_mod"] = _cap(layer.softcap)
     if not q_BTHD.is_cuda:  # the compiled CPU kernel gives no log-sum-exp
         return _compiled_flex_attention()(*padded, **options)[:, :, :T].transpose(1, 2), None
     out_BHTD, aux = _compiled_flex_attention()(*padded, **options, return_aux=AuxRequest(lse=True))

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from torchtrain.attention.layer import sink_gradient
 from torchtrain.attention.products_on_cpu import exact_products, has_tiles
 
 CAUSAL = "anchorline::causal_attention"
@@ -158,10 +159,3 @@ def attend_on_cpu(
     if window is not None and window >= q_BHnD.shape[2]:
         window = None
     return _CausalAttention.apply(q_BHnD, k_BKnD, v_BKnD, scale, sinks_H, window)  # type: ignore[return-value]
-
-
-def sink_gradient(grad: Tensor, out: Tensor, total: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the gradient [H] of sinks from grad and out [.., H, D] and the log-sum-exp that counts them [.., H]."""
-    probability = (sinks_H.to(total.dtype) - total).exp()
-    gradient = -probability * (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
-    return gradient.flatten(0, -2).sum(0).to(sinks_H.dtype)

@@ -36,9 +36,9 @@ from torchtrain.attention.masks import (
     callers,
     is_generating,
     read_mask,
+    remember,
     window_of,
 )
-from torchtrain.attention.memory import remember
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rounding import round_after_rope
 

@@ -8,14 +8,15 @@ Legend: T tokens of a row.
 import inspect
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
 from anchorline.errors import UserError
-from torchtrain.attention.memory import remember
+
+_Value = TypeVar("_Value")
 
 # A test holds these lists against transformers' own source: whatever an upgrade adds is in none of them, and is
 # refused. `document_ids` say all that these mask functions say:
@@ -152,3 +153,20 @@ def length_refusal(setting: str, length: int, tokens: int) -> str:
         f"{setting}: {length} would hide keys of a row of {tokens} tokens, which `anchor` does not honour; shorten the "
         f"row, or set config.{setting}=None where the model is trained to see that far"
     )
+
+
+def remember(name: str, tensor: Tensor, make: Callable[[], _Value]) -> _Value:
+    """Return what `make` makes of this tensor; it is made anew only for a tensor that was written to.
+
+    `_version` counts in-place changes. Inference tensors count none: there a copy is compared.
+    """
+    kept: tuple[int | Tensor, _Value] | None = getattr(tensor, name, None)
+    if kept is not None and _is_unchanged(tensor, kept[0]):
+        return kept[1]
+    value = make()
+    setattr(tensor, name, (tensor.clone() if tensor.is_inference() else tensor._version, value))
+    return value
+
+
+def _is_unchanged(tensor: Tensor, version: int | Tensor) -> bool:
+    return tensor.equal(version) if isinstance(version, Tensor) else tensor._version == version

@@ -16,7 +16,6 @@ of the batch · C copies of an anchor token.
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,21 +62,16 @@ class AttentionPlan:
         """Visible (query, key) pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n."""
         return sum(n * (n + 1) // 2 + (m - n) * n for n, m in zip(self.seqlens_q, self.seqlens_k, strict=True))
 
-    def live_pairs_within(self, window: int) -> int:
-        """Visible pairs of the batch in a layer with a window: min(place + 1, window) for each query."""
-
-        def first(queries: int) -> int:  # of the queries of a segment, from place 0 on
-            near = min(queries, window)
-            return near * (near + 1) // 2 + (queries - near) * window
-
-        return sum(first(m) - first(m - n) for n, m in zip(self.seqlens_q, self.seqlens_k, strict=True))
-
     def block_mask(self, window: int | None = None, keep_anchor: bool = False) -> BlockMask:
-        """FlexAttention's lowering, built on first use and kept for the other layers."""
-        made: dict[Any, BlockMask] = self.__dict__.setdefault("_block_masks", {})
-        if (window, keep_anchor) not in made:
-            made[window, keep_anchor] = make_block_mask(self.document_ids_BT, window, keep_anchor)
-        return made[window, keep_anchor]
+        """FlexAttention's lowering, built for the first layer of its kind and kept for the others."""
+        key = (window, keep_anchor)
+        if key not in self._block_masks:
+            self._block_masks[key] = make_block_mask(self.document_ids_BT, *key)
+        return self._block_masks[key]
+
+    @cached_property
+    def _block_masks(self) -> dict[tuple[int | None, bool], BlockMask]:
+        return {}
 
     @cached_property
     def batches(self) -> Batches:

@@ -28,6 +28,7 @@ from anchorline.errors import UserError
 from torchtrain.attention.flash import HALF, capability
 from torchtrain.attention.gather import attend_nothing, gather_keys, scatter_queries
 from torchtrain.attention.half_on_cpu import attend_on_cpu
+from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 
 
@@ -36,12 +37,7 @@ def attend_sdpa(
     k_BTKD: Tensor,
     v_BTKD: Tensor,
     plan: AttentionPlan,
-    scale: float,
-    *,
-    sinks_H: Tensor | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    keep_anchor: bool = False,
+    layer: LayerOptions,
 ) -> tuple[Tensor, None]:
     """Attend batch by batch. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp.
 
@@ -49,11 +45,11 @@ def attend_sdpa(
         UserError: on CUDA torch has no kernel for this dtype and head_dim but the one that holds all pairs; a soft cap;
             an anchor kept beyond the window; sinks or a window on CUDA.
     """
-    if softcap is not None:
-        raise UserError(f"attention sdpa: does not cap logits (softcap {softcap}); choose flex (CUDA) or dense")
-    if keep_anchor:
+    if layer.softcap is not None:
+        raise UserError(f"attention sdpa: does not cap logits (softcap {layer.softcap}); choose flex (CUDA) or dense")
+    if layer.keep_anchor:
         raise UserError("attention sdpa: does not keep the anchor beyond a window; choose flex or dense")
-    if q_BTHD.is_cuda and (sinks_H is not None or window is not None):
+    if q_BTHD.is_cuda and (layer.sinks_H is not None or layer.window is not None):
         raise UserError("attention sdpa: no attention sinks and no windows on CUDA; choose flash or flex")
     if not plan.seqlens_q:
         return attend_nothing(q_BTHD, k_BTKD, v_BTKD), None
@@ -65,8 +61,7 @@ def attend_sdpa(
     q_P, k_P, v_P = (gather_keys(x, batches.plan).split(sizes) for x in (q_BTHD, k_BTKD, v_BTKD))
     with _without_all_pairs(q_BTHD):
         outs = [
-            _attend_causal(q, k, v, shape, scale, sinks_H, window)
-            for q, k, v, shape in zip(q_P, k_P, v_P, batches.shapes, strict=True)
+            _attend_causal(q, k, v, shape, layer) for q, k, v, shape in zip(q_P, k_P, v_P, batches.shapes, strict=True)
         ]
     out_PHD = torch.cat(outs) if len(outs) > 1 else outs[0]
     if not batches.plan.keys_in_order:
@@ -74,22 +69,17 @@ def attend_sdpa(
     return scatter_queries(out_PHD, plan), None
 
 
-def _attend_causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shape: tuple[int, int],
-    scale: float,
-    sinks_H: Tensor | None,
-    window: int | None,
-) -> Tensor:
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], layer: LayerOptions) -> Tensor:
     """Attend within each of the segments that follow one another in q [G n, H, D], k, v [G n, K, D]."""
     # Head by head in memory, which the CPU's kernel reads fastest.
     q_GHnD, k_GKnD, v_GKnD = (x.unflatten(0, shape).transpose(1, 2).contiguous() for x in (q, k, v))
-    if sinks_H is not None or window is not None or (q.device.type == "cpu" and q.dtype != torch.float64):
-        out_GHnD = attend_on_cpu(q_GHnD, k_GKnD, v_GKnD, scale, sinks_H, window)
+    added = layer.sinks_H is not None or layer.window is not None
+    if added or (q.device.type == "cpu" and q.dtype != torch.float64):
+        out_GHnD = attend_on_cpu(q_GHnD, k_GKnD, v_GKnD, layer.scale, layer.sinks_H, layer.window)
     else:
-        out_GHnD = F.scaled_dot_product_attention(q_GHnD, k_GKnD, v_GKnD, is_causal=True, scale=scale, enable_gqa=True)
+        out_GHnD = F.scaled_dot_product_attention(
+            q_GHnD, k_GKnD, v_GKnD, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
     return out_GHnD.transpose(1, 2).flatten(0, 1)
 
 
