@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.attention.rule import visible_BTT
 
@@ -25,7 +26,7 @@ def attend(
     k_BTKD: Tensor,
     v_BTKD: Tensor,
     plan: AttentionPlan,
-    scale: float,
+    layer: LayerOptions,
     probabilities: Callable[[Tensor, Tensor], Tensor] = softmax,
 ) -> tuple[Tensor, None]:
     """An engine: dense attention in float32 (float64 for float64), rounded once at its end.
@@ -38,7 +39,7 @@ def attend(
     q_BKGTD = q_BTHD.to(wide).view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4)
     k_BK1TD, v_BK1TD = (x.to(wide).permute(0, 2, 1, 3)[:, :, None] for x in (k_BTKD, v_BTKD))
     mask = visible_BTT(plan.document_ids_BT)[:, None, None]
-    out_BKGTD = probabilities(q_BKGTD @ k_BK1TD.mT * scale, mask) @ v_BK1TD
+    out_BKGTD = probabilities(q_BKGTD @ k_BK1TD.mT * layer.scale, mask) @ v_BK1TD
     return out_BKGTD.permute(0, 3, 1, 2, 4).reshape(B, T, H, D).to(q_BTHD.dtype), None
 
 

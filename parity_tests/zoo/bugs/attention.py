@@ -8,6 +8,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from parity_tests.zoo import Bug, plain
 from parity_tests.zoo.patch import attention, documents, every_engine
+from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan
 from torchtrain.marks import ANCHOR
 
@@ -44,13 +45,13 @@ anchor_of_first_row = Bug(
 
 
 def _causal_sees_next_attend(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
     ids_BT = plan.document_ids_BT
     same_BTT = (ids_BT[:, :, None] == ids_BT[:, None, :]) & (ids_BT >= 0)[:, None, :]
     next_BTT = same_BTT.triu(1).tril(1)[:, None, None]
     return plain.attend(
-        q_BTHD, k_BTKD, v_BTKD, plan, scale, lambda logits, mask: plain.softmax(logits, mask | next_BTT)
+        q_BTHD, k_BTKD, v_BTKD, plan, layer, lambda logits, mask: plain.softmax(logits, mask | next_BTT)
     )
 
 
@@ -64,7 +65,7 @@ causal_sees_next = Bug(
 
 
 def _causal_top_left_attend(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
     ids_BT = plan.document_ids_BT
     index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -76,7 +77,7 @@ def _causal_top_left_attend(
     def probabilities(logits: Tensor, mask: Tensor) -> Tensor:
         return plain.softmax(logits, mask & ~late_BTT[:, None, None])
 
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, scale, probabilities)
+    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, probabilities)
 
 
 # Causal masking aligned top-left where queries meet the anchor's keys and their own: each sees A keys too few.
@@ -195,7 +196,7 @@ last_document_dropped = Bug(
 
 
 def _lse_without_anchor_attend(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
     ids_BT = plan.document_ids_BT
     foreign_BTT = ((ids_BT == ANCHOR)[:, None, :] & (ids_BT > ANCHOR)[:, :, None])[:, None, None]
@@ -205,7 +206,7 @@ def _lse_without_anchor_attend(
         without_anchor = logits.masked_fill(~mask | foreign_BTT, -1e30).logsumexp(-1, keepdim=True)
         return plain.softmax(logits, mask) * (right - without_anchor).exp()
 
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, scale, probabilities)
+    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, probabilities)
 
 
 # Anchor and document are attended apart and merged, with a log-sum-exp that lacks the anchor's part.
@@ -222,9 +223,9 @@ lse_without_anchor = Bug(
 
 
 def _mask_added_attend(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, scale, lambda logits, mask: (logits + mask).softmax(-1))
+    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, lambda logits, mask: (logits + mask).softmax(-1))
 
 
 # A boolean mask is added to the scores: hidden keys get 0, visible ones 1.
@@ -258,9 +259,9 @@ def _probabilities(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def _probabilities_rounded_before_sum_attend(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, scale: float
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan, layer: LayerOptions
 ) -> tuple[Tensor, None]:
-    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, scale, _probabilities)
+    return plain.attend(q_BTHD, k_BTKD, v_BTKD, plan, layer, _probabilities)
 
 
 # exp(score - max) is rounded to bfloat16 before it is summed, so that the sum divides by something else.
