@@ -12,6 +12,7 @@ from anchorline.files import replace_file
 from ropestudy.report import write_report
 from ropestudy.report.compact import read_study, write_compact
 from ropestudy.report.numbers import Numbers, fill_page, make_numbers
+from ropestudy.report.training import training_numbers
 from ropestudy.schema import Results
 
 KEPT = {
@@ -51,8 +52,9 @@ def report(
 
 
 def kept_numbers() -> Numbers:
-    """Return the numbers of all kept studies in benchmarks/results."""
-    return {key: text for prefix in KEPT for key, text in make_numbers(read_kept(prefix), prefix).items()}
+    """Return the numbers of all kept studies and of the training experiment in benchmarks/results."""
+    studies = {key: text for prefix in KEPT for key, text in make_numbers(read_kept(prefix), prefix).items()}
+    return studies | training_numbers(RESULTS / "training-experiment.json")
 
 
 def read_kept(prefix: str) -> Results:

@@ -1,6 +1,6 @@
 """The numbers of a page that is written by hand, and how they come into it.
 
-A page holds markers, `<!-- n: key -->0.79 (0.7 to 0.9)<!-- /n -->`. `fill_page` writes the text of each
+A page holds markers, `<!--n:key-->0.79 (0.7 to 0.9)<!--/n-->`. `fill_page` writes the text of each
 key between them. Every key is made here from kept studies; `python -m ropestudy.report --keys` prints them all.
 """
 
@@ -35,7 +35,7 @@ from ropestudy.schema import (
     SignedBias,
 )
 
-MARKER = re.compile(r"<!-- n: (?P<key>[^ ]+) -->.*?<!-- /n -->", re.DOTALL)
+MARKER = re.compile(r"<!--n:(?P<key>[^ >]+)-->.*?<!--/n-->", re.DOTALL)
 EAGER, FLASH, PAPER, FP8 = "hf_eager_bf16", "flash_bf16", "paper_bf16", "fa3_fp8"
 BF16 = (EAGER, FLASH, PAPER)
 # What somebody may do: from one condition to another.
@@ -63,7 +63,7 @@ def fill_page(page: str, numbers: Numbers) -> str:
         key = match["key"]
         if key not in numbers:
             raise UserError(f"page: the key {key!r} is unknown; `python -m ropestudy.report --keys` prints all")
-        return f"<!-- n: {key} -->{numbers[key]}<!-- /n -->"
+        return f"<!--n:{key}-->{numbers[key]}<!--/n-->"
 
     return MARKER.sub(fill, page)
 

@@ -52,18 +52,18 @@ def _difference(first: str, second: str, arithmetic: str) -> dict[tuple[str, str
     return {(arithmetic, first): 1, (arithmetic, second): -1}
 
 
-def _reset_in(arithmetic: str, against: str) -> Contrast:
-    """What resetting positions gains in an arithmetic, more than in another."""
-    weights = _difference("intra_reset", "intra", arithmetic) | _difference("intra", "intra_reset", against)
-    return Contrast(f"(intra_reset - intra), {arithmetic} - {against}", weights)
-
-
-RELATIVITY = _reset_in("bf16_after", "bf16_before")
+RELATIVITY = Contrast(
+    "(intra_reset - intra), bf16_after - bf16_before",
+    _difference("intra_reset", "intra", "bf16_after") | _difference("intra", "intra_reset", "bf16_before"),
+)
 SINK = Contrast("anchor - intra, exact", _difference("anchor", "intra", "exact"))
 CONTROL = Contrast("bits1_after - exact, intra", {("bits1_after", "intra"): 1, ("exact", "intra"): -1})
 OTHERS = (
-    Contrast("intra_reset - intra, exact (chance alone)", _difference("intra_reset", "intra", "exact")),
-    Contrast("full - intra, exact", _difference("full", "intra", "exact")),
+    Contrast("anchor - full, exact", _difference("anchor", "full", "exact")),
+    Contrast(
+        "(anchor - intra), bf16_after - exact",
+        _difference("anchor", "intra", "bf16_after") | _difference("intra", "anchor", "exact"),
+    ),
     Contrast("bf16_after - bf16_before, intra", {("bf16_after", "intra"): 1, ("bf16_before", "intra"): -1}),
 )
 
