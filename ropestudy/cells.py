@@ -187,8 +187,8 @@ class Bench:
         started = time.perf_counter()
         return cell.run(self).model_copy(update={"seconds": time.perf_counter() - started})
 
-    def compare(self, cell: Cell, signed: Sequence[int] = ()) -> CellResult:
-        """Compare the attention of a cell's pairs. signed: columns whose signed differences are kept."""
+    def compare(self, cell: Cell) -> CellResult:
+        """Compare the attention of a cell's pairs."""
         decoder, made = self.decoder(cell.model), self._row(cell, cell.mask)
         streams = []
         for runs in cell.streams:
@@ -199,10 +199,10 @@ class Bench:
         row = Row(made.ids, made.documents, made.targets)
         pairs = [Pair(cell.find(one.a), cell.find(one.b), one.mode) for one in cell.pairs]
         ends = [(cell.find(one.p), cell.find(one.q)) for one in cell.divergences]
-        sums, divergences = compare(decoder, row, streams, pairs, ends, self.config.block, bool(signed))
+        sums, divergences = compare(decoder, row, streams, pairs, ends, self.config.block)
         return CellResult(
             samples={
-                one.name: _sample(found, made.documents, one.keep_columns, signed)
+                one.name: _sample(found, made.documents, one.keep_columns)
                 for one, found in zip(cell.pairs, sums, strict=True)
             },
             divergences={one.name: found for one, found in zip(cell.divergences, divergences, strict=True)},
@@ -250,8 +250,8 @@ class Bench:
         return text.packed_row(self.pool, cell.number, cell.tokens, bos_id, cell.documents, mask)
 
 
-def _sample(sums: Sums, documents_T: np.ndarray, keep_columns: bool, signed: Sequence[int]) -> Sample:
-    found = sample(sums, documents_T, signed)
+def _sample(sums: Sums, documents_T: np.ndarray, keep_columns: bool) -> Sample:
+    found = sample(sums, documents_T)
     return found if keep_columns else found.model_copy(update={"columns": {}})
 
 

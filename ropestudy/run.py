@@ -127,9 +127,8 @@ def describe(config: StudyConfig, pretrained: Pretrained, wavelengths: list[floa
 
 
 def _check_bos(config: StudyConfig, pretrained: Pretrained) -> None:
-    needs = [name for name in ("masks", "bias") if getattr(config, name) is not None]
-    if pretrained.bos is None and (needs or config.text.bos == "first"):
-        what = f"{needs[0]}: it" if needs else "text.bos: 'first'"
+    if pretrained.bos is None and (config.masks is not None or config.text.bos == "first"):
+        what = "masks: it" if config.masks is not None else "text.bos: 'first'"
         raise UserError(
             f"{what} needs a BOS, and the tokenizer of {config.model.source!r} has none; choose another model"
         )

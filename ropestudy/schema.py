@@ -27,6 +27,7 @@ from anchorline.errors import UserError
 from anchorline.files import replace_file
 
 VERSION = 2
+FORMER_KINDS = ("own_error", "emulation_check", "signed_bias")
 Mode = Literal["local", "propagated"]
 Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
 
@@ -205,35 +206,6 @@ class MaskPair(Record):
     kl: OutputDivergence = Field(description="of the outputs under a from those under b; propagated in either mode")
 
 
-class EmulationCheck(Record):
-    """The oracle's attention beside a torch model's, both judged against float64 by the repository's one rule.
-
-    error and allowance are root mean squares of the attention probabilities of all layers, or of one; `ratio` up to 1
-    passes.
-    """
-
-    kind: Literal["emulation_check"] = "emulation_check"
-    dtype: str
-    layers: list[int]
-    error: list[float] = Field(description="of torch's attention against float64, by layer")
-    reference: list[float] = Field(description="of the oracle's under `condition` against float64, by layer")
-    ratio: list[float] = Field(description="error over allowance, by layer")
-    between: list[float] = Field(description="root mean square between the two, by layer")
-    identical: list[float] = Field(description="fraction of visible probabilities that are the same number, by layer")
-    shift_ratio: float = Field(
-        description="error over allowance of the difference between d1 and d2, all layers together; its truth is the "
-        "same roundings in a float64 carrier"
-    )
-    shift_ratio_first: float = Field(description="the same of the first layer, where nothing has had time to part")
-    d_ratio: float = Field(
-        description="the same of eq. 5's columns, by column of each layer; the largest over sequences"
-    )
-    d_oracle: Stat = Field(description="eq. 5 between d1 and d2, propagated, from the oracle")
-    d_torch: Stat = Field(description="the same from torch's attention")
-    d1: int
-    d2: int
-
-
 class Outcome(Record):
     """What one condition makes of the outputs, beside `exact`: of plain text, or of copying a key seen far before.
 
@@ -251,32 +223,8 @@ class Outcome(Record):
     outputs: OutputDivergence
 
 
-class SignedBias(Record):
-    """Signed errors of the logits: LOGIT(condition) - LOGIT(exact), both given the condition's own inputs at each layer
-    (so the rest of the network is in its precision), mean over the queries that see a column.
-
-    A vector b holds one such mean per layer and head. gram[s][t] is the mean over layers and heads of b of text s times
-    b of text t: its diagonal says how large the signed error is, what stands beside it how much of that is common.
-    """
-
-    kind: Literal["signed_bias"] = "signed_bias"
-    mask: str
-    start: int
-    gap: int
-    first: list[list[float]] = Field(description="gram of column 0, the BOS")
-    others: list[list[float]] = Field(description="the same, mean over some other columns")
-    columns: list[int] = Field(description="those")
-    first_abs: Stat = Field(description="mean over queries, layers and heads of |dLOGIT| of column 0")
-    first_mass: Stat = Field(description="column 0's mean probability")
-    alone: OutputDivergence | None = Field(
-        default=None,
-        description="p is `exact`, q is `exact` with every head's mean bias over the *other* texts added to column 0",
-    )
-    whole: OutputDivergence | None = Field(default=None, description="p is `exact`, q the condition itself")
-
-
 AnyRecord = Annotated[
-    ShiftPairs | PerToken | ByLength | Score | ByFrequency | MaskPair | EmulationCheck | Outcome | SignedBias,
+    ShiftPairs | PerToken | ByLength | Score | ByFrequency | MaskPair | Outcome,
     Field(discriminator="kind"),
 ]
 
@@ -331,10 +279,10 @@ class Results(_Part):
     @field_validator("records", mode="before")
     @classmethod
     def _leave_out_former_kinds(cls, records: Any) -> Any:
-        """Kept studies hold a kind of record that is no longer made."""
+        """Kept studies hold records of kinds that are no longer made."""
         if not isinstance(records, list):
             return records
-        return [one for one in records if not isinstance(one, dict) or one.get("kind") != "own_error"]
+        return [one for one in records if not isinstance(one, dict) or one.get("kind") not in FORMER_KINDS]
 
 
 def write_results(results: Results, path: Path) -> None:

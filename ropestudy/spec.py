@@ -230,24 +230,6 @@ class SitesConfig(_Experiment):
     settings: list[Placement] = Field(default=[Placement()], min_length=1)
 
 
-class BiasCase(_Strict):
-    """A condition under a mask, somewhere. loss: whether the bias alone is tried too; under `full` only."""
-
-    condition: ConditionName
-    mask: MaskName = "full"
-    start: Shift = 0
-    gap: Shift = 0
-    loss: bool = False
-
-
-class BiasConfig(_Experiment):
-    """The sign of what rounding does to logits, by column."""
-
-    cases: list[BiasCase] = Field(default=[BiasCase(condition="hf_eager_bf16")], min_length=1)
-    documents: Annotated[int, Field(ge=2, le=10_000)] = Field(default=4, description="in a row of the other masks")
-    columns: Count = Field(default=7, description="beside column 0, spread over the row")
-
-
 class StudyConfig(_Strict):
     """A study."""
 
@@ -264,7 +246,6 @@ class StudyConfig(_Strict):
     masks: MasksConfig | None = None
     frequency: FrequencyConfig | None = None
     setups: OutcomesConfig | None = None
-    bias: BiasConfig | None = None
     dose: DoseConfig | None = None
     sites: SitesConfig | None = None
 
@@ -288,16 +269,15 @@ class StudyConfig(_Strict):
         most, given = max(map(longest, self.experiments.values())), self.text.tokens
         if given is not None and given < most:
             raise UserError(f"text.tokens {given}: the longest row has {most}; give {most} or more, or leave it out")
-        for name, section in (("masks", self.masks), ("bias", self.bias)):
-            if section is not None:
-                _check_documents(name, section)
+        if self.masks is not None:
+            _check_documents(self.masks)
         return self
 
 
 SHIFTS = ("d1", "d2", "start", "grid", "propagated_d1")  # what is added to positions
 # In the order in which they are computed: what says most for its cost first, for a study may be read before its end.
 EXPERIMENTS = (
-    *("setups", "bias", "dose", "remedies", "lengths", "shift_pairs", "masks", "sites"),
+    *("setups", "dose", "remedies", "lengths", "shift_pairs", "masks", "sites"),
     *("factorial", "controls", "frequency"),
 )
 
@@ -323,12 +303,12 @@ def _largest(section: Any) -> tuple[int, int]:
     return shift, gap
 
 
-def _check_documents(name: str, masks: MasksConfig | BiasConfig) -> None:
+def _check_documents(masks: MasksConfig) -> None:
     """`text.packed_row` gives document k the share k of the row behind its BOS, and none may be empty."""
     needed = masks.documents * (masks.documents + 1) // 2 + 1
     if masks.tokens < needed:
         raise UserError(
-            f"{name}.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and {name}.tokens "
+            f"masks.documents: {masks.documents} documents of unequal lengths need {needed} tokens, and masks.tokens "
             f"is {masks.tokens}; give fewer documents or more tokens"
         )
 

@@ -81,7 +81,6 @@ def compare(
     pairs: Sequence[Pair],
     divergences: Sequence[tuple[Run, Run]] = (),
     query_block: int = 64,
-    signed: bool = False,
 ) -> tuple[list[Sums], list[DivergenceSample]]:
     """Compare the attention of pairs of runs over all layers, and the output distributions of `divergences`' pairs.
 
@@ -93,7 +92,6 @@ def compare(
         row, streams, pairs: see there.
         divergences: pairs (p, q) of runs; each is a forward pass of its own.
         query_block: queries at a time; memory is R H query_block T.
-        signed: whether `Sums.signed_LHT` is made.
 
     Returns the sums of each pair and KL(p || q) of each divergence, in order.
     """
@@ -135,7 +133,7 @@ def compare(
                         layer, _first(x[group.source], condition.rounding.dtype), table[i], condition
                     )
                     sides.append(Side(condition, fed.q, fed.k))
-            sums.append(compare_layer(sides, documents_T, group.index_P2, scale, query_block, signed))
+            sums.append(compare_layer(sides, documents_T, group.index_P2, scale, query_block))
         for i in advanced:
             x[i] = finish_layer(layer, x[i], own[i], documents_T, streams[i].condition, scale, query_block)
 
@@ -161,22 +159,16 @@ def final_hidden(
     documents_T: np.ndarray,
     condition: Condition,
     query_block: int = 64,
-    offsets_SLH: np.ndarray | None = None,
 ) -> jax.Array:
-    """Return the output of the final norm [S, T, M] of several rows at once, in the condition's carrier.
-
-    offsets_SLH: added to each row's logits of column 0, by layer and head; of `exact` alone, whose sums they do not
-        round.
-    """
+    """Return the output of the final norm [S, T, M] of several rows at once, in the condition's carrier."""
     rounding, method = condition.rounding, condition.method
     scale, T = decoder.config.head_dim**-0.5, ids_ST.shape[1]
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, T)
     table, documents = tables(positions_ST, inv_freq, scaling, rounding, method), jnp.asarray(documents_T)
     x = decoder.embed_tokens(jnp.asarray(ids_ST), rounding)
-    for number, layer in enumerate(decoder.layers):
-        offset_SH = None if offsets_SLH is None else jnp.asarray(offsets_SLH[:, number])[:, None]
+    for layer in decoder.layers:
         own = project_and_rotate(layer, x, table, condition)
-        x = finish_layer(layer, x, own, documents, condition, scale, query_block, offset_SH)
+        x = finish_layer(layer, x, own, documents, condition, scale, query_block)
     return decoder.norm(x, rounding)
 
 
@@ -261,9 +253,6 @@ def _over_layers(layers: Sequence[LayerSums], place: int, heads: int) -> Sums:
         row_T=np.array([layer.row_PT[place] for layer in layers]).sum(0),
         mass_T=np.array([layer.mass_PT[place] for layer in layers]).sum(0),
         heads=heads * len(layers),
-        signed_LHT=None
-        if layers[0].signed_PHT is None
-        else np.array([layer.signed_PHT[place] for layer in layers if layer.signed_PHT is not None]),
     )
 
 

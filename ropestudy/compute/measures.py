@@ -22,7 +22,6 @@ class Sums:
     row_T: np.ndarray  # sum over layers, heads, keys of |dATTN|
     mass_T: np.ndarray  # sum over layers, heads, queries of ATTN of run a
     heads: int  # of all layers
-    signed_LHT: np.ndarray | None = None  # sum over queries of LOGIT(a) - LOGIT(b), visible pairs; if asked for
 
 
 class Sample(BaseModel):
@@ -37,7 +36,6 @@ class Sample(BaseModel):
     d_logit_rest: float
     row: float
     columns: dict[str, list[float]]
-    signed: dict[int, list[float]] = {}  # by column: mean over its queries of LOGIT(a) - LOGIT(b), [L H]
 
 
 class DivergenceSample(BaseModel):
@@ -76,10 +74,8 @@ def weights(document_ids_T: np.ndarray) -> np.ndarray:
     return np.where(count_T > 0, 1 / np.maximum(count_T, 1), 0.0)
 
 
-def sample(sums: Sums, document_ids_T: np.ndarray, signed: Sequence[int] = ()) -> Sample:
-    """Return every measure of one sequence. A quotient whose denominator is 0 (nothing differs) is 0. signed: columns
-    whose signed differences are kept.
-    """
+def sample(sums: Sums, document_ids_T: np.ndarray) -> Sample:
+    """Return every measure of one sequence. A quotient whose denominator is 0 (nothing differs) is 0."""
     n_T, count_T = weights(document_ids_T), queries_of_columns(document_ids_T)
     weighted_T, weighted_logit_T = n_T * sums.column_T, n_T * sums.logit_T
     return Sample(
@@ -90,7 +86,6 @@ def sample(sums: Sums, document_ids_T: np.ndarray, signed: Sequence[int] = ()) -
         d_logit_rest=_quotient(weighted_logit_T[1:].sum(), int(np.count_nonzero(count_T[1:]))),
         row=sums.row_T.sum() / (np.count_nonzero(count_T) * sums.heads),
         columns={"d": weighted_T.tolist(), "d_logit": weighted_logit_T.tolist()},
-        signed={j: (sums.signed_LHT[..., j].ravel() * n_T[j]).tolist() for j in signed if sums.signed_LHT is not None},
     )
 
 

@@ -135,14 +135,3 @@ def two_terms(x: jax.Array, fmt: str) -> jax.Array:
     high: jax.Array = round_to(x, fmt)  # type: ignore[assignment]
     low: jax.Array = round_to(x - high, fmt)  # type: ignore[assignment]
     return high + low
-
-
-def add_offset(
-    q_STHD: jax.Array, k_STKD: jax.Array, v_STKD: jax.Array, offset_H: Any, scale: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return q, k, v with one dimension more, so that head h's logits of column 0 are larger by `offset_H[h]` (or, of
-    [S, 1, H], each run by its own); all other logits, and the output but for its last dimension, are the same.
-    """
-    wider = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, 1))) for x in (q_STHD, k_STKD, v_STKD)]
-    q = wider[0].at[..., -1].set(jnp.asarray(offset_H, q_STHD.dtype) / scale)
-    return q, wider[1].at[:, 0, :, -1].set(1.0), wider[2]

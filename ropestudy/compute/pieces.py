@@ -19,7 +19,7 @@ from jaxref.mask import PADDING, visible
 from jaxref.model import Layer
 from jaxref.rounding import Rounding
 from ropestudy.compute.conditions import Condition
-from ropestudy.compute.methods import Method, Tables, add_offset, rotate_heads, round_per_head
+from ropestudy.compute.methods import Method, Tables, rotate_heads, round_per_head
 
 # The sites that act in each piece.
 PROJECTION = ("norm", "proj")
@@ -51,7 +51,6 @@ class LayerSums(NamedTuple):
     logit_PT: np.ndarray
     row_PT: np.ndarray
     mass_PT: np.ndarray
-    signed_PHT: np.ndarray | None
 
 
 class _BlockSums(NamedTuple):
@@ -60,7 +59,6 @@ class _BlockSums(NamedTuple):
     column_PT: jax.Array
     logit_PT: jax.Array
     mass_RT: jax.Array
-    signed_PHT: jax.Array  # [P, H, 0] unless it is asked for
 
 
 def restrict(condition: Condition, sites: tuple[str, ...]) -> Rounding:
@@ -105,13 +103,10 @@ def finish_layer(
     condition: Condition,
     scale: float,
     query_block: int,
-    offset_H: Any = None,
 ) -> jax.Array:
-    """Return the layer's output [S, T, M] from its input and its q, k, v. offset_H: float [H], added to the logits of
-    column 0.
-    """
+    """Return the layer's output [S, T, M] from its input and its q, k, v."""
     at_once = None if query_block >= x_STM.shape[1] else query_block
-    return _finish(layer, x_STM, *qkv, documents_T, offset_H, restrict(condition, REST), scale, at_once)
+    return _finish(layer, x_STM, *qkv, documents_T, restrict(condition, REST), scale, at_once)
 
 
 @partial(jax.jit, static_argnames=("rounding", "scale", "query_block"))
@@ -122,18 +117,14 @@ def _finish(
     k_STKD: jax.Array,
     v_STKD: jax.Array,
     documents_T: jax.Array,
-    offset_H: Any,
     rounding: Rounding,
     scale: float,
     query_block: int | None,
 ) -> jax.Array:
     """Return the layer's output, from q, k, v: `jaxref.model.Layer` behind the rotation."""
-    D = q_STHD.shape[-1]
-    if offset_H is not None:
-        q_STHD, k_STKD, v_STKD = add_offset(q_STHD, k_STKD, v_STKD, offset_H, scale)
     documents_ST = jnp.broadcast_to(documents_T, (len(q_STHD), len(documents_T)))
     attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, query_block)
-    return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD[..., :D], rounding), rounding)[0]
+    return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD, rounding), rounding)[0]
 
 
 def compare_layer(
@@ -142,21 +133,16 @@ def compare_layer(
     index_P2: np.ndarray,
     scale: float,
     query_block: int,
-    signed: bool = False,
 ) -> LayerSums:
-    """Return the sums of each pair in one layer. index_P2: the places of a and b among all runs of the sides.
-
-    signed: whether the logits' difference a - b is summed with its sign too, by head and column.
-    """
+    """Return the sums of each pair in one layer. index_P2: the places of a and b among all runs of the sides."""
     queries, keys = tuple(side.q for side in sides), tuple(side.k for side in sides)
     roundings = tuple(restrict(side.condition, SOFTMAX) for side in sides)
-    sums, row_PT = _sums(queries, keys, documents_T, index_P2, roundings, scale, query_block, signed)
+    sums, row_PT = _sums(queries, keys, documents_T, index_P2, roundings, scale, query_block)
     return LayerSums(
         column_PT=np.asarray(sums.column_PT),
         logit_PT=np.asarray(sums.logit_PT),
         row_PT=np.asarray(row_PT),
         mass_PT=np.asarray(sums.mass_RT)[index_P2[:, 0]],
-        signed_PHT=np.asarray(sums.signed_PHT) if signed else None,
     )
 
 
@@ -176,7 +162,7 @@ def probabilities(
     return rounding.round("probs", exponentials / total[..., None]), logits
 
 
-@partial(jax.jit, static_argnames=("roundings", "scale", "query_block", "signed"))
+@partial(jax.jit, static_argnames=("roundings", "scale", "query_block"))
 def _sums(
     queries: tuple[jax.Array, ...],
     keys: tuple[jax.Array, ...],
@@ -185,7 +171,6 @@ def _sums(
     roundings: tuple[Rounding, ...],
     scale: float,
     query_block: int,
-    signed: bool,
 ) -> tuple[_BlockSums, jax.Array]:
     """Return all but the sums of rows, and these, [P, T]."""
     T, query_block = len(documents_T), min(query_block, len(documents_T))
@@ -218,19 +203,16 @@ def _sums(
 
         def one_pair(ends: jax.Array) -> tuple[jax.Array, ...]:
             d_HQT = jnp.abs(probs_RHQT[ends[0]] - probs_RHQT[ends[1]])
-            signed_HQT = logits_RHQT[ends[0]] - logits_RHQT[ends[1]]
-            signed_HT = signed_HQT.sum(1)[:, : T if signed else 0]
-            return d_HQT.sum(1).sum(0), jnp.abs(signed_HQT).sum((0, 1)), d_HQT.sum((0, 2)), signed_HT
+            d_logit_HQT = jnp.abs(logits_RHQT[ends[0]] - logits_RHQT[ends[1]])
+            return d_HQT.sum(1).sum(0), d_logit_HQT.sum((0, 1)), d_HQT.sum((0, 2))
 
-        column, logit, row, with_sign = lax.map(one_pair, index_P2)
-        mass = probs_RHQT.sum((1, 2))
-        sums = _BlockSums(column, logit, mass, with_sign)
+        column, logit, row = lax.map(one_pair, index_P2)
+        sums = _BlockSums(column, logit, probs_RHQT.sum((1, 2)))
         added = jax.tree.map(lambda before, now: before + now.astype(jnp.float64), carry, sums)
         return added, row.astype(jnp.float64)
 
-    P, R, H = len(index_P2), sum(len(q) for q in queries), queries[0].shape[2]
-    shapes = ((P, T), (P, T), (R, T), (P, H, T if signed else 0))
-    nothing = _BlockSums(*(jnp.zeros(shape) for shape in shapes))
+    P, R = len(index_P2), sum(len(q) for q in queries)
+    nothing = _BlockSums(jnp.zeros((P, T)), jnp.zeros((P, T)), jnp.zeros((R, T)))
     index_nQ = jnp.arange(blocks * query_block).reshape(blocks, query_block)
     q_blocks = tuple(split(q, k.shape[2]) for q, k in zip(queries, keys, strict=True))
     sums, row_nPQ = lax.scan(one_block, nothing, (index_nQ, q_blocks))

@@ -1,13 +1,13 @@
 """The experiments of a study: each is a section of its configuration, asks for cells and makes records of them.
 
 `shifts` compares pairs of shifts, lengths, positions and rotary pairs; `scores` puts one condition on every scale;
-`outcomes` looks at the outputs alone; `bias` at the sign of errors.
+`outcomes` looks at the outputs alone.
 """
 
 from collections.abc import Sequence
 
 from ropestudy.cells import Question
-from ropestudy.experiments import bias, outcomes, scores, shifts
+from ropestudy.experiments import outcomes, scores, shifts
 from ropestudy.spec import StudyConfig
 
 
@@ -21,7 +21,6 @@ def make_questions(config: StudyConfig, wavelengths: Sequence[float]) -> dict[st
         "controls": lambda section: scores.controls(section, config.seed),
         "masks": scores.masks,
         "setups": outcomes.setups,
-        "bias": bias.bias,
         "dose": outcomes.doses,
         "sites": outcomes.sites,
         "frequency": lambda section: shifts.frequency(section, tuple(wavelengths)),

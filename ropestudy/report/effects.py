@@ -81,15 +81,3 @@ def exponent_of(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Ef
     x = np.log(np.asarray(sizes, np.float64))
     centred = x - x.mean()
     return mean_of((centred @ np.log(np.asarray(values, np.float64)) / (centred**2).sum()).tolist())
-
-
-def common_share(gram: Sequence[Sequence[float]]) -> float:
-    """Return which part of the mean square of vectors, one a text, is the same in all: 0 of noise, 1 of a constant.
-
-    gram: mean products of every two of them. Only products of two different texts are free of each one's own noise.
-    """
-    products = np.asarray(gram, np.float64)
-    texts, own = len(products), float(np.trace(products)) / len(products)
-    if texts < 2 or own == 0:
-        return math.nan
-    return float(products.sum() - np.trace(products)) / (texts * (texts - 1)) / own

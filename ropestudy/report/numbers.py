@@ -13,7 +13,6 @@ import numpy as np
 from anchorline.errors import UserError
 from ropestudy.report.effects import (
     Effect,
-    common_share,
     difference_of,
     exponent_of,
     fold_of,
@@ -24,7 +23,6 @@ from ropestudy.report.effects import (
 from ropestudy.schema import (
     ByFrequency,
     ByLength,
-    EmulationCheck,
     MaskPair,
     Outcome,
     PerToken,
@@ -32,7 +30,6 @@ from ropestudy.schema import (
     Results,
     Score,
     ShiftPairs,
-    SignedBias,
 )
 
 MARKER = re.compile(r"<!--n:(?P<key>[^ >]+)-->.*?<!--/n-->", re.DOTALL)
@@ -294,16 +291,6 @@ def _rest(results: Results) -> Numbers:
         most = max(one.groups, key=lambda group: group.shift.row.mean)
         found["frequency.largest"] = _percent([mean_of((np.array(most.shift.row.values) / sums).tolist())])
         found["frequency.groups"] = str(len(one.groups))
-    checks = _of(results, EmulationCheck)
-    if checks:
-        found["emulation.ratio"] = _between([ratio for one in checks for ratio in one.ratio])
-        found["emulation.shift"] = _between([x for one in checks for x in (one.shift_ratio, one.d_ratio)])
-    for one in _of(results, SignedBias):
-        if one.condition == EAGER and one.mask == "full" and one.gap and one.alone:
-            found["bias.common"] = f"{100 * common_share(one.first):.0f}%"
-            found["bias.others"] = f"{100 * common_share(one.others):.0f}%"
-            if one.alone.nll_p and one.alone.nll_q:
-                found["bias.loss"] = difference_of(one.alone.nll_q.values, one.alone.nll_p.values).written()
     found["seconds"] = f"{results.seconds / 3600:.1f}" if results.seconds > 7200 else f"{results.seconds / 60:.0f}"
     return found
 

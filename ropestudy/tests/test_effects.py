@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from ropestudy.report.effects import (
-    common_share,
     difference_of,
     exponent_of,
     fold_of,
@@ -45,13 +44,6 @@ def test_an_exponent_is_fitted_to_each_text():
     sizes, texts = [64, 128, 256, 1024], RANDOM.lognormal(size=5)
     found = exponent_of(sizes, [[t**0.17 * x for x in texts] for t in sizes])
     assert (found.low, found.value, found.high) == pytest.approx((0.17, 0.17, 0.17))
-
-
-def test_what_is_common_to_all_texts():
-    """A constant with noise of its size: half; noise alone: nothing, whatever the number of texts."""
-    constant, noise = RANDOM.normal(size=2000), RANDOM.normal(size=(8, 2000))
-    for vectors, share in ((constant + noise, 0.5), (noise, 0.0), (constant + 0 * noise, 1.0)):
-        assert common_share((vectors @ vectors.T / 2000).tolist()) == pytest.approx(share, abs=0.05)
 
 
 def test_one_text_settles_nothing():

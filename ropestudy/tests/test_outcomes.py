@@ -1,4 +1,4 @@
-"""Outputs of rows together against rows alone, signed errors against a twin in loops, fp8 by head, copied keys."""
+"""Outputs of rows together against rows alone, fp8 by head, copied keys."""
 
 import json
 
@@ -14,12 +14,11 @@ from jaxref.tests.decoders import tiny
 from ropestudy.cells import Bench
 from ropestudy.compute.conditions import DOSES, EXACT, condition, dose
 from ropestudy.compute.engine import Row, Stream, compare, divergences_of_rows, final_hidden
-from ropestudy.compute.methods import add_offset, round_per_head
+from ropestudy.compute.methods import round_per_head
 from ropestudy.compute.pieces import restrict
-from ropestudy.experiments.bias import BiasCell, bias
 from ropestudy.experiments.outcomes import OutcomeCell, RowsOfText, doses
 from ropestudy.models import Pretrained
-from ropestudy.spec import BiasCase, BiasConfig, DoseConfig, Placement, StudyConfig
+from ropestudy.spec import DoseConfig, MasksConfig, Placement, StudyConfig
 from ropestudy.text import NO_TARGET, Pool, copy_row, packed_row, row
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -32,7 +31,7 @@ POOL = Pool(["a", "b", "c"], [RANDOM.permutation(np.arange(2, 29))[:TOKENS] for 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     decoder = tiny("llama", num_hidden_layers=2)
-    config = StudyConfig(title="by hand", bias=BiasConfig(tokens=TOKENS, documents=2), block=TOKENS)
+    config = StudyConfig(title="by hand", masks=MasksConfig(tokens=TOKENS, documents=2), block=TOKENS)
     return Bench(config, Pretrained({}, decoder.config, decoder, Tokenizer(models.WordLevel({})), BOS, "0"), POOL)
 
 
@@ -98,59 +97,6 @@ def test_of_a_row_cut_in_two_the_queries_that_see_far_keys_count(bench, task):
         assert one.kl == pytest.approx(kl_ST[number, half:].mean(), rel=1e-6)
         told = [(t, target) for t, target in enumerate(rows.targets[number]) if target >= 0]
         assert one.nll_p == pytest.approx(-np.mean([p_STV[number, t, target] for t, target in told]), rel=1e-9)
-
-
-def test_signed_errors_against_a_twin(bench):
-    """First layer, column 0 and another: q k^T in float64 of the condition's q and k less that of the exact ones."""
-    decoder, own = bench.decoder("pretrained"), condition("hf_eager_bf16")
-    cell = BiasCell(BiasCase(condition="hf_eager_bf16", start=30), TOKENS, ROWS, 2, (0, 3))
-    samples = bench.run(cell).samples
-    heads = decoder.config.num_attention_heads
-    for number in range(ROWS):
-        one = row(POOL, number, TOKENS, BOS, "first")
-        logits = []
-        for rounding in (own.rounding, EXACT.rounding):
-            x = decoder.embed_tokens(jnp.asarray(one.ids)[None], rounding)
-            _, taps = decoder(one.ids[None], one.positions[None] + 30, one.documents[None], rounding, taps=True)
-            q, k = (np.asarray(taps[f"layers.0.{name}"], np.float64)[0] for name in ("q_rope", "k_rope"))
-            del x
-            k = np.repeat(k, heads // k.shape[1], axis=1)
-            exact = np.einsum("qhd,khd->hqk", q, k)
-            if rounding.qk:
-                exact = exact.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
-            scaled = exact * decoder.config.head_dim**-0.5
-            logits.append(scaled.astype(ml_dtypes.bfloat16).astype(np.float64) if rounding.qk else scaled)
-        for column in (0, 3):
-            twin = (logits[0] - logits[1])[:, column:, column].mean(-1)
-            found = np.array(samples[str(number)].signed[column])[:heads]
-            np.testing.assert_allclose(found, twin, atol=np.abs(logits[1]).max() * 2.0**-8 / TOKENS)
-            assert np.abs(found).max() > 0
-
-
-def test_a_bias_record_and_what_the_bias_alone_does(bench):
-    section = BiasConfig(
-        tokens=TOKENS, sequences=ROWS, documents=2, columns=2,
-        cases=[BiasCase(condition="hf_eager_bf16", gap=50, loss=True), BiasCase(condition="flash_bf16", mask="anchor")],
-    )  # fmt: skip
-    records = records_of(bench, bias(section))
-    whole, packed = records
-    assert np.linalg.eigvalsh(np.array(whole.first)).min() >= -1e-12 * np.trace(whole.first)
-    assert whole.columns == [2, 4]
-    assert 0 < whole.alone.kl.mean < whole.whole.kl.mean
-    assert packed.alone is None
-    assert packed.mask == "anchor"
-
-
-def test_an_offset_moves_the_logits_of_column_0_alone():
-    q, k, v = (jnp.asarray(RANDOM.normal(size=(2, 5, heads, 4))) for heads in (4, 2, 2))
-    wide_q, wide_k, wide_v = add_offset(q, k, v, jnp.arange(4.0), 0.5)
-    moved = np.einsum("sqhd,skhd->shqk", wide_q, np.repeat(wide_k, 2, 2)) * 0.5
-    still = np.einsum("sqhd,skhd->shqk", q, np.repeat(k, 2, 2)) * 0.5
-    expected = np.zeros_like(still)
-    expected[..., 0] = np.arange(4.0)[:, None]
-    np.testing.assert_allclose(moved - still, expected, atol=1e-12)
-    np.testing.assert_array_equal(wide_v[..., :4], v)
-    assert not wide_v[..., 4].any()
 
 
 def test_fp8_with_a_scale_a_head():

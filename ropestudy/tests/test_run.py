@@ -86,7 +86,7 @@ def test_every_record_is_there_and_reads_back(finished):
     assert read_results(out / "results.json") == results
     assert {one.kind for one in results.records} == {
         *("shift_pairs", "per_token", "by_length", "score", "by_frequency", "mask_pair"),
-        *("outcome", "signed_bias"),
+        "outcome",
     }
     assert {one.group for one in of(results, "score")} == {*("baseline", "on_alone", "remedy", "control", "mask")}
     local = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="local")[0]
@@ -187,7 +187,7 @@ def test_a_study_of_other_sections_has_the_same_cells_where_its_texts_are_the_sa
 
 
 OTHERS = (
-    *("setups", "bias", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "masks"),
+    *("setups", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "masks"),
     "frequency",
 )
 ONE_LENGTH = [*(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]", f"lengths.contestants=[{HALF}]"]
@@ -224,7 +224,10 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
         (["shift_pairs.d2=3000000000"], "shift_pairs.d2: 3000000000: give 16777216 or less"),
         (["remedies.positions=[{d1: 16777210}]"], "remedies: its shifts and gaps put a row's end at 16777222"),
         (["setups.conditions=[bf17]"], "setups.conditions.0: 'bf17' is not a condition; choose from exact"),
-        (["bias.documents=5"], "bias.documents: 5 documents of unequal lengths need 16 tokens, and bias.tokens is 12"),
+        (
+            ["masks.documents=5"],
+            "masks.documents: 5 documents of unequal lengths need 16 tokens, and masks.tokens is 12",
+        ),
         (["shift_pairs.toknes=3"], "shift_pairs.toknes: unknown key; did you mean shift_pairs.tokens?"),
         (["text.tokens=11"], "text.tokens 11: the longest row has 12; give 12 or more, or leave it out"),
         ([f"{name}=off" for name in (*OTHERS, "lengths")], "no experiment; give one of setups"),
