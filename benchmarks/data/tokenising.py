@@ -18,23 +18,22 @@ KINDS = ("cut", "whole")
 def prepare(folder: Path, kind: str) -> Work:
     """Our worker: what `torchtrain prepare` runs for a task, in this process."""
     from torchtrain.config import DataConfig, Source
-    from torchtrain.data import blocks
     from torchtrain.data.corpus import Task, list_parts
     from torchtrain.data.store import TokenStore
+    from torchtrain.data.tasks import SHARDS, MakeShard
 
     tokenizer, _ = inputs.tokenizer(folder)
     source = Source(files=str(inputs.corpus(folder, kind)))
     tasks = [Task(0, tuple(list_parts(source)))]
     out = _empty(folder / "ours")
-    read = blocks.ReadRecords([source], tasks)
-    write = blocks.WriteShard(out, DataConfig(sources=[source]), tasks, tokenizer, one_thread=True)
-    assert write.tokeniser  # made once a process, as the others' tokenizers
+    make = MakeShard(out, DataConfig(sources=[source]), tasks, tokenizer, one_thread=True)
+    assert make.tokeniser  # made once a process, as the others' tokenizers
 
     def check(_: Any) -> dict[str, Any]:
-        store = TokenStore.open(out / "00000")
+        store = TokenStore.open(out / SHARDS / "00000")
         return {"digest": store.header.sha256, "tokens": store.token_count}
 
-    return Work(lambda: write.run(read.run(None)), check)
+    return Work(make, check)
 
 
 def tokenizers(folder: Path, kind: str) -> Work:

@@ -4,7 +4,7 @@ Every value stands in one place. A key the schema does not know is an error that
 twice is an error too. `load_config` is the only way in, for the command line and for Python.
 """
 
-from torchtrain.config.data import DataConfig, MixtureConfig, Source
+from torchtrain.config.data import DataConfig, FilterConfig, MixtureConfig, Source
 from torchtrain.config.distributed import LEAST_STAGE, DistributedConfig
 from torchtrain.config.load import EXAMPLE, Config, dump_config, fill_empty_sections, load_config, load_preparation
 from torchtrain.config.model import LoraSettings, ModelConfig, Recomputation
@@ -27,6 +27,7 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "EvaluationConfig",
+    "FilterConfig",
     "HeldOutConfig",
     "LogConfig",
     "LoraSettings",

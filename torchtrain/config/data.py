@@ -1,10 +1,20 @@
 """The documents: sources, what of them is chosen, and how they become tokens."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from torchtrain.config.section import Count, Name, PathText, PositiveShare, Section, Share
+
+
+class FilterConfig(Section):
+    """A block of datatrove between reader and tokenizer: it drops documents or changes their text."""
+
+    name: Name = Field(
+        description="class of datatrove.pipeline.filters or .formatters, SampleShort (documents of fewer than "
+        "`characters` are kept at the odds `share`), or package.module.Class"
+    )
+    options: dict[Name, Any] = Field(default={}, description="what the class is made with")
 
 
 class Source(Section):
@@ -42,6 +52,10 @@ class Source(Section):
         default=None, description="share of the records of what is read that is kept, each drawn by sample_seed"
     )
     sample_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of sample_files and sample")
+
+    filters: list[FilterConfig] = Field(
+        default=[], max_length=100, description="blocks that drop or change documents, one after another"
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -2,9 +2,10 @@
 
 from torchtrain.data.dataset import PackedRows, anchor_ids, check_store, check_tokenizer, collate, pad_id, tag_ids
 from torchtrain.data.packing import PackPlan, Span
-from torchtrain.data.prepare import fingerprint, identity, prepare, prepare_store, tokenizer_identity
+from torchtrain.data.prepare import fingerprint, identity, prepare, tokenizer_identity
 from torchtrain.data.selection import Split, split_documents
 from torchtrain.data.store import DomainSummary, TokenStore
+from torchtrain.data.tasks import prepare_store
 from torchtrain.data.writer import PreparationProgress
 
 __all__ = [

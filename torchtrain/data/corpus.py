@@ -1,14 +1,16 @@
-"""Sources in, records out: {text, domain} one at a time; what cannot be read is named, counted and passed over.
+"""Sources in, records out, one at a time: documents with their domain, bad records with the reason, filtered records.
 
 A source has parts: its files, or the shards of a data set. A task of `torchtrain prepare` reads some of them. Tasks
-depend on the config and on what the sources hold, never on who does the work, so neither tokens nor their order do.
+depend on the config and on what the sources hold, never on who does the work. So tokens and their order do not either.
 """
 
 import hashlib
+import importlib
 import json
 import re
+import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from anchorline import corpora
+from anchorline.errors import UserError, quoted, quoted_reason
 from torchtrain.config import Source
 from torchtrain.data.files import (
     KINDS,
@@ -29,12 +32,12 @@ from torchtrain.data.files import (
 )
 from torchtrain.data.packing import SAMPLE, SAMPLE_FILES, random_stream
 
-FAILURES = "failures"  # in the folder of a preparation: a file for each task that failed, with the reason
 # Bytes of source files that a task reads, at least one file. Each task leaves a shard.
 TASK_BYTES = 2**28
 _SHARDS_OF_A_DATASET = 16  # that a task reads: their sizes are not known before
 _MOST_KEYS = 8  # of a bad record that are named
 _DRAWS = 1024  # at one time
+_BLOCKS = ("datatrove.pipeline.filters", "datatrove.pipeline.formatters")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,14 @@ class BadRecord:
     def __str__(self) -> str:
         line = f"{self.where}: {self.reason}"
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+@dataclass(frozen=True)
+class FilteredRecord:
+    """A record that a filter of its source left out."""
+
+
+Record = Document | BadRecord | FilteredRecord
 
 
 @dataclass(frozen=True)
@@ -114,11 +125,11 @@ def digest_of(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def read(source: Source, part: SourcePart | None = None) -> Iterator[Document | BadRecord]:
-    """Yield the records of a source in an order that never changes, bad ones in their place.
+def read(source: Source, part: SourcePart | None = None) -> Iterator[Record]:
+    """Yield the records of a source in an order that never changes.
 
     A record is bad if it cannot be parsed, or if its text or domain is missing, no string, blank or not Unicode.
-    `source.max_documents` counts good records.
+    `source.max_documents` counts documents.
 
     Args:
         source: which.
@@ -126,12 +137,13 @@ def read(source: Source, part: SourcePart | None = None) -> Iterator[Document | 
 
     Raises:
         UserError: no file matches, a file has another suffix, lacks the text column or breaks off, the data set cannot
-            be loaded, or a package is missing.
+            be loaded, a filter is unknown or fails, or a package is missing.
     """
     if part is not None:
         yield from _read_part(source, part)
         return
-    sampled = source.sample is not None or source.sample_files is not None
+    # What draws or filters begins anew in each part, so that it does the same whoever reads which part.
+    sampled = source.sample is not None or source.sample_files is not None or source.filters
     if source.demo is not None or (source.dataset is not None and not sampled):
         records = _read_part(source, None)
     else:
@@ -193,7 +205,7 @@ def source_name(source: Source) -> str:
     return "files"
 
 
-def _read_part(source: Source, part: SourcePart | None) -> Iterator[Document | BadRecord]:
+def _read_part(source: Source, part: SourcePart | None) -> Iterator[Record]:
     """Yield the records of a part; None: of the whole demo or data set."""
     number, text_field = part.number if part else 0, source.text_field
     if source.demo is not None:
@@ -205,12 +217,17 @@ def _read_part(source: Source, part: SourcePart | None) -> Iterator[Document | B
         assert part is not None
         named = {"text_field": source.text_field, "domain_field": source.domain_field}
         fields = {setting: name for setting, name in named.items() if name is not None}
-        found = items(part.place, fields) if source.texts is None else (text_item(one) for one in (part.place,))
+        if source.texts is None:
+            found = items(part.place, fields, everything=bool(source.filters))
+        else:
+            found = (text_item(one) for one in (part.place,))
     if source.sample is not None:
         found = _sample(found, source.sample, random_stream(source.sample_seed, SAMPLE, number))
     rename, name = source.rename or {}, source_name(source)
+    filters = make_filters(source)
     for where, item in found:
-        yield _record(where, item, text_field, source.domain_field, rename.get(name, name), rename)
+        record = _record(where, item, text_field, source.domain_field, rename.get(name, name), rename)
+        yield _filter(record, item, filters) if filters and isinstance(record, Document) else record
 
 
 def _sample(found: Iterator[tuple[str, Any]], share: float, random: np.random.Generator) -> Iterator[tuple[str, Any]]:
@@ -221,6 +238,73 @@ def _sample(found: Iterator[tuple[str, Any]], share: float, random: np.random.Ge
             draws = random.random(_DRAWS).tolist()
         if draws.pop() < share:
             yield item
+
+
+def make_filters(source: Source) -> list[Any]:
+    """Return new blocks of `source.filters`.
+
+    Raises:
+        UserError: there is no such block, it does not take the options, or its package is missing.
+    """
+    blocks = []
+    for setting in source.filters:
+        said = f"data.sources: filter {quoted(setting.name)}"
+        module, _, name = setting.name.rpartition(".")
+        try:
+            if not module:
+                places = [sys.modules[__name__], *map(importlib.import_module, _BLOCKS)]
+                kind = next(vars(place)[name] for place in places if name in vars(place))
+            else:
+                kind = getattr(importlib.import_module(module), name)
+            blocks.append(kind(**setting.options))
+        except StopIteration:
+            raise UserError(f"{said}: is none of {' or '.join(_BLOCKS)}; give package.module.Class") from None
+        except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
+            raise UserError(f"{said}: cannot be made: {quoted_reason(error)}; correct its name or options") from None
+    return blocks
+
+
+def _filter(record: Document, item: dict[str, Any], blocks: Sequence[Any]) -> Document | FilteredRecord:
+    """Pass a document through blocks, one after another, as datatrove does; its other fields are its metadata."""
+    from datatrove.data import Document as PipelineDocument
+
+    fields = {name: value for name, value in item.items() if value is not record.text}
+    passed = [PipelineDocument(text=record.text, id=record.where, metadata=fields)]
+    for block in blocks:
+        try:
+            passed = list(block.run(iter(passed)))
+        except Exception as error:  # whatever a block may raise of a document that it was not made for
+            raise UserError(
+                f"data.sources: filter {type(block).__name__} fails at {quoted(record.where)}: "
+                f"{type(error).__name__}: {quoted_reason(error)}; correct or remove it"
+            ) from None
+    if not passed or not passed[0].text.strip():
+        return FilteredRecord()
+    return Document(passed[0].text, record.domain, record.where)
+
+
+class SampleShort:
+    """A filter that keeps every long document and a share of the short ones, as the code of arXiv 2402.10171 does.
+
+    Args:
+        characters: from which on a document is long.
+        share: of the short documents, drawn by their text. So copies are kept or left out together.
+        seed: draws another share.
+    """
+
+    def __init__(self, characters: int, share: float, seed: int = 0) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError(f"share {share} is not within 0 and 1")
+        self._characters, self._share, self._key = characters, share, f"{seed}:".encode()
+
+    def run(self, data: Iterable[Any], rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        """Yield the documents that are kept."""
+        for document in data:
+            if len(document.text) >= self._characters or self._draw(document.text) < self._share:
+                yield document
+
+    def _draw(self, text: str) -> float:
+        return int.from_bytes(hashlib.blake2b(self._key + text.encode(), digest_size=8).digest()) / 2**64
 
 
 def _record(
@@ -248,6 +332,8 @@ def _string(item: Any, field: str, setting: str) -> str:
         value = item
         for key in field.split("."):
             value = value.get(key) if isinstance(value, dict) else None
+    if value is None and field in item:
+        raise BadItemError(f"{field!r} is null")
     if value is None:
         keys = [f"{key:.40}" for key in item][:_MOST_KEYS] + ["..."] * (len(item) > _MOST_KEYS)
         raise BadItemError(f"has no {field!r} (it has {', '.join(keys) or 'nothing'}; see {setting})")

@@ -165,17 +165,18 @@ def _not_a_file(place: str, pattern: str, kinds: tuple[str, ...]) -> UserError:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def items(place: str, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
+def items(place: str, fields: dict[str, str], everything: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield (place, item) of each record of a file in its order; the item is a `BadItemError` where it cannot be read.
 
     Args:
         place: a path or URL that `list_files` returned.
-        fields: setting -> the field that it names, such as {"text_field": "text"}; of Parquet no other column is read.
+        fields: setting -> the field that it names, such as {"text_field": "text"}.
+        everything: of Parquet, read the other columns, too.
 
     Raises:
         UserError: the file breaks off, or lacks a column.
     """
-    return _parquet_items(place, fields) if _ends(place, ".parquet") else _jsonl_items(place)
+    return _parquet_items(place, fields, everything) if _ends(place, ".parquet") else _jsonl_items(place)
 
 
 def text_item(place: str) -> tuple[str, Any]:
@@ -225,7 +226,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
         yield None
 
 
-def _parquet_items(place: str, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
+def _parquet_items(place: str, fields: dict[str, str], everything: bool) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet as parquet
 
     number = 0
@@ -235,7 +236,7 @@ def _parquet_items(place: str, fields: dict[str, str]) -> Iterator[tuple[str, An
         parquet.ParquetFile(raw if is_url(place) else place) as file,
     ):
         wanted = {name for field in fields.values() for name in (field, field.split(".")[0])}
-        columns = [name for name in file.schema_arrow.names if name in wanted]
+        columns = [name for name in file.schema_arrow.names if everything or name in wanted]
         for setting, field in fields.items():
             if not {field, field.split(".")[0]} & set(columns):
                 known = one_line(", ".join(file.schema_arrow.names[:20]))

@@ -15,7 +15,7 @@ import numpy as np
 
 from anchorline.files import FileEntry, sync, write_file
 from torchtrain.config import DataConfig, MixtureConfig, Source
-from torchtrain.data.corpus import BadRecord, Document, source_name
+from torchtrain.data.corpus import BadRecord, Document, FilteredRecord, Record, source_name
 from torchtrain.data.encode import BATCH_CHARACTERS, Encoder
 from torchtrain.data.selection import BUCKETS, Signer, firsts_of, groups_of, repeats_of
 from torchtrain.data.store import (
@@ -78,7 +78,7 @@ class Tokeniser:
     def add(
         self,
         source: Source,
-        records: Iterable[Document | BadRecord],
+        records: Iterable[Record],
         writer: "StoreWriter",
         report: Callable[[PreparationProgress], None] = lambda progress: None,
     ) -> SourceCount:
@@ -101,6 +101,8 @@ class Tokeniser:
         report_batch()
         for record in records:
             number += 1
+            if isinstance(record, FilteredRecord):
+                continue
             if isinstance(record, Document) and self._encoder.too_long(record.text):
                 reason = f"{len(record.text):,} characters without a place to cut"
                 record = BadRecord(record.where, reason, record.domain)

@@ -22,9 +22,9 @@ from anchorline.page.figures import SERIES
 from torchtrain import data
 from torchtrain.config import ModelConfig, Preparation
 from torchtrain.data import TokenStore
-from torchtrain.data.prepare import Submitted
 from torchtrain.data.statistics import ROW_LENGTHS, Histogram, RowStatistics, StoreStatistics, statistics_of
 from torchtrain.data.store import HEADER
+from torchtrain.data.tasks import Submitted
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
 from torchtrain.planning.flops import FlopCounter
 from torchtrain.planning.memory import Shapes

@@ -11,8 +11,8 @@ import pytest
 
 from anchorline.errors import UserError
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig
-from torchtrain.data import TokenStore, prepare_store
-from torchtrain.data.corpus import BadRecord, Document, list_parts, read, source_name
+from torchtrain.data import TokenStore, prepare, prepare_store
+from torchtrain.data.corpus import BadRecord, Document, FilteredRecord, list_parts, read, source_name
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 
 
@@ -69,7 +69,7 @@ def test_bad_lines_are_named_by_file_and_line_and_the_rest_goes_on(tmp_path):
         8: "is not UTF-8",
         9: "'text' is not valid Unicode",
         10: "is not JSON: ",
-        11: "has no 'text'",
+        11: "'text' is null",
         12: r"has no 'text' (it has \ud800, a\nb\x1b[31m; see text_field)",
         13: "has no 'text' (it has k0, k1, k2, k3, k4, k5, k6, k7, ...; see text_field)",
     }
@@ -199,3 +199,87 @@ def test_bad_records_of_every_kind_are_named_and_counted_in_every_task(tmp_path,
         f"{tmp_path}/{number}.jsonl:{line}" for number in range(2) for line in range(2, 12)
     ]
     assert store.header.summaries[0].bad_records == 20
+
+
+FILTERS = [
+    {"name": "RegexFilter", "options": {"regex_exp": "w7 "}},
+    {"name": "SamplerFilter", "options": {"rate": 0.5, "seed": 3}},
+    {"name": "torchtrain.tests.test_corpus.Shout"},
+]
+
+
+class Shout:
+    """A block that reads another field and changes the text, and leaves nothing of some."""
+
+    def run(self, data, rank=0, world_size=1):
+        for document in data:
+            document.text = document.text.upper().replace("W8 W8", " ") + document.metadata["mark"]
+            yield document
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_blocks_of_datatrove_drop_and_change_documents_alike_whoever_reads(tmp_path, monkeypatch, kind):
+    for number in range(4):
+        records = [{"text": f"w{i % 9} w{i % 9}", "mark": "" if i % 9 == 8 else f" {number}"} for i in range(30)]
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(records), tmp_path / f"{number}.parquet")
+        else:
+            write_jsonl(tmp_path / f"{number}.jsonl", [*records, {"text": None}])
+    source = Source.model_validate({"files": f"{tmp_path}/*.{kind}", "filters": FILTERS})
+    found = list(read(source))
+    assert [record for part in list_parts(source) for record in read(source, part)] == found
+    kinds = [type(record) for record in found]
+    assert kinds.count(BadRecord) == 4 * (kind == "jsonl")
+    kept = [record.text for record in found if isinstance(record, Document)]
+    assert 20 < len(kept) < 80
+    assert {text[:2] for text in kept} <= {f"W{i}" for i in range(7)}
+    assert {text[-1] for text in kept} == set("0123")
+    assert kinds.count(FilteredRecord) == 4 * 30 - len(kept)
+    monkeypatch.setattr("torchtrain.data.corpus.TASK_BYTES", 1)
+    data = DataConfig(sources=[source], cache=f"{tmp_path}/cache", bad_record_share=0.1)
+    preparation = Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=PrepareConfig(workers=1))
+    store, alone = prepare_store(preparation, word_tokenizer(), tmp_path / "out"), prepare(data, word_tokenizer())
+    assert isinstance(store, TokenStore)
+    assert store.header.sources == alone.header.sources
+    assert store.header.sources[0].records == len(found)
+    assert np.array_equal(store.hashes, alone.hashes)
+    assert len(store) == len(kept)
+
+
+def test_short_documents_are_sampled_by_their_text(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * (1 if i % 2 else 20)} for i in range(400)] * 2)
+
+    def kept(share: float, seed: int = 0) -> list[str]:
+        options = {"characters": 40, "share": share, "seed": seed}
+        filters = [{"name": "SampleShort", "options": options}]
+        return texts(Source.model_validate({"files": str(path), "filters": filters}))
+
+    assert [len(kept(share)) for share in (0, 1)] == [400, 800]
+    some = kept(0.1)
+    assert some[: len(some) // 2] == some[len(some) // 2 :] != kept(0.1, 1)
+    assert abs(len(some) // 2 - 200 - 20) < 5 * (200 * 0.1 * 0.9) ** 0.5  # five standard deviations of the binomial
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "GopherFilter",
+            {},
+            r"filter 'GopherFilter': is none of datatrove\.pipeline\.filters or .*; give package\.mod",
+        ),
+        ("no.such.Block", {}, r"filter 'no\.such\.Block': cannot be made: No module named 'no'; correct its name or o"),
+        ("LambdaFilter", {"x": 1}, r"filter 'LambdaFilter': cannot be made: .*unexpected keyword argument 'x'"),
+        ("SampleShort", {"characters": 9, "share": 2}, r"cannot be made: share 2 is not within 0 and 1"),
+        (
+            "torchtrain.tests.test_corpus.Shout",
+            {},
+            r"filter Shout fails at '.*a\.jsonl:1': KeyError: 'mark'; correct or",
+        ),
+    ],
+)
+def test_a_filter_that_cannot_be_made_or_fails_is_one_line(tmp_path, name, options, message):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    source = Source.model_validate({"files": str(path), "filters": [{"name": name, "options": options}]})
+    with pytest.raises(UserError, match=message):
+        prepare(DataConfig(sources=[source], cache=str(tmp_path)), word_tokenizer())

@@ -23,7 +23,7 @@ from torchtrain.checkpoint.identity import check_identity
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig, load_config
 from torchtrain.data import TokenStore, identity, prepare, prepare_store
 from torchtrain.data.corpus import list_tasks
-from torchtrain.data.prepare import LOGS, PLAN, SHARDS, Submitted
+from torchtrain.data.tasks import LOGS, PLAN, SHARDS, MakeShard, Submitted
 from torchtrain.errors import TasksUnfinished
 from torchtrain.run.verify import read_training
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
@@ -134,7 +134,7 @@ def test_interrupted_it_goes_on_where_it_was(preparation, tmp_path):
 
 def test_a_worker_that_is_killed_is_noticed_and_its_task_done_again(preparation, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("torchtrain.data.blocks.ReadRecords", KilledOnce)
+        patch.setattr("torchtrain.data.tasks.MakeShard", KilledOnce)
         with pytest.raises(
             TasksUnfinished, match=r"a worker was killed .*: \d of 6 tasks are not done; the others are k"
         ):
@@ -198,20 +198,15 @@ def make(preparation: Preparation, out: Path, said: Any) -> None:
 
 def test_two_that_write_one_shard_leave_one(preparation, tmp_path):
     """As when Slurm runs a task again that it took for dead."""
-    from torchtrain.data.blocks import ReadRecords, WriteShard
-
     tasks = list_tasks(preparation.data.sources)
-    read = ReadRecords(preparation.data.sources, tasks)
-    write = WriteShard(tmp_path / SHARDS, preparation.data, tasks, word_tokenizer(), one_thread=False)
-    documents = read.run(rank=0)
-    first = next(documents)
-    write.run(ReadRecords(preparation.data.sources, tasks).run(rank=0), rank=0)  # the other is first
+    first = MakeShard(tmp_path, preparation.data, tasks, word_tokenizer(), one_thread=False)
 
-    def rest():
-        yield first
-        yield from documents
+    class Second(MakeShard):
+        def records(self, task):
+            first()  # which ends before this one
+            yield from super().records(task)
 
-    write._write(rest(), 0, tmp_path / SHARDS / "00000")
+    Second(tmp_path, preparation.data, tasks, word_tokenizer(), one_thread=False)()
     assert os.listdir(tmp_path / SHARDS) == ["00000"]
     TokenStore.open(tmp_path / SHARDS / "00000").verify()
 
@@ -486,8 +481,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tm
 
 
 def test_a_disk_that_does_not_even_take_the_reason(preparation, tmp_path, monkeypatch):
-    from torchtrain.data import blocks
-
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -495,7 +488,7 @@ def test_a_disk_that_does_not_even_take_the_reason(preparation, tmp_path, monkey
         path.touch()
         full()
 
-    monkeypatch.setattr(blocks.WriteShard, "_write", full)
+    monkeypatch.setattr(MakeShard, "_write", full)
     monkeypatch.setattr(Path, "write_text", write_nothing)
     with pytest.raises(UserError, match=r"out\.partial cannot be written: the disk is full: 6 of 6 tasks are not done"):
         prepare_store(preparation, word_tokenizer(), tmp_path / "out")
@@ -505,9 +498,7 @@ def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
     def limit(line: str) -> None:
         raise AssertionError(line)
 
-    from torchtrain.data import blocks
-
-    write = blocks.WriteShard._write
+    write = MakeShard._write
 
     def write_limited(*arguments: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
@@ -516,7 +507,7 @@ def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    blocks.WriteShard._write = write_limited
+    MakeShard._write = write_limited
     try:
         prepare_store(preparation, word_tokenizer(), out, limit)
         said.put("made")
