@@ -58,7 +58,7 @@ class PublishedTraining(Section):
         if self.dataset is None or not isinstance(sources, list) or len(sources) != 1:
             return False
         known = [sources[0].get(name) for name in ("dataset", "split", "subset", "max_documents")]
-        if known != [self.dataset, "train", None, None]:
+        if known != [self.dataset, "train", None, None] or sources[0].get("filters"):
             return False
         if self.shares is None or mixture is None:
             return self.shares is None and mixture is None

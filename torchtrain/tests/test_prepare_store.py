@@ -122,9 +122,8 @@ def test_interrupted_it_goes_on_where_it_was(preparation, tmp_path):
     work = out.with_name("out.partial")
     times = {path.name: path.stat().st_mtime_ns for path in (work / SHARDS).iterdir()}
     assert len(times) == 3
-    # What a killed worker leaves, a mark without a shard, and a shard that is cut off: none of them counts as done.
+    # What a killed worker leaves, and a shard that is cut off: neither counts as done.
     (work / SHARDS / "00004.host-1-aaaa.partial").mkdir()
-    (work / LOGS / "completions" / "00005").touch()
     (work / SHARDS / "00000" / "offsets.npy").write_bytes(b"")
     store = prepare_store(preparation, word_tokenizer(), out, lines.append)
     assert "going on  2 of 6 tasks are done" in lines
@@ -353,6 +352,8 @@ def test_slurms_task_makes_the_shard(preparation, tmp_path, monkeypatch):
         (binaries / name).write_text(f"#!/bin/sh\necho {answer}\n")
         (binaries / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+    (mark := tmp_path / "out.partial" / LOGS / "completions" / "00005").parent.mkdir(parents=True)
+    mark.touch()  # a mark of datatrove's without a shard, which does not count
     submitted = prepare_store(change(preparation, executor="slurm"), word_tokenizer(), tmp_path / "out")
     assert submitted == Submitted(FILES + 1)
     import dill
