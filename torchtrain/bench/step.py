@@ -31,6 +31,7 @@ from torchtrain.modeling.parts import check_config
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import open_config, resolve_source
 from torchtrain.planning.flops import FlopCounter
+from torchtrain.products import describe_products
 from torchtrain.training.step import make_micro_batches, take_step
 from torchtrain.training.strategy import Replicated
 
@@ -136,6 +137,8 @@ def measure_step(
     corpus = Corpus(config)
     say(f"loading {bench.model.source}")
     model = load_model(config, bench, corpus, clock)
+    if products := describe_products(model.dtype, clock.device):
+        say(f"products  {products}")
     counter, loops, missing = FlopCounter.of(model), dict[str, Ours | Plain](), dict[str, str]()
     for name in bench.loops:
         try:

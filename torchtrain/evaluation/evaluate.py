@@ -47,6 +47,7 @@ from torchtrain.evaluation.tasks.materials import CannotRunError, Materials
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.placement import check_can_spread, format_devices
 from torchtrain.modeling.source import open_config, open_tokenizer, resolve_source
+from torchtrain.products import describe_products
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -367,6 +368,9 @@ def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: 
     dtype = suite.dtype or ("float32" if config.dtype is None else str(config.dtype).removeprefix("torch."))
     engine = {"backend": "vllm", **suite.vllm} if suite.backend == "vllm" else {}
     settings = Settings(weights=weights_digest(Path(folder)), anchor=ids, dtype=dtype, engine=engine)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if suite.backend == "torch" and (products := describe_products(getattr(torch, dtype), device)):
+        say(f"products  {products}")
     return EvaluatedModel(checkpoint, tokenizer, settings, functools.partial(_load, folder, suite, dtype), folder)
 
 

@@ -1,6 +1,5 @@
 """A suite: which tasks are measured, on how many samples, made of what. YAML in, a strict schema out."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +12,6 @@ from anchorline.files import expand
 from torchtrain.config import MOST_TOKENS, Count, Name, PathText, Section, Source
 
 EXAMPLE = "samples=20"  # of an override, for messages
-SUITE = Path("configs/eval/ruler.yaml")  # the default of `--suite`, from the repository's folder
 
 # RULER's tasks as they are now, in RULER's order, and the tokens a model may generate for each.
 TASKS: dict[str, int] = {
@@ -153,8 +151,6 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
     Raises:
         UserError: as `anchorline.settings.load`; or a folder of data is named that does not exist.
     """
-    if not os.path.lexists(path) and Path(path) == SUITE:
-        raise UserError(f"--suite: the default {SUITE} is not here; go to the repository's folder, or name a suite")
     suite = settings.load(Suite, path, overrides, example=EXAMPLE)
     for name, folder in suite.data.items():
         if not expand(folder).is_dir():

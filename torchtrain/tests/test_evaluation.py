@@ -16,7 +16,7 @@ from torchtrain.evaluation import evaluate
 from torchtrain.evaluation.compare import compare
 from torchtrain.evaluation.evaluate import check_suite, check_tokenizer
 from torchtrain.evaluation.results import read_result, read_results
-from torchtrain.evaluation.suite import SUITE, Suite, load_suite
+from torchtrain.evaluation.suite import Suite, load_suite
 from torchtrain.evaluation.tasks.index import leaves
 from torchtrain.run.folder import RunFolder
 from torchtrain.tests.ruler_fixtures import few_nouns  # noqa: F401
@@ -72,9 +72,9 @@ def test_any_task_of_lm_eval_runs_by_name(call, tmp_path):
     assert (qasper.metric, qasper.cut_prompts) == ("score", 1)  # 2,500 tokens
     assert "has no test/anatomy_test.csv" in found["mmlu_anatomy"].not_run
     # Of short prompts the greatest length alone is measured.
-    assert call("--tasks", "hellaswag", "--lengths", "1024,1280").exit_code == 0
-    assert not (tmp_path / "out" / "model" / "hellaswag-1024.json").read_text().startswith("x")
-    assert (tmp_path / "out" / "model" / "hellaswag-1280.json").is_file()
+    again = call("--tasks", "hellaswag", "--lengths", "1024,1280", "dtype=bfloat16", "--out", tmp_path / "again")
+    assert (again.exit_code, "products  in " in again.output) == (0, True), "how bfloat16 is multiplied is said"
+    assert [path.name for path in (tmp_path / "again" / "model").glob("*.json")] == ["hellaswag-1280.json"]
 
 
 def test_longbench_e_is_scored_by_the_length_of_the_context_too(call, tmp_path):
@@ -152,8 +152,7 @@ def test_what_is_named_and_not_there_is_refused(call, tmp_path, monkeypatch):
         load_suite(ROOT / "configs" / "eval" / "short.yaml", ["data={mmlu: nope}"])
     assert "the package vllm is not installed: pip install vllm, or set backend: torch" in call("backend=vllm").stderr
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"--suite: the default configs/eval/ruler\.yaml is not here; go to the repos"):
-        load_suite(SUITE)
+    assert "niah_single_1" in load_suite("configs/eval/ruler.yaml").tasks, "the default suite comes with the package"
 
 
 def test_the_last_models_of_a_run_are_found_by_step(tmp_path):
