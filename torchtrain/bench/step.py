@@ -1,6 +1,6 @@
 """`torchtrain bench step`: whole training steps of one row, torchtrain's beside what people write instead.
 
-Losses are compared first: those of each token, before anything is learned, with the same weights in float32. Then the
+Losses are compared first: those of each token, before anything is learned, with the same weights in a wider dtype. Then the
 loops take turns, and with them a product of large matrices, whose speed is the ceiling that MFU is a share of.
 
 Legend: T tokens of a row · V vocabulary.
@@ -93,12 +93,13 @@ class Plain:
         return loss.item()
 
     def losses(self, row: Row) -> Tensor:
-        """Return the loss of each labelled token in float32; nothing is learned."""
+        """Return the loss of each labelled token, in float32 at least; nothing is learned."""
         with torch.no_grad():
             logits_TV = self.model(**self._inputs(row)).logits[0]
         labels_T = row["shift_labels"][0].to(self.device)
         kept = labels_T != IGNORED
-        logits_nV, labels_n = logits_TV[kept].float(), labels_T[kept]
+        logits_nV, labels_n = logits_TV[kept], labels_T[kept]
+        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         return logits_nV.logsumexp(-1) - logits_nV.gather(-1, labels_n[:, None])[:, 0]
 
     def _inputs(self, row: Row) -> dict[str, Any]:
@@ -191,14 +192,15 @@ def load_model(config: BenchConfig, bench: StepBench, corpus: Corpus, clock: Clo
 def _check_losses(
     loops: dict[str, Ours | Plain], model: "PreTrainedModel", bench: StepBench, corpus: Corpus, clock: Clock
 ) -> dict[str, Any]:
-    """Judge each loop's losses, token by token, against transformers' own with the same weights in float32."""
+    """Judge each loop's losses, token by token, against transformers' own with the same weights in a wider dtype."""
+    wider = torch.float64 if model.dtype == torch.float32 else torch.float32
     found = dict[str, Any]()
     for name, loop in loops.items():
         row = row_of(corpus, bench.lengths[0], name)
         coarse = Plain(model, bench, clock.device, masked=not name.endswith("full"))
         reference = coarse.losses(row)
         for parameter in coarse.model.parameters():  # buffers, RoPE's frequencies, are float32 already
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(wider)
         truth, own = coarse.losses(row), loop.losses(row)
         ratio = error_ratio(own, truth, reference, model.dtype)
         if ratio > 1 and name.startswith("torchtrain"):

@@ -242,6 +242,13 @@ def test_a_mistake_is_one_line(call, what, given, says):
     assert says in last
 
 
+def test_float32_is_judged_against_float64_and_not_against_itself(call, monkeypatch):
+    right = step.Ours.losses
+    monkeypatch.setattr(step.Ours, "losses", lambda self, row: right(self, row) * (1 + 2.0**-23))
+    done = call("step", "step.loops=['torchtrain, full']")
+    assert done.exit_code == 0, done.output
+
+
 def test_a_step_needs_its_section(call, bench_tree):
     result = call("step", tree={name: section for name, section in bench_tree.items() if name != "step"})
     assert result.exit_code == 2
