@@ -1,6 +1,6 @@
-"""The primary contrasts of docs/training-experiment.md, recomputed with nothing of Anchorline's: numpy and scipy alone.
+"""The contrasts of docs/training-experiment.md, recomputed with nothing of Anchorline's: numpy and scipy alone.
 
-python benchmarks/sceptic.py benchmarks/results/training-experiment.json
+python benchmarks/sceptic.py benchmarks/results/training-experiment.json benchmarks/results/training-experiment-cost.json
 """
 
 import json
@@ -10,27 +10,34 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-MEASURED = json.loads(Path(sys.argv[1]).read_text())["measured"]
+measured, cost = (json.loads(Path(name).read_text()) for name in sys.argv[1:3])
+SEEDS, STEPS = range(measured["experiment"]["seeds"]), np.arange(16, 33, 4)
 
 
-def answers(cell: str, seed: int) -> float:
-    """Log-probability of the answers, mean over the last checkpoints and all distances; nan: not run."""
-    found = MEASURED.get(f"{cell}-{seed}")
-    return -float(np.mean(found["nats"])) if found else np.nan
+def answers(cell: str, step: float | None = None) -> np.ndarray:
+    """Log-probability of the answers of each seed: the mean over the checkpoints, or at a step between two of them."""
+    runs = [-np.mean(measured["measured"][f"{cell}-{seed}"]["nats"], axis=1) for seed in SEEDS]
+    return np.array([run.mean() if step is None else np.interp(step, STEPS, run) for run in runs])
 
 
-def contrast(*signed_cells: str) -> str:
-    """Take cells with their signs, as +exact-anchor, within each seed; return mean and Student's 95% interval."""
-    seeds = range(1 + max((int(name.rsplit("-", 1)[1]) for name in MEASURED), default=-1))
-    each = np.array([sum((1 if c[0] == "+" else -1) * answers(c[1:], seed) for c in signed_cells) for seed in seeds])
-    each = each[~np.isnan(each)] if len(each) else each
-    if len(each) < 2:
-        return "not yet run"
+def show(name: str, each: np.ndarray) -> None:
+    """Print mean and Student's 95% interval of a number for each seed."""
     half = stats.t.ppf(0.975, len(each) - 1) * each.std(ddof=1) / np.sqrt(len(each))
-    return f"{each.mean():+.4f} ({each.mean() - half:+.4f} to {each.mean() + half:+.4f}, {len(each)} seeds)"
+    print(f"{name}: {each.mean():+.4f} ({each.mean() - half:+.4f} to {each.mean() + half:+.4f}, {len(each)} seeds)")
 
 
-RESET = "+bf16_after-intra_reset", "-bf16_after-intra", "-bf16_before-intra_reset", "+bf16_before-intra"
-print("broken relativity:", contrast(*RESET))
-print("anchor in exact arithmetic:", contrast("+exact-anchor", "-exact-intra"))
-print("positive control:", contrast("+bits1_after-intra", "-exact-intra"))
+def gain(form: str, mask: str, over: str = "intra") -> np.ndarray:
+    """What a mask gains over another in an arithmetic, seed by seed."""
+    return answers(f"{form}-{mask}") - answers(f"{form}-{over}")
+
+
+show("broken relativity", gain("bf16_after", "intra_reset") - gain("bf16_before", "intra_reset"))
+show("anchor in exact arithmetic", gain("exact", "anchor"))
+show("anchor in bfloat16, more than in exact", gain("bf16_after", "anchor") - gain("exact", "anchor"))
+show("positive control", answers("bits1_after-intra") - answers("exact-intra"))
+show("anchor against full, equal tokens", gain("exact", "anchor", "full"))
+seconds = {row["loop"]: row["seconds"]["median"] for row in cost["rows"] if row["tokens"] == 1024}
+ratio = seconds["torchtrain, full"] / seconds["torchtrain, anchor"]
+show(f"anchor against full, equal time ({ratio:.3f})", answers("exact-anchor", 32) - answers("exact-full", 32 / ratio))
+show("full at step 16", answers("exact-full", 16))
+show("full at step 32", answers("exact-full", 32))

@@ -31,11 +31,7 @@ INITIALISATIONS = {
     "kaiming_sqrt5": "U(+-1 / sqrt(fan_in)), nn.Linear's own kaiming_uniform_ with a = sqrt(5); embeddings N(0, 1)",
     "normal_002": "N(0, 0.02) for every matrix, embeddings too: transformers' own for Llama",
 }
-RANDOM_EMBEDDING: dict[str, float | None] = {
-    "kaiming": 1.0,
-    "kaiming_sqrt5": 1.0,
-    "normal_002": 0.02,
-}
+RANDOM_EMBEDDING = {"kaiming": 1.0, "kaiming_sqrt5": 1.0, "normal_002": 0.02}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, 
     bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]
     wavelengths = (2 * np.pi / inv_freq).tolist()
     found: Results | None = None
-    planned = make_questions(config, wavelengths)
+    planned = make_questions(config)
     counts = {name: (0, sum(len(task.cells) for task in tasks)) for name, tasks in planned.items()}
     total, done, seconds, records = sum(whole for _, whole in counts.values()), 0, 0.0, []
     write_config(config, out)  # last: a mistake found on the way must not mark the folder

@@ -27,7 +27,7 @@ from anchorline.errors import UserError
 from anchorline.files import replace_file
 
 VERSION = 2
-FORMER_KINDS = ("own_error", "emulation_check", "signed_bias")
+FORMER_KINDS = ("own_error", "emulation_check", "signed_bias", "by_frequency")
 Mode = Literal["local", "propagated"]
 Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
 
@@ -41,7 +41,6 @@ class Stat(_Part):
     """One number over the sequences."""
 
     mean: float
-    std: float = Field(description="sample standard deviation over sequences; 0 of a single one")
     values: list[float] = Field(description="each sequence's own")
 
 
@@ -169,26 +168,6 @@ class Score(Record):
     kl_error: OutputDivergence = Field(description="of `exact`'s outputs from the condition's, at d1")
 
 
-class PairGroup(_Part):
-    """Rotary pairs [first, last], with RoPE's roundings of the condition; every other pair and all else is float64."""
-
-    first: int
-    last: int
-    wavelengths: tuple[float, float] = Field(description="of the first and the last pair, in tokens")
-    shift: Difference
-    error: Difference
-
-
-class ByFrequency(Record):
-    """Which rotary pairs carry the difference."""
-
-    kind: Literal["by_frequency"] = "by_frequency"
-    mode: Mode
-    d1: int
-    d2: int
-    groups: list[PairGroup]
-
-
 class MaskPair(Record):
     """Packed documents: the same tokens under two choices of position ids, or two masks.
 
@@ -224,7 +203,7 @@ class Outcome(Record):
 
 
 AnyRecord = Annotated[
-    ShiftPairs | PerToken | ByLength | Score | ByFrequency | MaskPair | Outcome,
+    ShiftPairs | PerToken | ByLength | Score | MaskPair | Outcome,
     Field(discriminator="kind"),
 ]
 

@@ -16,15 +16,17 @@ from jaxref.rounding import PRESETS
 from ropestudy.compute.conditions import condition
 from ropestudy.schema import Mode
 
-# Positions are int32 in every framework's kernels, and RoPE's float32 angles hold each whole number only up to here.
-MOST_POSITION = 2**24
+# RoPE's float32 angles hold each whole number only up to 2^24. No row ends beyond it: its shift, its gap and its length
+# are limited one by one.
+MOST_SHIFT, MOST_GAP, MOST_TOKENS = 2**23, 2**22, 2**21
 
 ModelName = Literal["pretrained", "shuffled", "kaiming", "kaiming_sqrt5", "normal_002"]
 MaskName = Literal["full", "intra", "intra_reset", "anchor"]
 Half = Literal["bf16", "fp16"]
 SHORTEST = 4  # tokens of a sequence
-Tokens = Annotated[int, Field(ge=SHORTEST, le=MOST_POSITION)]
-Shift = Annotated[int, Field(ge=0, le=MOST_POSITION)]
+Tokens = Annotated[int, Field(ge=SHORTEST, le=MOST_TOKENS)]
+Shift = Annotated[int, Field(ge=0, le=MOST_SHIFT)]
+Gap = Annotated[int, Field(ge=0, le=MOST_GAP)]
 Count = Annotated[int, Field(ge=1, le=10_000)]
 
 
@@ -96,14 +98,9 @@ class RowPositions(_Strict):
 
     d1: Shift = 0
     d2: Shift = 16
-    gap: Shift = Field(
+    gap: Gap = Field(
         default=0, description="added to the positions of the second half: its queries see keys this much farther away"
     )
-
-
-class _Pair(_Experiment):
-    d1: Shift = 0
-    d2: Shift = 16
 
 
 class _Placed(_Experiment):
@@ -184,20 +181,12 @@ class MasksConfig(_Placed):
     masks: list[MaskName] = Field(default=list(get_args(MaskName)), min_length=1)
 
 
-class FrequencyConfig(_Pair):
-    """Rotary pairs, rounded group by group."""
-
-    conditions: list[ConditionName] = Field(default=["hf_eager_bf16"], min_length=1)
-    groups: Count = 8
-    mode: Mode = "local"
-
-
 class Placement(_Strict):
     """What a row of an outcome is: plain text or a copied key, and where it stands."""
 
     task: Literal["text", "copy"] = "text"
     start: Shift = Field(default=0, description="position of the first token")
-    gap: Shift = Field(default=0, description="added to the positions of the second half")
+    gap: Gap = Field(default=0, description="added to the positions of the second half")
 
 
 class OutcomesConfig(_Experiment):
@@ -237,14 +226,13 @@ class StudyConfig(_Strict):
     model: ModelConfig = ModelConfig()
     text: TextConfig = TextConfig()
     seed: int = Field(default=0, ge=0, lt=2**32, description="of random weights, phases and which documents are taken")
-    block: int = Field(default=64, ge=1, le=MOST_POSITION, description="queries at a time: what memory is made of")
+    block: int = Field(default=64, ge=1, le=MOST_TOKENS, description="queries at a time: what memory is made of")
     shift_pairs: ShiftPairsConfig | None = None
     lengths: LengthsConfig | None = None
     factorial: FactorialConfig | None = None
     remedies: RemediesConfig | None = None
     controls: ControlsConfig | None = None
     masks: MasksConfig | None = None
-    frequency: FrequencyConfig | None = None
     setups: OutcomesConfig | None = None
     dose: DoseConfig | None = None
     sites: SitesConfig | None = None
@@ -259,13 +247,6 @@ class StudyConfig(_Strict):
     def _is_possible(self) -> Self:
         if not self.experiments:
             raise UserError(f"no experiment; give one of {', '.join(EXPERIMENTS)}")
-        for name, section in self.experiments.items():
-            last = longest(section) + sum(_largest(section.model_dump()))
-            if last > MOST_POSITION:
-                raise UserError(
-                    f"{name}: its shifts and gaps put a row's end at {last}; float32 holds every position only up to "
-                    f"{MOST_POSITION}; give smaller ones"
-                )
         most, given = max(map(longest, self.experiments.values())), self.text.tokens
         if given is not None and given < most:
             raise UserError(f"text.tokens {given}: the longest row has {most}; give {most} or more, or leave it out")
@@ -274,33 +255,16 @@ class StudyConfig(_Strict):
         return self
 
 
-SHIFTS = ("d1", "d2", "start", "grid", "propagated_d1")  # what is added to positions
 # In the order in which they are computed: what says most for its cost first, for a study may be read before its end.
 EXPERIMENTS = (
     *("setups", "dose", "remedies", "lengths", "shift_pairs", "masks", "sites"),
-    *("factorial", "controls", "frequency"),
+    *("factorial", "controls"),
 )
 
 
 def longest(section: Any) -> int:
     """Return how many tokens the longest sequence of an experiment has."""
     return max(section.lengths) if isinstance(section, LengthsConfig) else section.tokens
-
-
-def _largest(section: Any) -> tuple[int, int]:
-    """Return the largest shift and the largest gap anywhere in a section."""
-    shift, gap = 0, 0
-    for key, value in section.items():
-        values = value if isinstance(value, list) else [value]
-        numbers = [one for one in values if isinstance(one, int)]
-        if key in SHIFTS and numbers:
-            shift = max(shift, *numbers)
-        elif key == "gap" and isinstance(value, int):
-            gap = max(gap, value)
-        for inner in (one for one in values if isinstance(one, dict)):
-            below = _largest(inner)
-            shift, gap = max(shift, below[0]), max(gap, below[1])
-    return shift, gap
 
 
 def _check_documents(masks: MasksConfig) -> None:

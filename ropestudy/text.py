@@ -6,9 +6,8 @@ Legend: T tokens of a row.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, zip_longest
-from pathlib import Path
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,7 +21,6 @@ from ropestudy.spec import TextConfig
 Bos = Literal["first", "none"]
 DEMO: tuple[Name, ...] = ("speeches", "factbook_fields", "library_modules")
 
-MOST_FILES = 100_000  # of a folder
 NO_TARGET = -100
 CHARACTERS = 12  # per token asked for are given to the tokenizer: what is longer than any language needs
 
@@ -137,32 +135,26 @@ def _shuffle(items: list[Document], random: np.random.Generator) -> list[Documen
 
 
 def _files(text: TextConfig) -> Iterator[Document]:
-    """A record of JSON lines is a document, and so is a .txt file."""
+    """Yield every record of .jsonl files and every .txt file, of a folder or alone."""
     source = expand(text.source)
-    files = list(islice(source.rglob("*"), MOST_FILES + 1)) if source.is_dir() else [source]
-    if len(files) > MOST_FILES:
-        raise UserError(f"text.source: {quoted(source)} holds more than {MOST_FILES:,} files; give a smaller folder")
+    files = source.rglob("*") if source.is_dir() else [source]
     known = sorted(path for path in files if path.suffix in (".jsonl", ".txt") and path.is_file())
     if not known:
         raise UserError(
             f"text.source: {quoted(text.source)} is neither demo nor a .jsonl or .txt file or a folder of them"
         )
     for path in known:
-        for number, item in enumerate(_items(path, text.field), start=1):
-            content = item.get(text.field) if isinstance(item, dict) else None
-            if not isinstance(content, str):
+        try:
+            content = path.read_text(encoding="utf-8")
+            lines = [line for line in content.splitlines() if line.strip()]
+            items = [{text.field: content}] if path.suffix == ".txt" else [json.loads(line) for line in lines]
+        except (OSError, ValueError) as error:
+            raise UserError(f"text.source: {quoted(path)} cannot be read: {quoted_reason(error)}") from None
+        for number, item in enumerate(items, start=1):
+            own = item.get(text.field) if isinstance(item, dict) else None
+            if not isinstance(own, str):
                 raise UserError(
                     f"text.field: {quoted(path)}:{number} has no string {quoted(text.field)}; name the field that "
                     "holds the text"
                 )
-            yield f"{path.name}:{number}", content
-
-
-def _items(path: Path, field: str) -> Iterator[Any]:
-    try:
-        if path.suffix == ".txt":
-            yield {field: path.read_text(encoding="utf-8")}
-        else:
-            yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, ValueError) as error:
-        raise UserError(f"text.source: {quoted(path)} cannot be read: {quoted_reason(error)}") from None
+            yield f"{path.name}:{number}", own

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from anchorline.errors import UserError
 from jaxref.rounding import PRESETS, SITES, Rounding, preset
-from ropestudy.compute.methods import AS_THE_ORACLE, ROPE_SITES, Method
+from ropestudy.compute.methods import AS_THE_ORACLE, Method
 
 
 @dataclass(frozen=True)
@@ -204,19 +204,12 @@ def dose(site: str, mantissa_bits: int) -> Condition:
 
 
 def before_and_after(base: str) -> list[Condition]:
-    """Return conditions that round q and k before the rotation, and after it, alone and in a preset."""
+    """Return conditions that round q and k, and nothing else, before the rotation and after it."""
     half = preset(base).q_rotated
     exact = EXACT.rounding
     return [
         Condition("q, k rounded before RoPE", exact, Method(before=half), "else float64", "exact"),
         Condition(
             "q, k rounded after RoPE", exact.replace(q_rotated=half, k_rotated=half), about="else float64", base="exact"
-        ),
-        Condition(
-            f"{base}: q, k rounded before RoPE",
-            preset(base).without(*ROPE_SITES, "kv_heads"),
-            Method(before=half),
-            f"{base}, but nothing of RoPE rounded",
-            base,
         ),
     ]

@@ -90,10 +90,9 @@ def sample(sums: Sums, document_ids_T: np.ndarray) -> Sample:
 
 
 def stat(values: Sequence[float]) -> Stat:
-    """Return the mean and the sample standard deviation."""
+    """Return one number over the sequences."""
     array = np.asarray(values, np.float64)
-    spread = float(array.std(ddof=1)) if len(array) > 1 else 0.0
-    return Stat(mean=float(array.mean()), std=spread, values=array.tolist())
+    return Stat(mean=float(array.mean()), values=array.tolist())
 
 
 def difference(samples: Sequence[Sample]) -> Difference:

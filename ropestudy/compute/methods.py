@@ -14,8 +14,6 @@ import numpy as np
 from jaxref.rope import cos_sin, rotate
 from jaxref.rounding import Format, Rounding, find_format, round_to
 
-ROPE_SITES = ("position", "inv_freq", "angle", "table", "rope_product", "rope_sum", "q_rotated", "k_rotated")
-
 
 @dataclass(frozen=True)
 class Method:
@@ -27,8 +25,6 @@ class Method:
     before: q and k are rounded to this format before they are rotated. What is not rounded after, the rounding says.
     split: rotated q and k are kept as hi + lo, each of this format: the operands of a product in several terms. The
         four products hi hi + hi lo + lo hi + lo lo are one product of the sums here.
-    pairs: only the rotary pairs first..last are rounded at RoPE's sites; every other is rotated as the carrier
-        computes.
     per_head: q, k and v are rounded to this format, each key/value head (and the query heads that read it) with one
         scale that makes its largest entry the format's largest number, as FlashAttention-3 takes fp8. q and k before or
         after they are rotated.
@@ -38,7 +34,6 @@ class Method:
     phases: int | None = None
     before: Format = None
     split: Format = None
-    pairs: tuple[int, int] | None = None
     per_head: Format = None
     per_head_when: Literal["before", "after"] = "after"
 
@@ -52,19 +47,15 @@ AS_THE_ORACLE = Method()
 
 
 class Tables(NamedTuple):
-    """cos and sin [S, T, C] in the carrier, as rounded, and as the carrier computes them (None where it is not
-    needed).
-    """
+    """cos and sin [S, T, C] in the carrier, as rounded."""
 
     cos: jax.Array
     sin: jax.Array
-    plain: tuple[jax.Array, jax.Array] | None
 
     def take(self, runs: list[int]) -> "Tables":
         """Return the tables of these runs alone."""
         index = np.asarray(runs)
-        plain = None if self.plain is None else (self.plain[0][index], self.plain[1][index])
-        return Tables(self.cos[index], self.sin[index], plain)
+        return Tables(self.cos[index], self.sin[index])
 
 
 def tables(positions_ST: Any, inv_freq_C: Any, attention_scaling: float, rounding: Rounding, method: Method) -> Tables:
@@ -72,19 +63,13 @@ def tables(positions_ST: Any, inv_freq_C: Any, attention_scaling: float, roundin
 
     positions_ST: integers [S, T]; inv_freq_C: float64 [C]; attention_scaling: as `jaxref.rope.cos_sin` takes them.
     """
-
-    def compute(rounding: Rounding) -> tuple[jax.Array, jax.Array]:
-        if method.angles == "carrier":
-            return cos_sin(positions_ST, inv_freq_C, attention_scaling, rounding)
-        # In numpy: float64 whatever the carrier is, and one cast to it, which a float32 carrier's own table has too.
-        angle_STC = np.asarray(positions_ST, np.float64)[..., None] * np.asarray(inv_freq_C) + phases_C(
-            method, len(inv_freq_C)
-        )
-        cos, sin = (jnp.asarray(f(angle_STC) * attention_scaling, rounding.dtype) for f in (np.cos, np.sin))
-        return rounding.round("table", cos), rounding.round("table", sin)
-
-    cos, sin = compute(rounding)
-    return Tables(cos, sin, None if method.pairs is None else compute(rounding.without(*ROPE_SITES)))
+    if method.angles == "carrier":
+        return Tables(*cos_sin(positions_ST, inv_freq_C, attention_scaling, rounding))
+    # In numpy: float64 whatever the carrier is, and one cast to it, which a float32 carrier's own table has too.
+    angle_STC = np.asarray(positions_ST, np.float64)[..., None] * np.asarray(inv_freq_C)
+    angle_STC += phases_C(method, len(inv_freq_C))
+    cos, sin = (jnp.asarray(f(angle_STC) * attention_scaling, rounding.dtype) for f in (np.cos, np.sin))
+    return Tables(rounding.round("table", cos), rounding.round("table", sin))
 
 
 def phases_C(method: Method, pairs: int) -> np.ndarray:
@@ -102,15 +87,7 @@ def rotate_heads(x_STHD: jax.Array, tables: Tables, rounding: Rounding, method: 
         x_STHD = round_to(x_STHD, method.before)
     if method.split is not None:
         return two_terms(rotate(x_STHD, tables.cos, tables.sin, rounding.without(site), site), method.split)
-    turned = rotate(x_STHD, tables.cos, tables.sin, rounding, site)
-    if method.pairs is None:
-        return turned
-    assert tables.plain is not None
-    plain = rotate(x_STHD, *tables.plain, rounding.without(*ROPE_SITES), site)
-    C = turned.shape[-1] // 2
-    first, last = method.pairs
-    chosen_D = np.tile((np.arange(C) >= first) & (np.arange(C) <= last), 2)
-    return jnp.where(chosen_D, turned, plain)
+    return rotate(x_STHD, tables.cos, tables.sin, rounding, site)
 
 
 def round_per_head(x_STHD: jax.Array, fmt: str, kv_heads: int) -> jax.Array:

@@ -1,18 +1,16 @@
 """The experiments of a study: each is a section of its configuration, asks for cells and makes records of them.
 
-`shifts` compares pairs of shifts, lengths, positions and rotary pairs; `scores` puts one condition on every scale;
-`outcomes` looks at the outputs alone.
+`shifts` compares pairs of shifts and lengths; `scores` puts one condition on every scale; `outcomes` looks at the
+outputs alone.
 """
-
-from collections.abc import Sequence
 
 from ropestudy.cells import Question
 from ropestudy.experiments import outcomes, scores, shifts
 from ropestudy.spec import StudyConfig
 
 
-def make_questions(config: StudyConfig, wavelengths: Sequence[float]) -> dict[str, list[Question]]:
-    """Return the tasks of each section, in their order. wavelengths: of each rotary pair, in tokens."""
+def make_questions(config: StudyConfig) -> dict[str, list[Question]]:
+    """Return the questions of each section, in their order."""
     make = {
         "shift_pairs": shifts.shift_pairs,
         "lengths": shifts.lengths,
@@ -23,6 +21,5 @@ def make_questions(config: StudyConfig, wavelengths: Sequence[float]) -> dict[st
         "setups": outcomes.setups,
         "dose": outcomes.doses,
         "sites": outcomes.sites,
-        "frequency": lambda section: shifts.frequency(section, tuple(wavelengths)),
     }
     return {name: list(make[name](section)) for name, section in config.experiments.items()}

@@ -1,7 +1,7 @@
-"""Experiments over shifts, lengths, positions and rotary pairs: their cells, and the records of these."""
+"""Experiments over shifts and lengths: their cells, and the records that they make."""
 
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 from ropestudy import schema
@@ -18,11 +18,10 @@ from ropestudy.cells import (
     difference_of,
     per_sequence,
 )
-from ropestudy.compute.conditions import EXACT, Condition, condition
+from ropestudy.compute.conditions import EXACT, condition
 from ropestudy.compute.measures import columns
-from ropestudy.compute.methods import ROPE_SITES, Method
 from ropestudy.schema import AnyRecord, Mode
-from ropestudy.spec import Contestant, FrequencyConfig, LengthsConfig, ShiftPairsConfig
+from ropestudy.spec import Contestant, LengthsConfig, ShiftPairsConfig
 
 OWN = "own"  # the name of the stream of the condition that is looked at
 
@@ -35,11 +34,6 @@ def shift_pairs(section: ShiftPairsConfig) -> Iterator[Question]:
 def lengths(section: LengthsConfig) -> Iterator[Question]:
     """One pair of shifts at many lengths, and the error against float64 there."""
     return (_lengths(section, *one) for one in product(section.contestants, section.modes))
-
-
-def frequency(section: FrequencyConfig, wavelengths: tuple[float, ...]) -> Iterator[Question]:
-    """Rotary pairs, rounded group by group. wavelengths: of each rotary pair, in tokens."""
-    return (_frequency(section, wavelengths, name) for name in section.conditions)
 
 
 def _shift_pairs(section: ShiftPairsConfig, contestant: Contestant, mode: Mode) -> Question:
@@ -93,39 +87,6 @@ def _lengths(section: LengthsConfig, contestant: Contestant, mode: Mode) -> Ques
         return [schema.ByLength(**about, d1=d1, d2=d2, points=points)]
 
     return Question(cells, make)
-
-
-def _frequency(section: FrequencyConfig, wavelengths: tuple[float, ...], base: str) -> Question:
-    d1, d2, rotary = section.d1, section.d2, len(wavelengths)
-    count = min(section.groups, rotary)
-    groups = [(a, b - 1) for a, b in pairwise(round(i * rotary / count) for i in range(count + 1))]
-    # Of the base, RoPE's roundings and nothing else: what the rest of the model rounds would hide a group's share.
-    rope_alone = condition(base).rounding.only(*ROPE_SITES).replace(carrier="float64", normalise="before_pv")
-    streams, pairs = [RunsOf(TRUTH, EXACT, (d1,))], []
-    for first, last in groups:
-        name = f"pairs {first}-{last}"
-        streams.append(
-            RunsOf(name, Condition(f"{base}, {name}", rope_alone, Method(pairs=(first, last)), base=base), (d1, d2))
-        )
-        pairs.append(NamedPair(f"{name}: {SHIFT}", RunAt(name, d1), RunAt(name, d2), section.mode))
-        pairs.append(NamedPair(f"{name}: {ERROR}", RunAt(name, d1), RunAt(TRUTH, d1), section.mode))
-    cell = Cell("frequency", "pretrained", 0, section.tokens, tuple(streams), tuple(pairs))
-
-    def make(found: list[CellResult]) -> list[AnyRecord]:
-        parts = [
-            schema.PairGroup(
-                first=first,
-                last=last,
-                wavelengths=(wavelengths[first], wavelengths[last]),
-                shift=difference_of(found, f"pairs {first}-{last}: {SHIFT}"),
-                error=difference_of(found, f"pairs {first}-{last}: {ERROR}"),
-            )
-            for first, last in groups
-        ]
-        about = _about(Contestant(condition=base), section.tokens, section.sequences, section.mode)
-        return [schema.ByFrequency(**about, d1=d1, d2=d2, groups=parts)]
-
-    return Question(per_sequence(cell, section.sequences), make)
 
 
 def _about(contestant: Contestant, tokens: int, sequences: int, mode: Mode) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from ropestudy.report.effects import (
     typical_of,
 )
 from ropestudy.schema import (
-    ByFrequency,
     ByLength,
     MaskPair,
     Outcome,
@@ -186,7 +185,8 @@ def _shifts(results: Results) -> Numbers:
 
 def _first_token(results: Results) -> Numbers:
     """Two tests of "the first token contributes most": its column is the largest, and it holds more than half."""
-    records = [one for one in _of(results, PerToken) if one.model == "pretrained" and one.condition in BF16]
+    own = [one for one in _of(results, PerToken) if one.model == "pretrained" and one.condition in BF16]
+    records = [one for one in own if one.attention_from == "oracle"]  # torch's are the same cases again
     if not records:
         return {}
     found = {
@@ -286,11 +286,6 @@ def _causes(results: Results) -> Numbers:
 
 def _rest(results: Results) -> Numbers:
     found: Numbers = {}
-    for one in _of(results, ByFrequency):
-        sums = np.sum([group.shift.row.values for group in one.groups], axis=0)
-        most = max(one.groups, key=lambda group: group.shift.row.mean)
-        found["frequency.largest"] = _percent([mean_of((np.array(most.shift.row.values) / sums).tolist())])
-        found["frequency.groups"] = str(len(one.groups))
     found["seconds"] = f"{results.seconds / 3600:.1f}" if results.seconds > 7200 else f"{results.seconds / 60:.0f}"
     return found
 

@@ -16,7 +16,7 @@ from jaxref.tests.decoders import hf_config, tiny
 from jaxref.weights import save_hf, to_arrays
 from ropestudy.cells import Bench
 from ropestudy.cli import main
-from ropestudy.compute.conditions import EXACT, before_and_after, on_alone, remedies
+from ropestudy.compute.conditions import EXACT, on_alone, remedies
 from ropestudy.compute.engine import Row, Stream, compare
 from ropestudy.experiments import scores
 from ropestudy.models import INITIALISATIONS, RANDOM_EMBEDDING, load_pretrained, random_arrays, shuffle, variant
@@ -46,7 +46,7 @@ FEWER = [
     "setups.conditions=[hf_eager_bf16]",
     "dose.sites=[table]",
     "remedies.positions=[{d1: 0}, {d1: 100, d2: 116, gap: 50}]",
-    *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls", "frequency")),
+    *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls")),
 ]
 
 
@@ -71,7 +71,6 @@ def finished(given, tmp_path_factory):
     # No configuration says how many of these there are.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scores, "on_alone", lambda fmt: [one for one in on_alone(fmt) if one.site == "table"])
-        patch.setattr(scores, "before_and_after", lambda base: before_and_after(base)[:2])
         patch.setattr(scores, "remedies", lambda base: remedies(base)[:1])
         return run_study(load_study(TINY, given + FEWER), out), out
 
@@ -85,7 +84,7 @@ def test_every_record_is_there_and_reads_back(finished):
     results, out = finished
     assert read_results(out / "results.json") == results
     assert {one.kind for one in results.records} == {
-        *("shift_pairs", "per_token", "by_length", "score", "by_frequency", "mask_pair"),
+        *("shift_pairs", "per_token", "by_length", "score", "mask_pair"),
         "outcome",
     }
     assert {one.group for one in of(results, "score")} == {*("baseline", "on_alone", "remedy", "control", "mask")}
@@ -186,10 +185,7 @@ def test_a_study_of_other_sections_has_the_same_cells_where_its_texts_are_the_sa
     assert not cells("with other texts", *sites) & both
 
 
-OTHERS = (
-    *("setups", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "masks"),
-    "frequency",
-)
+OTHERS = (*("setups", "dose", "sites", "shift_pairs", "factorial", "remedies", "controls", "masks"),)
 ONE_LENGTH = [*(f"{name}=off" for name in OTHERS), "lengths.lengths=[6]", f"lengths.contestants=[{HALF}]"]
 
 
@@ -221,8 +217,7 @@ def test_another_studys_folder_is_refused(given, finished, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["shift_pairs.d2=3000000000"], "shift_pairs.d2: 3000000000: give 16777216 or less"),
-        (["remedies.positions=[{d1: 16777210}]"], "remedies: its shifts and gaps put a row's end at 16777222"),
+        (["shift_pairs.d2=3000000000"], "shift_pairs.d2: 3000000000: give 8388608 or less"),
         (["setups.conditions=[bf17]"], "setups.conditions.0: 'bf17' is not a condition; choose from exact"),
         (
             ["masks.documents=5"],

@@ -1,7 +1,7 @@
 """`torchtrain bench step`: whole training steps of one row, torchtrain's beside what people write instead.
 
-Losses are compared first: those of each token, before anything is learned, with the same weights in a wider dtype. Then the
-loops take turns, and with them a product of large matrices, whose speed is the ceiling that MFU is a share of.
+Losses are compared first: those of each token, before anything is learned, against the same weights in a wider dtype.
+Then the loops take turns, and with them a product of large matrices, whose speed is the ceiling that MFU is a share of.
 
 Legend: T tokens of a row · V vocabulary.
 """

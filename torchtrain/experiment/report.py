@@ -17,11 +17,13 @@ from anchorline.page.figures import SERIES
 from torchtrain.experiment.effects import (
     CONTROL,
     OTHERS,
+    PRECISION,
     RELATIVITY,
     SINK,
     Estimate,
     estimate,
     log_probability_at,
+    read_precision,
     read_relativity,
     read_sink,
     recall_at,
@@ -68,10 +70,12 @@ def write_report(experiment: TrainingExperiment, folder: Folder, document: Path 
 
 
 def _answer(experiment: TrainingExperiment, measured: Measured) -> Iterator[str]:
-    relativity, sink, control = (estimate(one, measured, log_probability_at()) for one in (RELATIVITY, SINK, CONTROL))
+    contrasts = (RELATIVITY, SINK, PRECISION, CONTROL)
+    relativity, sink, precision, control = (estimate(one, measured, log_probability_at()) for one in contrasts)
     rows = [
         ("Does broken relativity hurt?", relativity, read_relativity(relativity, control, experiment.margin)),
         ("Does an anchor help in exact arithmetic?", sink, read_sink(sink)),
+        ("Does it help more in bfloat16, where relativity is broken?", precision, read_precision(precision)),
         ("Positive control: 1 bit against exact", control, "detected" if _is_below(control) else "not detected"),
     ]
     told = [[question, "-" if of is None else str(of), said if of else "not yet run"] for question, of, said in rows]
@@ -103,7 +107,7 @@ def _results(experiment: TrainingExperiment, measured: Measured, figure: str) ->
     yield from _table(head, [_cell(measured, cell, numbers) for cell in _cells(experiment, measured)])
     yield ""
     rows = []
-    for contrast in (RELATIVITY, SINK, CONTROL, *OTHERS):
+    for contrast in (RELATIVITY, SINK, PRECISION, CONTROL, *OTHERS):
         outcomes = [log_probability_at(), recall_at(), *map(log_probability_at, numbers)]
         taken = [of for outcome in outcomes if (of := estimate(contrast, measured, outcome)) is not None]
         if taken and len(taken[0].each) > 1:

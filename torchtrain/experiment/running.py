@@ -152,6 +152,7 @@ def share(experiment: TrainingExperiment, folder: Folder, file: Path) -> None:
     kept |= {run.name: found for run, found in folder.measured(experiment).items()}
     if folder.gate.is_file():
         content["gate"] = read_json(folder.gate)
+    content["experiment"] = experiment.model_dump(mode="json")  # cells and seeds may have become more
     about = [f'"{name}": {json.dumps(content[name])},' for name in ("experiment", "gate") if name in content]
     lines = [f'"{name}": {one.model_dump_json()}' for name, one in sorted(kept.items())]
     replace_file(file, "\n".join(["{", *about, '"measured": {', ",\n".join(lines), "}}", ""]).encode())

@@ -16,13 +16,14 @@ from torchtrain.config.section import Count, Name, Section, Share
 EXAMPLE = "seeds=10"  # of an override, for messages
 
 Variant = Literal["full", "intra", "intra_reset", "anchor"]
-Arithmetic = Literal["exact", "bf16_before", "bf16_after", "bits1_after"]
+Arithmetic = Literal["exact", "bf16_before", "bf16_after", "bits1_before", "bits1_after"]
 
 # What each arithmetic sets in a run's `model`; all else is float32.
 ARITHMETICS: dict[str, dict[str, Any]] = {
     "exact": {},
     "bf16_before": {"round_qk": "before_rope", "round_qk_bits": 7},
     "bf16_after": {"round_qk": "after_rope", "round_qk_bits": 7},
+    "bits1_before": {"round_qk": "before_rope", "round_qk_bits": 1},
     "bits1_after": {"round_qk": "after_rope", "round_qk_bits": 1},
 }
 

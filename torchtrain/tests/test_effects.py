@@ -9,6 +9,7 @@ from torchtrain.experiment.effects import (
     SINK,
     estimate,
     log_probability_at,
+    read_precision,
     read_relativity,
     read_sink,
     recall_at,
@@ -70,6 +71,12 @@ def test_the_anchor_is_read_in_exact_arithmetic():
     assert "hurts" in read_sink(summarise(SINK.name, [-0.1, -0.11, -0.12]))
     assert "not shown" in read_sink(summarise(SINK.name, [-0.1, 0.1, 0.0]))
     assert read_sink(None) == "not yet run"
+
+
+def test_the_anchors_help_is_precision_only_if_it_is_larger_in_bf16():
+    assert read_precision(summarise("", [0.1, 0.11, 0.12])) == "part of its help is precision"
+    assert "no part" in read_precision(summarise("", [-0.1, 0.1, 0.0]))
+    assert read_precision(None) == "not yet run"
 
 
 def test_no_difference_at_all_has_no_interval():
