@@ -1,6 +1,6 @@
 """The contrasts of docs/training-experiment.md, recomputed with nothing of Anchorline's: numpy and scipy alone.
 
-python benchmarks/sceptic.py benchmarks/results/training-experiment.json benchmarks/results/training-experiment-cost.json
+cd benchmarks && python sceptic.py results/training-experiment.json results/training-experiment-cost.json
 """
 
 import json
@@ -36,7 +36,7 @@ show("anchor in exact arithmetic", gain("exact", "anchor"))
 show("anchor in bfloat16, more than in exact", gain("bf16_after", "anchor") - gain("exact", "anchor"))
 show("positive control", answers("bits1_after-intra") - answers("exact-intra"))
 show("anchor against full, equal tokens", gain("exact", "anchor", "full"))
-seconds = {row["loop"]: row["seconds"]["median"] for row in cost["rows"] if row["tokens"] == 1024}
+seconds = {row["loop"]: row["seconds"]["median"] for row in cost[0]["rows"]}  # at 1,024 tokens
 ratio = seconds["torchtrain, full"] / seconds["torchtrain, anchor"]
 show(f"anchor against full, equal time ({ratio:.3f})", answers("exact-anchor", 32) - answers("exact-full", 32 / ratio))
 show("full at step 16", answers("exact-full", 16))
