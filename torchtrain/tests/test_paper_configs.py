@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from datatrove.data import Document as PipelineDocument
 
 from torchtrain.config import PAPER_ROPE_THETA, Config, Preparation, Source, load_config, load_preparation
-from torchtrain.data.corpus import Document, list_parts, read
+from torchtrain.data.corpus import Document, list_parts, make_filters, read
 from torchtrain.evaluation.published import load_published
 from torchtrain.modeling.source import published_models
 from torchtrain.planning.budget import GIB, RESERVE, model_config, propose
@@ -272,6 +273,44 @@ def test_runs_of_one_model_and_store_differ_in_nothing_but_the_variant():
             for config in configs
         ]
         assert all(other == same[0] for other in same)
+
+
+AUTHORS = {
+    "llama2-7b-64k-anchor": "llama2-7b-64k-anchor",
+    "llama2-7b-64k-anchor_interleave": "llama2-7b-64k-anchor_interleave",
+    "llama2-7b-128k-upsampled-anchor": "llama2-7b-upsampledmix-anchor",
+}
+
+
+@pytest.mark.parametrize("name", AUTHORS)
+def test_the_authors_configs_differ_from_the_papers_in_what_their_heads_say(name):
+    """And their corpora hold the documents that the code of arXiv 2402.10171 takes, without an EOS."""
+    path = CONFIGS / "authors" / f"{name}.yaml"
+    config, paper = load_config(path), CONFIG_OF[CONFIGS / "paper" / f"{AUTHORS[name]}.yaml"]
+    own, papers = config.model_dump(), paper.model_dump()
+    changes = {
+        (section, key): value for section in own for key, value in own[section].items() if value != papers[section][key]
+    }
+    store = "authors-upsampled" if "upsampled" in name else "authors-slimpajama"
+    assert changes == {
+        ("run", "folder"): f"runs/authors-{name}",
+        ("data", "prepared"): f"data/{store}",
+        ("pack", "cross_document_targets"): True,
+        ("train", "warmup_steps"): 200,
+        ("train", "clip_norm"): None,
+    } | ({("pack", "split"): "authors"} if "interleave" in name else {})
+    corpus = CONFIGS / "authors" / f"{store.removeprefix('authors-')}.yaml"
+    assert f"torchtrain prepare configs/authors/{corpus.name} --out {config.data.prepared}\n" in path.read_text()
+    data = load_preparation(corpus).data
+    assert (data.append_eos, data.sources[0].sample_files) == (False, 0.02)
+    if "upsampled" in name:
+        short, long = ({"text": "a" * length} for length in (15073, 15074))
+        assert len(short["text"]) / 3.68 < 4096 <= len(long["text"]) / 3.68
+        (block,) = make_filters(data.sources[0])
+        texts = [PipelineDocument(text=of["text"], id="") for of in (short, long)]
+        assert [len(of.text) for of in block.run(texts)] == [15074]
+        assert data.mixture is not None
+        assert data.mixture.most_repeats == 1
 
 
 def test_the_demo_goes_beyond_the_models_own_length_with_two_domains():
