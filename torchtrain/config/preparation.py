@@ -11,11 +11,10 @@ from torchtrain.config.section import Name, PathText, Section, SmallCount
 class SlurmConfig(Section):
     """What `prepare.executor: slurm` asks of the cluster."""
 
-    partition: Name | None = Field(default=None, description="partition of the cluster")
-    time: Name = Field(default="24:00:00", description="limit of one task")
-    qos: Name | None = Field(default=None, description="quality of service of the jobs")
     environment: Name | None = Field(default=None, description="shell command that activates Python's environment")
-    sbatch: dict[Name, Name] = Field(default={}, description="further options of sbatch, without their dashes")
+    sbatch: dict[Name, Name] = Field(
+        default={}, description="options of sbatch, such as partition and qos; time, the limit of one task: 24:00:00"
+    )
 
 
 class PrepareConfig(Section):

@@ -266,10 +266,10 @@ def _rows_of(batch: Any) -> list[Any]:
 def _open_decompressed(place: str) -> Iterator[BinaryIO]:
     """Open a file for reading what it holds decompressed. Nothing is sought, because a stream over HTTP cannot be."""
     with _open(place) as raw:
+        file = io.BufferedReader(cast(io.RawIOBase, raw), 1 << 17)  # fsspec's own readline takes no limit
         if not _ends(place, (".gz", ".zst")):
-            yield raw
+            yield file
             return
-        file = io.BufferedReader(cast(io.RawIOBase, raw), 1 << 17)
         if not file.peek(1):  # what holds nothing has a header
             raise EOFError("it is empty")
         if _ends(place, ".gz"):

@@ -214,54 +214,39 @@ class TokenStore(Documents):
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Map a finished store. Sizes and bounds are checked, in milliseconds; `verify` reads every byte.
+        """Map a finished store. Arrays are checked by their digests, tokens by their size; `verify` reads all.
 
         Raises:
-            UserError: there is no finished store in the folder, or its files do not fit together.
+            UserError: there is no finished store in the folder, or a file is not what was written.
         """
         folder = Path(folder)
-        name = HEADER
         try:
-            header = StoreHeader.parse(read_file(folder / name, _MOST_HEADER_BYTES))
-            for name, entry in header.files.items():
-                _check_size(folder / name, entry)
-            name = HEADER
-            _check_shards(header)
-            name = OFFSETS
-            offsets = _array(folder / name, np.int64)
-            _check_offsets(offsets, header.shards)
-            documents = len(offsets) - 1
-            name = DOMAINS
-            document_domains = _array(folder / name, np.int32)
-            _check_domains(document_domains, documents, len(header.domains))
-            found: dict[str, np.ndarray | None] = {}
-            for name, dtype, each in (
-                (HASHES, np.uint64, 1),
-                (SIGNATURES, np.uint64, BUCKETS),
-                (REPEATS, np.uint16, 1),
-            ):
-                one = found[name] = _array(folder / name, dtype) if name in header.files else None
-                if one is not None and len(one) != documents * each:
-                    raise ValueError(f"its sizes differ: {len(one)} of them, {documents} documents")
+            header = StoreHeader.parse(read_file(folder / HEADER, _MOST_HEADER_BYTES))
         except FileNotFoundError:
-            raise UserError(f"{quoted(folder)} holds no finished token store ({name} is missing); {_FIX}") from None
+            raise UserError(f"{quoted(folder)} holds no finished token store ({HEADER} is missing); {_FIX}") from None
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
-            raise _damage_error(folder, f"{HEADER}: {place} {error.errors()[0]['msg']}") from None
+            raise _damage_error(folder, HEADER, f"{place} {error.errors()[0]['msg']}") from None
         except OSError as error:
-            raise _damage_error(folder, f"{name}: {disk_fault(error)}") from None
+            raise _damage_error(folder, HEADER, disk_fault(error)) from None
         except (ValueError, RecursionError) as error:
-            raise _damage_error(folder, f"{name}: {one_line(error)[:300]}") from None
-        signatures = found[SIGNATURES]
+            raise _damage_error(folder, HEADER, one_line(error)[:300]) from None
+        found = {}
+        for name, entry in header.files.items():
+            is_array = name.endswith(".npy")
+            _check_file(folder, name, entry, whole=is_array)
+            if is_array:
+                found[name] = np.asarray(np.load(folder / name, mmap_mode="r"))
+        signatures = found.get(SIGNATURES)
         return cls(
             shards=_Maps(folder, header),
-            offsets=offsets,
-            document_domains=document_domains,
+            offsets=found[OFFSETS],
+            document_domains=found[DOMAINS],
             domains=header.domains,
             sizes=header.shards,
             hashes=found[HASHES],
             signatures=None if signatures is None else signatures.reshape(-1, BUCKETS),
-            repeats=found[REPEATS],
+            repeats=found.get(REPEATS),
             folder=folder,
             header=header,
         )
@@ -281,17 +266,7 @@ class TokenStore(Documents):
             UserError: one is not what was written; names it.
         """
         for name, entry in self.header.files.items():
-            try:
-                _check_size(self.folder / name, entry)
-                found = entry_of(self.folder / name)
-            except OSError as error:
-                raise _damage_error(self.folder, f"{name}: {disk_fault(error)}") from None
-            except ValueError as error:
-                raise _damage_error(self.folder, f"{name}: {error}") from None
-            if found != entry:
-                raise _damage_error(
-                    self.folder, f"{name}: its content has changed, its SHA-256 is not that of {HEADER}"
-                )
+            _check_file(self.folder, name, entry, whole=True)
 
     def verify_in_background(self) -> Callable[[], None]:
         """Begin `verify` and return what waits for it, and raises what it raises."""
@@ -325,33 +300,26 @@ class TokenStore(Documents):
         return self.folder / BAD_RECORDS
 
 
-def _damage_error(folder: Path, reason: str) -> UserError:
-    return UserError(f"token store {quoted(folder)} is damaged ({reason}); {_FIX}")
+def _damage_error(folder: Path, name: str, reason: str) -> UserError:
+    return UserError(f"token store {quoted(folder)} is damaged ({name}: {reason}); {_FIX}")
 
 
-def _check_size(path: Path, entry: FileEntry) -> None:
-    if not path.exists():
-        raise FileNotFoundError(2, "no such file", str(path))
-    if not path.is_file() or (size := path.stat().st_size) != entry.bytes:
-        held = f"{size:,} bytes" if path.is_file() else "not a regular file"
-        raise ValueError(f"is cut off or overwritten ({held}; {entry.bytes:,} bytes were written)")
-
-
-def _array(path: Path, dtype: type) -> np.ndarray:
-    """Map an array of one dimension from a .npy file."""
-    if path.exists() and not path.is_file():
-        raise ValueError("not a regular file")
+def _check_file(folder: Path, name: str, entry: FileEntry, whole: bool) -> None:
+    """Refuse a file that is not what was written, by its size and, if `whole`, by its content."""
+    path = folder / name
     try:
-        found = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, OSError):
-        raise
-    except (
-        Exception
-    ) as error:  # numpy reads the header as Python source, and Python's parser has many words for nonsense
-        raise ValueError(f"no .npy file ({error})") from None
-    if found.ndim != 1 or found.dtype != dtype:
-        raise ValueError(f"holds {found.dtype} of {found.ndim} dimensions, not {np.dtype(dtype)} of one")
-    return np.asarray(found)
+        if not path.exists():
+            reason = "is missing"
+        elif not path.is_file() or (size := path.stat().st_size) != entry.bytes:
+            held = f"{size:,} bytes" if path.is_file() else "not a regular file"
+            reason = f"is cut off or overwritten ({held}; {entry.bytes:,} bytes were written)"
+        elif whole and entry_of(path) != entry:
+            reason = f"its content has changed, its SHA-256 is not that of {HEADER}"
+        else:
+            return
+    except OSError as error:
+        reason = disk_fault(error)
+    raise _damage_error(folder, name, reason)
 
 
 class _Maps(Sequence[np.ndarray]):
@@ -373,38 +341,6 @@ class _Maps(Sequence[np.ndarray]):
             found = np.memmap(path, self._type, mode="r") if path.stat().st_size else np.empty(0, self._type)
             self._maps[index] = np.asarray(found)
         return self._maps[index]
-
-
-def _check_shards(header: StoreHeader) -> None:
-    """Check that every shard has its file, of its size. Raises ValueError."""
-    if header.token_bytes not in TOKEN_TYPES or not header.shards:
-        raise ValueError(f"{len(header.shards)} shards of tokens of {header.token_bytes} bytes")
-    for shard in header.shards:
-        entry = header.files.get(shard.file)
-        if entry is None or entry.bytes != shard.tokens * header.token_bytes:
-            raise ValueError(f"its shard {shard.file} is not of the size that it must be")
-
-
-def _check_offsets(offsets: np.ndarray, shards: Sequence[ShardSize]) -> None:
-    """Check that every document lies inside, and none in two shards. Raises ValueError."""
-    if len(offsets) == 0 or offsets[0] != 0 or not (offsets[1:] > offsets[:-1]).all():
-        raise ValueError("offsets that do not rise from 0")
-    documents, tokens = (np.cumsum([getattr(shard, name) for shard in shards]) for name in ("documents", "tokens"))
-    if min(shard.documents for shard in shards) < 0 or documents[-1] != len(offsets) - 1 or offsets[-1] != tokens[-1]:
-        raise ValueError(
-            f"its sizes differ: {len(offsets) - 1} documents of {offsets[-1]} tokens, and the shards have "
-            f"{documents[-1]} of {tokens[-1]}"
-        )
-    if (offsets[documents] != tokens).any():
-        raise ValueError("its sizes differ: shards do not end where documents do")
-
-
-def _check_domains(document_domains: np.ndarray, documents: int, domains: int) -> None:
-    """Check that every document has one that there is. Raises ValueError."""
-    if len(document_domains) != documents:
-        raise ValueError(f"its sizes differ: {len(document_domains)} documents, and there are {documents}")
-    if document_domains.min(initial=0) < 0 or document_domains.max(initial=-1) >= domains:
-        raise ValueError(f"its sizes differ: a document's domain is none of the {domains}")
 
 
 def hash_of(tokens: np.ndarray) -> int:

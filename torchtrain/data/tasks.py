@@ -453,13 +453,13 @@ def _slurm_executor(settings: PrepareConfig, maker: MakeShard, logs: Path, name:
     unset: Any = None
     return SlurmExecutor(
         [maker],
-        time=slurm.time,
-        partition=slurm.partition or unset,
-        qos=slurm.qos or unset,
+        time="24:00:00",
+        partition=unset,
+        qos=unset,
         mem_per_cpu_gb=settings.memory,
         job_name=name,
         env_command=slurm.environment or (f"source {activate}" if activate.exists() else unset),
-        sbatch_args=dict(slurm.sbatch),
+        sbatch_args=dict(slurm.sbatch),  # they win over those above
         **_spread(settings, maker, logs),
     )
 

@@ -274,5 +274,5 @@ def test_a_half_damaged_store_is_one_line_that_says_what_to_do(corpus, name, dam
         prepare(corpus, word_tokenizer())
     assert "\n" not in str(caught.value)
     path.unlink()
-    with pytest.raises(UserError, match=rf"\({name} is missing\); .*delete the folder"):
+    with pytest.raises(UserError, match=rf"\({name}:? is missing\); .*delete the folder"):
         prepare(corpus, word_tokenizer())

@@ -324,7 +324,7 @@ def flip(path: Path) -> None:
 
 def test_slurms_script_is_shown_and_nothing_written(preparation, tmp_path):
     slurm = preparation.prepare.slurm.model_copy(
-        update={"partition": "cpu", "time": "2:00:00", "sbatch": {"account": "me"}}
+        update={"sbatch": {"partition": "cpu", "time": "2:00:00", "account": "me"}}
     )
     shown = prepare_store(
         change(preparation, executor="slurm", slurm=slurm, memory=3), word_tokenizer(), tmp_path / "out", dry_run=True

@@ -53,25 +53,6 @@ def test_one_flipped_bit_in_the_header_is_found_on_opening(data):
             TokenStore.open(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "array", "message"),
-    [
-        (OFFSETS, lambda a: np.concatenate([a[:5], a[5:6] + 10**6, a[6:]]), "offsets that do not rise"),
-        (OFFSETS, lambda a: a - 1, "its sizes differ|offsets that do not rise"),
-        (OFFSETS, lambda a: a.astype(np.float64), "holds float64 of 1 dimensions"),
-        (OFFSETS, lambda a: a[None], "of 2 dimensions"),
-        (DOMAINS, lambda a: a - 1, "a document's domain is none of the 1"),
-        (DOMAINS, lambda a: a + 1, "a document's domain is none of the 1"),
-        (DOMAINS, lambda a: a[1:], "is cut off or overwritten"),
-    ],
-)
-def test_what_points_outside_is_found_on_opening(data, name, array, message):
-    store = prepare(data, word_tokenizer())
-    np.save(store.folder / name, array(np.load(store.folder / name)))
-    with pytest.raises(UserError, match=message):
-        TokenStore.open(store.folder)
-
-
 @pytest.mark.parametrize("name", [TOKENS, OFFSETS, DOMAINS, HEADER])
 def test_a_pipe_and_a_folder_in_a_files_place_are_refused_at_once(data, name):
     store = prepare(data, word_tokenizer())
