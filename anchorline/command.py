@@ -118,7 +118,6 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
         if callable(reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="backslashreplace")  # a terminal that lacks a character does not stop the command
     try:
-        _check_arguments(sys.argv[1:] if args is None else args)
         code = run(args, *rest, **extra)
         sys.stdout.flush()
     except Leave as leave:
@@ -149,14 +148,6 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
             _bug(name)
         _leave(name, describe(), MISTAKE)  # empty where help was printed instead
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _check_arguments(args: Sequence[str]) -> None:
-    for argument in args:
-        if "\0" in argument or any("\ud800" <= c <= "\udfff" for c in argument):
-            raise UserError(
-                f"argument {quoted(argument)}: holds NUL or what is not UTF-8; rename the file, or remove it"
-            )
 
 
 def _has_no_platform() -> bool:

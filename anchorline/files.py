@@ -25,7 +25,6 @@ _BLOCK = 1 << 22
 MOST_JSON = 1 << 26  # bytes: more than the settings of any model, and its tokenizer
 # What stands below a folder that a user names has paths this much longer, in bytes, at most.
 _ROOM_BELOW = 200
-_MOST_DEPTH = 64
 # A folder that may stay: one that holds something, is a disk's root, or stands where we may not write.
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -138,7 +137,7 @@ def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, An
         most: bytes that are read.
 
     Raises:
-        UserError: it cannot be read, or is not a JSON object nested at most `_MOST_DEPTH` deep: one line that names it.
+        UserError: it cannot be read, or is not a JSON object: one line that names it.
     """
     said = f"{what}: {quoted(path)}" if what else quoted(path)
     try:
@@ -157,25 +156,12 @@ def parse_json(text: bytes) -> dict[str, Any]:
     """
     try:
         content = json.loads(text.decode("utf-8"))
-        _check_depth(content)
     except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of an integer's digits
         reason = "values are nested too deep" if isinstance(error, RecursionError) else quoted_reason(error)
         raise ValueError(f"is not JSON ({reason})") from None
     if not isinstance(content, dict):
         raise ValueError(f"holds no values by name, but a {type(content).__name__}")
     return cast("dict[str, Any]", content)
-
-
-def _check_depth(content: Any) -> None:
-    """Refuse a tree deeper than `_MOST_DEPTH`: what walks it later recurses."""
-    ahead: list[tuple[Any, int]] = [(content, 0)]
-    while ahead:
-        value, depth = ahead.pop()
-        if depth > _MOST_DEPTH:
-            raise RecursionError
-        if isinstance(value, dict | list):
-            inside = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
-            ahead.extend((inner, depth + 1) for inner in inside)
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

@@ -4,9 +4,7 @@ The hub is asked first what the model consists of, with a time limit. `snapshot_
 45 s from a hub that takes the connection and never answers.
 """
 
-import difflib
 import fnmatch
-import itertools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +19,6 @@ CODE = ("*.py",)
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _MOST_ID = 96  # characters, by the hub's own rule
-_MOST_LISTED = 10_000  # neighbours that are compared with a name
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ def find_model(
         there = folder is not None and folder.exists()
     except OSError as error:  # a name that is too long, a folder that may not be searched
         raise UserError(f"{field} {quoted(source)}: {one_line(error.strerror).lower()}; give a folder") from None
-    looked = f"{field} {quoted(source)}: no folder with a config.json{_nearest(folder)}"
+    looked = f"{field} {quoted(source)}: no folder with a config.json here"
     if there:
         raise UserError(
             f"{field} {quoted(source)}: is there, but is not a folder with a config.json, and thus not a hub id"
@@ -64,22 +61,6 @@ def _expand(source: str) -> Path | None:
         return Path(source).expanduser()
     except RuntimeError:  # ~ of somebody who does not exist
         return None
-
-
-def _nearest(folder: Path | None) -> str:
-    """Return, in words, where was looked and which model's folder there is called nearly so."""
-    if folder is None:
-        return ""
-    parent = folder.parent
-    try:
-        names = [path.name for path in itertools.islice(parent.iterdir(), _MOST_LISTED)]
-        near = difflib.get_close_matches(folder.name[:255], names, n=3, cutoff=0.5)
-        found = next((name for name in near if (parent / name / "config.json").is_file()), None)
-    except FileNotFoundError:
-        return " here"
-    except OSError as error:
-        return f" here ({quoted(parent)}: {one_line(error.strerror).lower()})"
-    return f" here (did you mean {quoted(parent / found)}?)" if found else " here"
 
 
 def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[str], None]) -> Path:

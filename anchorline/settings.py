@@ -1,7 +1,6 @@
 """Read settings: strict YAML and `section.key=value` overrides in, a validated pydantic model out. All commands do.
 
-Strict means: keys are text, each once; values are plain (no tags, dates or merge keys, no alias inside of another);
-integers have 64 bits.
+Strict means: keys are text, each once; values are plain (no tags, dates or merge keys); integers have 64 bits.
 """
 # pyright: reportUnknownMemberType=false
 # PyYAML's types leave its members open.
@@ -24,8 +23,6 @@ from anchorline.files import read_file
 SHIPPED = Path(__file__).parent / "configs"  # in a checkout a link to the folder at its top
 MOST_BYTES = 1 << 16  # the parser takes a second for as much
 _MOST_SHOWN = 8  # mistakes of one file
-_MOST_DEPTH = 64
-_TOO_DEEP = f"values are nested more than {_MOST_DEPTH} deep"
 
 Tree = dict[str, Any]
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -49,25 +46,6 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors = {  # noqa: RUF012
         tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _PLAIN
     }
-
-    _anchored = 0  # how many of the values around the present place have an anchor
-
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        """Refuse at once what is nested too deep: the scanner looks at every open bracket again for each token."""
-        if self.flow_level >= _MOST_DEPTH:
-            raise UserError(_TOO_DEEP)
-        super().fetch_flow_collection_start(TokenClass)
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse aliases inside of what has an anchor: so written-out values stay few, and none holds itself."""
-        event = cast(Any, self).peek_event()
-        if self._anchored and isinstance(event, yaml.AliasEvent):
-            raise UserError(f"line {event.start_mark.line + 1}: an alias inside of an anchored value is not read")
-        anchored = getattr(event, "anchor", None) is not None
-        self._anchored += anchored
-        node = super().compose_node(parent, index)
-        self._anchored -= anchored
-        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -151,26 +129,7 @@ def load(
     for override in overrides:
         _override(tree, override, example)
     tree = prepare(tree)
-    _check_kind(schema, tree, name)
     return validate(schema, tree, f"config {name}")
-
-
-def _check_kind(schema: type[BaseModel], tree: Tree, name: str) -> None:
-    """Refuse at once a file that another command reads: it lacks sections, and has others of its own."""
-    fields = schema.model_fields
-    needed = [field for field, info in fields.items() if info.is_required() and field not in tree]
-    others = [key for key in tree if key not in fields]
-    if schema.model_config.get("extra") == "forbid" and needed and len(others) > 1 and 2 * len(others) > len(tree):
-        raise UserError(
-            f"config {name}: it is no file of this command, which needs {_listed(needed)} and knows no "
-            f"{_listed(others)}; give one of its own"
-        )
-
-
-def _listed(keys: Sequence[str]) -> str:
-    """Name a few sections as they stand in a file."""
-    named = ", ".join(f"`{quoted(key)[1:-1]}:`" for key in keys[:4])
-    return f"{named} and others" if len(keys) > 4 else named
 
 
 def dump(tree: Tree) -> str:
@@ -219,7 +178,7 @@ def _parse(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except RecursionError:
-        raise UserError(_TOO_DEEP) from None
+        raise UserError("values are nested too deep") from None
     except UserError:
         raise
     except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two of a number or of a tag's value
@@ -319,7 +278,7 @@ def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str
         found = [kind for held in kinds for kind in _inside(held, part)]
         if found:
             location.append(quoted(str(part))[1:-1])
-            kinds = [member for kind in found for member in _members(kind)]
+            kinds = [member for kind in found for member in members_of(kind)]
     models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
     return location, models[0] if models else None
 
@@ -335,12 +294,12 @@ def _inside(kind: Any, part: str | int) -> Iterator[Any]:
         yield get_args(kind)[1]
 
 
-def _members(kind: Any) -> Iterator[Any]:
+def members_of(kind: Any) -> Iterator[Any]:
     """Yield the members of a union, or the type itself."""
     if get_origin(kind) is Annotated:
-        yield from _members(get_args(kind)[0])
+        yield from members_of(get_args(kind)[0])
     elif get_origin(kind) in (Union, types.UnionType):
         for member in get_args(kind):
-            yield from _members(member)
+            yield from members_of(member)
     else:
         yield kind

@@ -94,8 +94,6 @@ def test_a_bug_of_ours_says_so_and_how_to_report_it(call, error):
         (["sail", "--speed", "x"], "Invalid value for '--speed'"),
         (["sail", "--knots", "9" * 25], "Invalid value for '--knots'"),
         (["sail", "--knots", "9" * 5000], "Invalid value for '--knots'"),
-        (["sail", "--name", "a\0b"], r"argument 'a\x00b': holds NUL or what is not UTF-8"),
-        (["sail", "--name", "a\udcffb"], r"argument 'a\udcffb': holds NUL or what is not UTF-8"),
         (["sial"], "No such command 'sial'"),
         (["sail", "--depth", "1"], "No such option: --depth"),
         (["sail", "--name"], "requires an argument"),

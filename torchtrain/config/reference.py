@@ -4,10 +4,9 @@
 """
 
 import difflib
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -15,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from anchorline.errors import UserError, quoted
+from anchorline.settings import members_of
 from torchtrain.config.load import Config
 from torchtrain.config.preparation import Preparation
 
@@ -90,7 +90,7 @@ def _walk(schema: type[BaseModel], above: str) -> Iterator[Setting]:
 
 def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """Return the section that a field holds, or None, and whether it holds a list of them."""
-    for kind in _members(annotation):
+    for kind in members_of(annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind, False
         if get_origin(kind) is list:
@@ -98,20 +98,10 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return None, False
 
 
-def _members(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Annotated:
-        yield from _members(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for kind in get_args(annotation):
-            yield from _members(kind)
-    else:
-        yield annotation
-
-
 def _format_values(field: FieldInfo) -> str:
     names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null"}
     found: list[str] = []
-    for kind in _members(field.annotation):
+    for kind in members_of(field.annotation):
         if get_origin(kind) is Literal:
             found += [str(value) for value in get_args(kind)]
         elif get_origin(kind) in (list, tuple):
