@@ -42,33 +42,28 @@ class Leave(Exception):  # noqa: N818 - it may be a good end
 
 
 class _Ends:
-    """Of a command or a group of them: however it ends, it ends in one of the ways above."""
+    """A command or a group of commands: however it ends, it ends in one of the ways above."""
 
     name: str | None
-    main: Callable[..., Any]
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. An interruption is told apart here: the caller would tell of it in its own way."""
+        """Run the command. An interruption is caught here, because the caller would report it in its own way."""
         try:
             return super().invoke(ctx)  # type: ignore[misc]
         except KeyboardInterrupt:
             raise Leave("interrupted", INTERRUPTED) from None
 
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        """Run the command and end the process."""
+        return _end(self.name or "anchorline", super().main, args, *rest, **extra)  # type: ignore[misc]
+
 
 class Command(_Ends, TyperCommand):
     """A single command."""
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        """Run the command and end the process."""
-        return _end(self.name or "anchorline", super().main, args, *rest, **extra)
-
 
 class Commands(_Ends, TyperGroup):
     """A command with verbs."""
-
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        """Run the command and end the process."""
-        return _end(self.name or "anchorline", super().main, args, *rest, **extra)
 
 
 def make_app(name: str, about: str, begin: Callable[[], None] = lambda: None) -> typer.Typer:

@@ -87,7 +87,7 @@ class SourcePart:
 
 @dataclass(frozen=True)
 class Task:
-    """Consecutive parts of a source, read by one process into one shard; no parts: the whole source."""
+    """Consecutive parts of a source that one process reads into one shard; no parts: the whole source."""
 
     source: int  # in `data.sources`
     parts: tuple[SourcePart, ...] = ()
@@ -96,7 +96,7 @@ class Task:
 def list_tasks(sources: Sequence[Source]) -> list[Task]:
     """Return what each task reads, in order: small files together, up to `TASK_BYTES`.
 
-    A source with `max_documents` is read by one task, because only who has read it so far knows where it ends.
+    One task reads all of a source with `max_documents`, because only it knows where the source ends.
 
     Raises:
         UserError: as `read`.

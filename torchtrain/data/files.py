@@ -1,8 +1,8 @@
-"""Where records come from: files of this disk or of a URL, and Hugging Face data sets. One item at a time is in memory.
+"""Reads items from files of this disk or of a URL, and from Hugging Face data sets; one item at a time is in memory.
 
-.jsonl, plain or compressed (.gz, .zst), is read line by line, .parquet and data sets a few rows at a time. A URL is any
-that fsspec knows: s3://, gs://, hf://, https://, zip://...::... and so on. An item that cannot be read is yielded as a
-`BadItemError` that says why, so that nothing is left out in silence.
+.jsonl files, plain or compressed (.gz, .zst), are read line by line, .parquet files and data sets a few rows at a time.
+fsspec reads URLs: s3://, gs://, hf://, https://, zip://...::... and so on. An item that cannot be read is yielded as a
+`BadItemError` with the reason. So nothing is left out in silence.
 """
 
 import fnmatch
@@ -73,7 +73,7 @@ def is_url(pattern: str) -> bool:
 
 
 def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
-    """Return the files that a glob pattern or a URL with wildcards means, sorted. `**` follows links, but no loop.
+    """Return the files that match a glob pattern or a URL with wildcards, sorted. `**` follows links, but no loop.
 
     Args:
         pattern: of this disk or a URL.
@@ -291,7 +291,7 @@ def _open(place: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _names_fault(place: str, how_far: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Raise what goes wrong with a file as a UserError that names it."""
+    """Turn a failure to read a file into a UserError that names the file."""
     try:
         yield
     except UserError:
@@ -367,7 +367,7 @@ def _load_dataset(source: Source, streaming: bool) -> Any:
 
 
 def _check_hub(source: Source) -> None:
-    """Ask the hub for a data set once, with a limit of time: datasets would ask for minutes.
+    """Ask the hub for a data set once, with a time limit. datasets itself would ask for minutes.
 
     Raises:
         UserError: it is a file, or the hub does not give it.
@@ -395,7 +395,7 @@ def _check_hub(source: Source) -> None:
 
 @contextmanager
 def _names_dataset_fault(source: Source, read: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Raise what goes wrong with a data set as a UserError that names it."""
+    """Turn a failure to read a data set into a UserError that names the data set."""
     from datasets.exceptions import DatasetsError
 
     try:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[PreparationProgress], None]
 
-# Raise it when the same sources and settings would give other tokens or other files (reading, rendering, layout).
+# Increase it when the same sources and settings give other tokens or other files (reading, rendering, layout).
 FORMAT = 3
 _MOST_FILES = 1_000_000  # of a data set's folder
 
@@ -142,7 +142,7 @@ def check_documents(counts: Sequence[SourceCount], documents: int, data: DataCon
 
 @contextmanager
 def name_disk_fault(shown: str) -> Iterator[None]:
-    """Raise that a disk does not take what is written as a UserError that names the setting."""
+    """Turn a failed write into a UserError that names the setting."""
     try:
         yield
     except OSError as error:
@@ -238,7 +238,7 @@ def _check_prepared(store: TokenStore, data: DataConfig, tokenizer: "PreTrainedT
 
 
 def _tokenise(final: Path, data: DataConfig, tokenizer: "PreTrainedTokenizerFast", on_progress: Report) -> TokenStore:
-    """Make a store in this process. Nothing is left of one that fails."""
+    """Make a store in this process. A failure leaves nothing behind."""
     tokeniser = Tokeniser(data, tokenizer)
     partial = final.with_name(final.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a process that died

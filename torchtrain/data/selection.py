@@ -1,4 +1,4 @@
-"""Which documents of a corpus are trained on, how often, and which are held out; from an index, before a token is read.
+"""Chooses which documents of a corpus are trained on, how often, and which are held out, before a token is read.
 
 - Copies have the same tokens. Near duplicates share most of their words (MinHash). Both count as one text.
 - A mixture takes documents more than once, or not at all.

@@ -1,4 +1,4 @@
-"""What a store holds, in numbers: domains, lengths, how much attention packing leaves, how long ranks wait.
+"""Counts what a store holds: domains, lengths, the attention that packing leaves, and how long ranks wait.
 
 Sequences are the pieces of documents in rows, as in the paper's table of data statistics (arXiv 2411.13476, appendix
 C): its mixture ratio is a domain's share of them, its token ratio a domain's share of the tokens. Rows are those of

@@ -1,4 +1,4 @@
-"""Writes token stores: records in, a shard out; and one store of many shards. What fails is never taken for whole."""
+"""Writes token stores: one shard from records, or one store from many shards. A failed write never counts as a store."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ _COUNTS = ("documents", "tokens", "bad_records", "short_documents", "short_token
 
 @dataclass(frozen=True)
 class PreparationProgress:
-    """How far a preparation is: what it does, and over all sources documents and tokens written, bad records met."""
+    """How far a preparation is: its state, and the documents, tokens and bad records of all sources so far."""
 
     state: str  # `tokenising NAME` of a source, then `tokenised`; `task 3 of 6`; or `tokens reused`
     documents: int

@@ -132,6 +132,8 @@ def server(monkeypatch) -> Iterator[None]:
         address = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
         HfFileSystem.clear_instance_cache()
         monkeypatch.setitem(fsspec.config.conf, "s3", {"anon": True, "endpoint_url": address})
         yield
