@@ -1,4 +1,4 @@
-"""Writes token stores: one shard from records, or one store from many shards. A failed write never counts as a store."""
+"""Writes token stores: a shard from records, or one store from many shards. A failed write never counts as a store."""
 
 import hashlib
 import io

@@ -239,28 +239,13 @@ def test_a_slow_tokenizer_is_refused(corpus):
         prepare(corpus, Slow())  # type: ignore[arg-type]
 
 
-def test_a_store_that_is_missing_or_damaged_is_refused(corpus, tmp_path):
-    with pytest.raises(UserError, match=r"holds no finished token store"):
-        TokenStore.open(tmp_path)
-    folder = prepare(corpus, word_tokenizer()).folder
-    with (folder / "tokens-00000.bin").open("ab") as file:
-        file.write(b"\0\0\0\0")
-    with pytest.raises(UserError, match=f"token store {folder} is damaged"):
-        TokenStore.open(folder)
-    (folder / "tokens-00000.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"is damaged"):
-        TokenStore.open(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
         ("store.json", lambda header: header.pop("sources"), r"store\.json: sources Field required"),
         ("store.json", lambda header: header["domains"].pop(), r"store\.json: is not as it was written"),
-        ("store.json", b"[]", r"store\.json: "),
-        ("store.json", b"{", r"store\.json: "),
         ("offsets.npy", b"", r"offsets\.npy: is cut off or overwritten \(0 bytes; 152 bytes were written\)"),
-        ("offsets.npy", b"text", r"offsets\.npy: is cut off"),
+        ("tokens-00000.bin", b"", r"tokens-00000\.bin: is cut off"),
     ],
 )
 def test_a_half_damaged_store_is_one_line_that_says_what_to_do(corpus, name, damage, message):
