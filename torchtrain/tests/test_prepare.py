@@ -11,7 +11,7 @@ import pytest
 
 from anchorline.errors import UserError
 from torchtrain.config import DataConfig, Source
-from torchtrain.data import DomainSummary, PreparationProgress, TokenStore, fingerprint, prepare
+from torchtrain.data import DomainSummary, PreparationProgress, fingerprint, prepare
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 
 
