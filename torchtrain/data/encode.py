@@ -118,7 +118,7 @@ class Encoder:
             cut = found.start()
             for begin in (cut, cut + 1) if text[cut] == " " else (cut,):
                 if all(
-                    self._is_exact(text[cut - size : cut], text[cut:begin], text[begin : cut + size])
+                    self._is_exact(text[max(0, cut - size) : cut], text[cut:begin], text[begin : cut + size])
                     for size in _AROUND
                 ):
                     return cut, begin
