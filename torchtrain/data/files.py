@@ -87,6 +87,8 @@ def list_files(pattern: str, kinds: tuple[str, ...] = KINDS) -> list[FileInfo]:
         found = _list_url(pattern) if is_url(pattern) else _list_disk(pattern, kinds)
     except UserError:
         raise
+    except FileNotFoundError:
+        found = []
     except _FAULTS as error:
         raise UserError(f"{shown} cannot be listed: {quoted_reason(error)}") from None
     if not found:
