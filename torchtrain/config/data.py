@@ -11,8 +11,7 @@ class FilterConfig(Section):
     """A block of datatrove between reader and tokenizer: it drops documents or changes their text."""
 
     name: Name = Field(
-        description="class of datatrove.pipeline.filters or .formatters, SampleShort (documents of fewer than "
-        "`characters` are kept at the odds `share`), or package.module.Class"
+        description="class of datatrove.pipeline.filters or .formatters, SampleShort, or package.module.Class"
     )
     options: dict[Name, Any] = Field(default={}, description="what the class is made with")
 
@@ -53,9 +52,7 @@ class Source(Section):
     )
     sample_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of sample_files and sample")
 
-    filters: list[FilterConfig] = Field(
-        default=[], max_length=100, description="blocks that drop or change documents, one after another"
-    )
+    filters: list[FilterConfig] = Field(default=[], max_length=100, description="blocks that drop or change documents")
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -22,7 +22,7 @@ _INTRODUCTION = """# Settings
 
 A run's config has these sections; `torchtrain prepare` reads `tokenizer`, `data` and `prepare`. Write a key in the YAML
 file, or give it on the command line: `train.steps=20`. `torchtrain config --explain KEY` prints one entry of this page.
-An entry has the key, what it takes, its default, and what it means.
+An entry has the key, what it takes, its default, its meaning.
 `python -m torchtrain.config.reference > docs/settings.md` makes the page.
 """
 
