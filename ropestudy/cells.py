@@ -1,8 +1,6 @@
-"""A cell: the smallest piece of a study that is computed, kept and taken up again. One row, some conditions, many
-pairs.
+"""A cell: the smallest piece of a study that is computed and kept. One row, some conditions, many pairs.
 
-Everything in a cell has a name: its streams, its pairs and its divergences. An experiment gives the names and finds its
-results under them; places among arrays are between `Bench.run` and the engine.
+Streams, pairs and divergences of a cell have names. An experiment gives the names and looks its results up by them.
 """
 
 import hashlib
@@ -112,7 +110,7 @@ class Cell:
         return bench.compare(self)
 
     def find(self, run: RunAt) -> Run:
-        """Return where a run stands among the streams."""
+        """Return the index of a run's stream, and its own within the stream."""
         place = [stream.name for stream in self.streams].index(run.stream)
         return Run(place, self.streams[place].shifts.index(run.shift))
 
@@ -257,7 +255,7 @@ def _sample(sums: Sums, documents_T: np.ndarray, keep_columns: bool) -> Sample:
 
 @cache
 def fingerprint() -> str:
-    """Return a hash of the sources, the libraries and the device: a cell is computed anew when one of them changes."""
+    """Return a hash of the sources, the libraries and the device: a cell is computed again when one of them changes."""
     digest = hashlib.sha256(f"{versions(LIBRARIES)} {jax.devices()[0].device_kind}".encode())
     for file in sources():
         digest.update(file.read_bytes())

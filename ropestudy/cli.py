@@ -23,7 +23,7 @@ def study(
 ) -> None:
     """Study which rounding breaks RoPE's invariance to shifts, where, and what it costs; leave results and a report.
 
-    Every finished cell is kept under --out: interrupted, the same command goes on where it stopped.
+    Every finished cell is kept under --out. After an interruption the same command continues.
 
     \b
     Examples:
@@ -51,7 +51,7 @@ def study(
 
             results = run_study(resolved, out, advance, command)
     except KeyboardInterrupt:
-        raise Leave("interrupted; finished cells are kept, and the same command goes on", INTERRUPTED) from None
+        raise Leave("interrupted; finished cells are kept, and the same command continues", INTERRUPTED) from None
     print(f"{len(results.records)} records in {out / RESULTS}")
     write_report(results, out)
     print(f"tables and figures in {out}")

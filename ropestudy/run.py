@@ -6,13 +6,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import jax
-import numpy as np
 
 import jaxref
 from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
 from anchorline.files import MOST_JSON, read_file, replace_file
-from jaxref.rope import inverse_frequencies
 from jaxref.weights import to_arrays
 from ropestudy.cells import LIBRARIES, Bench
 from ropestudy.experiments import make_questions
@@ -23,15 +21,15 @@ from ropestudy.text import read_pool
 
 CONFIG, CELLS, RESULTS = "config.json", "cells", "results.json"
 
-TellCell = Callable[[str, int, int], None]  # what was done, cells done, cells in all
+OnCell = Callable[[str, int, int], None]  # what was done, cells done, cells in all
 
 
-def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, command: str = "") -> Results:
+def run_study(config: StudyConfig, out: Path, progress: OnCell | None = None, command: str = "") -> Results:
     """Run a study, or what is left of it, and write `results.json` into `out`, after each
     experiment with all that is finished.
 
-    Finished cells stand in `out/cells`, each named by a hash of what its numbers depend on: an interrupted run goes on
-    after the last of them, and one with other sources, another model or another device computes anew.
+    Finished cells are kept in `out/cells`, each named by a hash of what its numbers depend on. An interrupted run
+    continues after the last of them. A run with other sources, another model or another device computes them again.
 
     Raises UserError, one line, before anything is computed: see `claim`, `models.load_pretrained` and `text.read_pool`.
     """
@@ -45,8 +43,7 @@ def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, 
     pool = read_pool(config.text, pretrained.tokenizer, count, tokens, config.seed)
     _check_vocabulary(pretrained, max(int(ids.max()) for ids in pool.ids))
 
-    bench, inv_freq = Bench(config, pretrained, pool), inverse_frequencies(pretrained.config.rope)[0]
-    wavelengths = (2 * np.pi / inv_freq).tolist()
+    bench = Bench(config, pretrained, pool)
     found: Results | None = None
     planned = make_questions(config)
     counts = {name: (0, sum(len(task.cells) for task in tasks)) for name, tasks in planned.items()}
@@ -72,7 +69,7 @@ def run_study(config: StudyConfig, out: Path, progress: TellCell | None = None, 
             command=command,
             environment=environment(),
             config=config.model_dump(mode="json"),
-            model=describe(config, pretrained, wavelengths, {record.model for record in records}),
+            model=describe(config, pretrained, {record.model for record in records}),
             text=TextDescription(source=config.text.source, bos=pretrained.bos, documents=pool.names),
             cells=dict(counts),
             records=list(records),
@@ -113,7 +110,7 @@ def environment() -> StudyEnvironment:
     )
 
 
-def describe(config: StudyConfig, pretrained: Pretrained, wavelengths: list[float], used: set[str]) -> ModelDescription:
+def describe(config: StudyConfig, pretrained: Pretrained, used: set[str]) -> ModelDescription:
     """Return the model in words and numbers. used: names of the models that records are of."""
     return ModelDescription(
         source=config.model.source,
@@ -121,7 +118,6 @@ def describe(config: StudyConfig, pretrained: Pretrained, wavelengths: list[floa
         weights=config.model.weights,
         parameters=sum(int(array.size) for array in to_arrays(pretrained.decoder).values()),
         sha256=pretrained.sha256,
-        pair_wavelengths=wavelengths,
         initialisations={name: words for name, words in INITIALISATIONS.items() if name in used},
     )
 

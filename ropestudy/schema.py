@@ -11,7 +11,7 @@ condition (roundings, and what `Rounding` cannot say) and the position ids; a sh
     local       both runs are given the same input at every layer: the first condition's own, from its run at shift 0
     propagated  each run is a forward pass of its own, as a model has it
 
-Two warnings that belong beside every share shown. The rows of attention sum to one, so what one column loses others
+Two warnings about every share. The rows of attention sum to one, so what one column loses others
 gain: a column's *unweighted* share of sum |dATTN| cannot exceed a half. And n (`measures.weights`) divides a column by
 the queries that see it, so the last columns weigh most in D: both forms are recorded.
 
@@ -151,7 +151,7 @@ class Score(Record):
 
     kind: Literal["score"] = "score"
     group: Group
-    base: str | None = Field(description="preset the condition starts from; None of those that stand for themselves")
+    base: str | None = Field(description="preset the condition starts from; None where there is none")
     site: str | None = Field(
         description="of on_alone and off_alone: the site of `Rounding`; `qk, scaled` are sites left out together, "
         "because each alone rounds what the other has rounded"
@@ -172,7 +172,7 @@ class MaskPair(Record):
     """Packed documents: the same tokens under two choices of position ids, or two masks.
 
     `a` and `b` are names of masks; at shift 0. In `exact`, intra against intra_reset is zero to float64's own noise;
-    anchor against anchor_reset (documents restart at 1, behind the anchor at 0) is not, because their distances to the
+    anchor against anchor_reset (documents restart at 1, after the anchor at 0) is not, because their distances to the
     anchor differ: that is what the anchor changes mathematically.
     """
 
@@ -186,7 +186,7 @@ class MaskPair(Record):
 
 
 class Outcome(Record):
-    """What one condition makes of the outputs, beside `exact`: of plain text, or of copying a key seen far before.
+    """The outputs of one condition against those of `exact`, for plain text or for copying a key seen long before.
 
     Sequences are computed together; `outputs.p` is `exact`, `outputs.q` the condition, both at the same positions.
     """
@@ -226,7 +226,6 @@ class ModelDescription(_Part):
     weights: str = Field(description="dtype to which every parameter was rounded before anything else")
     parameters: int
     sha256: str = Field(description="of the parameters as stored, in the order of their names")
-    pair_wavelengths: list[float] = Field(description="2 pi / inverse frequency of each rotary pair, in tokens")
     initialisations: dict[str, str] = Field(description="each random model that was used, in words")
 
 

@@ -94,7 +94,7 @@ class _Experiment(_Strict):
 
 
 class RowPositions(_Strict):
-    """Where a row stands: two shifts that are compared, and a gap that is opened in its middle."""
+    """The positions of a row: two shifts that are compared, and a gap in its middle."""
 
     d1: Shift = 0
     d2: Shift = 16
@@ -182,7 +182,7 @@ class MasksConfig(_Placed):
 
 
 class Placement(_Strict):
-    """What a row of an outcome is: plain text or a copied key, and where it stands."""
+    """A row of an outcome: plain text or a copied key, and its positions."""
 
     task: Literal["text", "copy"] = "text"
     start: Shift = Field(default=0, description="position of the first token")
@@ -268,7 +268,7 @@ def longest(section: Any) -> int:
 
 
 def _check_documents(masks: MasksConfig) -> None:
-    """`text.packed_row` gives document k the share k of the row behind its BOS, and none may be empty."""
+    """`text.packed_row` gives document k the share k of the row after its BOS, and none may be empty."""
     needed = masks.documents * (masks.documents + 1) // 2 + 1
     if masks.tokens < needed:
         raise UserError(

@@ -55,7 +55,7 @@ def _name_conditions() -> dict[str, Condition]:
             about="positions and inverse frequencies rounded to TF32 before they are multiplied, as where TF32 is on",
             base=name,
         )
-    # The paper's rotation and nothing rounded behind it: what kernels that take float32 q and k would give.
+    # The paper's rotation and nothing rounded after it: what kernels that take float32 q and k would give.
     found["flash_bf16_fp32_qk"] = Condition(
         "flash_bf16_fp32_qk",
         preset("paper_bf16").replace(q_rotated="fp32", k_rotated="fp32", kv_heads=None),

@@ -211,7 +211,7 @@ class _Group:
     """Pairs that are compared in one call: they share a mode, a source and the streams."""
 
     source: int | None  # stream whose run 0 feeds every run; None: each its own
-    runs: dict[int, list[int]]  # stream -> runs, in the order in which they stand side by side
+    runs: dict[int, list[int]]  # stream -> runs, in the order in which they are stacked
     pairs: list[int]  # index of each pair
     index_P2: np.ndarray  # places of a and b among the runs
 

@@ -59,7 +59,7 @@ def queries_of_columns(document_ids_T: np.ndarray) -> np.ndarray:
     count = np.zeros(T, np.int64)
     for document in np.unique(document_ids_T[real]):
         seers = real if document == ANCHOR else document_ids_T == document
-        later = np.cumsum(seers[::-1])[::-1]  # seers at this index or behind
+        later = np.cumsum(seers[::-1])[::-1]  # seers at this index or after it
         own = document_ids_T == document
         count[own] = later[own]
     return count

@@ -17,7 +17,7 @@ from jaxref.rounding import Format, Rounding, find_format, round_to
 
 @dataclass(frozen=True)
 class Method:
-    """How q and k are rotated and normalised, beside the roundings. Hashable. The default is the oracle's own way.
+    """How q and k are rotated, apart from the roundings. Hashable. The default is the oracle's own way.
 
     angles: `float64` computes angles, cos and sin in float64 in any carrier; `inv_freq` and `angle` then round nothing.
     phases: seed of one constant random phase per rotary pair, added to every angle of q and k alike: it cancels in each

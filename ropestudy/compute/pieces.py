@@ -121,7 +121,7 @@ def _finish(
     scale: float,
     query_block: int | None,
 ) -> jax.Array:
-    """Return the layer's output, from q, k, v: `jaxref.model.Layer` behind the rotation."""
+    """Return the layer's output, from q, k, v: `jaxref.model.Layer` after the rotation."""
     documents_ST = jnp.broadcast_to(documents_T, (len(q_STHD), len(documents_T)))
     attn_STHD, _ = attention(q_STHD, k_STKD, v_STKD, documents_ST, rounding, scale, query_block)
     return layer.after_attention(x_STM, layer.self_attn.output(attn_STHD, rounding), rounding)[0]

@@ -26,7 +26,7 @@ SHARING = 12  # conditions in a cell: each shares its float64 run
 
 @dataclass(frozen=True)
 class OutcomeCell:
-    """Some conditions on all rows of a setting, beside float64."""
+    """Some conditions, and float64, on all rows of a setting."""
 
     experiment: str
     tokens: int

@@ -45,7 +45,7 @@ OUTPUTS = "outputs"  # the name of a divergence
 
 @dataclass(frozen=True)
 class Asked:
-    """A row of the table. `partner`: what stands at the other end of the shift, in place of the condition at d2."""
+    """A row of the table. `partner`: the other end of the shift, in place of the condition at d2."""
 
     group: schema.Group
     condition: Condition

@@ -13,7 +13,7 @@ from ropestudy.schema import ByLength, Outcome, PerToken, Record, Results, Shift
 
 MODES = ("local", "propagated")
 FORMATS = {2: "e5m2", 3: "e4m3", 7: "bf16", 10: "fp16, TF32"}
-SMALLEST = 1e-30  # exact zeros cannot stand on a logarithmic axis
+SMALLEST = 1e-30  # a logarithmic axis cannot show exact zeros
 PANEL = (4.8, 3.4)  # inches
 
 

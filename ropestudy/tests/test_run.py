@@ -264,7 +264,7 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Bench, "kept_or_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     code, _, log = jaxref(*few, "--out", str(tmp_path / "stopped"))
-    assert (code, log) == (130, "jaxref: interrupted; finished cells are kept, and the same command goes on\n")
+    assert (code, log) == (130, "jaxref: interrupted; finished cells are kept, and the same command continues\n")
 
 
 def test_an_unknown_architecture_is_refused(given, tmp_path):

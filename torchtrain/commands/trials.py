@@ -22,7 +22,7 @@ def experiment(
         typer.Option(help="a file of measurements: what it holds is not run again, what is measured is added to it"),
     ] = None,
     document: Annotated[
-        Path | None, typer.Option(help="a Markdown file, as docs/training-experiment.md, whose results are made anew")
+        Path | None, typer.Option(help="a Markdown file, as docs/training-experiment.md, whose results are filled in")
     ] = None,
     only_report: Annotated[bool, typer.Option("--only-report", help="train nothing; report what is measured")] = False,
 ) -> None:

@@ -31,7 +31,7 @@ class RecallRows:
 
     input_ids: np.ndarray  # int64 [N, T]
     queries: np.ndarray  # int64 [N, Q], the key whose value comes next
-    distances: np.ndarray  # int64 [N, Q], tokens since the fact, which stands there once
+    distances: np.ndarray  # int64 [N, Q], tokens since the fact, which occurs there once
 
 
 def vocabulary(facts: FactsConfig) -> list[str]:
@@ -92,7 +92,7 @@ def _row(
     keys = random.permutation(facts.keys)
     values = random.integers(facts.values, size=facts.keys)
     free, asked = list(range(first, tokens, _SPACING)), dict[int, int]()
-    for distance in distances:  # the shortest first: its fact must stand in front of all queries
+    for distance in distances:  # the shortest first: its fact must come before all queries
         able = [place for place in free if place - distance < first]
         for place in random.choice(able, each, replace=False).tolist():
             free.remove(place)
@@ -100,7 +100,7 @@ def _row(
     planted = dict[int, list[int]]()
     for number, (place, distance) in enumerate(asked.items()):
         key, value = _words_of(facts, int(keys[number]), int(values[number]))
-        planted |= {place - 1: [key, value], place - 1 - distance: [value]}  # the document begins behind BOS
+        planted |= {place - 1: [key, value], place - 1 - distance: [value]}  # the document begins after BOS
     document = _document(facts, chain, random, tokens - 1, planted)
     places = sorted(asked)
     return np.concatenate([[0], document]), places, [asked[place] for place in places]
@@ -116,21 +116,21 @@ def _document(
     """Return token ids [length]. `planted` holds words by their places; nothing else is about their keys."""
     taken = {words[0] for words in planted.values()}
     keys = [of for of in random.permutation(facts.keys).tolist() if _words_of(facts, of, 0)[0] not in taken]
-    absent, untold = keys[: len(keys) // 4], keys[len(keys) // 4 :]
+    absent, unused = keys[: len(keys) // 4], keys[len(keys) // 4 :]
     values = random.integers(facts.values, size=facts.keys).tolist()
     drawn = random.random((length, 3)).tolist()
-    ids, told, filler = list[int](), list[int](), int(random.integers(facts.filler))
+    ids, known, filler = list[int](), list[int](), int(random.integers(facts.filler))
     while len(ids) < length:
         place = len(ids)
         is_fact, kind, which = drawn[place]
         if place in planted:
             ids += planted[place]
-        elif is_fact < facts.fact_share and kind < facts.new_share and untold:
-            told.append(untold.pop())
-            ids.append(_words_of(facts, told[-1], values[told[-1]])[1])
-        elif is_fact < facts.fact_share and place + 1 not in planted and (told or absent):
-            is_absent = not told or (kind > 1 - facts.absent_share and bool(absent))
-            among = absent if is_absent else told
+        elif is_fact < facts.fact_share and kind < facts.new_share and unused:
+            known.append(unused.pop())
+            ids.append(_words_of(facts, known[-1], values[known[-1]])[1])
+        elif is_fact < facts.fact_share and place + 1 not in planted and (known or absent):
+            is_absent = not known or (kind > 1 - facts.absent_share and bool(absent))
+            among = absent if is_absent else known
             of = among[int(which * len(among))]
             key, value = _words_of(facts, of, values[of])
             ids += [key, _UNKNOWN if is_absent else value]

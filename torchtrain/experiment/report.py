@@ -47,7 +47,7 @@ def write_report(experiment: TrainingExperiment, folder: Folder, document: Path 
     Args:
         experiment: whose.
         folder: its own.
-        document: a Markdown file with the marks of answer and results; its figure lies in `figures/` beside it.
+        document: a Markdown file with the marks of answer and results; its figure goes into `figures/` next to it.
 
     Raises:
         UserError: the folder is of another experiment, or the document lacks the marks.
@@ -78,8 +78,8 @@ def _answer(experiment: TrainingExperiment, measured: Measured) -> Iterator[str]
         ("Does it help more in bfloat16, where relativity is broken?", precision, read_precision(precision)),
         ("Positive control: 1 bit against exact", control, "detected" if _is_below(control) else "not detected"),
     ]
-    told = [[question, "-" if of is None else str(of), said if of else "not yet run"] for question, of, said in rows]
-    yield from _table(["question", "effect on the answers' log-probability, 95% interval", "answer"], told)
+    shown = [[question, "-" if of is None else str(of), said if of else "not yet run"] for question, of, said in rows]
+    yield from _table(["question", "effect on the answers' log-probability, 95% interval", "answer"], shown)
 
 
 def _is_below(of: Estimate | None) -> bool:

@@ -122,7 +122,7 @@ def check_folder(experiment: TrainingExperiment, folder: Folder) -> None:
 def share(experiment: TrainingExperiment, folder: Folder, file: Path) -> None:
     """Bring a file of measurements and a folder to the same: each gets what only the other holds.
 
-    A seed of which some cells are missing in the file is not taken from it: bases are pretrained anew on each machine,
+    A seed that lacks some cells in the file is not taken from it: each machine pretrains its own bases,
     and what is compared must begin from one base.
 
     Args:
@@ -226,7 +226,7 @@ def write_beginning(experiment: TrainingExperiment, seed: int, folder: Path) -> 
 
 
 def _check_gate(experiment: TrainingExperiment, folder: Folder, say: Callable[[str], None]) -> None:
-    """Measure the bases once, and refuse to go on with one that does not recall.
+    """Measure the bases once, and refuse one that does not recall.
 
     Raises:
         TasksUnfinished: it does not.
