@@ -29,11 +29,13 @@ def training_numbers(file: Path) -> dict[str, str]:
 
     intra, anchor = answers("exact-intra"), answers("exact-anchor")
     reset = [answers(f"{form}-intra_reset") - answers(f"{form}-intra") for form in ("bf16_after", "bf16_before")]
+    in_bf16 = answers("bf16_after-anchor") - answers("bf16_after-intra")
     spread, gain = float(intra.std(ddof=1)), float((anchor - intra).mean())
     return {
         "train.seeds": str(len(seeds)),
         "train.spread": format_number(spread, 2),
         "train.anchor": difference_of(anchor.tolist(), intra.tolist()).written(),
         "train.relativity": difference_of(reset[0].tolist(), reset[1].tolist()).written(),
+        "train.precision": difference_of(in_bf16.tolist(), (anchor - intra).tolist()).written(),
         "train.unpaired": str(math.ceil(2 * (POWER * spread / gain) ** 2)),
     }
