@@ -1,6 +1,6 @@
 """The contrasts of docs/training-experiment.md, recomputed with nothing of Anchorline's: numpy and scipy alone.
 
-cd benchmarks && python sceptic.py results/training-experiment.json results/training-experiment-cost.json
+cd benchmarks/results && python ../sceptic.py training-experiment.json training-experiment-{control,cost}.json
 """
 
 import json
@@ -10,14 +10,20 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-measured, cost = (json.loads(Path(name).read_text()) for name in sys.argv[1:3])
-SEEDS, STEPS = range(measured["experiment"]["seeds"]), np.arange(16, 33, 4)
+main, control, cost = (json.loads(Path(name).read_text()) for name in sys.argv[1:4])
+RUNS, SEEDS, STEPS = main["measured"] | control["measured"], range(8), np.arange(16, 33, 4)
+AT_1_BIT = [seed for seed in SEEDS if f"bits1_after-intra_reset-{seed}" in RUNS]
 
 
-def answers(cell: str, step: float | None = None) -> np.ndarray:
+def answers(cell: str, step: float | None = None, seeds=SEEDS) -> np.ndarray:
     """Log-probability of the answers of each seed: the mean over the checkpoints, or at a step between two of them."""
-    runs = [-np.mean(measured["measured"][f"{cell}-{seed}"]["nats"], axis=1) for seed in SEEDS]
+    runs = [-np.mean(RUNS[f"{cell}-{seed}"]["nats"], axis=1) for seed in seeds]
     return np.array([run.mean() if step is None else np.interp(step, STEPS, run) for run in runs])
+
+
+def gain(form: str, mask: str, over: str = "intra", seeds=SEEDS) -> np.ndarray:
+    """What a mask gains over another in an arithmetic, seed by seed."""
+    return answers(f"{form}-{mask}", seeds=seeds) - answers(f"{form}-{over}", seeds=seeds)
 
 
 def show(name: str, each: np.ndarray) -> None:
@@ -26,15 +32,12 @@ def show(name: str, each: np.ndarray) -> None:
     print(f"{name}: {each.mean():+.4f} ({each.mean() - half:+.4f} to {each.mean() + half:+.4f}, {len(each)} seeds)")
 
 
-def gain(form: str, mask: str, over: str = "intra") -> np.ndarray:
-    """What a mask gains over another in an arithmetic, seed by seed."""
-    return answers(f"{form}-{mask}") - answers(f"{form}-{over}")
-
-
 show("broken relativity", gain("bf16_after", "intra_reset") - gain("bf16_before", "intra_reset"))
 show("anchor in exact arithmetic", gain("exact", "anchor"))
 show("anchor in bfloat16, more than in exact", gain("bf16_after", "anchor") - gain("exact", "anchor"))
 show("positive control", answers("bits1_after-intra") - answers("exact-intra"))
+at_1_bit = [gain(f"bits1_{when}", "intra_reset", seeds=AT_1_BIT) for when in ("after", "before")]
+show("broken relativity at 1 bit", at_1_bit[0] - at_1_bit[1])
 show("anchor against full, equal tokens", gain("exact", "anchor", "full"))
 seconds = {row["loop"]: row["seconds"]["median"] for row in cost[0]["rows"]}  # at 1,024 tokens
 ratio = seconds["torchtrain, full"] / seconds["torchtrain, anchor"]

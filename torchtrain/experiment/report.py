@@ -146,7 +146,7 @@ def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
     drawn, distances = io.StringIO(), sorted(experiment.measure.distances)
     variants = list(dict.fromkeys(variant for of in experiment.cells.values() for variant in of))
     with matplotlib.rc_context(figure_style("experiment")):
-        canvas = Figure(figsize=(8.4, 2.8), layout="constrained")
+        canvas = Figure(figsize=(8.4, 3.0), layout="constrained")
         panels = canvas.subplots(1, len(experiment.cells), sharey=True, squeeze=False)[0]
         for axes, arithmetic in zip(panels, experiment.cells, strict=True):
             for cell in _cells(experiment, measured):
@@ -164,6 +164,8 @@ def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
             axes.set_xticks(distances)
         panels[0].set_ylabel("recall")
         if measured:
-            panels[0].legend(fontsize=7)
+            lines = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
+            named = {label: line for panel in lines for line, label in panel}
+            canvas.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named), fontsize=7)
         canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return drawn.getvalue()
