@@ -12,7 +12,7 @@ from pathlib import Path
 def git_state(root: Path) -> tuple[str | None, bool | None]:
     """Return the commit of the checkout that holds `root`, and whether files that git tracks differ from it.
 
-    None for both where there is no git or no checkout; the second alone where git does not tell.
+    None for both where there is no git or no checkout; None for the second alone where git fails.
     """
     commit = _git(root, "rev-parse", "HEAD")
     status = _git(root, "status", "--porcelain", "--untracked-files=no") if commit else None

@@ -23,9 +23,9 @@ from anchorline.errors import UserError, one_line, quoted, quoted_reason
 PARTIAL, DELETED = ".partial", ".deleted"
 _BLOCK = 1 << 22
 MOST_JSON = 1 << 26  # bytes: more than the settings of any model, and its tokenizer
-# What stands below a folder that a user names has paths this much longer, in bytes, at most.
+# Paths below a folder that a user names are at most this much longer, in bytes.
 _ROOM_BELOW = 200
-# A folder that may stay: one that holds something, is a disk's root, or stands where we may not write.
+# Why a folder may stay: it holds something, is a disk's root, or is where we may not write.
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -60,7 +60,7 @@ def resolve(field: str, path: str | Path) -> Path:
         path: what the user wrote.
 
     Raises:
-        UserError: no folder can have this path, it leads through a link to nothing, or the system does not tell.
+        UserError: no folder can have this path, it leads through a link to nothing, or the system gives an error.
     """
     said = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
     try:
@@ -111,7 +111,7 @@ def open_file(path: Path) -> FileIO:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a user's file whole, of at most `most` bytes, also one whose size the system does not tell.
+    """Read a user's file whole, of at most `most` bytes, also one whose size the system does not know.
 
     Raises:
         OSError: as `open_file`; or it is longer.
@@ -220,7 +220,7 @@ def save(path: Path, content: bytes) -> None:
                 stream.write(content)
         else:
             replace_file(target, content)
-    except OSError as error:  # it may name the file beside
+    except OSError as error:  # it may name the partial file
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
@@ -304,13 +304,13 @@ def build_folder(folder: Path) -> Generator[Path]:
     Raises:
         OSError: what the system says; something has the name by then. What fails leaves nothing behind.
     """
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
     try:
-        yield beside / folder.name
-        follow_umask(beside / folder.name)
-        commit(beside / folder.name, folder)
+        yield partial / folder.name
+        follow_umask(partial / folder.name)
+        commit(partial / folder.name, folder)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def name_aside(folder: Path) -> Path:

@@ -32,7 +32,7 @@ def find_model(
         source: a folder, or a hub id such as `name/model`.
         field: opens messages.
         patterns: of the files that are needed.
-        say: takes a line when the hub is asked, and when it did not answer and its cache stands in.
+        say: takes a line when the hub is asked, and when its cache is used because it did not answer.
         special: a name that the caller takes besides, for the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Places of a Markdown file that programs write, each between two lines; what stands around them is a person's."""
+"""Places of a Markdown file that programs write, each between two lines; a person writes the rest."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ _MOST_BYTES = 1 << 24
 
 
 class MarkedPlace(NamedTuple):
-    """What stands between two lines, each of which a file has once."""
+    """The place between two lines, each of which a file has once."""
 
     begin: str
     end: str

@@ -109,7 +109,7 @@ def load(
 
     Raises:
         UserError: the file is not readable or not strict YAML, a key is unknown (the nearest known one is named) or
-            stands twice, a value is not allowed.
+            appears twice, a value is not allowed.
     """
     name = quoted(Path(path))
     try:
@@ -135,7 +135,7 @@ def load(
 def dump(tree: Tree) -> str:
     """Return a tree of plain values as YAML that `load` reads back to an equal one."""
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    # PyYAML writes U+0085 and the like as they are, and reads spaces: then escapes stand for all that is not ASCII.
+    # PyYAML writes U+0085 and the like as they are, and reads spaces. Then everything but ASCII is escaped.
     same = all(character not in text for character in "\x85\u2028\u2029\ufeff")
     return text if same else yaml.safe_dump(tree, sort_keys=False)
 
@@ -156,17 +156,17 @@ def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
 
 def explain(schema: type[BaseModel], error: ValidationError) -> str:
     """Return one line for all of a ValidationError: the field, the value, what is allowed."""
-    told: dict[str, list[str]] = {}  # a union says once of each member what it is not
+    fixes_of: dict[str, list[str]] = {}  # a union has one error for each member
     for item in error.errors(include_url=False):
         what, fix = _explain_one(schema, item)
-        told.setdefault(what, []).append(fix)
-    shown = [f"{what}{_either(fixes)}" for what, fixes in list(told.items())[:_MOST_SHOWN]]
-    more = f"; and {len(told) - _MOST_SHOWN} more" if len(told) > _MOST_SHOWN else ""
+        fixes_of.setdefault(what, []).append(fix)
+    shown = [f"{what}{_either(fixes)}" for what, fixes in list(fixes_of.items())[:_MOST_SHOWN]]
+    more = f"; and {len(fixes_of) - _MOST_SHOWN} more" if len(fixes_of) > _MOST_SHOWN else ""
     return one_line("; ".join(shown)) + more
 
 
 def _either(fixes: Sequence[str]) -> str:
-    """`give 'auto', an integer or a list`; what is no `give` stands by itself."""
+    """`give 'auto', an integer or a list`; other fixes are listed alone."""
     *first, last = [fix.removeprefix(_GIVE) for fix in dict.fromkeys(fixes) if fix.startswith(_GIVE)] or [""]
     others = [fix for fix in dict.fromkeys(fixes) if not fix.startswith(_GIVE)]
     given = f"{_GIVE}{', '.join(first)}{' or ' if first else ''}{last}" if last else ""
@@ -219,7 +219,7 @@ def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
     """Return the place and the value, and what is allowed there."""
     kind, loc = item["type"], item["loc"]
     location, inner = _locate(schema, loc[:-1] if kind == "extra_forbidden" else loc)
-    # A model that a validator made tells of its own fields, which the schema does not lead to.
+    # A model that a validator made has fields of its own, which the schema does not name.
     where = ".".join(location or map(str, loc))
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), list(inner.model_fields) if inner else []

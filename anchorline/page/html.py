@@ -32,7 +32,7 @@ def render(
         title: of the report, over the headline.
         created: when, ISO 8601; shown as it is if it is not; empty: not shown.
         command: what makes the report again.
-        facts: where and how it was made: a name and what stands under it.
+        facts: where and how it was made: a name and its text.
         versions: of packages.
         values: what the template asks for besides.
     """

@@ -1,6 +1,6 @@
 """One config: YAML in, a strict and frozen schema out, a file for each section or a few that belong together.
 
-Every value stands in one place. A key the schema does not know is an error that suggests the nearest one; a key written
+Every value is in one place. A key the schema does not know is an error that suggests the nearest one; a key written
 twice is an error too. `load_config` is the only way in, for the command line and for Python.
 """
 

@@ -125,8 +125,8 @@ class DataConfig(Section):
     )
     remove_duplicates: bool = Field(
         default=False,
-        description="leave out a document whose text stands earlier (under near_duplicates: nearly); default: train on "
-        "it, on one side of the held-out split",
+        description="leave out a document with the text of an earlier one (under near_duplicates: nearly); default: "
+        "train on it, on one side of the held-out split",
     )
     mixture: MixtureConfig | None = Field(default=None, description="which documents are chosen, and how often")
 

@@ -11,7 +11,7 @@ LEAST_STAGE = {"none": 0, "optimizer": 1, "all": 3}
 
 
 class DistributedConfig(Section):
-    """How a step is spread over the processes that torchrun starts. Whatever stands here, it computes the same.
+    """How a step is spread over the processes that torchrun starts. No setting here changes what is computed.
 
     Rows in work at a time are processes / sequence_parallel, of train.micro_batch rows each; what
     train.sequences_per_step holds beyond them is gradient accumulation.

@@ -95,5 +95,5 @@ def dump_config(config: Config) -> str:
 
 
 def fill_empty_sections(tree: settings.Tree) -> settings.Tree:
-    """Return the tree with an empty section for one under which nothing stands, such as a bare `train:`."""
+    """Return the tree with an empty section in place of a bare key, such as `train:`."""
     return {name: {} if section is None else section for name, section in tree.items()}

@@ -8,7 +8,7 @@ from torchtrain.config.section import Beta, Count, Name, PathText, Real, Section
 
 
 class LoraSettings(Section):
-    """LoRA by PEFT (arXiv 2106.09685): weights stay as they are, and low-rank adapters beside them are trained."""
+    """LoRA by PEFT (arXiv 2106.09685): the model's weights stay as they are, and low-rank adapters are trained."""
 
     rank: Annotated[int, Field(ge=1, le=2**16)] = Field(default=16, description="PEFT's r")
     alpha: Real = Field(default=32.0, description="PEFT's lora_alpha: adapters are scaled by alpha / rank")

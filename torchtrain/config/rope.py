@@ -71,7 +71,7 @@ class RopeConfig(Section):
             raise ValueError(f"rope type {self.type!r} does not take {', '.join(stray)}; remove it or change rope.type")
         if missing := sorted(needs.get(self.type, set()) - given):
             raise ValueError(f"rope type {self.type!r} needs {', '.join(missing)}")
-        ordered = {  # where one is not given, transformers' default stands in
+        ordered = {  # by default transformers' values
             "yarn": {"beta_fast": self.beta_fast or 32, "beta_slow": self.beta_slow or 1},
             "llama3": {"high_freq_factor": self.high_freq_factor or 0, "low_freq_factor": self.low_freq_factor or 0},
         }

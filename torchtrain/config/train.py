@@ -8,7 +8,7 @@ from torchtrain.config.section import Beta, Count, CountOrZero, Real, Section, S
 
 
 class TrainConfig(Section):
-    """The optimisation: the paper's AdamW unless told otherwise."""
+    """The optimisation: by default the paper's AdamW."""
 
     steps: Count = Field(default=2000, description="optimizer steps of the run")
     sequences_per_step: Count = Field(default=8, description="rows in one optimizer step (the global batch)")

@@ -142,7 +142,7 @@ def read(source: Source, part: SourcePart | None = None) -> Iterator[Record]:
     if part is not None:
         yield from _read_part(source, part)
         return
-    # What draws or filters begins anew in each part, so that it does the same whoever reads which part.
+    # Draws and filters begin anew in each part, so that it does not matter who reads which part.
     sampled = source.sample is not None or source.sample_files is not None or source.filters
     if source.demo is not None or (source.dataset is not None and not sampled):
         records = _read_part(source, None)

@@ -123,7 +123,7 @@ class PackedRows(Dataset[dict[str, np.ndarray]]):
         return plan
 
     def _rows_of(self, epoch: int) -> int:
-        # Without tags every order gives as many rows, laid end to end; else a plan tells.
+        # Laid end to end without tags, every order gives the same number of rows. With tags a plan counts them.
         epoch = epoch if self._tags and self.pack.strategy != "best_fit" else 0
         if epoch not in self._rows:
             self._rows[epoch] = len(self.plan(epoch))

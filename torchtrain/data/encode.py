@@ -19,7 +19,7 @@ from anchorline.errors import UserError, quoted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Text handed to the tokenizer at one time: enough for all its threads, little beside the model.
+# Characters that the tokenizer takes at one time: enough for all its threads, and little memory.
 BATCH_CHARACTERS = 1_000_000
 PIECE = 1 << 16
 _ENDS_OF_WORDS = re.compile(r"(?<=\w)(?=[^\w])")
@@ -96,7 +96,7 @@ class Encoder:
                 pieces, add_special_tokens=False, split_special_tokens=self._as_text, verbose=False
             )["input_ids"]
             return
-        # What the call above does of it, without where each token stands in its text.
+        # The same tokens as the call above, without their places in the text, which cost time.
         backend = self._tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -141,7 +141,7 @@ class Encoder:
         return np.array([token for part in parts for token in part], dtype=np.int32)
 
     def _spell(self, token: int) -> list[int]:
-        """Return the tokens of a special token's text: its first character stands by itself, or all of them do."""
+        """Return the tokens of a special token's text: its first character alone, or each character alone."""
         model, control = self._tokenizer.backend_tokenizer.model, set(self._control.values())
         content = next(content for content, index in self._control.items() if index == token)
         for parts in ([content[:1], content[1:]], list(content)):

@@ -45,7 +45,7 @@ _FAULTS = (
     TarError,
     zlib.error,
 )
-# The keys under which file systems give what tells one version of a file from another.
+# The keys of file systems whose value differs from one version of a file to the next.
 _VERSIONS = ("ETag", "etag", "blob_id", "sha256", "md5", "mtime", "LastModified", "last_modified", "updated", "created")
 
 
@@ -55,7 +55,7 @@ class BadItemError(Exception):
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file of a source: its path or URL, its size in bytes, and what tells one version of it from another."""
+    """A file of a source: its path or URL, its size in bytes, and what differs from one version to the next."""
 
     place: str
     bytes: int

@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 class PackPlan:
-    """One epoch's rows. Every token of every document stands in exactly one row, or is counted in `dropped_tokens`.
+    """One epoch's rows. Every token of every document is in exactly one row, or is counted in `dropped_tokens`.
 
     Args:
         lengths: int [n], tokens of each document, all positive.
@@ -76,8 +76,8 @@ class PackPlan:
         if strategy == "by_length":
             order = order[np.argsort(lengths[order], kind="stable")]
             if last == "drop":
-                # What is laid down last may be left out, and that must not always be the longest document: begin where
-                # a token lies that is drawn, and go on behind the longest with the shortest.
+                # The last documents may be left out, and they must not always be the longest: begin behind the document
+                # of a drawn token, and continue with the shortest behind the longest.
                 ends = np.cumsum(lengths[order])
                 drawn = random_stream(seed, TAIL, epoch).integers(ends[-1])
                 order = np.roll(order, -int(np.searchsorted(ends, drawn, side="right")))

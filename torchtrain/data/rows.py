@@ -41,7 +41,7 @@ def build_row(
     else.
 
     A token predicts the next one of its span; anchor, tags and the last token of a span predict nothing, and padding
-    neither. Under `cross_document_targets` anchor and last tokens predict what stands next in the row; tags still
+    neither. Under `cross_document_targets` anchor and last tokens predict the next token of the row; tags still
     neither predict nor are predicted.
 
     +interleave: every span is cut into pieces, as `pack.split` says. `even` and `random` make `pack.chunks` pieces (one
@@ -103,7 +103,7 @@ def build_row(
 def _predict_across(
     shift_labels_T: np.ndarray, input_ids_T: np.ndarray, spans: Sequence[SpanTokens], anchor_tokens: int
 ) -> None:
-    """Let the anchor and the last token of each span predict what stands next, unless that opens a tag or padding."""
+    """Let the anchor and the last token of each span predict the next token, unless a tag or padding begins there."""
     last = anchor_tokens - 1
     shift_labels_T[: max(last, 0)] = input_ids_T[1:anchor_tokens]
     for tokens, _, tag in spans:

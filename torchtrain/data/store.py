@@ -1,7 +1,7 @@
 """A tokenised corpus on disk: flat files of tokens, read through memory maps.
 
 `tokens-00000.bin` and so on: documents one after another, uint16 where the vocabulary allows it and else int32. No
-document lies in two of them.
+document is in two of them.
 `offsets.npy` int64 [documents + 1] · `domains.npy` int32 [documents] · `hashes.npy` uint64 [documents], of each
 document's tokens · `signatures.npy` uint64 [documents * 14], under `data.near_duplicates` · `repeats.npy` uint16
 [documents], how often each is taken, under `data.mixture` and `data.remove_duplicates` · `bad_records.txt` a line each
@@ -163,7 +163,7 @@ class Documents:
 
     @cached_property
     def content_hashes(self) -> np.ndarray:
-        """64 bits of each document's content, uint64 [documents]; computed where nobody kept them."""
+        """64 bits of each document's content, uint64 [documents]; computed if they were not kept."""
         if self.hashes is not None:
             return self.hashes
         return np.fromiter((hash_of(self.document(i)) for i in range(len(self))), dtype=np.uint64, count=len(self))
@@ -180,7 +180,7 @@ class Documents:
 
     @property
     def near_copies(self) -> int:
-        """Documents that hold nearly the text of an earlier one, copies not counted; 0 where nobody looked."""
+        """Documents that hold nearly the text of an earlier one, copies not counted; 0 without signatures."""
         return len(self) - int(self.groups.max(initial=-1)) - 1 - self.copies
 
     @property
@@ -278,7 +278,7 @@ class TokenStore(Documents):
             except BaseException as error:
                 failure.append(error)
 
-        # A daemon: nobody who interrupts the program waits for a hundred gigabytes.
+        # A daemon, so that an interrupted program does not wait until a hundred gigabytes are read.
         thread = threading.Thread(target=work, name="verify-tokens", daemon=True)
         thread.start()
 
