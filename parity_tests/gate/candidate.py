@@ -15,8 +15,19 @@ from torch import Tensor
 
 import torchtrain
 from anchorline.errors import UserError
-from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, rope_settings, tiny_config, tiny_weights
+from parity_tests.gate.case import (
+    CHUNKS,
+    FACTOR,
+    GateCase,
+    RowTokens,
+    insert_padding,
+    rope_settings,
+    tiny_config,
+    tiny_weights,
+)
+from parity_tests.gate.corpus import draw_corpus
 from parity_tests.gate.ranks import run_ranks
+from parity_tests.gate.small_run import run_side
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.taps import capture_taps
 from torchtrain.attention import make_plan, resolve_engine
@@ -34,6 +45,7 @@ from torchtrain.training.step import StepResult, accumulate, step_batches, take_
 from torchtrain.training.strategy import Replicated, make_strategy
 
 DOMAINS = ["text"]
+BEFORE = 4  # the factor of an earlier extension
 
 Arrays = dict[str, np.ndarray]
 
@@ -78,7 +90,21 @@ def candidate_side(case: GateCase) -> Arrays:
         arrays |= _on_ranks(case, packed, _one_step)
     if "trajectory" in stages:
         arrays |= _on_ranks(case, packed, _trajectory)
+    if "run" in stages:
+        arrays |= run_side(case, _begin(case), lambda folder: _exported_taps(case, folder))
     return arrays
+
+
+def _exported_taps(case: GateCase, folder: str) -> Arrays:
+    """The taps of an exported model, loaded by transformers alone, on the rows that were held out."""
+    from transformers import AutoModelForCausalLM
+
+    engine = implementation_name(case.spec.engine)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=engine)
+    rows = [_pack(row, case.spec) for row in draw_corpus(case.spec).held_out_rows()]
+    batch = collate(rows)
+    names = ("input_ids", "position_ids", "document_ids")
+    return _taps(model.to(device()).eval(), {name: batch[name].to(device()) for name in names})
 
 
 def _taps(model: Any, inputs: dict[str, Tensor]) -> Arrays:
@@ -171,23 +197,36 @@ def _trajectory(case: GateCase, packed: _Rows, model: Any, world: World) -> tupl
 
 def _pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
     """The trainer's packer on one row: int64 [T]."""
-    pack = PackConfig(sequence_length=spec.tokens, variant=spec.variant, chunks=CHUNKS)
+    pack = PackConfig(sequence_length=spec.tokens - len(row.holes), variant=spec.variant, chunks=CHUNKS)
     spans = [
-        SpanTokens(document, domain=0, tag=tag.tolist()) for document, tag in zip(row.documents, row.tags, strict=True)
+        SpanTokens(document, domain, tag.tolist())
+        for document, domain, tag in zip(row.documents, row.domains, row.tags, strict=True)
     ]
     packed = build_row(spans, pack, row.anchor.tolist(), pad_id=0, random=np.random.default_rng(row.seed))
-    return packed | {"position_ids": packed["position_ids"] + spec.position_offset}
+    return insert_padding(packed | {"position_ids": packed["position_ids"] + spec.position_offset}, row.holes)
 
 
 def _build(case: GateCase) -> Any:
     """The model, extended and loaded as the trainer does it, in training mode."""
-    from transformers import AutoModelForCausalLM
-
     spec, folder = case.spec, case.folder
-    dtype, where = getattr(torch, spec.dtype), device()
     if folder is not None:
         return _load(folder, spec)
-    config = _extend(tiny_config(spec.model), spec)
+    model = _draw(_extend(_extended_before(spec), spec), spec, getattr(torch, spec.dtype))
+    if spec.model == "loaded":
+        with TemporaryDirectory() as written:
+            model.save_pretrained(written)
+            return _load(written, spec)
+    return model.to(device()).train()
+
+
+def _begin(case: GateCase) -> Any:
+    """The model that a whole run begins with, in float32."""
+    return _draw(_extended_before(case.spec), case.spec, torch.float32)
+
+
+def _draw(config: Any, spec: CaseSpec, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
     # Built in its dtype: `.to(bfloat16)` would round RoPE's inverse frequencies as well.
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=implementation_name(spec.engine), trust_remote_code=False
@@ -195,11 +234,18 @@ def _build(case: GateCase) -> Any:
     weights = {name: torch.from_numpy(array).to(dtype) for name, array in tiny_weights(spec.model, spec.seed).items()}
     # A tied head has no weight of its own.
     model.load_state_dict(weights, strict=not config.tie_word_embeddings)
-    if spec.model == "loaded":
-        with TemporaryDirectory() as written:
-            model.save_pretrained(written)
-            return _load(written, spec)
-    return model.to(where).train()
+    return model
+
+
+def _extended_before(spec: CaseSpec) -> Any:
+    """The tiny model's config, after its first extension where it had one."""
+    config = tiny_config(spec)
+    if spec.rope_before == "default":
+        return config
+    first = spec.model_copy(update={"rope": spec.rope_before, "rope_parameters": "usual"})
+    rope = RopeConfig(type=spec.rope_before, **rope_settings(first, config.head_dim // 2) | {"factor": BEFORE})
+    longer = config.max_position_embeddings * (1 if spec.rope_before == "dynamic" else BEFORE)
+    return extend(config, rope, longer)
 
 
 def _load(folder: str, spec: CaseSpec) -> Any:
@@ -211,13 +257,13 @@ def _load(folder: str, spec: CaseSpec) -> Any:
 
 
 def _extend(config: Any, spec: CaseSpec) -> Any:
-    if spec.rope == "keep":
-        return config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = RopeConfig(type=spec.rope, **rope_settings(spec.rope, head_dim // 2))
+    rope = RopeConfig(type=spec.rope, **rope_settings(spec, head_dim // 2))
+    if spec.rope == "keep" and rope.theta == "keep":
+        return config
     # `dynamic` scales beyond the length that the model is made for; so it is made for no more.
-    held = config.max_position_embeddings
-    stretched = held if spec.rope in ("default", "dynamic") else held * 8
+    held = config.max_position_embeddings // (1 if spec.rope_before in ("default", "dynamic") else BEFORE)
+    stretched = held if spec.rope in ("keep", "default", "dynamic") else held * int(FACTOR)
     return extend(config, rope, stretched)
 
 

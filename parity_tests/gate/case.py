@@ -5,11 +5,10 @@ Both sides are given the same. Nothing of the mask, the positions or RoPE's freq
 Legend: T tokens of a row.
 """
 
-import dataclasses
 import inspect
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from anchorline.errors import UserError
 from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
+from jaxref.loss import IGNORED
+from jaxref.mask import PADDING
 from jaxref.weights import parameter_shapes
 from parity_tests.gate.spec import STEPS, CaseSpec
 from torchtrain.config import TrainConfig
@@ -43,6 +44,8 @@ TINY = (*FAMILIES, *VARIED)
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
 
 TAG_TOKENS, CHUNKS = 2, 4
+HOLES = 7  # tokens of padding inside a row
+RUN_STEPS, RUN_ROWS = 5, 2  # of a whole run, and of each of its steps: more than two epochs
 LONG = 1024
 
 # Every array of a tiny model, down to the gradient of a norm, has 64 elements or more: the root mean squares of fewer
@@ -59,6 +62,7 @@ SIZES = {
 
 # A tiny model's own length, from which RoPE is stretched; both sides derive the rest from the same settings.
 ORIGINAL, FACTOR = 1024, 8.0
+SHORT = 32  # where a whole run stretches it: less than a row
 
 # Epsilon is of the size of the gradients. Where it is far below them, the first steps are the sign of each gradient,
 # whatever its clipping, and an element near zero turns by rounding alone: nothing could be said of either.
@@ -81,7 +85,9 @@ class RowTokens:
     documents: tuple[np.ndarray, ...]  # int64 [length of each]
     tags: tuple[np.ndarray, ...]  # int64 [TAG_TOKENS], or empty
     padding: int
-    seed: int  # of the merge order
+    seed: int | np.random.SeedSequence  # of the merge order
+    domains: tuple[int, ...]  # of each document
+    holes: tuple[int, ...] = ()  # where a token of padding goes in front of the token that stands there without
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -95,7 +101,7 @@ class GateCase:
 
     folder, oracle_folder: of the candidate's and the oracle's weights; None where they are drawn (`tiny_weights`).
     decoder_config: the oracle's own reading of the model and the RoPE type.
-    step, trajectory: settings of the case's single step, and of its twenty.
+    step, trajectory, run: settings of the case's single step, of its twenty, and of its whole run.
     """
 
     spec: CaseSpec
@@ -105,6 +111,7 @@ class GateCase:
     decoder_config: DecoderConfig
     step: TrainConfig
     trajectory: TrainConfig
+    run: TrainConfig
 
 
 def resolve(spec: CaseSpec) -> GateCase:
@@ -119,8 +126,8 @@ def resolve(spec: CaseSpec) -> GateCase:
     step = TRAIN.model_copy(update=changes | {"sequences_per_step": len(rows) * spec.ranks})
     # torch's decay rounds each weight once more than the oracle's: judged in one step, left out of twenty: it adds up.
     trajectory = step.model_copy(update={"weight_decay": 0.0})
-    config = _read_config(oracle_model, oracle_folder, spec.rope)
-    return GateCase(spec, rows, folder, oracle_folder, config, step, trajectory)
+    run = trajectory.model_copy(update={"steps": RUN_STEPS, "sequences_per_step": RUN_ROWS})
+    return GateCase(spec, rows, folder, oracle_folder, _read_config(spec, oracle_folder), step, trajectory, run)
 
 
 def _draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
@@ -130,7 +137,8 @@ def _draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
     """
     random = np.random.default_rng((spec.seed, 1))
     tag = TAG_TOKENS if "+tag" in spec.variant else 0
-    text = spec.tokens - spec.anchor_tokens - spec.documents * tag
+    holes = HOLES if spec.padding == "inside" else 0
+    text = spec.tokens - spec.anchor_tokens - spec.documents * tag - holes
     if spec.documents == 5:
         lengths = (text * 2 // 5, 1, text // 4, text // 8)
     else:
@@ -142,9 +150,11 @@ def _draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
         return np.array([next(stream) for _ in range(count)], dtype=np.int64)
 
     def row(own: tuple[int, ...], number: int) -> RowTokens:
-        padding = spec.tokens - spec.anchor_tokens - sum(own) - tag * len(own)
+        padding = spec.tokens - spec.anchor_tokens - sum(own) - tag * len(own) - holes
         documents, tags = tuple(take(n) for n in own), tuple(take(tag) for _ in own)
-        return RowTokens(take(spec.anchor_tokens), documents, tags, padding, seed=2 * spec.seed + number)
+        seed, domains = 2 * spec.seed + number, (0,) * len(own)
+        row = RowTokens(take(spec.anchor_tokens), documents, tags, padding, seed, domains)
+        return replace(row, holes=_choose_holes(row, number)) if holes else row
 
     # In another order, so that no boundary and no position is where the first row has it.
     order = (2, 1, 3, 0) if spec.documents == 5 else range(spec.documents - 2, -1, -1)
@@ -152,10 +162,23 @@ def _draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
     return (padded,) if spec.tokens > LONG else (row(lengths, 0), padded)
 
 
+def _choose_holes(row: RowTokens, number: int) -> tuple[int, ...]:
+    """Within the first document, which they interrupt twice, and between the second and the third."""
+    first, second = (len(tag) + len(tokens) for tag, tokens in zip(row.tags[:2], row.documents, strict=False))
+    start = len(row.anchor)
+    return (*[start + first // 3] * (2 + number), start + first // 2, *[start + first + second] * (HOLES - 3 - number))
+
+
+def insert_padding(row: Mapping[str, np.ndarray], holes: Sequence[int]) -> dict[str, np.ndarray]:
+    """Put a token of padding into the arrays [T] of a row in front of each of these indices."""
+    fill = {"document_ids": PADDING, "shift_labels": IGNORED, "domain_ids": -1}
+    return {name: np.insert(x, list(holes), fill.get(name, 0)) for name, x in row.items()}
+
+
 def _draw_tokens(spec: CaseSpec, folder: str | None, random: np.random.Generator) -> np.ndarray:
     count = 2 * spec.tokens
     if folder is None:
-        return random.integers(0, tiny_config(spec.model).vocab_size, count)
+        return random.integers(0, tiny_config(spec).vocab_size, count)
     ids = np.asarray(open_tokenizer(folder)(inspect.getsource(textwrap), add_special_tokens=False).input_ids)
     return np.roll(np.resize(ids, max(count, len(ids))), -spec.seed)[:count]
 
@@ -168,9 +191,11 @@ def find_folder(model: str) -> str:
         raise UserError(str(error).replace("model.source", "model", 1)) from None
 
 
-def tiny_config(model: str) -> Any:
-    """Return the transformers config of a tiny model with default RoPE."""
-    changes: dict[str, Any] = {"max_position_embeddings": ORIGINAL} | VARIED.get(model, {})
+def tiny_config(spec: CaseSpec, model: str | None = None) -> Any:
+    """Return the transformers config of a tiny model with default RoPE: the case's, or another."""
+    model = model or spec.model
+    original = SHORT if spec.is_run and spec.rope != "keep" else ORIGINAL
+    changes: dict[str, Any] = {"max_position_embeddings": original} | VARIED.get(model, {})
     if model == "mistral":
         changes["sliding_window"] = None
     return FAMILIES["llama" if model in VARIED else model](**(SIZES | changes))
@@ -183,7 +208,7 @@ def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
     Larger than a fresh model's, those of q and k most, so that attention is far from uniform and a wrong mask or
     position shows; biases and norms are drawn too, so that they count.
     """
-    shapes = parameter_shapes(DecoderConfig.from_hf(tiny_config(model).to_dict()))
+    shapes = parameter_shapes(DecoderConfig.from_hf(tiny_config(CaseSpec(model=model)).to_dict()))
     random = np.random.default_rng((seed, 0))
     weights = {}
     for name, shape in shapes.items():
@@ -198,28 +223,34 @@ def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
     return weights
 
 
-def rope_settings(rope: str, pairs: int) -> dict[str, Any]:
-    """Return the parameters of a RoPE type, but for theta and the original length. `pairs`: half of head_dim."""
+def rope_settings(spec: CaseSpec, pairs: int) -> dict[str, Any]:
+    """Return theta, where it is given, and the parameters of the case's RoPE type. `pairs`: half of head_dim."""
+    rope, all_ = spec.rope, spec.rope_parameters == "all"
     settings: dict[str, Any] = {} if rope in ("keep", "default") else {"factor": FACTOR}
     if rope == "llama3":
-        settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        settings |= {"low_freq_factor": 2.0 if all_ else 1.0, "high_freq_factor": 7.0 if all_ else 4.0}
     if rope == "longrope":
         rising = np.linspace(0, 1, pairs)
         settings |= {"short_factor": (1 + 0.5 * rising).tolist(), "long_factor": (FACTOR**rising).tolist()}
+    if all_:
+        settings |= {"theta": 70_000.0}
+        settings |= {"beta_fast": 20.0, "beta_slow": 2.0} if rope == "yarn" else {}
+        settings |= {"attention_factor": 1.3} if rope in ("yarn", "longrope") else {}
     return settings
 
 
-def _read_config(model: str, folder: str | None, rope: str) -> DecoderConfig:
-    read = tiny_config(model).to_dict() if folder is None else read_json(Path(folder) / "config.json", "model")
+def _read_config(spec: CaseSpec, folder: str | None) -> DecoderConfig:
+    tiny = folder is None
+    read = tiny_config(spec, spec.against).to_dict() if tiny else read_json(Path(folder) / "config.json", "model")
     config = DecoderConfig.from_hf(read)
-    if rope == "keep":
-        return config
-    settings = rope_settings(rope, config.head_dim // 2)
-    if rope in ("dynamic", "yarn", "llama3", "longrope"):
+    settings = rope_settings(spec, config.head_dim // 2)
+    if spec.rope == "keep":
+        return replace(config, rope=replace(config.rope, **settings))
+    if spec.rope in ("dynamic", "yarn", "llama3", "longrope"):
         own = config.rope.original_max_position_embeddings
         settings["original_max_position_embeddings"] = own or config.max_position_embeddings
-    listed: dict[str, Any] = {
+    settings = {"theta": config.rope.theta} | {
         name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
     }
-    base = type(config.rope)(head_dim=config.head_dim, theta=config.rope.theta, rope_type=rope, **listed)
-    return dataclasses.replace(config, rope=base)
+    rope = type(config.rope)(head_dim=config.head_dim, rope_type=spec.rope, **settings)
+    return replace(config, rope=rope)

@@ -92,8 +92,8 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
         if broken:
             problems.append(f"{name} is {broken}")
         likely = 0.0
-        if name == "loss":
-            tokens, labelled = "loss.tokens", int(np.count_nonzero(oracle.truth["loss.tokens"]))
+        if (tokens := f"{name}.tokens") in oracle.truth:  # the mean of these
+            labelled = int(np.count_nonzero(oracle.truth[tokens]))
             likely = likely_error_of_mean(oracle.truth[tokens], oracle.reference[tokens], labelled)
         measure = _measure(name, array, truth, reference, dtype, likely)
         measures.append(measure)
@@ -140,9 +140,10 @@ def _pairs(
                 yield name, truth, None, "exact"
         names = [name for name in oracle.truth if group_of(name) == stage]
         for name in sorted(names, key=_backward_order) if stage == "gradients" else names:
-            if not name.endswith(".lse"):  # transformers' attention gives none
+            # transformers' attention gives no lse; a run, no losses of single held-out tokens.
+            if not name.endswith(".lse") and not (name.startswith("run.held_out") and name.endswith(".tokens")):
                 # A learning rate does not depend on the model's dtype.
-                dtype = "float32" if name == "trajectory.rates" else case.spec.dtype
+                dtype = "float32" if name.endswith(".rates") else case.spec.dtype
                 yield name, oracle.truth[name], oracle.reference[name], dtype
         if stage == "step":
             yield from _step_pairs(candidate, case)
@@ -192,7 +193,7 @@ def group_of(name: str) -> Group:
     """The stage that an array belongs to."""
     if name.startswith("loss") or name == "inputs.shift_labels":
         return "loss"
-    for group in ("gradients", "step", "trajectory"):
+    for group in ("gradients", "step", "trajectory", "run"):
         if name.startswith(f"{group}."):
             return group
     return "forward"
@@ -259,7 +260,7 @@ def _shorten(value: float) -> float:
 
 def _place(name: str) -> tuple[int | None, str]:
     """The layer of an array and its tap: `gradients.model.layers.0.mlp.up_proj.weight` -> 0, `mlp.up_proj.weight`."""
-    for prefix in ("inputs.", "gradients.", "step.", "trajectory.", "loss."):
+    for prefix in ("run.exported.", "run.", "inputs.", "gradients.", "step.", "trajectory.", "loss."):
         name = name.removeprefix(prefix)
     name = name.removeprefix("model.")
     if name.startswith("layers."):

@@ -29,6 +29,9 @@ Rope = Literal["keep", "default", "linear", "ntk", "dynamic", "yarn", "llama3", 
 Engine = Literal["dense", "sdpa", "flex", "flash", "flash3", "flash4"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
+RopeParameters = Literal["usual", "all"]
+RopeBefore = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+Padding = Literal["end", "inside"]
 
 Tokens = Annotated[int, Field(ge=32, le=2**24)]
 Offset = Annotated[int, Field(ge=0, le=2**24)]
@@ -57,6 +60,10 @@ class CaseSpec(_Strict):
     )
     variant: str = Field(default="anchor", description="full, intra, intra_reset, anchor; with +tag, +interleave")
     rope: Rope = Field(default="keep", description="keep is the model's own")
+    rope_parameters: RopeParameters = Field(
+        default="usual", description="all: theta and every parameter of the type away from its default"
+    )
+    rope_before: RopeBefore = Field(default="default", description="by which the model was extended once before")
     engine: Engine = "sdpa"
     dtype: Dtype = "float32"
     tokens: Tokens = Field(default=53, description="of a row; a multiple of no block by default")
@@ -66,6 +73,7 @@ class CaseSpec(_Strict):
     ranks: int = Field(default=1, ge=1, le=8, description="that share a step, each with rows of its own")
     documents: Documents = Field(default=5, description="of a row; the second has one less, and padding")
     anchor_tokens: AnchorTokens = Field(default=2, description="that open a row")
+    padding: Padding = Field(default="end", description="inside: between and within documents of each row, too")
     seed: Seed = Field(default=0, description="of random weights, tokens and the interleaving")
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
     against: str | None = Field(default=None, description="the model whose config and weights the oracle takes instead")
@@ -77,6 +85,8 @@ class CaseSpec(_Strict):
             raise UserError(f"position_offset {self.position_offset}: positions stay below {_POSITIONS}")
         if self.tokens < self.anchor_tokens + 4 * self.documents:
             raise UserError(f"documents {self.documents}: give 4 tokens for each; the row has {self.tokens}")
+        if "run" in self.stages and (self.ranks > 1 or not self.anchor_tokens or self.rope in ("default", "dynamic")):
+            raise UserError("stages run: takes one rank, an anchor, and a rope that stretches or is kept")
         return self
 
     @field_validator("stages")
@@ -88,25 +98,36 @@ class CaseSpec(_Strict):
     def id(self) -> str:
         """The case's name in every report; fit for a file name."""
         model = self.model if self.against in (None, self.model) else f"{self.model}+against+{self.against}"
-        parts = [model, self.variant, self.rope, self.engine, self.dtype, f"t{self.tokens}"]
+        rope = "+".join([self.rope, *["all"] * (self.rope_parameters == "all")])
+        rope += f"+after+{self.rope_before}" * (self.rope_before != "default")
+        parts = [model, self.variant, rope, self.engine, self.dtype, f"t{self.tokens}"]
         parts += [f"o{self.position_offset}"] * bool(self.position_offset)
         parts += [self.schedule] * (self.schedule != "constant") + [f"w{self.warmup_steps}"] * bool(self.warmup_steps)
         parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"d{self.documents}"] * (self.documents != 5)
-        parts += [f"a{self.anchor_tokens}"] * (self.anchor_tokens != 2) + [f"s{self.seed}"]
+        parts += [f"a{self.anchor_tokens}"] * (self.anchor_tokens != 2) + ["inside"] * (self.padding == "inside")
+        parts += [*["run"] * self.is_run, f"s{self.seed}"]
         return "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
 
     @property
     def shared(self) -> "CaseSpec":
         """The case without what the oracle does not depend on: cases that have this in common share its work."""
-        names = ("variant", "rope", "dtype", "tokens", "position_offset", "documents", "anchor_tokens", "seed")
-        return CaseSpec(model=self.against or self.model, **{name: getattr(self, name) for name in names})
+        names = ("variant", "rope", "rope_parameters", "dtype", "tokens", "position_offset", "documents")
+        names += ("anchor_tokens", "padding", "seed")
+        given = {name: getattr(self, name) for name in names}
+        return CaseSpec(model=self.against or self.model, stages=("run",) if self.is_run else ("forward",), **given)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a whole run is asked for."""
+        return "run" in self.stages
 
     @property
     def command(self) -> str:
         """What to type to run this case alone."""
         names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
         given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
-        for name in ("schedule", "warmup_steps", "ranks", "documents", "anchor_tokens"):
+        rest = ("rope_parameters", "rope_before", "schedule", "warmup_steps", "ranks", "documents", "anchor_tokens")
+        for name in (*rest, "padding"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 given[name] = str(getattr(self, name))
         options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
@@ -119,6 +140,8 @@ class Entry(_Strict):
     model: list[str] = Field(default=["llama"], min_length=1)
     variant: list[str] = Field(default=["anchor"], min_length=1)
     rope: list[Rope] = Field(default=["keep"], min_length=1)
+    rope_parameters: list[RopeParameters] = Field(default=["usual"], min_length=1)
+    rope_before: list[RopeBefore] = Field(default=["default"], min_length=1)
     engine: list[Engine] = Field(default=["sdpa"], min_length=1)
     dtype: list[Dtype] = Field(default=["float32"], min_length=1)
     tokens: list[Tokens] = Field(default=[53], min_length=1)
@@ -128,6 +151,7 @@ class Entry(_Strict):
     ranks: list[int] = Field(default=[1], min_length=1)
     documents: list[Documents] = Field(default=[5], min_length=1)
     anchor_tokens: list[AnchorTokens] = Field(default=[2], min_length=1)
+    padding: list[Padding] = Field(default=["end"], min_length=1)
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
 
     @field_validator("*", mode="before")

@@ -5,7 +5,7 @@ Nothing here depends on the candidate, so that cases and bugs of the zoo share w
 Legend: B batch · T tokens of a row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxref.layout import lay_out
-from jaxref.loss import IGNORED, mean_and_gradients, token_nll
+from jaxref.loss import IGNORED, batch_nll, mean_and_gradients, token_nll
 from jaxref.model import Decoder
 from jaxref.optim import step
 from jaxref.rounding import preset
 from jaxref.weights import cast, from_arrays, load_hf, to_arrays
-from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, tiny_weights
+from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, insert_padding, tiny_weights
+from parity_tests.gate.corpus import draw_corpus
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.oracle import Arrays, adamw_of, oracle_taps, preset_name, rates_of
 from torchtrain.config import TrainConfig
@@ -57,7 +58,8 @@ class Oracle:
         )
         inputs = {"forward": ("input_ids", "position_ids", "document_ids"), "loss": ("shift_labels",)}
         names = [name for stage in case.spec.stages for name in inputs.get(stage, ())]
-        return OracleArrays(truth, reference, {f"inputs.{name}": exact.batch[name] for name in names})
+        same = {f"inputs.{name}": exact.batch[name] for name in names} | (exact.of_run if case.spec.is_run else {})
+        return OracleArrays(truth, reference, same)
 
     def _get(self, case: GateCase, name: str) -> "_RoundedOracle":
         key = case.spec.shared, name
@@ -73,17 +75,19 @@ class _RoundedOracle:
         self._case, self._rounding, self._exact = case, preset(name), name == "exact"
         self._dtype: Any = "float64" if self._exact else case.spec.dtype
         # The five arrays (less the domains) of each row [1, T], and of all rows together [B, T].
-        self._rows = [_lay_out(row, case.spec.variant, case.spec.position_offset) for row in case.rows]
+        self._rows = self._lay_out(case.rows)
         self.batch = {name: np.concatenate([row[name] for row in self._rows]) for name in self._rows[0]}
+        self.of_run: Arrays = {}
         self._block = QUERY_BLOCK if case.spec.tokens > 2 * QUERY_BLOCK else None
-        self._trajectories: dict[tuple[str, int], Arrays] = {}
+        self._trajectories: dict[tuple[str, str, int], Arrays] = {}
 
     def stage(self, stage: str, case: GateCase) -> Arrays:
         """Return the arrays of a stage; of a trajectory under the schedule of this case."""
-        if stage == "trajectory":
-            key = case.spec.schedule, case.spec.warmup_steps
+        if stage in ("trajectory", "run"):
+            key = stage, case.spec.schedule, case.spec.warmup_steps
             if key not in self._trajectories:
-                self._trajectories[key] = self._run_steps(case.trajectory)
+                run = stage == "run"
+                self._trajectories[key] = self._run(case.run) if run else self._run_steps(case.trajectory)
             return self._trajectories[key]
         return {} if stage == "step" else getattr(self, f"_{stage}")
 
@@ -114,12 +118,15 @@ class _RoundedOracle:
         _, gradients = self._losses_and_gradients(self._decoder)
         return {f"gradients.{parameter}": np.asarray(gradient) for parameter, gradient in gradients.items()}
 
-    def _losses_and_gradients(self, decoder: Decoder) -> tuple[np.ndarray, dict[str, Any]]:
+    def _losses_and_gradients(
+        self, decoder: Decoder, rows: Sequence[Arrays] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """Of a step whose micro-batches are single rows: the loss of every token; gradients, each rounded where its
-        parameter is stored, the sum taken in the carrier.
+        parameter is stored, the sum taken in the carrier. `rows`: None is the case's.
         """
-        labelled = int((self.batch["shift_labels"] != IGNORED).sum())
-        found = [mean_and_gradients(decoder, row, self._rounding, self._block, count=labelled) for row in self._rows]
+        rows = self._rows if rows is None else rows
+        labelled = sum(int((row["shift_labels"] != IGNORED).sum()) for row in rows)
+        found = [mean_and_gradients(decoder, row, self._rounding, self._block, count=labelled) for row in rows]
         _, each, nll = zip(*found, strict=True)
         wide = jnp.float64 if self._rounding.carrier == "float64" else jnp.float32
         sums = {parameter: sum(gradients[parameter].astype(wide) for gradients in each) for parameter in each[0]}
@@ -127,17 +134,52 @@ class _RoundedOracle:
 
     def _run_steps(self, train: TrainConfig) -> Arrays:
         """The rate of each step, the loss of every token before it, its gradient's norm; all take the same rows."""
-        decoder, rates = self._decoder, rates_of(train)
-        masters = to_arrays(cast(decoder, self._rounding.carrier))
+        masters = to_arrays(cast(self._decoder, self._rounding.carrier))
+        _, losses, norms = self._train(self._decoder, masters, train, [self._rows] * train.steps)
+        found = {f"trajectory.{number}": step_losses for number, step_losses in enumerate(losses)}
+        return {"trajectory.rates": self._rates(train), **found, "trajectory.norms": norms}
+
+    def _rates(self, train: TrainConfig) -> np.ndarray:
+        return rates_of(train) if self._exact else rates_of(train).astype(np.float32)
+
+    def _train(
+        self, decoder: Decoder, masters: Any, train: TrainConfig, rows: Sequence[Sequence[Arrays]]
+    ) -> tuple[Decoder, list[np.ndarray], np.ndarray]:
+        """Take the steps, each on rows of its own; return the decoder after them, losses, norms."""
         optimizer = adamw_of(train, masters)
-        state, norms = optimizer.init(masters), []
-        found = {"trajectory.rates": rates if self._exact else rates.astype(np.float32)}
-        for number in range(train.steps):
-            found[f"trajectory.{number}"], gradients = self._losses_and_gradients(decoder)
+        state, losses, norms = optimizer.init(masters), [], []
+        for own in rows:
+            step_losses, gradients = self._losses_and_gradients(decoder, own)
+            losses.append(step_losses)
             masters, state, norm = step(optimizer, masters, state, gradients)
             norms.append(float(norm))
             decoder = cast(from_arrays(decoder.config, masters), self._dtype)
-        return found | {"trajectory.norms": np.array(norms)}
+        return decoder, losses, np.array(norms)
+
+    def _run(self, train: TrainConfig) -> Arrays:
+        """The arrays of a whole run; those that must be exact are left in `of_run`."""
+        spec, config, corpus = self._case.spec, self._case.decoder_config, draw_corpus(self._case.spec)
+        rows, held_out = self._lay_out(corpus.training_rows()), self._lay_out(corpus.held_out_rows())
+        # The masters begin at the numbers of the file, the weights at what the run's dtype makes of them.
+        masters = to_arrays(cast(from_arrays(config, tiny_weights(spec.model, spec.seed)), self._rounding.carrier))
+        begin = cast(from_arrays(config, masters), self._dtype)
+        steps = [rows[at : at + train.sequences_per_step] for at in range(0, len(rows), train.sequences_per_step)]
+        decoder, losses, norms = self._train(begin, masters, train, steps)
+        found = {f"run.losses.{number}": step_losses for number, step_losses in enumerate(losses)}
+        found |= {"run.rates": self._rates(train), "run.norms": norms}
+        batch = {name: np.concatenate([row[name] for row in held_out]) for name in held_out[0]}
+        for name, model in (("before", begin), ("after", decoder)):
+            nll_BT = np.asarray(batch_nll(model, batch, self._rounding, self._block))
+            found[f"run.held_out.{name}.tokens"] = nll_BT
+            found[f"run.held_out.{name}"] = nll_BT.sum().reshape(1) / (batch["shift_labels"] != IGNORED).sum()
+        taps = oracle_taps(decoder, batch, self._rounding, self._block)
+        found |= {f"run.exported.{name}": tap for name, tap in taps.items()}
+        self.of_run = {f"run.inputs.{name}": np.concatenate([row[name] for row in rows]) for name in rows[0]}
+        self.of_run["run.length"] = np.array([max(spec.tokens, config.max_position_embeddings)])
+        return found
+
+    def _lay_out(self, rows: Iterable[RowTokens]) -> list[Arrays]:
+        return [_lay_out(row, self._case.spec.variant, self._case.spec.position_offset) for row in rows]
 
 
 def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
@@ -152,14 +194,19 @@ def _lay_out(row: RowTokens, variant: str, offset: int) -> Arrays:
         turns=np.random.default_rng(row.seed).permutation(pieces).tolist(),
     )
     tokens, labels = [row.anchor], [np.full_like(row.anchor, IGNORED)]
-    for tag, document in zip(row.tags, row.documents, strict=True):
+    domains = [np.full_like(row.anchor, -1)]
+    for tag, document, domain in zip(row.tags, row.documents, row.domains, strict=True):
         tokens += [tag, document]
         labels += [np.full_like(tag, IGNORED), document[1:], np.array([IGNORED])]
+        domains.append(np.full(len(tag) + len(document), domain))
     tokens.append(np.zeros(row.padding, dtype=np.int64))
     labels.append(np.full(row.padding, IGNORED))
-    return {
-        "input_ids": np.concatenate(tokens)[laid.source][None],
-        "position_ids": laid.position_ids[None] + offset,
-        "document_ids": laid.document_ids[None],
-        "shift_labels": np.concatenate(labels)[laid.source][None],
+    domains.append(np.full(row.padding, -1))
+    laid_out = {
+        "input_ids": np.concatenate(tokens)[laid.source],
+        "position_ids": laid.position_ids + offset,
+        "document_ids": laid.document_ids,
+        "shift_labels": np.concatenate(labels)[laid.source],
+        "domain_ids": np.concatenate(domains)[laid.source],
     }
+    return {name: array[None] for name, array in insert_padding(laid_out, row.holes).items()}

@@ -16,7 +16,7 @@ from anchorline.files import replace_file
 from anchorline.tolerance import Judged
 
 VERSION = 1
-Group = Literal["forward", "loss", "gradients", "step", "trajectory"]
+Group = Literal["forward", "loss", "gradients", "step", "trajectory", "run"]
 
 
 class _Part(BaseModel):
@@ -42,7 +42,7 @@ class PartMeasure(_Part, Judged):
 class Measure(_Part, Judged):
     """One judged array."""
 
-    name: str = Field(description="`layers.7.k_rope`, `loss`, `gradients.model.norm.weight`, `trajectory.12`")
+    name: str = Field(description="`layers.7.k_rope`, `loss`, `gradients.model.norm.weight`, `run.losses.4`")
     group: Group
     layer: int | None = Field(description="None outside the layers")
     tap: str = Field(description="what of the layer: `k_rope`; the parameter's name without its layer; ...")

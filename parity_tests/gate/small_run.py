@@ -1,0 +1,135 @@
+"""The candidate's side of a whole run: `torchtrain train` on a small corpus, interrupted, resumed and exported.
+
+The run is the trainer's own from the files of text to the exported folder. Nothing but `take_step` is watched.
+"""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import yaml
+from rich.console import Console
+
+from parity_tests.gate.case import CHUNKS, RUN_STEPS, GateCase, rope_settings
+from parity_tests.gate.corpus import (
+    BOS,
+    DOMAINS,
+    EOS,
+    HELD_OUT_ROWS,
+    HELD_OUT_SHARE,
+    PAD,
+    RESUMED_AFTER,
+    TAG_WORD,
+    WORDS,
+    anchor_ids,
+    draw_corpus,
+)
+from parity_tests.oracle import Arrays
+from torchtrain.config import Config, load_config
+from torchtrain.run import recipe, steps
+
+_INPUTS = ("input_ids", "position_ids", "document_ids", "shift_labels", "domain_ids")
+
+
+class _Watch:
+    """Stands in for `take_step`: reads what a step is given and gives, and interrupts one step once."""
+
+    def __init__(self) -> None:
+        self._take_step, self._interrupts = steps.take_step, True
+        self.steps: dict[int, dict[str, Any]] = {}
+
+    def __call__(self, strategy: Any, batches: Any, domains: Any, step: int, train: Any, fault: Any, note: Any) -> Any:
+        if self._interrupts and step == RESUMED_AFTER + 1:
+            self._interrupts = False
+            raise KeyboardInterrupt
+        losses: list[np.ndarray] = []
+
+        def read(each_Bt: torch.Tensor, part: Any) -> None:
+            losses.append(each_Bt.detach().to("cpu", torch.float32, copy=True).numpy())
+            note(each_Bt, part)
+
+        result = self._take_step(strategy, batches, domains, step, train, fault, read)
+        inputs = {name: np.concatenate([batch.part[name].numpy() for batch in batches]) for name in _INPUTS}
+        rate_and_norm = result.learning_rate, result.gradient_norm
+        self.steps[step] = inputs | {"losses": np.concatenate(losses), "rate_and_norm": np.array(rate_and_norm)}
+        return result
+
+
+def run_side(case: GateCase, model: Any, capture: Any) -> Arrays:
+    """The arrays of a run, by the oracle's names (`_RoundedOracle`).
+
+    Args:
+        case: what is run.
+        model: what the run begins with, in float32.
+        capture: from a folder and the arrays of held-out rows to the taps of the model in it.
+    """
+    spec = case.spec
+    with TemporaryDirectory() as written:
+        folder, quiet = Path(written), Console(quiet=True)
+        config = _write(case, folder, model)
+        watch = _Watch()
+        with patch.object(steps, "take_step", watch):
+            try:
+                recipe.train(config, console=quiet)
+            except KeyboardInterrupt:
+                pass
+            result = recipe.resume(config, console=quiet)
+        assert result is not None, "the resumed run says that it is finished"
+        arrays = {
+            f"run.inputs.{name}": np.concatenate([watch.steps[n][name] for n in range(RUN_STEPS)]) for name in _INPUTS
+        }
+        arrays |= {f"run.losses.{n}": watch.steps[n]["losses"] for n in range(RUN_STEPS)}
+        arrays |= {
+            f"run.{name}": np.array([watch.steps[n]["rate_and_norm"][i] for n in range(RUN_STEPS)])
+            for i, name in enumerate(("rates", "norms"))
+        }
+        for name, held_out in (("before", result.before), ("after", result.after)):
+            arrays[f"run.held_out.{name}"] = np.array([held_out.overall.value])
+        exported = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
+        arrays["run.length"] = np.array([exported["max_position_embeddings"]])
+        taps = capture(str(result.model))
+    return arrays | {f"run.exported.{name}": tap for name, tap in taps.items()}
+
+
+def _write(case: GateCase, folder: Path, model: Any) -> Config:
+    """Write model, tokenizer, corpus and config."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    spec, corpus = case.spec, draw_corpus(case.spec)
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=PAD))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special: dict[str, Any] = {"pad_token": PAD, "eos_token": EOS, "bos_token": BOS}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder / "source")
+    model.save_pretrained(folder / "source")
+    lines = [
+        json.dumps({"text": " ".join(WORDS[i] for i in tokens[:-1]), "domain": DOMAINS[domain]})
+        for tokens, domain in zip(corpus.documents, corpus.domains, strict=True)
+    ]
+    (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tree = {
+        "run": {"folder": str(folder / "run"), "seed": corpus.seed},
+        "model": {"source": str(folder / "source"), "dtype": spec.dtype, "attention": spec.engine},
+        "rope": {"type": spec.rope, **rope_settings(spec, case.decoder_config.head_dim // 2)},
+        "data": {
+            "sources": [{"files": str(folder / "corpus.jsonl"), "domain_field": "domain"}],
+            "cache": str(folder / "cache"),
+            "held_out_share": HELD_OUT_SHARE,
+        },
+        "pack": {
+            "sequence_length": spec.tokens,
+            "variant": spec.variant,
+            "anchor": anchor_ids(spec).tolist(),
+            "tag_template": f"{TAG_WORD} {{domain}}",
+            "chunks": CHUNKS,
+        },
+        "train": case.run.model_dump(mode="json"),
+        "held_out": {"sequences": HELD_OUT_ROWS},
+        "save": {"every": RESUMED_AFTER, "asynchronous": False},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return load_config(folder / "config.yaml", [])

@@ -1,0 +1,544 @@
+"""Bugs of whole runs: the corpus, its rows and epochs, the split, resuming, the export; RoPE as it is set and extended."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parity_tests.zoo import Bug
+from parity_tests.zoo.patch import batches, documents, swap, wrap
+from torchtrain.checkpoint.state import fill_masters
+from torchtrain.checkpoint.store import Checkpoints
+from torchtrain.data.dataset import PackedRows, tag_ids
+from torchtrain.data.packing import HELD_OUT, INTERLEAVE, SHUFFLE, PackPlan, Span, random_stream
+from torchtrain.data.rows import build_row
+from torchtrain.data.selection import Split, split_documents
+from torchtrain.distributed.shard import rows_of_rank
+from torchtrain.marks import ANCHOR, IGNORED, PADDING
+from torchtrain.modeling import rope, save
+from torchtrain.modeling.load import load_for_training
+from torchtrain.modeling.save import save_folder
+from torchtrain.training.held_out import HeldOut, measure_held_out
+
+_SEEN = "seen in reviews of training pipelines"
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _streams(change):
+    """Draw from `random_stream(seed, *change(key))`."""
+    return wrap(random_stream, lambda original: lambda seed, *key: original(seed, *change(key)))
+
+
+tags_without_their_domain = Bug(
+    what="every document gets the first domain's tag",
+    where="one tag tokenised before the loop over sources, " + _SEEN,
+    stage="run",
+    apply=lambda: wrap(
+        tag_ids, lambda make: lambda *args: dict.fromkeys(tags := make(*args), next(iter(tags.values()), ()))
+    ),
+    likely={"variant": "anchor+tag+interleave"},
+)
+
+orders_of_one_epoch = Bug(
+    what="documents in the same order in each epoch",
+    where="DistributedSampler without set_epoch, of which torch's documentation warns",
+    stage="run",
+    apply=lambda: _streams(lambda key: (SHUFFLE, 0) if key[0] == SHUFFLE else key),
+)
+
+interleaving_of_one_epoch = Bug(
+    what="chunks interleaved alike in each epoch",
+    where="a generator seeded by the row alone, " + _SEEN,
+    stage="run",
+    apply=lambda: _streams(lambda key: (INTERLEAVE, 0, *key[2:]) if key[0] == INTERLEAVE else key),
+    likely={"variant": "anchor+tag+interleave"},
+)
+
+interleaving_of_one_row = Bug(
+    what="chunks of every row interleaved alike",
+    where="a generator made anew with the run's seed for each row, " + _SEEN,
+    stage="run",
+    apply=lambda: _streams(lambda key: (INTERLEAVE, 0, 0) if key[0] == INTERLEAVE else key),
+    likely={"variant": "anchor+tag+interleave"},
+)
+
+seed_left_out = Bug(
+    what="the seed does not change the order of documents",
+    where="a default seed of 0 that the config's never reaches, " + _SEEN,
+    stage="run",
+    apply=lambda: wrap(random_stream, lambda original: lambda seed, *key: original(0, *key)),
+)
+
+rows_of_the_first_epoch = Bug(
+    what="rows of the first epoch alone, again and again",
+    where="a list of rows made once and cycled, " + _SEEN,
+    stage="run",
+    apply=lambda: patch.object(PackedRows, "locate", lambda self, index: (0, index % len(self))),
+)
+
+last_row_left_out = Bug(
+    what="the last row of an epoch, which is not full, is left out",
+    where="drop_last where it was not asked for, " + _SEEN,
+    stage="run",
+    apply=lambda: patch.object(PackedRows, "_rows_of", lambda self, epoch: len(self.plan(epoch)) - 1),
+)
+
+_spans = PackPlan.spans
+
+cut_repeats_a_token = Bug(
+    what="a document that goes on in the next row begins there with its last token again",
+    where="windows that overlap by one, so that inputs and targets fit, " + _SEEN,
+    stage="run",
+    apply=lambda: patch.object(
+        PackPlan,
+        "spans",
+        lambda self, row: [Span(d, a - (0 < a < b - 1), b - (0 < a < b - 1)) for d, a, b in _spans(self, row)],
+    ),
+)
+
+cut_loses_a_token = Bug(
+    what="the first token after a cut is lost",
+    where="the remainder taken from start + 1, " + _SEEN,
+    stage="run",
+    apply=lambda: patch.object(
+        PackPlan, "spans", lambda self, row: [Span(d, a + (0 < a < b - 1), b) for d, a, b in _spans(self, row)]
+    ),
+)
+
+_row = PackedRows._row
+
+
+def _row_without_end(self, epoch, number):
+    row = _row(self, epoch, number)
+    return row | {"input_ids": np.where(row["input_ids"] == 1, 2, row["input_ids"])}
+
+
+end_token_missing = Bug(
+    what="documents end with another token than EOS",
+    where="tokenizers whose add_special_tokens adds no EOS, " + _SEEN,
+    stage="run",
+    apply=lambda: patch.object(PackedRows, "_row", _row_without_end),
+)
+
+
+def _label_a_single_anchor(original):
+    def build(spans, pack, anchor_ids, *args):
+        row = original(spans, pack, anchor_ids, *args)
+        if len(anchor_ids) == 1 and pack.base_variant != "anchor" and not pack.interleave and not pack.tag:
+            row["shift_labels"][0] = row["input_ids"][1]
+        return row
+
+    return build
+
+
+anchor_labelled_in_intra = Bug(
+    what="a single anchor predicts the first document's first token in intra",
+    where="BOS as the first token of the first document: labels shifted over the whole row, " + _SEEN,
+    stage="run",
+    apply=lambda: wrap(build_row, _label_a_single_anchor),
+    likely={"variant": "intra"},
+)
+
+
+def _first_column(batch):
+    labels = batch["shift_labels"].clone()
+    labels[:, 0] = IGNORED
+    return batch | {"shift_labels": labels}
+
+
+first_column_not_counted = Bug(
+    what="the first token of a row has no loss",
+    where="labels[:, 1:] shifted again to the right, so that column 0 is filled with -100, " + _SEEN,
+    stage="loss",
+    apply=lambda: batches(_first_column),
+    likely={"anchor_tokens": "0", "variant": "intra"},
+)
+
+
+# -- the split ---------------------------------------------------------------------------------------------------------
+
+
+def _train_on_all(original):
+    def split(store, share, seed):
+        found = original(store, share, seed)
+        return Split(np.arange(len(store)), found.held_out, found.moved)
+
+    return split
+
+
+held_out_trained_on = Bug(
+    what="held-out documents are trained on too",
+    where="train_test_split whose first part is thrown away, " + _SEEN,
+    stage="run",
+    apply=lambda: wrap(split_documents, _train_on_all),
+)
+
+held_out_by_first_domain = Bug(
+    what="the first domain alone is held out",
+    where="a share of the whole corpus taken from its beginning, " + _SEEN,
+    stage="run",
+    apply=lambda: wrap(
+        split_documents,
+        lambda original: (
+            lambda store, share, seed: (
+                lambda s: Split(
+                    np.union1d(s.train, s.held_out[store.document_domains[s.held_out] > 0]),
+                    s.held_out[store.document_domains[s.held_out] == 0],
+                    s.moved,
+                )
+            )(original(store, share, seed))
+        ),
+    ),
+)
+
+split_of_one_seed = Bug(
+    what="each domain's held-out documents are drawn by the first domain's stream",
+    where="one generator shared by sources, " + _SEEN,
+    stage="run",
+    apply=lambda: _streams(lambda key: (HELD_OUT, 0) if key[0] == HELD_OUT else key),
+)
+
+
+def _mean_of_rows(original):
+    def measure(model, rows, result, *args, **kwargs):
+        parts = []
+        for row in rows:
+            part = HeldOut(list(result.by_domain), result.own_positions)
+            original(model, [row], part, *args, **kwargs)
+            parts.append(part.overall.value or 0.0)
+        original(model, rows, result, *args, **kwargs)
+        result.overall.total = result.overall.tokens * sum(parts) / len(parts)
+        return result
+
+    return measure
+
+
+held_out_mean_of_rows = Bug(
+    what="held-out loss as the mean of the rows' means",
+    where="losses averaged per batch and then over batches, " + _SEEN,
+    stage="run",
+    apply=lambda: wrap(measure_held_out, _mean_of_rows),
+)
+
+
+# -- steps and resuming ------------------------------------------------------------------------------------------------
+
+steps_overlap = Bug(
+    what="each step begins one row after the one before",
+    where="the index of the step taken for that of its rows, " + _SEEN,
+    stage="run",
+    apply=lambda: wrap(
+        rows_of_rank, lambda original: lambda first, count, *rest: original(first // count, count, *rest)
+    ),
+)
+
+_restore = Checkpoints.load
+
+
+def _forgetful_load(self, state, manifest, world):
+    _restore(self, state, manifest, world)
+    optimizer, masters = state._adamw()
+    for master in masters:
+        for name in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[master][name].zero_()
+
+
+moments_lost_on_resuming = Bug(
+    what="AdamW's moments are lost on resuming",
+    where="a resume that loads the weights alone, " + _SEEN,
+    stage="run",
+    apply=lambda: patch.object(Checkpoints, "load", _forgetful_load),
+)
+
+
+def _lasting_weights(self, state, manifest, world):
+    held = [parameter.detach().clone() for parameter in state.strategy.optimizer.masters]
+    _restore(self, state, manifest, world)
+    with torch.no_grad():
+        for master, old in zip(state.strategy.optimizer.masters, held, strict=True):
+            master.copy_(old)
+    state.weights_from_masters()
+
+
+weights_of_the_source_on_resuming = Bug(
+    what="a resumed run begins with the source's weights",
+    where="the checkpoint's moments on the base model's weights, " + _SEEN,
+    stage="run",
+    apply=lambda: patch.object(Checkpoints, "load", _lasting_weights),
+)
+
+masters_of_rounded_weights = Bug(
+    what="master weights begin at the rounded ones",
+    where="model.to(bfloat16) before the optimizer is made, seen in reviews of mixed-precision trainers",
+    stage="run",
+    apply=lambda: swap(fill_masters, lambda state, source: ""),
+    likely={"dtype": "bfloat16"},
+)
+
+
+# -- loading and exporting ---------------------------------------------------------------------------------------------
+
+
+def _after_loading(change):
+    def make(original):
+        def load_it(*args, **kwargs):
+            model = original(*args, **kwargs)
+            with torch.no_grad():
+                change(model)
+            return model
+
+        return load_it
+
+    return wrap(load_for_training, make)
+
+
+def _reset_norms(model):
+    for name, parameter in model.named_parameters():
+        if name.endswith("layernorm.weight"):
+            parameter.fill_(1.0)
+
+
+norms_reset_on_loading = Bug(
+    what="norms' weights are 1 after loading",
+    where="weights drawn anew after they were loaded, seen in reviews of loaders",
+    stage="forward",
+    apply=lambda: _after_loading(_reset_norms),
+    likely={"model": "loaded"},
+)
+
+
+def _untie(model):
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+ties_broken_on_loading = Bug(
+    what="a tied head is a weight of its own after loading",
+    where="wrapping that replaces the head's parameter, seen in reviews of loaders",
+    stage="run",
+    apply=lambda: _after_loading(_untie),
+    likely={"model": "tied"},
+)
+
+
+def _export_with(change):
+    def make(original):
+        def save(model, tokenizer, folder, weights=None):
+            if weights is None:
+                weights = model.state_dict()
+            return original(model, tokenizer, folder, {name: change(name, x) for name, x in weights.items()})
+
+        return save
+
+    return wrap(save_folder, make)
+
+
+exported_in_half = Bug(
+    what="a float32 run is exported in bfloat16",
+    where="save_pretrained under a default dtype of bf16, seen in reviews of merge scripts",
+    stage="run",
+    apply=lambda: _export_with(lambda name, x: x.bfloat16()),
+)
+
+export_without_final_norm = Bug(
+    what="the final norm is not exported",
+    where="names filtered by `layers.`, seen in reviews of converters",
+    stage="run",
+    apply=lambda: _export_with(lambda name, x: torch.ones_like(x) if name == "model.norm.weight" else x),
+)
+
+
+@contextmanager
+def _exported_config(change):
+    original = save._add_older_names
+
+    def add(written):
+        original(written)
+        change(written)
+
+    with patch.object(save, "_add_older_names", add):
+        yield
+
+
+def _old_theta(written):
+    written["rope_parameters"]["rope_theta"] = 10_000.0
+
+
+exported_theta_is_old = Bug(
+    what="config.json has the theta from before the run",
+    where="weights saved beside the base model's config.json, seen in reviews of long-context models' repositories",
+    stage="run",
+    apply=lambda: _exported_config(_old_theta),
+    likely={"rope": "yarn"},
+)
+
+
+def _unscaled(written):
+    written["rope_parameters"] = {"rope_type": "default", "rope_theta": written["rope_parameters"]["rope_theta"]}
+
+
+exported_without_scaling = Bug(
+    what="config.json has no RoPE scaling",
+    where="a config.json written from the base model's, seen in reviews of repositories",
+    stage="run",
+    apply=lambda: _exported_config(_unscaled),
+    likely={"rope": "yarn"},
+)
+
+_extend = rope.extend
+
+
+def _length_stays(config, *args):
+    extended = _extend(config, *args)
+    extended.max_position_embeddings = config.max_position_embeddings
+    return extended
+
+
+held_length_stays = Bug(
+    what="max_position_embeddings stays what it was",
+    where="extended models that serve 4,096 positions, seen in reviews of repositories",
+    stage="run",
+    apply=lambda: swap(_extend, _length_stays),
+    likely={"rope": "yarn"},
+)
+
+
+# -- RoPE as it is set -------------------------------------------------------------------------------------------------
+
+
+def _parameters(change):
+    """Extend with `change(parameters, own)`, from what RoPE's parameters are to be and were."""
+    original = rope._parameters
+
+    def make(config, own, settings, length, whence):
+        return change(original(config, own, settings, length, whence), own)
+
+    return patch.object(rope, "_parameters", make)
+
+
+def _without(*names):
+    return lambda: _parameters(lambda made, _: {name: value for name, value in made.items() if name not in names})
+
+
+yarn_betas_dropped = Bug(
+    what="YaRN's betas are left out",
+    where="beta_fast and beta_slow that nothing reads, seen in reviews of loaders",
+    stage="forward",
+    apply=_without("beta_fast", "beta_slow"),
+    likely={"rope": "yarn", "rope_given": "True"},
+)
+
+attention_factor_dropped = Bug(
+    what="the attention factor that was given is left out",
+    where="vLLM before 0.30 and llama.cpp (docs/exports.md)",
+    stage="forward",
+    apply=_without("attention_factor"),
+    likely={"rope": "yarn", "rope_given": "True"},
+)
+
+llama3_factors_default = Bug(
+    what="llama3's frequency factors are always 1 and 4",
+    where="Llama 3.1's numbers as constants, seen in reviews of ports",
+    stage="forward",
+    apply=lambda: _parameters(
+        lambda made, _: (
+            made | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if made["rope_type"] == "llama3" else made
+        )
+    ),
+    likely={"rope": "llama3", "rope_given": "True"},
+)
+
+theta_given_is_lost = Bug(
+    what="a theta that is given together with a type is lost",
+    where="rope_scaling that replaces rope_parameters whole, seen in reviews of loaders",
+    stage="forward",
+    apply=lambda: _parameters(
+        lambda made, own: made | {"rope_theta": own["rope_theta"]} if made["rope_type"] != "default" else made
+    ),
+    likely={"rope_given": "True"},
+)
+
+ntk_from_the_old_theta = Bug(
+    what="NTK scales the old theta, not the one that is given",
+    where="base taken from the loaded config, " + _SEEN,
+    stage="forward",
+    apply=lambda: _ntk_of_old(),
+    likely={"rope": "ntk", "rope_given": "True"},
+)
+
+
+def _ntk_of_old():
+    original = rope._parameters
+
+    def make(config, own, settings, length, whence):
+        if settings.type == "ntk":
+            settings = settings.model_copy(update={"theta": "keep"})
+        return original(config, own, settings, length, whence)
+
+    return patch.object(rope, "_parameters", make)
+
+
+second_extension_compounds = Bug(
+    what="a second extension counts from the first one's length",
+    where="original_max_position_embeddings overwritten by max_position_embeddings, seen in reviews of extension scripts",
+    stage="forward",
+    apply=lambda: patch.object(rope, "_original_length", lambda config, own, answer: config.max_position_embeddings),
+    likely={"rope_before": "linear"},
+)
+
+
+# -- padding -----------------------------------------------------------------------------------------------------------
+
+
+def _padding_inside_is_seen(ids: Tensor) -> Tensor:
+    """Padding that a document's tokens follow belongs to the document before it."""
+    T = ids.shape[1]
+    last = torch.where(ids != PADDING, torch.arange(T, device=ids.device), 0).amax(1, keepdim=True)
+    filled = ids.clone()
+    for t in range(1, T):
+        inside = (ids[:, t] == PADDING) & (t < last[:, 0])
+        filled[:, t] = torch.where(inside, filled[:, t - 1], ids[:, t])
+    return filled
+
+
+padding_inside_is_seen = Bug(
+    what="padding inside a row is seen",
+    where="padding looked for at the end alone, " + _SEEN,
+    stage="forward",
+    apply=lambda: documents(_padding_inside_is_seen),
+    likely={"padding": "inside"},
+)
+
+
+def _ends_at_padding(ids: Tensor) -> Tensor:
+    """What follows the first padding is padding."""
+    return torch.where((ids == PADDING).cumsum(1) > 0, PADDING, ids)
+
+
+row_ends_at_first_padding = Bug(
+    what="a row ends at its first padding",
+    where="attention_mask.argmin for the length of a row, " + _SEEN,
+    stage="forward",
+    apply=lambda: documents(_ends_at_padding),
+    likely={"padding": "inside"},
+)
+
+
+def _padding_splits(ids: Tensor) -> Tensor:
+    """A document that padding interrupts goes on as another."""
+    breaks = ((ids[:, 1:] != PADDING) & (ids[:, :-1] == PADDING)).cumsum(1)
+    part = torch.nn.functional.pad(breaks, (1, 0))
+    return torch.where(ids > ANCHOR, ids + 1000 * part, ids)
+
+
+padding_splits_a_document = Bug(
+    what="padding inside a document makes it two",
+    where="cu_seqlens from the differences of neighbours, " + _SEEN,
+    stage="forward",
+    apply=lambda: documents(_padding_splits),
+    likely={"padding": "inside"},
+)
