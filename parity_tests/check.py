@@ -33,6 +33,7 @@ __all__ = [
 
 HEADS = ((4, 2), (4, 4), (4, 1))  # groups of 2, of 1, and multi-query
 HEAD_DIMS = (64, 96, 128)  # each in one more case of a whole check
+ODD, THREES = 96, (6, 2)  # and with it groups of 3
 TellResult = Callable[[CaseResult, int, int], None]
 
 
@@ -94,7 +95,7 @@ def make_cases(
     seed: int = 0,
 ) -> list[CheckCase]:
     """Multiply the options out. Raises UserError naming an option that does not exist."""
-    everything = layouts is None
+    everything, default = layouts is None, heads is None
     layouts = list(LAYOUTS if layouts is None else layouts)
     dtypes = list(how.adapter.dtypes or ("float32", "bfloat16") if dtypes is None else dtypes)
     heads = list(HEADS if heads is None else heads)
@@ -115,7 +116,10 @@ def make_cases(
     ]
     if everything:
         others = [size for size in HEAD_DIMS if size != head_dim]
-        cases += [CheckCase(LAYOUTS["anchor"], *heads[0], size, dtype, seed) for size in others for dtype in dtypes]
+        by_size = {size: THREES if default and size == ODD else heads[0] for size in others}
+        cases += [
+            CheckCase(LAYOUTS["anchor"], *by_size[size], size, dtype, seed) for size in others for dtype in dtypes
+        ]
     return cases
 
 

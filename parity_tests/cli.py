@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,7 @@ app = make_app(
 OUT = Path("runs/parity")  # of a configuration, unless told otherwise
 QUICK = {
     *("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "schedule", "warmup_steps", "ranks"),
-    *("documents", "anchor_tokens", "seed", "stages"),
+    *("documents", "anchor_tokens", "padding", "rope_parameters", "rope_before", "seed", "stages"),
 }
 
 
@@ -28,10 +28,13 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="a gate, such as configs/parity/ci.yaml")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="changes to it: seeds=[1,2] matrix.0.tokens=64")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="report.html, report.json, junit.xml; of a gate: runs/parity")
+        Path | None, typer.Option(help="report.html, report.json, junit.xml, badge.json; of a gate: runs/parity")
     ] = None,
     case: Annotated[str | None, typer.Option(help="run this case of the gate alone")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes that share the cases of a gate")] = 1,
+    format_: Annotated[
+        Literal["text", "github"], typer.Option("--format", help="github: with annotations of a workflow")
+    ] = "text",
     model: Annotated[
         str, typer.Option(help="llama, mistral, qwen2, qwen3, tied, ... (tiny, random); smollm2; a folder; or a hub id")
     ] = "llama",
@@ -40,6 +43,8 @@ def run(
     ] = None,
     variant: Annotated[str, typer.Option(help="full, intra, intra_reset, anchor; with +tag, +interleave")] = "anchor",
     rope: Annotated[str, typer.Option(help="keep, default, linear, ntk, dynamic, yarn, llama3, longrope")] = "keep",
+    rope_parameters: Annotated[str, typer.Option(help="usual; all: every one away from its default")] = "usual",
+    rope_before: Annotated[str, typer.Option(help="type by which a tiny model was extended once before")] = "default",
     engine: Annotated[str, typer.Option(help="auto, flash, flex, sdpa, dense")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16")] = "bfloat16",
     against_dtype: Annotated[str, typer.Option(help="dtype in which the second model runs")] = "float32",
@@ -50,8 +55,9 @@ def run(
     ranks: Annotated[int, typer.Option(help="that share a step")] = 1,
     documents: Annotated[int, typer.Option(help="of a row")] = 5,
     anchor_tokens: Annotated[int, typer.Option(help="that open a row")] = 2,
+    padding: Annotated[str, typer.Option(help="end; inside: between and within documents, too")] = "end",
     seed: Annotated[int, typer.Option(help="of random weights, tokens and interleaving")] = 0,
-    stages: Annotated[str, typer.Option(help="of forward,loss,gradients,step,trajectory")] = "forward",
+    stages: Annotated[str, typer.Option(help="of forward,loss,gradients,step,trajectory,run")] = "forward",
 ) -> None:
     """Compare a transformers model on our attention with the oracle in float64, array by array.
 
@@ -77,7 +83,8 @@ def run(
             gate = _quick_gate(
                 model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
                 position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks,
-                documents=documents, anchor_tokens=anchor_tokens, seed=seed,
+                documents=documents, anchor_tokens=anchor_tokens, padding=padding, seed=seed,
+                rope_parameters=rope_parameters, rope_before=rope_before,
                 stages=stages,
             )  # fmt: skip
         else:
@@ -89,6 +96,10 @@ def run(
         report = _run(gate, out, case, workers)
     if len(report.cases) == 1:
         _show_case(report.cases[0])
+    if format_ == "github":
+        from parity_tests.report.github import annotations
+
+        print("\n".join(annotations(report)))
     _conclude(report, out)
 
 

@@ -22,6 +22,7 @@ from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rule import visible as visible_to
 
 _NAMES = ("q", "k", "v")
+AUTOCAST = "torch.autocast"
 Pull = Callable[[np.ndarray], Arrays]
 
 
@@ -231,7 +232,7 @@ class Candidate:
         returned, library_pull = self._guard("with gradients, ", lambda: self.library.vjp(self._call, arrays))
 
         def pull(weight_BTHD: np.ndarray) -> Arrays:
-            weight = self.library.array(self._lay_out(weight_BTHD, 0))
+            weight = self._cotangent(weight_BTHD)
             grads = self._guard("backward ", lambda: library_pull(weight))
             results = {}
             for i, (name, grad, x) in enumerate(zip(_NAMES, grads, arrays, strict=True)):
@@ -243,8 +244,27 @@ class Candidate:
 
         return self._read(returned), pull
 
+    def _cotangent(self, weight_BTHD: np.ndarray) -> Any:
+        weight, handed = self.library.array(self._lay_out(weight_BTHD, 0)), self.case.layout.handed
+        return self.library.hand(weight, handed, 2 if self.how.adapter.layout == "BTHD" else 1)
+
+    def gradient_alone(self, which: int, *qkv: np.ndarray, weight_BTHD: np.ndarray) -> np.ndarray:
+        """The gradient of q, k or v (0, 1, 2) where the other two have none. In torch only."""
+        arrays = self._arrays(*qkv)
+        arrays[which] = arrays[which].detach().requires_grad_()
+
+        def pull() -> Any:
+            with torch.enable_grad():
+                returned = self._call(*arrays)
+            out = returned[0] if isinstance(returned, tuple | list) else returned
+            return torch.autograd.grad(out, arrays[which], self._cotangent(weight_BTHD))[0]
+
+        name = _NAMES[which]
+        grad = self._guard(f"with a gradient of {name} alone, ", pull)
+        return self._store(self.library.numpy(grad), which, self.case.kv_heads if which else self.case.heads)
+
     def in_modes(self) -> Iterator[tuple[str, Callable[..., np.ndarray | None]]]:
-        """Words and a call that gives `out`; None where the compiler cannot take the function at all."""
+        """Words and a call that gives `out`; None where the function cannot be called in that way at all."""
 
         def inference(*qkv: np.ndarray) -> np.ndarray:
             with torch.inference_mode():
@@ -261,8 +281,17 @@ class Candidate:
             except Exception:  # a function need not compile: what it gives where it does is judged
                 return None
 
+        def cast(*qkv: np.ndarray) -> np.ndarray | None:
+            try:
+                with torch.no_grad(), torch.autocast(torch.device(self.device).type, torch.bfloat16):
+                    return self._read(self._call(*self._arrays(*qkv)))["out"]
+            except Exception:  # nor run under autocast, nor give the dtype it was given
+                return None
+
         yield "torch.inference_mode", inference
         yield "torch.compile", compiled
+        if self.case.dtype == "bfloat16":  # others are cast before the function sees them
+            yield AUTOCAST, cast
 
     def refill(self, other: "Candidate") -> None:
         """Write another case's documents into the tensors that this one's calls are given."""
@@ -290,12 +319,28 @@ class Candidate:
 
     def _arrays(self, *qkv: np.ndarray) -> list[Any]:
         handed, heads = self.case.layout.handed, 2 if self.how.adapter.layout == "BTHD" else 1
+        if handed == "sliced":
+            return self._slices(*qkv)
         arrays = [self.library.array(self._lay_out(x, i)) for i, x in enumerate(qkv)]
         if handed == "usual":
             return arrays
         return [
             x if handed == "expanded" and i == 0 else self.library.hand(x, handed, heads) for i, x in enumerate(arrays)
         ]
+
+    def _slices(self, *qkv: np.ndarray) -> list[Any]:
+        """As a model with one product for q, k and v hands them over: in each token one behind the other."""
+        packed = self.how.adapter.layout == "varlen"
+        heads_last = [self._lay_out(x, i) if packed else x for i, x in enumerate(qkv)]
+        views: list[Any] = []
+        for group in [heads_last[:1], heads_last[1:]] if packed else [heads_last]:
+            edge = np.full_like(group[0][..., :1, :], np.nan)
+            whole = self.library.array(np.concatenate([edge, *group, edge], axis=-2))
+            start = 1
+            for x in group:
+                views.append(whole.narrow(-2, start, x.shape[-2]))
+                start += x.shape[-2]
+        return [x.transpose(1, 2) for x in views] if self.how.adapter.layout == "BHTD" else views
 
     def _index(self, which: int) -> np.ndarray:
         return (self._plan.q_index_N if which == 0 else self._plan.k_index_M).numpy()

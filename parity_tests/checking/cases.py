@@ -44,8 +44,9 @@ class Layout:
 
     scale_factor: the scale over head_dim ** -0.5.
     large: documents have logits of size: all near +100, all near -100, one key that dominates, equal keys, in turn.
-    handed: how torch arrays lie in memory: `usual`; `sliced` out of a larger one, as q, k and v out of a fused product;
-        `transposed` (tokens and heads the other way round); `expanded` (one key/value head, repeated by a stride of 0).
+    handed: how torch arrays lie in memory: `usual`; `sliced` out of one product that has q, k and v (packed ones: k and
+        v), with NaN before and behind; `transposed` (tokens and heads the other way round); `expanded` (one key/value
+        head, repeated by a stride of 0). The output's cotangent alike.
     """
 
     name: str
@@ -118,6 +119,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout("anchor_of_five", (_row((0, 5), (1, 14), (2, 3), (3, 25)),)),
             Layout("one_token", (_row((1, 1), (2, 1), (3, 20), (4, 1), (5, 1), (6, 22), (7, 1)),)),
             Layout("one_token_anchor", (_row((0, 1), (1, 1), (2, 1), (3, 19), (4, 1), (5, 23), (6, 1)),)),
+            Layout("padded_start", (_row((-1, 5), (1, 14), (2, 3), (3, 20), (-1, 5)),)),
             Layout("padded_end", (_row((1, 19), (2, 5), (3, 12), (-1, 11)),)),
             Layout("padded_end_anchor", (_PADDED,)),
             Layout("padded_middle", (_row((1, 8), (-1, 3), (1, 2), (2, 13), (-1, 2), (3, 12), (-1, 7)),)),
@@ -128,7 +130,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout("rows_of_every_kind", (_ANCHOR, _FULL, _PADDED, _row((0, 47)), _row((-1, 47)))),
             Layout("off_blocks", (_row((1, 7), (2, 17), (3, 33), (4, 65), (5, 129), (6, 272)),)),
             Layout("off_blocks_anchor", (_row((0, 3), (1, 131), (2, 15), (3, 259), (4, 1), (5, 103), (-1, 11)),)),
-            Layout("long_anchor", (_row((0, 140), (1, 130), (2, 7), (3, 115), (-1, 131)),)),
+            Layout("long_anchor", (_row((0, 140), (1, 116), (-1, 131), (2, 7), (3, 129)),)),  # a block of padding alone
+            Layout("long_apart", (_row((1, 140), (-1, 135), (2, 60), (1, 30), (3, 128), (2, 30)),)),
             Layout("many_documents", (_row(*((i + 1, 3 if i == 7 else 2) for i in range(261))),)),
             Layout("one_long", (_row((0, 2), (1, 1040), (2, 11)),)),
             Layout("another_scale", (_INTRA,), scale_factor=0.3),
@@ -183,7 +186,7 @@ class CheckCase:
         if self.layout.large:
             q, k = self._enlarge(q, k)
         if self.layout.handed == "expanded":
-            k, v = (np.repeat(x[:, :, :1], self.kv_heads, axis=2) for x in (k, v))
+            k, v, weight = (np.repeat(x[:, :, :1], x.shape[2], axis=2) for x in (k, v, weight))
         dtype = DTYPES[self.dtype]
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), weight.astype(dtype)
 

@@ -12,7 +12,7 @@ import numpy as np
 from anchorline.tolerance import Verdict
 from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from parity_tests.checking.adapter import Resolved
-from parity_tests.checking.call import Candidate, Pull, Unusable
+from parity_tests.checking.call import AUTOCAST, Candidate, Pull, Unusable
 from parity_tests.checking.cases import Arrays, CheckCase, judge_array, oracle, other_documents
 from parity_tests.oracle import preset_name
 
@@ -55,6 +55,7 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
     arrays: Arrays = {}
     remarks: list[str] = []
     isolated: bool | None = None
+    problem: str | None = None
     try:
         arrays |= candidate.forward(q, k, v)
         repeatable = np.array_equal(arrays["out"], candidate.forward(q, k, v)["out"], equal_nan=True)
@@ -63,12 +64,13 @@ def check_case(fn: Callable[..., Any], how: Resolved, case: CheckCase, *, backwa
         _refuse_nan(case, arrays)
         pull: Pull | None = None
         if backward and "backward" not in how.adapter.lacks:
-            arrays_with_grad, pull = candidate.forward_and_pull(q, k, v)
-            arrays = arrays_with_grad | pull(weight)
+            without, (with_gradients, pull) = arrays, candidate.forward_and_pull(q, k, v)
+            arrays = with_gradients | pull(weight)
             _refuse_nan(case, arrays)
-        problem = (
-            (_stale(candidate, fn, how) or _modes(candidate, how) or _influence(candidate)) if repeatable else None
-        )
+            problem = _other_without(case, without, with_gradients, how.adapter.like or "flash")
+            problem = problem or _gradients_alone(candidate, how)
+        if repeatable and problem is None:
+            problem = _stale(candidate, fn, how) or _modes(candidate, how) or _influence(candidate)
         if problem is None and pull is not None:
             problem = _stray_gradient(case, pull, weight)
         if repeatable or pull is not None:
@@ -162,7 +164,7 @@ def _stale(candidate: Candidate, fn: Callable[..., Any], how: Resolved) -> str |
     """Call again with other documents, in the same tensors: what is kept of the earlier call must not count."""
     case = candidate.case
     other = replace(case, layout=other_documents(case.layout))
-    if other.document_ids_BT.tolist() == case.document_ids_BT.tolist() or how.adapter.documents in ("plan", "none"):
+    if other.document_ids_BT.tolist() == case.document_ids_BT.tolist() or how.adapter.documents == "none":
         return None
     if case.document_ids_BT.shape[1] > LONGEST_AGAIN or not other.layout.needs <= case.layout.needs:
         return None
@@ -187,13 +189,34 @@ def _modes(candidate: Candidate, how: Resolved) -> str | None:
     if how.adapter.library != "torch" or case.layout.name not in MODES_ON:
         return None
     q, k, v, _ = case.draw()
-    like = how.adapter.like or "flash"
-    truth, rounded = oracle(case, "exact")["out"], oracle(case, preset_name(like, case.dtype))["out"]
+    truth = oracle(case, "exact")["out"]
     for words, run in candidate.in_modes():
         out = run(q, k, v)
+        # Autocast makes every product round: what transformers' eager attention is allowed.
+        like = "eager" if words == AUTOCAST else how.adapter.like or "flash"
+        rounded = oracle(case, preset_name(like, case.dtype))["out"]
         if out is not None and not judge_array("out", out, truth, rounded, like, case.dtype).passed:
             return f"is wrong under {words}, though right without"
     return None
+
+
+def _other_without(case: CheckCase, without: Arrays, with_gradients: Arrays, like: str) -> str | None:
+    """Whether the forward pass is right with gradients alone: what is asked for decides which kernel runs."""
+    changed = {n: x for n, x in without.items() if not np.array_equal(x, with_gradients[n], equal_nan=True)}
+    right = all(verdict.passed for verdict in _verdicts(case, with_gradients, like).values())
+    wrong = [name for name, verdict in _verdicts(case, changed, like).items() if not verdict.passed]
+    return f"{wrong[0]} is wrong without gradients, though right with them" if wrong and right else None
+
+
+def _gradients_alone(candidate: Candidate, how: Resolved) -> str | None:
+    """Ask for the gradient of q, of k and of v alone, as where the others' projections are frozen."""
+    case = candidate.case
+    if how.adapter.library != "torch" or case.layout.name not in MODES_ON:
+        return None
+    q, k, v, weight = case.draw()
+    grads = {f"d{x}": candidate.gradient_alone(i, q, k, v, weight_BTHD=weight) for i, x in enumerate("qkv")}
+    wrong = [n for n, verdict in _verdicts(case, grads, how.adapter.like or "flash").items() if not verdict.passed]
+    return f"{wrong[0]} is wrong where nothing else has a gradient" if wrong else None
 
 
 def _influence(candidate: Candidate) -> str | None:

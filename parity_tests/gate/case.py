@@ -119,6 +119,9 @@ def resolve(spec: CaseSpec) -> GateCase:
     folder = None if spec.model in TINY else find_folder(spec.model)
     oracle_model = spec.against or spec.model
     oracle_folder = None if oracle_model in TINY else find_folder(oracle_model)
+    if (spec.is_run or spec.rope_before != "default") and (folder, oracle_folder) != (None, None):
+        field = "stages" if spec.is_run else "rope_before"
+        raise UserError(f"{field}: {spec.model} is not a tiny model; a whole run, or RoPE before, takes one")
     rows = _draw_rows(spec, oracle_folder)
     # Every rank takes its rows as often as there are ranks. That is the same sum over the same count, each divided by a
     # power of two where the ranks are one; and a rank has more than one micro-batch.

@@ -13,6 +13,7 @@ import numpy as np
 
 from anchorline.errors import UserError
 from anchorline.tolerance import judge, likely_error_of_mean
+from jaxref.mask import PADDING
 from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import GateCase, resolve
@@ -95,7 +96,11 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
         if (tokens := f"{name}.tokens") in oracle.truth:  # the mean of these
             labelled = int(np.count_nonzero(oracle.truth[tokens]))
             likely = likely_error_of_mean(oracle.truth[tokens], oracle.reference[tokens], labelled)
-        measure = _measure(name, array, truth, reference, dtype, likely)
+        judged = array, truth, reference
+        if group_of(name) == "forward" and reference is not None:
+            copies_BT = _copied_padding(truth, oracle.exact["inputs.document_ids"])
+            judged = tuple(np.where(copies_BT.reshape(*copies_BT.shape, *[1] * (x.ndim - 2)), 0, x) for x in judged)
+        measure = _measure(name, *judged, dtype, likely)
         measures.append(measure)
         if words is None and not measure.passed:
             text = describe(case, measure, truth, candidate, oracle)
@@ -128,6 +133,21 @@ def _with_biases(arrays: Mapping[str, np.ndarray]) -> Arrays:
         elif kind == "weight" and len(bias) == len(array):
             joined[f"{name}+bias"] = np.concatenate([array, bias[:, None]], axis=1)
     return joined
+
+
+def _copied_padding(truth: np.ndarray, document_ids_BT: np.ndarray) -> np.ndarray:
+    """Which tokens of padding have the very numbers of their row's first one: bool [B, T].
+
+    Their error is one number. Counted once a copy, it is luck whether it or the reference's is the larger: SmolLM2's
+    24,888 in one channel of a layer, 58 times in a row, broke the rule in float32. So the others are put to 0 on both
+    sides, and error and allowance lack them alike. Where the truth is 0, as the heads' output, each one is judged.
+    """
+    padding_BT, inner = document_ids_BT == PADDING, tuple(range(2, truth.ndim))
+    rows, first_B = np.arange(len(truth)), padding_BT.argmax(1)
+    own = truth[rows, first_B][:, None]
+    copies_BT = padding_BT & (truth == own).all(inner) & (own != 0).any(inner)
+    copies_BT[rows, first_B] = False
+    return copies_BT
 
 
 def _pairs(

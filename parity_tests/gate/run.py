@@ -1,4 +1,4 @@
-"""A run of the gate: case after case, each kept as soon as it is finished, then the report in three forms."""
+"""A run of the gate: case after case, each kept as soon as it is finished, then the report in four forms."""
 
 import difflib
 import hashlib
@@ -23,6 +23,7 @@ from parity_tests.gate.case import TINY, find_folder
 from parity_tests.gate.judge import run_case
 from parity_tests.gate.spec import CaseSpec, Gate, expand
 from parity_tests.gate.truth import Oracle
+from parity_tests.report.github import to_badge
 from parity_tests.report.html import render
 from parity_tests.report.junit import to_junit
 from parity_tests.report.schema import CaseReport, Environment, Report, write_report
@@ -59,9 +60,9 @@ def run_gate(
 
     Args:
         config: the gate.
-        out: where `report.json`, `report.html` and `junit.xml` go, and `cases/` with each finished case: a run that was
-            interrupted goes on from there while the case, the sources that compute it and the libraries stay the same.
-            None: nowhere.
+        out: where `report.json`, `report.html`, `junit.xml` and `badge.json` go, and `cases/` with each finished case:
+            a run that was interrupted goes on from there while the case, the sources that compute it and the libraries
+            stay the same. None: nowhere.
         only: the id of the one case to run.
         progress: called after each case.
         command: how the run was started, for the report.
@@ -110,11 +111,12 @@ def silence_transformers() -> None:
 
 
 def write(report: Report, out: Path) -> None:
-    """Leave the report in its three forms."""
+    """Leave the report in its four forms."""
     _make_folder(out)
     write_report(report, out / "report.json")
     replace_file(out / "report.html", render(report).encode())
     replace_file(out / "junit.xml", to_junit(report).encode())
+    replace_file(out / "badge.json", to_badge(report).encode())
 
 
 def environment(threads: int | None = None) -> Environment:

@@ -3,6 +3,7 @@
 The run is the trainer's own from the files of text to the exported folder. Nothing but `take_step` is watched.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,16 +68,13 @@ def run_side(case: GateCase, model: Any, capture: Any) -> Arrays:
         model: what the run begins with, in float32.
         capture: from a folder and the arrays of held-out rows to the taps of the model in it.
     """
-    spec = case.spec
     with TemporaryDirectory() as written:
         folder, quiet = Path(written), Console(quiet=True)
         config = _write(case, folder, model)
         watch = _Watch()
         with patch.object(steps, "take_step", watch):
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 recipe.train(config, console=quiet)
-            except KeyboardInterrupt:
-                pass
             result = recipe.resume(config, console=quiet)
         assert result is not None, "the resumed run says that it is finished"
         arrays = {

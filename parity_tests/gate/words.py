@@ -40,6 +40,11 @@ _TAPS = {
     "rates": "learning rates of the steps",
     "norms": "gradient norms of the steps",
 }
+_RUN = {
+    "length": "length that the exported config.json holds",
+    "held_out.before": "held-out loss before training",
+    "held_out.after": "held-out loss after training",
+}
 
 
 def describe(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays, oracle: OracleArrays) -> str:
@@ -55,6 +60,7 @@ def describe(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arr
         return f"{_where(measure)}: {measure.part.name} errs {measure.part.ratio:.3g} times its allowance"
     explained = cause(case, measure, truth, candidate, oracle)
     by_token = measure.group == "forward" or measure.name in ("loss.tokens", "inputs.shift_labels")
+    by_token |= measure.name.startswith(("run.inputs.", "run.losses."))
     # An explanation that speaks of tokens says which.
     extent = by_token and not (explained and "token" in explained)
     where = _extent(np.abs(candidate[measure.name] - truth), measure) if extent else None
@@ -63,8 +69,11 @@ def describe(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arr
 
 def _where(measure: Measure) -> str:
     what = _TAPS.get(measure.tap, measure.tap)
-    if measure.group == "trajectory" and measure.tap.isdecimal():
-        return f"losses of the tokens at step {int(measure.tap) + 1}"
+    if measure.group == "run":
+        of_model = measure.name.startswith("run.exported.")
+        what = f"exported model, {what}" if of_model else f"whole run, {_RUN.get(measure.tap, what)}"
+    if measure.tap.removeprefix("losses.").isdecimal():
+        return f"losses of the tokens at step {int(measure.tap.removeprefix('losses.')) + 1}"
     if measure.group == "gradients":
         what = f"gradient of {what}"
     if measure.group == "step" and measure.tap != "stored":
@@ -111,9 +120,9 @@ def cause(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays
         return _explain_rotation(case, measure, candidate, oracle)
     if measure.tap == "attn":
         return _explain_attention(case, measure, candidate, oracle) or _scaled(measure, array, truth)
-    if measure.name == "trajectory.rates":
+    if measure.tap == "rates":
         return _explain_rates(measure, array, truth)
-    if measure.name == "inputs.position_ids":
+    if measure.tap == "position_ids":
         return describe_shifts(array - truth)
     if measure.name == "loss.tokens":
         return _explain_labels(array, truth)

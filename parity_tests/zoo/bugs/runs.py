@@ -1,4 +1,4 @@
-"""Bugs of whole runs: the corpus, its rows and epochs, the split, resuming, the export; RoPE as it is set and extended."""
+"""Bugs of whole runs: corpus, rows, epochs, split, resuming, export; RoPE as it is set and extended; padding inside."""
 
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -126,8 +126,8 @@ end_token_missing = Bug(
 
 
 def _label_a_single_anchor(original):
-    def build(spans, pack, anchor_ids, *args):
-        row = original(spans, pack, anchor_ids, *args)
+    def build(spans, pack, anchor_ids, *args, **rest):
+        row = original(spans, pack, anchor_ids, *args, **rest)
         if len(anchor_ids) == 1 and pack.base_variant != "anchor" and not pack.interleave and not pack.tag:
             row["shift_labels"][0] = row["input_ids"][1]
         return row
@@ -484,7 +484,7 @@ def _ntk_of_old():
 
 second_extension_compounds = Bug(
     what="a second extension counts from the first one's length",
-    where="original_max_position_embeddings overwritten by max_position_embeddings, seen in reviews of extension scripts",
+    where="the original length overwritten by the new one, seen in reviews of extension scripts",
     stage="forward",
     apply=lambda: patch.object(rope, "_original_length", lambda config, own, answer: config.max_position_embeddings),
     likely={"rope_before": "linear"},

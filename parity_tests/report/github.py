@@ -1,0 +1,33 @@
+"""A report for others' pages: annotations of a GitHub workflow, and a badge for a README."""
+
+import json
+
+from parity_tests.report.schema import Report
+
+
+def annotations(report: Report) -> list[str]:
+    """A workflow command for each case that does not pass: GitHub shows it beside the commit."""
+    lines = []
+    for case in report.cases:
+        words = case.problem or (case.first_divergence and case.first_divergence.words)
+        if words:
+            lines.append(f"::error title={_escape(f'parity {case.id}', ':,')}::{_escape(words)}")
+        elif case.skipped:
+            lines.append(f"::notice title={_escape(f'parity {case.id}', ':,')}::{_escape(f'not run: {case.skipped}')}")
+    return lines
+
+
+def to_badge(report: Report) -> str:
+    """`badge.json`, as shields.io's endpoint badge reads it."""
+    judged = [case for case in report.cases if case.skipped is None]
+    failed = sum(not case.passed for case in judged)
+    message = f"{failed} of {len(judged)} cases differ" if failed else f"{len(judged)} cases the same"
+    color = "red" if failed else "brightgreen"
+    if not judged:
+        message, color = "not judged", "lightgrey"
+    return json.dumps({"schemaVersion": 1, "label": "parity", "message": message, "color": color}) + "\n"
+
+
+def _escape(text: str, more: str = "") -> str:
+    """As GitHub's toolkit does: of a property, colons and commas too."""
+    return "".join(f"%{ord(c):02X}" if c in f"%\r\n{more}" else c for c in text)
