@@ -5,6 +5,7 @@ Legend: B batch · T tokens of a row · H query heads · K key/value heads · D 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -176,11 +177,21 @@ def _stale(candidate: Candidate, fn: Callable[..., Any], how: Resolved) -> str |
     truth, rounded = (
         oracle(other, name)["out"] for name in ("exact", preset_name(how.adapter.like or "flash", case.dtype))
     )
-    for candidate in (fresh, reused):
+    kept = "is wrong in a second call with other documents of the same shape: something of the first is kept"
+    for candidate, words in (
+        (fresh, f"is wrong where documents have other lengths ({_lengths(other)})"),
+        (reused, kept),
+    ):
         out = candidate.forward(*other.draw()[:3])["out"]
         if not judge_array("out", out, truth, rounded, how.adapter.like or "flash", case.dtype).passed:
-            return "is wrong in a second call with other documents of the same shape: something of the first is kept"
+            return words
     return None
+
+
+def _lengths(case: CheckCase) -> str:
+    """A layout's first row in words: `0: 1, 1: 17, 2: 7`, as document and tokens."""
+    runs = [(document, len(list(tokens))) for document, tokens in groupby(case.layout.rows[0])]
+    return "row 0 has " + ", ".join(f"{tokens} of {document}" for document, tokens in runs)
 
 
 def _modes(candidate: Candidate, how: Resolved) -> str | None:

@@ -104,7 +104,7 @@ LONG = {
     "ids modulo 128": _visible_by(lambda ids: torch.where(ids > 127, ids - 127, ids)),
     "window of 1,024": _window(1024),
     "anchor of 128 at most": _anchor_to(128),
-    "padding beyond 400": _no_padding_beyond(400),
+    "padding beyond 300": _no_padding_beyond(300),
 }
 
 
@@ -221,6 +221,6 @@ def test_a_wrong_function_is_refused(kind, name):
 # Where each of the class shows.
 LONG_LAYOUTS = {
     **dict.fromkeys(("ids in int8", "ids modulo 128"), "many_documents"),
-    **dict.fromkeys(("anchor of 128 at most", "padding beyond 400"), "long_anchor"),
+    **dict.fromkeys(("anchor of 128 at most", "padding beyond 300"), "long_anchor"),
     "window of 1,024": "one_long",
 }

@@ -72,7 +72,7 @@ def test_a_configuration_leaves_a_report(tmp_path):
     result = runner.invoke(cli.app, ["run", str(path), "matrix.0.dtype=bfloat16", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "of 2 cases within their allowance, 1 cases cannot run here" in result.stdout
-    assert {file.name for file in out.iterdir()} == {"report.json", "report.html", "junit.xml", "cases"}
+    assert {file.name for file in out.iterdir()} == {"report.json", "report.html", "junit.xml", "badge.json", "cases"}
     report = json.loads((out / "report.json").read_text())
     assert [case["dtype"] for case in report["cases"]] == ["bfloat16", "bfloat16", "float32"]
     case = report["cases"][0]["id"]

@@ -18,6 +18,8 @@ FORWARD = CaseSpec(model="llama", variant="anchor", dtype="float32", stages=("fo
 TRAINING = FORWARD.model_copy(update={"stages": ("loss", "gradients", "step")})
 # Under a schedule, by two ranks: what a single rank at a constant rate cannot show.
 SHARED = TRAINING.model_copy(update={"schedule": "cosine", "warmup_steps": 5, "ranks": 2})
+INSIDE = FORWARD.model_copy(update={"padding": "inside"})
+RUN = FORWARD.model_copy(update={"stages": ("run",)})
 # One of each kind that needs no case of its own; `parity zoo` runs all of them.
 QUICK = (
     *("rope_angles_in_bf16", "rope_interleaved", "rope_sign", "positions_reset", "causal_top_left", "documents_leak"),
@@ -25,6 +27,7 @@ QUICK = (
     *("rmsnorm_epsilon_outside", "gelu_for_silu", "weight_transposed", "labels_shifted_twice", "loss_per_micro_batch"),
     *("anchor_key_gradient_dropped", "clip_per_parameter", "weight_decay_on_norms", "adam_epsilon_inside"),
     *("warmup_from_zero", "weight_decay_at_the_peak", "loss_per_rank", "reduced_every_micro_batch"),
+    *("padding_splits_a_document", "orders_of_one_epoch", "cut_repeats_a_token", "moments_lost_on_resuming"),
 )
 
 
@@ -51,7 +54,7 @@ def test_every_bug_says_what_it_is_and_where_it_happened():
 @pytest.mark.parametrize("name", QUICK)
 def test_a_bug_is_caught(name, tries):
     bug = BUGS[name]
-    kill = tries.try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED]))
+    kill = tries.try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED, INSIDE, RUN]))
     assert kill.caught
     assert kill.reversible
 
@@ -86,12 +89,3 @@ def test_a_bug_that_is_not_undone_is_told(tries):
         leak.__exit__(None, None, None)
     assert kill.caught
     assert not kill.reversible
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_false_alarm(seed, tries):
-    """The correct code passes whatever the weights and tokens. docs/zoo.md has the whole CI gate on twenty seeds."""
-    for dtype in ("float32", "bfloat16"):
-        spec = FORWARD.model_copy(update={"seed": seed, "dtype": dtype, "stages": ("forward", "loss", "gradients")})
-        case = run_case(spec, tries.oracle)
-        assert case.passed, case.first_divergence or case.problem
