@@ -335,7 +335,7 @@ class Candidate:
         views: list[Any] = []
         for group in [heads_last[:1], heads_last[1:]] if packed else [heads_last]:
             edge = np.full_like(group[0][..., :1, :], np.nan)
-            whole = self.library.array(np.concatenate([edge, *group, edge], axis=-2))
+            whole: Any = self.library.array(np.concatenate([edge, *group, edge], axis=-2))
             start = 1
             for x in group:
                 views.append(whole.narrow(-2, start, x.shape[-2]))

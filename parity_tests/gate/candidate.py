@@ -100,7 +100,7 @@ def _exported_taps(case: GateCase, folder: str) -> Arrays:
     from transformers import AutoModelForCausalLM
 
     engine = implementation_name(case.spec.engine)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=engine)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=engine)
     rows = [_pack(row, case.spec) for row in draw_corpus(case.spec).held_out_rows()]
     batch = collate(rows)
     names = ("input_ids", "position_ids", "document_ids")
@@ -243,7 +243,8 @@ def _extended_before(spec: CaseSpec) -> Any:
     if spec.rope_before == "default":
         return config
     first = spec.model_copy(update={"rope": spec.rope_before, "rope_parameters": "usual"})
-    rope = RopeConfig(type=spec.rope_before, **rope_settings(first, config.head_dim // 2) | {"factor": BEFORE})
+    settings: dict[str, Any] = rope_settings(first, config.head_dim // 2) | {"factor": BEFORE}
+    rope = RopeConfig(type=spec.rope_before, **settings)
     longer = config.max_position_embeddings * (1 if spec.rope_before == "dynamic" else BEFORE)
     return extend(config, rope, longer)
 

@@ -252,8 +252,7 @@ def _read_config(spec: CaseSpec, folder: str | None) -> DecoderConfig:
     if spec.rope in ("dynamic", "yarn", "llama3", "longrope"):
         own = config.rope.original_max_position_embeddings
         settings["original_max_position_embeddings"] = own or config.max_position_embeddings
-    settings = {"theta": config.rope.theta} | {
-        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
-    }
-    rope = type(config.rope)(head_dim=config.head_dim, rope_type=spec.rope, **settings)
+    lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+    given: dict[str, Any] = {"theta": config.rope.theta, **settings, **lists}
+    rope = type(config.rope)(head_dim=config.head_dim, rope_type=spec.rope, **given)
     return replace(config, rope=rope)

@@ -8,7 +8,6 @@ Legend: T tokens of a row.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count, islice
 
 import numpy as np
@@ -82,7 +81,6 @@ class Corpus:
         yield row()
 
 
-@lru_cache(maxsize=8)
 def draw_corpus(spec: CaseSpec) -> Corpus:
     """Draw the corpus of a case."""
     random = np.random.default_rng((spec.seed, 2))

@@ -6,6 +6,7 @@ Legend: B batch · T tokens of a row.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -96,7 +97,7 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
         if (tokens := f"{name}.tokens") in oracle.truth:  # the mean of these
             labelled = int(np.count_nonzero(oracle.truth[tokens]))
             likely = likely_error_of_mean(oracle.truth[tokens], oracle.reference[tokens], labelled)
-        judged = array, truth, reference
+        judged: Any = array, truth, reference
         if group_of(name) == "forward" and reference is not None:
             copies_BT = _copied_padding(truth, oracle.exact["inputs.document_ids"])
             judged = tuple(np.where(copies_BT.reshape(*copies_BT.shape, *[1] * (x.ndim - 2)), 0, x) for x in judged)

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
 from anchorline import settings
 from anchorline.errors import UserError
@@ -134,24 +134,20 @@ class CaseSpec(_Strict):
         return shlex.join(["parity", "run", *options, "--stages", ",".join(self.stages)])
 
 
-class Entry(_Strict):
+# Each field of a case as a list. An entry's stages are one list, and its seeds are the gate's.
+_LISTS: dict[str, Any] = {
+    name: (
+        list[Annotated[field.annotation, field.description, *field.metadata]],
+        Field(default=[field.default], min_length=1),
+    )
+    for name, field in CaseSpec.model_fields.items()
+    if name not in ("seed", "stages", "against")
+}
+
+
+class Entry(create_model("_Entry", __base__=_Strict, **_LISTS)):
     """Lists that multiply out to cases. A single value may stand for a list of one."""
 
-    model: list[str] = Field(default=["llama"], min_length=1)
-    variant: list[str] = Field(default=["anchor"], min_length=1)
-    rope: list[Rope] = Field(default=["keep"], min_length=1)
-    rope_parameters: list[RopeParameters] = Field(default=["usual"], min_length=1)
-    rope_before: list[RopeBefore] = Field(default=["default"], min_length=1)
-    engine: list[Engine] = Field(default=["sdpa"], min_length=1)
-    dtype: list[Dtype] = Field(default=["float32"], min_length=1)
-    tokens: list[Tokens] = Field(default=[53], min_length=1)
-    position_offset: list[Offset] = Field(default=[0], min_length=1)
-    schedule: list[Schedule] = Field(default=["constant"], min_length=1)
-    warmup_steps: list[int] = Field(default=[0], min_length=1)
-    ranks: list[int] = Field(default=[1], min_length=1)
-    documents: list[Documents] = Field(default=[5], min_length=1)
-    anchor_tokens: list[AnchorTokens] = Field(default=[2], min_length=1)
-    padding: list[Padding] = Field(default=["end"], min_length=1)
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
 
     @field_validator("*", mode="before")
@@ -162,13 +158,12 @@ class Entry(_Strict):
     @property
     def count(self) -> int:
         """How many cases a seed has."""
-        return prod(len(getattr(self, name)) for name in type(self).model_fields if name != "stages")
+        return prod(len(getattr(self, name)) for name in _LISTS)
 
     def cases(self, seed: int) -> Iterator[CaseSpec]:
         """The product, the first field turning slowest."""
-        lists = {name: getattr(self, name) for name in type(self).model_fields if name != "stages"}
-        for values in product(*lists.values()):
-            yield CaseSpec(**dict(zip(lists, values, strict=True)), seed=seed, stages=self.stages)
+        for values in product(*(getattr(self, name) for name in _LISTS)):
+            yield CaseSpec(**dict(zip(_LISTS, values, strict=True)), seed=seed, stages=self.stages)
 
 
 class Gate(_Strict):

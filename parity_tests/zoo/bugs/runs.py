@@ -429,7 +429,7 @@ yarn_betas_dropped = Bug(
     where="beta_fast and beta_slow that nothing reads, seen in reviews of loaders",
     stage="forward",
     apply=_without("beta_fast", "beta_slow"),
-    likely={"rope": "yarn", "rope_given": "True"},
+    likely={"rope": "yarn", "rope_parameters": "all"},
 )
 
 attention_factor_dropped = Bug(
@@ -437,7 +437,7 @@ attention_factor_dropped = Bug(
     where="vLLM before 0.30 and llama.cpp (docs/exports.md)",
     stage="forward",
     apply=_without("attention_factor"),
-    likely={"rope": "yarn", "rope_given": "True"},
+    likely={"rope": "yarn", "rope_parameters": "all"},
 )
 
 llama3_factors_default = Bug(
@@ -449,7 +449,7 @@ llama3_factors_default = Bug(
             made | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if made["rope_type"] == "llama3" else made
         )
     ),
-    likely={"rope": "llama3", "rope_given": "True"},
+    likely={"rope": "llama3", "rope_parameters": "all"},
 )
 
 theta_given_is_lost = Bug(
@@ -459,7 +459,7 @@ theta_given_is_lost = Bug(
     apply=lambda: _parameters(
         lambda made, own: made | {"rope_theta": own["rope_theta"]} if made["rope_type"] != "default" else made
     ),
-    likely={"rope_given": "True"},
+    likely={"rope_parameters": "all"},
 )
 
 ntk_from_the_old_theta = Bug(
@@ -467,7 +467,7 @@ ntk_from_the_old_theta = Bug(
     where="base taken from the loaded config, " + _SEEN,
     stage="forward",
     apply=lambda: _ntk_of_old(),
-    likely={"rope": "ntk", "rope_given": "True"},
+    likely={"rope": "ntk", "rope_parameters": "all"},
 )
 
 
