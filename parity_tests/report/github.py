@@ -21,7 +21,8 @@ def to_badge(report: Report) -> str:
     """`badge.json`, as shields.io's endpoint badge reads it."""
     judged = [case for case in report.cases if case.skipped is None]
     failed = sum(not case.passed for case in judged)
-    message = f"{failed} of {len(judged)} cases differ" if failed else f"{len(judged)} cases the same"
+    of = f"{len(judged)} case{'s' * (len(judged) != 1)}"
+    message = f"{failed} of {of} differ" if failed else f"{of} the same"
     color = "red" if failed else "brightgreen"
     if not judged:
         message, color = "not judged", "lightgrey"

@@ -2,12 +2,15 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -17,6 +20,7 @@ from parity_tests.zoo.patch import positions
 from torchtrain.tests.data_fixtures import word_tokenizer
 
 runner = CliRunner()
+EXAMPLES = Path(__file__).parents[2] / "examples" / "ci"
 QUICK = ["run", "--tokens", "48", "--engine", "sdpa"]
 
 
@@ -179,3 +183,43 @@ def test_a_platform_that_jax_does_not_have_is_one_line():
     assert done.returncode == 2
     assert done.stderr.startswith("parity: JAX_PLATFORMS: 'cuda'")
     assert len(done.stderr.splitlines()) == 1
+
+
+# -- templates for CI --------------------------------------------------------------------------------------------------
+
+
+def commands_and_artifacts(where: str) -> tuple[str, list[str]]:
+    """The command of a template and the files that it keeps."""
+    if where == "gitlab":
+        job = yaml.safe_load((EXAMPLES / "gitlab.yml").read_text())["parity"]
+        return job["script"][0], [*job["artifacts"]["paths"], job["artifacts"]["reports"]["junit"]]
+    action = yaml.safe_load((EXAMPLES / "parity-gate" / "action.yml").read_text())
+    run, keep = action["runs"]["steps"]
+    texts = [run["run"], keep["with"]["path"]]
+    for name, value in action["inputs"].items():
+        texts = [text.replace(f"${{{{ inputs.{name} }}}}", value["default"]) for text in texts]
+    return texts[0], texts[1].split()
+
+
+@pytest.mark.parametrize("where", ["github", "gitlab"])
+def test_a_template_runs_a_gate_and_keeps_its_report(where, tmp_path, monkeypatch):
+    command, kept = commands_and_artifacts(where)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs" / "parity").mkdir(parents=True)
+    (tmp_path / "configs" / "parity" / "ci.yaml").write_text("title: Small\nmatrix: [{tokens: 48}, {engine: flash3}]\n")
+    words = shlex.split(command)
+    assert words[0] == "parity"
+    done = runner.invoke(cli.app, words[1:])
+    assert done.exit_code == 0, done.output
+    assert all(list(tmp_path.glob(path)) for path in kept), kept
+    assert ("::notice title=parity llama-anchor-keep-flash3" in done.stdout) == (where == "github")
+    badge = json.loads((tmp_path / "runs" / "parity" / "badge.json").read_text())
+    assert badge == {"schemaVersion": 1, "label": "parity", "message": "1 case the same", "color": "brightgreen"}
+
+
+def test_what_differs_is_annotated():
+    with positions(lambda position_ids, _: position_ids + 1):
+        done = runner.invoke(cli.app, [*QUICK, "--dtype", "float32", "--format", "github"])
+    assert done.exit_code == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("::")]
+    assert line.startswith("::error title=parity llama-anchor-keep-sdpa-float32-t48-s0::layer 0, q after RoPE: ")
