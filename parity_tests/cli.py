@@ -195,7 +195,6 @@ def _pair(text: str) -> tuple[int, int]:
 def zoo(
     config: Annotated[Path, typer.Argument(help="the gate to try")] = Path("configs/parity/ci.yaml"),
     bugs: Annotated[list[str] | None, typer.Argument(help="names of bugs; all of them")] = None,
-    table: Annotated[Path | None, typer.Option(help="write the kill table to this file as Markdown too")] = None,
     list_only: Annotated[
         bool, typer.Option("--list", help="print every bug and where it happened; run nothing")
     ] = False,
@@ -215,15 +214,11 @@ def zoo(
             print(f"{bug.name} ({bug.stage}): {bug.what}. {bug.where}")
         return
     with _interruptible():
-        from anchorline.errors import UserError
-        from anchorline.files import save
         from parity_tests.gate.candidate import why_not_here
         from parity_tests.gate.run import silence_transformers
         from parity_tests.gate.spec import Gate, expand, load_gate
-        from parity_tests.zoo.run import run_zoo, show, to_markdown
+        from parity_tests.zoo.run import run_zoo, show
 
-        if table is not None and not table.absolute().parent.is_dir():
-            raise UserError(f"--table {table}: no such folder; make it first")
         silence_transformers()
         gate = load_gate(config)
         here = [spec for spec in expand(gate) if why_not_here(spec) is None]
@@ -233,8 +228,6 @@ def zoo(
                 bugs,
                 lambda what, done, steps: bar(f"{what}", done, steps),
             )
-        if table is not None:
-            save(table, to_markdown(report).encode())
     Console().print(show(report))
     if not report.passed:
         raise typer.Exit(1)

@@ -224,15 +224,3 @@ def show(report: ZooReport) -> Any:
 
 def _name(bug: Bug) -> str:
     return f"[bold]{bug.name}[/]\n{bug.what}"
-
-
-def to_markdown(report: ZooReport) -> str:
-    """The kill table as `docs/zoo.md` holds it."""
-    lines = ["| bug | where it happened | caught by | error / allowance |", "| --- | --- | --- | ---: |"]
-    for kill in report.kills:
-        first = kill.case.first_divergence if kill.case else None
-        by = "**survives**" if kill.case is None else f"{kill.case.id}: `{first.name if first else kill.case.problem}`"
-        ratio = f"{first.ratio:.2g}" if first else ""
-        lines.append(f"| {kill.bug.what} (`{kill.bug.name}`) | {kill.bug.where} | {by} | {ratio} |")
-    lines += [f"| {bug.what} (`{bug.name}`) | {bug.where} | `{bug.caught_by}` | |" for bug in report.elsewhere]
-    return "\n".join(lines) + "\n"

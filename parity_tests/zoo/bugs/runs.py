@@ -15,12 +15,10 @@ from torchtrain.data.dataset import PackedRows, tag_ids
 from torchtrain.data.packing import HELD_OUT, INTERLEAVE, SHUFFLE, PackPlan, Span, random_stream
 from torchtrain.data.rows import build_row
 from torchtrain.data.selection import Split, split_documents
-from torchtrain.distributed.shard import rows_of_rank
 from torchtrain.marks import ANCHOR, IGNORED, PADDING
 from torchtrain.modeling import rope, save
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.save import save_folder
-from torchtrain.training.held_out import HeldOut, measure_held_out
 
 _SEEN = "seen in reviews of training pipelines"
 
@@ -58,20 +56,6 @@ interleaving_of_one_epoch = Bug(
     likely={"variant": "anchor+tag+interleave"},
 )
 
-interleaving_of_one_row = Bug(
-    what="chunks of every row interleaved alike",
-    where="a generator made anew with the run's seed for each row, " + _SEEN,
-    stage="run",
-    apply=lambda: _streams(lambda key: (INTERLEAVE, 0, 0) if key[0] == INTERLEAVE else key),
-    likely={"variant": "anchor+tag+interleave"},
-)
-
-seed_left_out = Bug(
-    what="the seed does not change the order of documents",
-    where="a default seed of 0 that the config's never reaches, " + _SEEN,
-    stage="run",
-    apply=lambda: wrap(random_stream, lambda original: lambda seed, *key: original(0, *key)),
-)
 
 rows_of_the_first_epoch = Bug(
     what="rows of the first epoch alone, again and again",
@@ -98,30 +82,6 @@ cut_repeats_a_token = Bug(
         "spans",
         lambda self, row: [Span(d, a - (0 < a < b - 1), b - (0 < a < b - 1)) for d, a, b in _spans(self, row)],
     ),
-)
-
-cut_loses_a_token = Bug(
-    what="the first token after a cut is lost",
-    where="the remainder taken from start + 1, " + _SEEN,
-    stage="run",
-    apply=lambda: patch.object(
-        PackPlan, "spans", lambda self, row: [Span(d, a + (0 < a < b - 1), b) for d, a, b in _spans(self, row)]
-    ),
-)
-
-_row = PackedRows._row
-
-
-def _row_without_end(self, epoch, number):
-    row = _row(self, epoch, number)
-    return row | {"input_ids": np.where(row["input_ids"] == 1, 2, row["input_ids"])}
-
-
-end_token_missing = Bug(
-    what="documents end with another token than EOS",
-    where="tokenizers whose add_special_tokens adds no EOS, " + _SEEN,
-    stage="run",
-    apply=lambda: patch.object(PackedRows, "_row", _row_without_end),
 )
 
 
@@ -177,23 +137,6 @@ held_out_trained_on = Bug(
     apply=lambda: wrap(split_documents, _train_on_all),
 )
 
-held_out_by_first_domain = Bug(
-    what="the first domain alone is held out",
-    where="a share of the whole corpus taken from its beginning, " + _SEEN,
-    stage="run",
-    apply=lambda: wrap(
-        split_documents,
-        lambda original: (
-            lambda store, share, seed: (
-                lambda s: Split(
-                    np.union1d(s.train, s.held_out[store.document_domains[s.held_out] > 0]),
-                    s.held_out[store.document_domains[s.held_out] == 0],
-                    s.moved,
-                )
-            )(original(store, share, seed))
-        ),
-    ),
-)
 
 split_of_one_seed = Bug(
     what="each domain's held-out documents are drawn by the first domain's stream",
@@ -203,38 +146,8 @@ split_of_one_seed = Bug(
 )
 
 
-def _mean_of_rows(original):
-    def measure(model, rows, result, *args, **kwargs):
-        parts = []
-        for row in rows:
-            part = HeldOut(list(result.by_domain), result.own_positions)
-            original(model, [row], part, *args, **kwargs)
-            parts.append(part.overall.value or 0.0)
-        original(model, rows, result, *args, **kwargs)
-        result.overall.total = result.overall.tokens * sum(parts) / len(parts)
-        return result
-
-    return measure
-
-
-held_out_mean_of_rows = Bug(
-    what="held-out loss as the mean of the rows' means",
-    where="losses averaged per batch and then over batches, " + _SEEN,
-    stage="run",
-    apply=lambda: wrap(measure_held_out, _mean_of_rows),
-)
-
-
 # -- steps and resuming ------------------------------------------------------------------------------------------------
 
-steps_overlap = Bug(
-    what="each step begins one row after the one before",
-    where="the index of the step taken for that of its rows, " + _SEEN,
-    stage="run",
-    apply=lambda: wrap(
-        rows_of_rank, lambda original: lambda first, count, *rest: original(first // count, count, *rest)
-    ),
-)
 
 _restore = Checkpoints.load
 
@@ -254,22 +167,6 @@ moments_lost_on_resuming = Bug(
     apply=lambda: patch.object(Checkpoints, "load", _forgetful_load),
 )
 
-
-def _lasting_weights(self, state, manifest, world):
-    held = [parameter.detach().clone() for parameter in state.strategy.optimizer.masters]
-    _restore(self, state, manifest, world)
-    with torch.no_grad():
-        for master, old in zip(state.strategy.optimizer.masters, held, strict=True):
-            master.copy_(old)
-    state.weights_from_masters()
-
-
-weights_of_the_source_on_resuming = Bug(
-    what="a resumed run begins with the source's weights",
-    where="the checkpoint's moments on the base model's weights, " + _SEEN,
-    stage="run",
-    apply=lambda: patch.object(Checkpoints, "load", _lasting_weights),
-)
 
 masters_of_rounded_weights = Bug(
     what="master weights begin at the rounded ones",
@@ -294,21 +191,6 @@ def _after_loading(change):
         return load_it
 
     return wrap(load_for_training, make)
-
-
-def _reset_norms(model):
-    for name, parameter in model.named_parameters():
-        if name.endswith("layernorm.weight"):
-            parameter.fill_(1.0)
-
-
-norms_reset_on_loading = Bug(
-    what="norms' weights are 1 after loading",
-    where="weights drawn anew after they were loaded, seen in reviews of loaders",
-    stage="forward",
-    apply=lambda: _after_loading(_reset_norms),
-    likely={"model": "loaded"},
-)
 
 
 def _untie(model):
@@ -344,13 +226,6 @@ exported_in_half = Bug(
     apply=lambda: _export_with(lambda name, x: x.bfloat16()),
 )
 
-export_without_final_norm = Bug(
-    what="the final norm is not exported",
-    where="names filtered by `layers.`, seen in reviews of converters",
-    stage="run",
-    apply=lambda: _export_with(lambda name, x: torch.ones_like(x) if name == "model.norm.weight" else x),
-)
-
 
 @contextmanager
 def _exported_config(change):
@@ -376,18 +251,6 @@ exported_theta_is_old = Bug(
     likely={"rope": "yarn"},
 )
 
-
-def _unscaled(written):
-    written["rope_parameters"] = {"rope_type": "default", "rope_theta": written["rope_parameters"]["rope_theta"]}
-
-
-exported_without_scaling = Bug(
-    what="config.json has no RoPE scaling",
-    where="a config.json written from the base model's, seen in reviews of repositories",
-    stage="run",
-    apply=lambda: _exported_config(_unscaled),
-    likely={"rope": "yarn"},
-)
 
 _extend = rope.extend
 
@@ -510,20 +373,6 @@ padding_inside_is_seen = Bug(
     where="padding looked for at the end alone, " + _SEEN,
     stage="forward",
     apply=lambda: documents(_padding_inside_is_seen),
-    likely={"padding": "inside"},
-)
-
-
-def _ends_at_padding(ids: Tensor) -> Tensor:
-    """What follows the first padding is padding."""
-    return torch.where((ids == PADDING).cumsum(1) > 0, PADDING, ids)
-
-
-row_ends_at_first_padding = Bug(
-    what="a row ends at its first padding",
-    where="attention_mask.argmin for the length of a row, " + _SEEN,
-    stage="forward",
-    apply=lambda: documents(_ends_at_padding),
     likely={"padding": "inside"},
 )
 
