@@ -91,7 +91,7 @@ def _has_cuda() -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` without a CUDA device, and say so. Unpack SmolLM2 first: others wait for who does."""
-    items.sort(key=lambda item: item.path.name != "test_smollm2.py" or item.path.parents[1].name != "parity_tests")
+    items.sort(key=lambda item: item.path.name != "test_smollm2.py")
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if gpu_items and not _has_cuda():
         for item in gpu_items:

@@ -1,10 +1,8 @@
-"""Models and small packed batches for comparing the two sides: tiny random ones of every family, and real weights.
+"""Models and small packed batches for comparing the two sides: tiny random ones of every family.
 
 Legend: B batch · T tokens of a row.
 """
 
-import inspect
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -56,15 +54,6 @@ def packed_batch(
     arrays = _arrays(variant, lengths, seed)
     generator = torch.Generator().manual_seed(seed)
     return {"input_ids": torch.randint(0, vocabulary, arrays["document_ids"].shape, generator=generator), **arrays}
-
-
-def text_batch(tokenizer: Any, variant: str, tokens: int, seed: int = 0) -> dict[str, Tensor]:
-    """Two rows of real text (a module of the standard library), packed in five documents, one of a single token."""
-    lengths = (tokens * 2 // 5, 1, tokens // 4, tokens // 8)
-    lengths = (*lengths, tokens - ANCHOR_TOKENS - sum(lengths))
-    ids = tokenizer(inspect.getsource(textwrap), add_special_tokens=False).input_ids
-    arrays = _arrays(variant, lengths, seed)
-    return {"input_ids": torch.from_numpy(np.resize(np.asarray(ids), arrays["document_ids"].shape)), **arrays}
 
 
 def _arrays(variant: str, lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:

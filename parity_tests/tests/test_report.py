@@ -79,9 +79,6 @@ def test_the_border_of_the_rule_is_at_1(error, allowance, told):
     assert made.passed == told[0].startswith("p")
 
 
-# -- profiles ----------------------------------------------------------------------------------------------------------
-
-
 # -- what stands in a report is text -----------------------------------------------------------------------------------
 
 
