@@ -163,8 +163,9 @@ def _pairs(
         for name in sorted(names, key=_backward_order) if stage == "gradients" else names:
             # transformers' attention gives no lse; a run, no losses of single held-out tokens.
             if not name.endswith(".lse") and not (name.startswith("run.held_out") and name.endswith(".tokens")):
-                # A learning rate does not depend on the model's dtype.
-                dtype = "float32" if name.endswith(".rates") else case.spec.dtype
+                # Learning rates and masters do not have the model's dtype.
+                wide = name.endswith(".rates") or name.startswith("run.masters.")
+                dtype = "float32" if wide else case.spec.dtype
                 yield name, oracle.truth[name], oracle.reference[name], dtype
         if stage == "step":
             yield from _step_pairs(candidate, case)
@@ -281,7 +282,7 @@ def _shorten(value: float) -> float:
 
 def _place(name: str) -> tuple[int | None, str]:
     """The layer of an array and its tap: `gradients.model.layers.0.mlp.up_proj.weight` -> 0, `mlp.up_proj.weight`."""
-    for prefix in ("run.exported.", "run.", "inputs.", "gradients.", "step.", "trajectory.", "loss."):
+    for prefix in ("run.exported.", "run.masters.", "run.", "inputs.", "gradients.", "step.", "trajectory.", "loss."):
         name = name.removeprefix(prefix)
     name = name.removeprefix("model.")
     if name.startswith("layers."):

@@ -42,6 +42,7 @@ class _Watch:
     def __init__(self) -> None:
         self._take_step, self._interrupts = steps.take_step, True
         self.steps: dict[int, dict[str, Any]] = {}
+        self.masters: dict[str, np.ndarray] = {}  # after the last step
 
     def __call__(self, strategy: Any, batches: Any, domains: Any, step: int, train: Any, fault: Any, note: Any) -> Any:
         if self._interrupts and step == RESUMED_AFTER + 1:
@@ -54,6 +55,11 @@ class _Watch:
             note(each_Bt, part)
 
         result = self._take_step(strategy, batches, domains, step, train, fault, read)
+        trained = [name for name, p in strategy.model.named_parameters() if p.requires_grad]
+        self.masters = {
+            name: master.detach().cpu().numpy().copy()
+            for name, master in zip(trained, strategy.optimizer.masters, strict=True)
+        }
         inputs = {name: np.concatenate([batch.part[name].numpy() for batch in batches]) for name in _INPUTS}
         rate_and_norm = result.learning_rate, result.gradient_norm
         self.steps[step] = inputs | {"losses": np.concatenate(losses), "rate_and_norm": np.array(rate_and_norm)}
@@ -90,6 +96,7 @@ def run_side(case: GateCase, model: Any, capture: Any) -> Arrays:
         exported = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
         arrays["run.length"] = np.array([exported["max_position_embeddings"]])
         taps = capture(str(result.model))
+    arrays |= {f"run.masters.{name}": master for name, master in watch.masters.items()}
     return arrays | {f"run.exported.{name}": tap for name, tap in taps.items()}
 
 

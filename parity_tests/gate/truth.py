@@ -135,7 +135,7 @@ class _RoundedOracle:
     def _run_steps(self, train: TrainConfig) -> Arrays:
         """The rate of each step, the loss of every token before it, its gradient's norm; all take the same rows."""
         masters = to_arrays(cast(self._decoder, self._rounding.carrier))
-        _, losses, norms = self._train(self._decoder, masters, train, [self._rows] * train.steps)
+        losses, norms, _, _ = self._train(self._decoder, masters, train, [self._rows] * train.steps)
         found = {f"trajectory.{number}": step_losses for number, step_losses in enumerate(losses)}
         return {"trajectory.rates": self._rates(train), **found, "trajectory.norms": norms}
 
@@ -144,8 +144,8 @@ class _RoundedOracle:
 
     def _train(
         self, decoder: Decoder, masters: Any, train: TrainConfig, rows: Sequence[Sequence[Arrays]]
-    ) -> tuple[Decoder, list[np.ndarray], np.ndarray]:
-        """Take the steps, each on rows of its own; return the decoder after them, losses, norms."""
+    ) -> tuple[list[np.ndarray], np.ndarray, Any, Decoder]:
+        """Take the steps, each on rows of its own; return losses, norms, and the masters and decoder after them."""
         optimizer = adamw_of(train, masters)
         state, losses, norms = optimizer.init(masters), [], []
         for own in rows:
@@ -154,7 +154,7 @@ class _RoundedOracle:
             masters, state, norm = step(optimizer, masters, state, gradients)
             norms.append(float(norm))
             decoder = cast(from_arrays(decoder.config, masters), self._dtype)
-        return decoder, losses, np.array(norms)
+        return losses, np.array(norms), masters, decoder
 
     def _run(self, train: TrainConfig) -> Arrays:
         """The arrays of a whole run; those that must be exact are left in `of_run`."""
@@ -164,7 +164,7 @@ class _RoundedOracle:
         masters = to_arrays(cast(from_arrays(config, tiny_weights(spec.model, spec.seed)), self._rounding.carrier))
         begin = cast(from_arrays(config, masters), self._dtype)
         steps = [rows[at : at + train.sequences_per_step] for at in range(0, len(rows), train.sequences_per_step)]
-        decoder, losses, norms = self._train(begin, masters, train, steps)
+        losses, norms, masters, decoder = self._train(begin, masters, train, steps)
         found = {f"run.losses.{number}": step_losses for number, step_losses in enumerate(losses)}
         found |= {"run.rates": self._rates(train), "run.norms": norms}
         batch = {name: np.concatenate([row[name] for row in held_out]) for name in held_out[0]}
@@ -172,6 +172,7 @@ class _RoundedOracle:
             nll_BT = np.asarray(batch_nll(model, batch, self._rounding, self._block))
             found[f"run.held_out.{name}.tokens"] = nll_BT
             found[f"run.held_out.{name}"] = nll_BT.sum().reshape(1) / (batch["shift_labels"] != IGNORED).sum()
+        found |= {f"run.masters.{name}": np.asarray(master) for name, master in masters.items()}
         taps = oracle_taps(decoder, batch, self._rounding, self._block)
         found |= {f"run.exported.{name}": tap for name, tap in taps.items()}
         self.of_run = {f"run.inputs.{name}": np.concatenate([row[name] for row in rows]) for name in rows[0]}

@@ -71,6 +71,8 @@ def _where(measure: Measure) -> str:
     what = _TAPS.get(measure.tap, measure.tap)
     if measure.group == "run":
         of_model = measure.name.startswith("run.exported.")
+        of_masters = measure.name.startswith("run.masters.")
+        what = f"master weight {what} after the run" if of_masters else what
         what = f"exported model, {what}" if of_model else f"whole run, {_RUN.get(measure.tap, what)}"
     if measure.tap.removeprefix("losses.").isdecimal():
         return f"losses of the tokens at step {int(measure.tap.removeprefix('losses.')) + 1}"

@@ -240,7 +240,7 @@ def _exported_config(change):
 
 
 def _old_theta(written):
-    written["rope_parameters"]["rope_theta"] = 10_000.0
+    written["rope_theta"] = written["rope_parameters"]["rope_theta"] = 10_000.0
 
 
 exported_theta_is_old = Bug(
