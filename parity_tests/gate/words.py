@@ -118,6 +118,8 @@ def cause(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays
     array = candidate[measure.name]
     if not np.isfinite(array).all():
         return None
+    if measure.group == "run" and measure.tap in ("q_rope", "k_rope", "attn"):
+        return _scaled(measure, array, truth)  # what went in is that of other rows
     if measure.tap in ("q_rope", "k_rope"):
         return _explain_rotation(case, measure, candidate, oracle)
     if measure.tap == "attn":
