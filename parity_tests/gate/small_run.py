@@ -15,20 +15,8 @@ import torch
 import yaml
 from rich.console import Console
 
+from parity_tests.gate import corpus as small
 from parity_tests.gate.case import CHUNKS, RUN_STEPS, GateCase, rope_settings
-from parity_tests.gate.corpus import (
-    BOS,
-    DOMAINS,
-    EOS,
-    HELD_OUT_ROWS,
-    HELD_OUT_SHARE,
-    PAD,
-    RESUMED_AFTER,
-    TAG_WORD,
-    WORDS,
-    anchor_ids,
-    draw_corpus,
-)
 from parity_tests.oracle import Arrays
 from torchtrain.config import Config, load_config
 from torchtrain.run import recipe, steps
@@ -45,7 +33,7 @@ class _Watch:
         self.masters: dict[str, np.ndarray] = {}  # after the last step
 
     def __call__(self, strategy: Any, batches: Any, domains: Any, step: int, train: Any, fault: Any, note: Any) -> Any:
-        if self._interrupts and step == RESUMED_AFTER + 1:
+        if self._interrupts and step == small.RESUMED_AFTER + 1:
             self._interrupts = False
             raise KeyboardInterrupt
         losses: list[np.ndarray] = []
@@ -105,14 +93,14 @@ def _write(case: GateCase, folder: Path, model: Any) -> Config:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    spec, corpus = case.spec, draw_corpus(case.spec)
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=PAD))
+    spec, corpus = case.spec, small.draw_corpus(case.spec)
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(small.WORDS)}, unk_token=small.PAD))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special: dict[str, Any] = {"pad_token": PAD, "eos_token": EOS, "bos_token": BOS}
+    special: dict[str, Any] = {"pad_token": small.PAD, "eos_token": small.EOS, "bos_token": small.BOS}
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder / "source")
     model.save_pretrained(folder / "source")
     lines = [
-        json.dumps({"text": " ".join(WORDS[i] for i in tokens[:-1]), "domain": DOMAINS[domain]})
+        json.dumps({"text": " ".join(small.WORDS[i] for i in tokens[:-1]), "domain": small.DOMAINS[domain]})
         for tokens, domain in zip(corpus.documents, corpus.domains, strict=True)
     ]
     (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -123,18 +111,18 @@ def _write(case: GateCase, folder: Path, model: Any) -> Config:
         "data": {
             "sources": [{"files": str(folder / "corpus.jsonl"), "domain_field": "domain"}],
             "cache": str(folder / "cache"),
-            "held_out_share": HELD_OUT_SHARE,
+            "held_out_share": small.HELD_OUT_SHARE,
         },
         "pack": {
             "sequence_length": spec.tokens,
             "variant": spec.variant,
-            "anchor": anchor_ids(spec).tolist(),
-            "tag_template": f"{TAG_WORD} {{domain}}",
+            "anchor": small.anchor_ids(spec).tolist(),
+            "tag_template": f"{small.TAG_WORD} {{domain}}",
             "chunks": CHUNKS,
         },
         "train": case.run.model_dump(mode="json"),
-        "held_out": {"sequences": HELD_OUT_ROWS},
-        "save": {"every": RESUMED_AFTER, "asynchronous": False},
+        "held_out": {"sequences": small.HELD_OUT_ROWS},
+        "save": {"every": small.RESUMED_AFTER, "asynchronous": False},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     return load_config(folder / "config.yaml", [])

@@ -56,7 +56,6 @@ interleaving_of_one_epoch = Bug(
     likely={"variant": "anchor+tag+interleave"},
 )
 
-
 rows_of_the_first_epoch = Bug(
     what="rows of the first epoch alone, again and again",
     where="a list of rows made once and cycled, " + _SEEN,
@@ -137,7 +136,6 @@ held_out_trained_on = Bug(
     apply=lambda: wrap(split_documents, _train_on_all),
 )
 
-
 split_of_one_seed = Bug(
     what="each domain's held-out documents are drawn by the first domain's stream",
     where="one generator shared by sources, " + _SEEN,
@@ -147,7 +145,6 @@ split_of_one_seed = Bug(
 
 
 # -- steps and resuming ------------------------------------------------------------------------------------------------
-
 
 _restore = Checkpoints.load
 
@@ -166,7 +163,6 @@ moments_lost_on_resuming = Bug(
     stage="run",
     apply=lambda: patch.object(Checkpoints, "load", _forgetful_load),
 )
-
 
 masters_of_rounded_weights = Bug(
     what="master weights begin at the rounded ones",
