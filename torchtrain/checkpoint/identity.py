@@ -43,9 +43,9 @@ def check_config(was: Mapping[str, Any], config: Config) -> None:
         UserError: another setting has changed: names it with its old and new value; or `was` is not a config.
     """
     before = validate(Config, dict(was), "the run's config")
-    found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
+    changed = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     free = FREE if config.model.lora is None else FREE + FREE_WITH_LORA
-    if changes := [change for change in found if not is_free(change[0], free)]:
+    if changes := [change for change in changed if not is_free(change[0], free)]:
         raise UserError(f"{_format_changes(changes)}; undo that, or train anew with a run.folder of its own")
 
 

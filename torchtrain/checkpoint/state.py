@@ -49,9 +49,9 @@ class State(ABC):
     def updates(self) -> int:
         """Updates that AdamW has made."""
         optimizer, masters = self._adamw()
-        found = {int(_moments(optimizer, master)["step"]) for master in masters}
-        assert len(found) <= 1, f"parameters were updated unequally often: {sorted(found)}"
-        return found.pop() if found else 0
+        steps = {int(_moments(optimizer, master)["step"]) for master in masters}
+        assert len(steps) <= 1, f"parameters were updated unequally often: {sorted(steps)}"
+        return steps.pop() if steps else 0
 
     @updates.setter
     def updates(self, count: int) -> None:
@@ -149,11 +149,11 @@ class _Replicated(State):
 
     def fragments(self) -> list[Fragment]:
         names = {id(p): name for name, p in self.named}
-        found = []
+        fragments = []
         for parameter, master in zip(self._optimizer.parameters, self._optimizer.masters, strict=True):
             tensors = _views(self._optimizer.adamw, master, 0, master.numel())
-            found.append(Fragment(names[id(parameter)], 0, tensors))
-        return found
+            fragments.append(Fragment(names[id(parameter)], 0, tensors))
+        return fragments
 
     @torch.no_grad()
     def weights_from_masters(self) -> None:
@@ -174,8 +174,8 @@ class _Zero(State):
     def _flat(self) -> list[Tensor]:
         """Masters of this rank, one tensor a group."""
         for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"):
-            if (found := getattr(self._optimizer, name, None)) is not None:
-                return found
+            if (masters := getattr(self._optimizer, name, None)) is not None:
+                return masters
         raise AssertionError(f"{type(self._optimizer).__name__} keeps its masters elsewhere")
 
     def _adamw(self) -> tuple[torch.optim.Optimizer, list[Tensor]]:
@@ -189,14 +189,14 @@ class _ZeroFlat(_Zero):
     """Stages 1 and 2: each group is one flat tensor, cut into equal parts, whatever parameter a cut goes through."""
 
     def fragments(self) -> list[Fragment]:
-        found = []
+        fragments = []
         for name, parameter in self.named:
             link = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
             if link is not None:  # None: other ranks hold it
                 flat = self._flat[link.param_group_index]
                 of_parameter, of_flat = link.lp_fragment_address, link.hp_fragment_address
-                found.append(self._fragment(name, of_parameter.start, flat, of_flat.start, of_flat.numel))
-        return found
+                fragments.append(self._fragment(name, of_parameter.start, flat, of_flat.start, of_flat.numel))
+        return fragments
 
     def weights_from_masters(self) -> None:
         self._optimizer.update_lp_params()
@@ -206,14 +206,14 @@ class _ZeroCut(_Zero):
     """Stage 3: every parameter is cut into equal parts, the last of them padded."""
 
     def fragments(self) -> list[Fragment]:
-        optimizer, found = self._optimizer, []
+        optimizer, fragments = self._optimizer, []
         for name, parameter in self.named:
             group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = length * optimizer._get_param_partition_rank(parameter)
             real = min(length, parameter.ds_numel - start)  # pyright: ignore[reportAttributeAccessIssue]
             if real > 0:
-                found.append(self._fragment(name, start, self._flat[group], offset, real))
-        return found
+                fragments.append(self._fragment(name, start, self._flat[group], offset, real))
+        return fragments
 
     @torch.no_grad()
     def weights_from_masters(self) -> None:

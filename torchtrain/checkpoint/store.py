@@ -29,7 +29,7 @@ class Checkpoints(CheckpointFolder):
         """Save a step's checkpoint, then remove all but the last `keep` whole ones.
 
         All ranks call it, one save at a time. A thread may save a staged state, with a world of its own
-        (`World.beside`).
+        (`World.for_threads`).
 
         Args:
             state: what this rank writes.

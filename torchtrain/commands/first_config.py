@@ -84,9 +84,9 @@ def _find_documents(data: str) -> tuple[dict[str, Any], int]:
             raise UserError(f"DATA {quoted(data)}: is not one of {', '.join((*KINDS, *_TEXTS))}; convert it")
         return _with_text_field({kind: str(path)}), path.stat().st_size
     for kind, ending in itertools.chain((("files", k) for k in KINDS), (("texts", k) for k in _TEXTS)):
-        found = sorted(path.rglob(f"*{ending}"))
-        if found:
-            return _with_text_field({kind: f"{path}/**/*{ending}"}), sum(file.stat().st_size for file in found)
+        paths = sorted(path.rglob(f"*{ending}"))
+        if paths:
+            return _with_text_field({kind: f"{path}/**/*{ending}"}), sum(file.stat().st_size for file in paths)
     raise UserError(f"DATA {quoted(data)}: the folder holds none of {', '.join((*KINDS, *_TEXTS))}; give another")
 
 

@@ -70,8 +70,8 @@ def evaluate(
         logging.disable_progress_bar()
         checkpoints = [Checkpoint("model", None, target)]
         if os.path.lexists(os.path.join(target, "run.json")):
-            found, training = RunFolder(target).last_models(last), read_training(Path(target))
-            checkpoints = [Checkpoint(name, step, str(folder), training) for name, step, folder in found]
+            models, training = RunFolder(target).last_models(last), read_training(Path(target))
+            checkpoints = [Checkpoint(name, step, str(folder), training) for name, step, folder in models]
         elif last > 1:
             raise UserError(f"--last {last}: {quoted(target)} is not a run's folder; leave it out")
         folder = resolve_folder("--out", out or f"{target.rstrip('/')}-evaluation")

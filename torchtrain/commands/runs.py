@@ -130,8 +130,8 @@ def verify(
         from torchtrain.run.verify import verify_folder
 
         good = True
-        for found in verify_folder(folder):
-            print(found)
-            good &= found.good
+        for finding in verify_folder(folder):
+            print(finding)
+            good &= finding.good
         if not good:
             raise typer.Exit(1)

@@ -73,7 +73,7 @@ class World:
         dist.all_reduce(total, group=self.host)
         return total.tolist()
 
-    def beside(self) -> "World":
+    def for_threads(self) -> "World":
         """Return the place of a thread that works while the program goes on: what it tells other ranks' threads of its
         kind never meets what the program tells them.
         """

@@ -41,14 +41,14 @@ def make_progress_printer(
     """
     if console.is_terminal:
         return lambda progress: spinner.update(Text(str(progress)))
-    state, told = "", 0.0
+    state, printed = "", 0.0
 
     def report_progress(progress: data.PreparationProgress) -> None:
-        nonlocal state, told
+        nonlocal state, printed
         now = time.monotonic()
-        if progress.state != state or now - told >= _SECONDS_BETWEEN_LINES:
+        if progress.state != state or now - printed >= _SECONDS_BETWEEN_LINES:
             log(str(progress))
-            state, told = progress.state, now
+            state, printed = progress.state, now
 
     return report_progress
 

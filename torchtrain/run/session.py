@@ -178,7 +178,7 @@ class Session:
         else:
             own.stage()
             held = time.perf_counter() - started
-            write = partial(self._write, self.step, own, manifest, world.beside(), started, held)
+            write = partial(self._write, self.step, own, manifest, world.for_threads(), started, held)
             self._background.begin(write)
 
     def _manifest(self, state: State) -> Callable[[dict[str, FileEntry]], Manifest]:

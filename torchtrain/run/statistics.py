@@ -101,11 +101,11 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     if not (folder / HEADER).is_file():
         raise UserError(f"{quoted(folder)}: is no finished token store; give a folder with {HEADER}")
     store = TokenStore.open(folder)
-    found = statistics_of(store, row_lengths or ROW_LENGTHS)
-    steps = count_steps(found.rows, model, "cache")
-    grids = grids_of(found, steps, model)
-    content = asdict(found) | {"model": model, "steps": [asdict(step) for step in steps]}
-    page = _page(found, grids)
+    statistics = statistics_of(store, row_lengths or ROW_LENGTHS)
+    steps = count_steps(statistics.rows, model, "cache")
+    grids = grids_of(statistics, steps, model)
+    content = asdict(statistics) | {"model": model, "steps": [asdict(step) for step in steps]}
+    page = _page(statistics, grids)
     try:
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / JSON, json.dumps(content, indent=1).encode() + b"\n")
@@ -115,11 +115,11 @@ def write_statistics(folder: Path, out: Path, row_lengths: Sequence[int] = (), m
     return [_table(grid) for grid in grids]
 
 
-def grids_of(found: StoreStatistics, steps: Sequence[StepCost], model: str) -> list[Grid]:
+def grids_of(statistics: StoreStatistics, steps: Sequence[StepCost], model: str) -> list[Grid]:
     """Return all tables."""
-    copies = f" {found.copies:,} documents are copies of others." if found.copies else ""
-    if found.near_copies:
-        copies += f" {found.near_copies:,} more are nearly so."
+    copies = f" {statistics.copies:,} documents are copies of others." if statistics.copies else ""
+    if statistics.near_copies:
+        copies += f" {statistics.near_copies:,} more are nearly so."
     columns = {
         "domain": "{0.domain}",
         "documents": "{0.documents:,}",
@@ -131,9 +131,9 @@ def grids_of(found: StoreStatistics, steps: Sequence[StepCost], model: str) -> l
         "median": "{0.median:,.0f}",
         "longest": "{0.longest:,}",
     }
-    note = f"Lengths are in tokens; long: {found.long_tokens:,} or more.{copies}"
-    grids = [Grid.of("Domains", columns, zip((*found.domains, found.all)), note)]
-    if found.before is not None:
+    note = f"Lengths are in tokens; long: {statistics.long_tokens:,} or more.{copies}"
+    grids = [Grid.of("Domains", columns, zip((*statistics.domains, statistics.all)), note)]
+    if statistics.before is not None:
         columns = {
             "domain": "{1.domain}",
             "documents": "{0.documents:,} → {1.documents:,}",
@@ -143,9 +143,9 @@ def grids_of(found: StoreStatistics, steps: Sequence[StepCost], model: str) -> l
             "mean length": "{0.mean:,.0f} → {1.mean:,.0f}",
         }
         title = "What the mixture and the removal of duplicates changed"
-        note = f"Long: {found.long_tokens:,} tokens or more."
-        grids.append(Grid.of(title, columns, zip(found.before, found.domains, strict=True), note))
-    if found.mixture is not None:
+        note = f"Long: {statistics.long_tokens:,} tokens or more."
+        grids.append(Grid.of(title, columns, zip(statistics.before, statistics.domains, strict=True), note))
+    if statistics.mixture is not None:
         columns = {
             "domain": "{0.domain}",
             "documents": "{1}",
@@ -155,15 +155,15 @@ def grids_of(found: StoreStatistics, steps: Sequence[StepCost], model: str) -> l
             "tokens wanted": "{0.wanted:,}",
             "tokens taken": "{0.taken:,}",
         }
-        short = sum(max(0, one.wanted - one.taken) for one in found.mixture)
+        short = sum(max(0, one.wanted - one.taken) for one in statistics.mixture)
         why = "because no document is taken more often (data.mixture.most_repeats)"
         note = f"{short:,} tokens are missing, {why}." if short else ""
-        items = [(one, "long" if one.long else "short") for one in found.mixture]
+        items = [(one, "long" if one.long else "short") for one in statistics.mixture]
         grids.append(Grid.of("How often documents are taken", columns, items, note))
-    names = [one.domain for one in found.domains]
+    names = [one.domain for one in statistics.domains]
     rows = [
         [f"{row.sequence_length:,}", f"{row.rows:,}", *(f"{row.mixture_ratio[name]:.2%}" for name in names)]
-        for row in found.rows
+        for row in statistics.rows
     ]
     note = "The share of each domain in the documents, or pieces of them, that rows hold; packed one after another."
     grids.append(Grid("Mixture ratio", ["tokens a row", "rows", *names], rows, note))
@@ -178,7 +178,7 @@ def grids_of(found: StoreStatistics, steps: Sequence[StepCost], model: str) -> l
         "r = sum of squared sequence lengths / T²: the share of full attention that attention within documents needs. "
         f"Speed-ups are of FLOPs; of a step, those of {model}."
     )
-    grids.append(Grid.of("Attention", columns, zip(found.rows, steps, strict=True), note))
+    grids.append(Grid.of("Attention", columns, zip(statistics.rows, steps, strict=True), note))
     columns = {
         "tokens a row": "{0.sequence_length:,}",
         "ranks": "{0.ranks:,}",
@@ -190,7 +190,7 @@ def grids_of(found: StoreStatistics, steps: Sequence[StepCost], model: str) -> l
         "Attention of a step's fullest row over the mean of its rows, with one row for each data-parallel rank; all "
         "ranks wait for that row. In the order of the data, and under pack.strategy by_length."
     )
-    return [*grids, Grid.of("Balance of ranks", columns, zip(found.balance), note)]
+    return [*grids, Grid.of("Balance of ranks", columns, zip(statistics.balance), note)]
 
 
 def _table(grid: Grid) -> Table:
@@ -202,8 +202,8 @@ def _table(grid: Grid) -> Table:
     return table
 
 
-def _page(found: StoreStatistics, grids: Sequence[Grid]) -> str:
-    histogram = found.histogram
+def _page(statistics: StoreStatistics, grids: Sequence[Grid]) -> str:
+    histogram = statistics.histogram
     kinds = {"documents": histogram.documents, "tokens": histogram.tokens}
     return render(
         "torchtrain.run",
@@ -211,9 +211,9 @@ def _page(found: StoreStatistics, grids: Sequence[Grid]) -> str:
         title="Corpus",
         created="",  # no date and no path: the page of a store has the same bytes whenever and wherever it is made
         command="torchtrain stats FOLDER",
-        facts={"fingerprint": found.fingerprint},
+        facts={"fingerprint": statistics.fingerprint},
         versions=versions(("anchorline", "numpy")),
-        lede=f"{found.documents:,} documents, {found.tokens:,} tokens, {len(found.domains)} domains.",
+        lede=f"{statistics.documents:,} documents, {statistics.tokens:,} tokens, {len(statistics.domains)} domains.",
         grids=grids,
         figures=[(_draw(histogram, counts, what), what) for what, counts in kinds.items()],
     )

@@ -111,7 +111,7 @@ def test_what_a_thread_beside_tells_never_meets_what_the_program_tells(monkeypat
     for name in ("all_reduce", "all_gather_object", "broadcast_object_list"):
         monkeypatch.setattr(world.dist, name, lambda *_, group=None, **__: met.append(group))
     joined: Any = world.World(rank=1, size=2, host=(host := object()), aside=(aside := object()))  # pyright: ignore[reportArgumentType]
-    for place, groups in ((joined, [host, None, None]), (joined.beside(), [aside] * 3)):
+    for place, groups in ((joined, [host, None, None]), (joined.for_threads(), [aside] * 3)):
         place.sum([1.0])
         place.gather("told")
         place.from_first("told")

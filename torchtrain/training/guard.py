@@ -96,7 +96,7 @@ class Guard:
     def _rows_of(self, step: int) -> list[dict[str, Any]]:
         """What a step was made of: the number that `PackedRows.row_at` takes, and the documents of each row."""
         store, count = self._rows.store, self._train.sequences_per_step
-        found = []
+        rows = []
         for number in range((step - 1) * count, step * count):
             epoch, row = self._rows.locate(number)
             spans = []
@@ -104,5 +104,5 @@ class Guard:
                 document = int(self._rows.documents[span.document_index])
                 domain = store.domains[int(store.document_domains[document])]
                 spans.append({"document": document, "domain": domain, "start": int(span.start), "stop": int(span.stop)})
-            found.append({"row": number, "epoch": epoch, "spans": spans})
-        return found
+            rows.append({"row": number, "epoch": epoch, "spans": spans})
+        return rows

@@ -135,10 +135,10 @@ def _add_gradients(
     d_logits_nV = d_logits_nV.to(made_nV.dtype)
     if not linear:
         asked = [*weights] if d_hidden_nM is None else [*weights, hidden_nM]
-        found = torch.autograd.grad(made_nV, asked, d_logits_nV)
+        gradients = torch.autograd.grad(made_nV, asked, d_logits_nV)
         if d_hidden_nM is not None:
-            d_hidden_nM.copy_(found[-1])
-        for total, added in zip(sums, found, strict=False):
+            d_hidden_nM.copy_(gradients[-1])
+        for total, added in zip(sums, gradients, strict=False):
             total += added
         return losses_n
     # As autograd's, but a part of the weights' gradient at a time: all of it would come beside its sum.

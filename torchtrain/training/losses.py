@@ -41,7 +41,7 @@ class Losses:
     def __init__(self, domains: Sequence[str]) -> None:
         self.overall = Mean()
         self.by_domain = {domain: Mean() for domain in domains}
-        self.beside: float | None = None  # what was read together with the sums
+        self.gradient_norm: float | None = None  # read together with the sums
         self._sums_G: Tensor | None = None  # float64, of what was added and not yet read
 
     def labels_of(self, part: Mapping[str, Tensor]) -> Labels:
@@ -53,7 +53,7 @@ class Losses:
         return [part["domain_ids"] == index for index in range(len(self.by_domain))]
 
     def add(self, each_Bt: Tensor, labels: Labels) -> None:
-        """Count one micro-batch: the loss of each token, and what `labels_of` found, on the same device."""
+        """Count one micro-batch: the loss of each token, and what `labels_of` returned, on the same device."""
         losses_n = each_Bt.flatten().index_select(0, labels.index_n)
         groups = [losses_n, *(losses_n.index_select(0, group) for group in labels.groups)]
         sums_G = torch.stack([group.double().sum() for group in groups])
@@ -61,14 +61,14 @@ class Losses:
         for mean, group in zip(self.means(), groups, strict=True):
             mean.tokens += len(group)
 
-    def read(self, beside: Tensor | None = None) -> None:
-        """Bring what was added into the means: the host waits for the device, once for `beside`, a scalar, too."""
+    def read(self, gradient_norm: Tensor | None = None) -> None:
+        """Bring what was added into the means: the host waits for the device once, for the norm, a scalar, too."""
         if self._sums_G is None:
             return
-        asked = self._sums_G if beside is None else torch.cat([self._sums_G, beside.double().reshape(1)])
-        found = asked.tolist()
-        self.beside = None if beside is None else found.pop()
-        for mean, total in zip(self.means(), found, strict=True):
+        asked = self._sums_G if gradient_norm is None else torch.cat([self._sums_G, gradient_norm.double().reshape(1)])
+        values = asked.tolist()
+        self.gradient_norm = None if gradient_norm is None else values.pop()
+        for mean, total in zip(self.means(), values, strict=True):
             mean.total += total
         self._sums_G = None
 
@@ -76,9 +76,9 @@ class Losses:
         """Everything that is counted, always in the same order."""
         return [self.overall, *self.by_domain.values()]
 
-    def sum_over(self, world: World, beside: Tensor | None = None) -> None:
-        """Read, and add up what all ranks have counted, each its own tokens; `beside` as in `read`."""
-        self.read(beside)
+    def sum_over(self, world: World, gradient_norm: Tensor | None = None) -> None:
+        """Read, and add up what all ranks have counted, each its own tokens."""
+        self.read(gradient_norm)
         means = self.means()
         sums = world.sum([x for mean in means for x in (mean.total, mean.tokens)])
         for mean, total, tokens in zip(means, sums[::2], sums[1::2], strict=True):

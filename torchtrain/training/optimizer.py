@@ -25,7 +25,7 @@ class Optimizer:
     biases.
 
     Args:
-        model: its parameters are trained; their gradients are found in `masters` after a backward pass.
+        model: its parameters are trained; their gradients are in `masters` after a backward pass.
         train: weight decay, betas, epsilon and clip_norm. The learning rate is given to each step.
     """
 
@@ -43,20 +43,20 @@ class Optimizer:
         self._norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
         return self._norm
 
-    def step(self, learning_rate: float, found: float | None = None) -> float:
+    def step(self, learning_rate: float, known: float | None = None) -> float:
         """Clip, update the weights, drop the gradients. Returns the global norm of the gradient before clipping.
 
         If that is not finite, nothing is updated.
 
         Args:
             learning_rate: of this step.
-            found: what `norm` came to, if it was read: this waits for the device otherwise.
+            known: the value of `norm`, if it was read; otherwise this waits for the device.
         """
-        norm = self.norm() if found is None or self._norm is None else self._norm
-        found = norm.item() if found is None else found
-        if not math.isfinite(found):
+        norm = self.norm() if known is None or self._norm is None else self._norm
+        value = norm.item() if known is None else known
+        if not math.isfinite(value):
             self.drop()
-            return found
+            return value
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.masters, self.clip_norm, norm)
         for group in self.adamw.param_groups:
@@ -66,7 +66,7 @@ class Optimizer:
         with torch.no_grad():
             for parameter, master in self._pairs():
                 parameter.copy_(master)
-        return found
+        return value
 
     def drop(self) -> None:
         """Forget the gradients of this step."""

@@ -89,7 +89,7 @@ def take_step(
     losses, live_pairs = accumulate(strategy, batches, domains, train.loss_chunk, on_losses)
     fault, norm = fault_of_loss(losses.overall.value), float("nan")
     if fault is None:
-        norm = strategy.step(rate, losses.beside)
+        norm = strategy.step(rate, losses.gradient_norm)
     else:
         strategy.drop()
     return StepResult(losses, live_pairs, rate, norm, fault)

@@ -93,7 +93,7 @@ def trial(engine: str) -> Outcome:
         with standin.waits() as waits:
             batches = step.make_micro_batches([rows(0), rows(1)], domains, strategy.world)
             counted, _ = step.accumulate(strategy, batches, domains, chunk=50)
-            norm = strategy.step(1e-3, counted.beside)
+            norm = strategy.step(1e-3, counted.gradient_norm)
             apart = [{name: x[0].numpy() for name, x in rows(i).items()} for i in (2, 3)]
             held = held_out.measure_held_out(model, apart, held_out.HeldOut(domains, 40), 50, strategy=strategy)
     finally:

@@ -153,7 +153,7 @@ def measure(config: Config, processes: int, layers: int | None = None, rank: int
             watch.reset()
             before = watch.now
             losses, _ = accumulate(strategy, rows, DOMAINS, config.train.loss_chunk)
-            strategy.step(config.train.learning_rate, losses.beside)
+            strategy.step(config.train.learning_rate, losses.gradient_norm)
         launches = sum(watch.launches.values())
         found = Measured(loaded, before, watch.peak, watch.at_peak(), watch.waits.copy(), watch.copies.copy(), launches)
         if isinstance(strategy, Zero):
