@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from anchorline.errors import UserError
 from torchtrain.attention.engines import resolve_engine
 from torchtrain.attention.hf import KEEPS_ANCHOR, announced, implementation_name, register
-from torchtrain.attention.masks import MASKED_LAYER_TYPES, hides_nothing
+from torchtrain.attention.masks import MASKED_LAYER_TYPES, caps_scores, hides_nothing
 from torchtrain.attention.separation import check_separation
 from torchtrain.marks import IGNORED
 
@@ -50,19 +50,13 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
             f"attach: {type(model).__name__} is not a causal language model of transformers; attach it before DDP, "
             "FSDP or torch.compile wrap it"
         )
-    config = inner.config.get_text_config(decoder=True)
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    name, chosen = implementation_name(engine), resolve_engine(engine, inner.device, inner.dtype, capped=capped)
+    name = implementation_name(engine)
+    chosen = resolve_engine(engine, inner.device, inner.dtype, capped=caps_scores(inner.config))
     register()
     announced.add((chosen, inner.device.type, inner.dtype))  # in the line below
     before = inner.config._attn_implementation
     try:
-        try:
-            inner.set_attn_implementation(name)
-        except ValueError as error:  # "sdpa" in the name makes transformers ask whether the family has SDPA
-            raise UserError(
-                f"attach: transformers does not run {type(inner).__name__} with SDPA; choose engine auto"
-            ) from error
+        inner.set_attn_implementation(name)
         _read_back(inner, name)
         check_separation(model)
     except BaseException:

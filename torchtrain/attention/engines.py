@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anchorline.errors import UserError
 from torchtrain.attention.dense import attend_dense
-from torchtrain.attention.flash import HALF, NEWER, attend_flash, capability, find_kernel
+from torchtrain.attention.flash import HALF, NEWER, attend_flash, capability, find_kernel, uses_flash_attn
 from torchtrain.attention.flex import attend_flex
 from torchtrain.attention.layer import LayerOptions
 from torchtrain.attention.plan import AttentionPlan, make_plan
@@ -37,7 +37,7 @@ def resolve_engine(
     Where a model caps its logits (`capped`), `auto` becomes `flex` on CUDA and `dense` anywhere else.
 
     Raises:
-        UserError: the name is unknown, or that engine cannot run here. Nothing is chosen in its place.
+        UserError: the name is unknown, or that engine cannot run here or does not cap. Nothing is chosen in its place.
     """
     device = torch.device(device)
     if name == "auto":
@@ -49,6 +49,11 @@ def resolve_engine(
         raise UserError(f"attention {name!r}: unknown engine; choose auto, {', '.join(ENGINES)}")
     if name == "flash" or name in NEWER:
         find_kernel(name, device, dtype)
+    if capped and (name == "sdpa" or name in NEWER or (name == "flash" and not uses_flash_attn())):
+        raise UserError(
+            f"attention {name}: does not cap logits; choose flex (CUDA) or dense; flash does where the package "
+            "flash-attn is installed"
+        )
     if name == "flex" and training and device.type != "cuda":
         raise UserError(f"attention flex: no backward pass on {device.type}; choose sdpa (or auto)")
     return name
@@ -91,8 +96,7 @@ def attend(
     """
     plan = documents if isinstance(documents, AttentionPlan) else make_plan(documents)
     width = v_BTKD.shape[-1]
-    if width < k_BTKD.shape[-1]:  # multi-head latent attention: zeros make values as wide as keys
-        v_BTKD = F.pad(v_BTKD, (0, k_BTKD.shape[-1] - width))
+    v_BTKD = pad_values(v_BTKD, k_BTKD)
     _check_shapes(q_BTHD, k_BTKD, v_BTKD, plan)
     if sinks_H is not None and sinks_H.shape != q_BTHD.shape[2:3]:
         raise UserError(f"sinks: shape {list(sinks_H.shape)} for {q_BTHD.shape[2]} query heads; give one for each")
@@ -101,6 +105,12 @@ def attend(
     layer = LayerOptions(factor, sinks_H, softcap, window, keep_anchor and window is not None)
     out_BTHD, lse_BHT = ENGINES[name](q_BTHD, k_BTKD, v_BTKD, plan, layer)
     return out_BTHD[..., :width], lse_BHT
+
+
+def pad_values(values: Tensor, keys: Tensor) -> Tensor:
+    """Make values [.., D] as wide as keys by zeros, where they are narrower (multi-head latent attention)."""
+    narrower = keys.shape[-1] - values.shape[-1]
+    return F.pad(values, (0, narrower)) if narrower > 0 else values
 
 
 def _check_shapes(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, plan: AttentionPlan) -> None:

@@ -176,7 +176,7 @@ def attend_flash(
 
     Raises:
         UserError: as `find_kernel`; a head_dim that is over 256 or no multiple of 8; an anchor kept beyond the window;
-            a soft cap with sinks or without the package flash-attn.
+            a soft cap with sinks.
     """
     if layer.keep_anchor:
         raise UserError(
@@ -191,8 +191,8 @@ def attend_flash(
         return attend_nothing(q_BTHD, k_BTKD, v_BTKD), lse_BHT
     q_NHD, k_MKD, v_MKD = gather_queries(q_BTHD, plan), gather_keys(k_BTKD, plan), gather_keys(v_BTKD, plan)
     scale, window, softcap = layer.scale, layer.window, layer.softcap
-    if softcap is not None and (layer.sinks_H is not None or kernel is call_torch_varlen):
-        raise UserError(f"attention {engine}: soft caps need the package flash-attn, and no sinks; choose flex")
+    if softcap is not None and layer.sinks_H is not None:
+        raise UserError(f"attention {engine}: no soft caps and sinks in one layer; choose flex")
     if layer.sinks_H is None:
         out_NHD, lse_HN = kernel(q_NHD, k_MKD, v_MKD, plan, scale, window, softcap)
     else:

@@ -69,12 +69,13 @@ def watch_queries() -> Iterator[set[torch.dtype]]:
 
 
 def implementation_name(engine: str) -> str:
-    """Name of an engine among transformers' attention implementations: `auto` is `anchor`, `sdpa` is `anchor_sdpa`.
+    """Name of an engine among transformers' attention implementations: `auto` is `anchor`, `dense` is `anchor_dense`.
 
-    `flash` is `anchor_varlen`, `flash3` `anchor_varlen3`: transformers takes every name with "flash" in it for a kernel
-    of its own to look up.
+    `flash` is `anchor_varlen`, `flash3` is `anchor_varlen3`: transformers takes every name with "flash" in it for a
+    kernel of its own. `sdpa` is `anchor_segments`: transformers asks of every name with "sdpa" in it whether the family
+    has SDPA.
     """
-    return "anchor" if engine == "auto" else f"anchor_{engine.replace('flash', 'varlen')}"
+    return "anchor" if engine == "auto" else f"anchor_{engine.replace('flash', 'varlen').replace('sdpa', 'segments')}"
 
 
 def register() -> None:
@@ -105,10 +106,14 @@ def _anchor_attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    row_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' calling convention: q [B, H, T, D] in, out [B, T, H, D] and no attention weights back."""
-    window = _window(attention_mask, sliding_window, query.shape[2])
+    """Transformers' calling convention: q [B, H, T, D] in, out [B, T, H, D] and no attention weights back.
+
+    `row_window` is the layer's window, where ranks share a row and the mask that says it does not come through.
+    """
+    window = _window(window_of(attention_mask) or row_window, sliding_window, query.shape[2])
     _refuse(module, query, key, dropout, kwargs)
     if plan is None:
         if document_ids is None:
@@ -133,13 +138,12 @@ def _anchor_attention(
     return out_BTHE, None
 
 
-def _window(attention_mask: Any, sliding_window: int | None, tokens: int) -> int | None:
+def _window(said: int | None, sliding_window: int | None, tokens: int) -> int | None:
     """Return the layer's window, or None where it hides nothing: transformers tells it by the mask, and to some layers.
 
     Raises:
-        UserError: a mask that says something else, or a layer and a mask that do not agree.
+        UserError: a layer and a mask that do not agree.
     """
-    said = window_of(attention_mask)
     told = sliding_window if sliding_window is not None and sliding_window < tokens else None
     if told is not None and said != told:
         raise UserError(

@@ -6,6 +6,7 @@ Legend: T tokens of a row.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -52,9 +53,12 @@ def read_mask(
     q_offset: Any = 0,
     use_vmap: bool = False,
     local_size: int | None = None,
+    ranks: int = 1,
     **__: Any,
 ) -> Tensor | None:
     """Stand in for transformers' mask builder, once or twice a forward pass.
+
+    `ranks`: how many share a row, of which each sees `q_length` tokens.
 
     Returns:
         None where `document_ids` say all there is to say. Otherwise a mask that tells a layer's attention its window,
@@ -78,20 +82,33 @@ def read_mask(
         raise UserError(
             "or_mask_function, and_mask_function: not honoured by `anchor`; express the mask in document_ids"
         )
-    refusal, window = None, None
+    refusal, window, row = None, None, q_length * ranks
     for name in sorted(functions_in(mask_function) - MASKS_TOLD):
         setting = MASKS_WITH_A_LENGTH.get(name)
         if setting is None or local_size is None:
             refusal = f"attention_mask: transformers' {name} is not honoured by `anchor`; choose a model without it"
-        elif local_size < q_length and setting == "sliding_window":
+        elif local_size < row and setting == "sliding_window":
             window = local_size
-        elif local_size < q_length:
-            refusal = length_refusal(setting, local_size, q_length)
+        elif local_size < row:
+            refusal = length_refusal(setting, local_size, row)
     if refusal is None and window is None:
         return None
-    mask = torch.zeros((), dtype=torch.bool).expand(1, 1, q_length, q_length)
+    mask = torch.zeros((), dtype=torch.bool).expand(1, 1, row, row)
     mask._anchor_says = refusal or window  # type: ignore[attr-defined]
     return mask
+
+
+def layer_windows(config: Any) -> Counter[int | None]:
+    """Count the layers of a model's config by their sliding window; None: they have none."""
+    text = config.get_text_config(decoder=True)
+    window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers
+    return Counter(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def caps_scores(config: Any) -> bool:
+    """Whether a model's attention caps its logits (Gemma 2)."""
+    return getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
 
 
 def hides_nothing(mask: Tensor, tokens: int) -> bool:

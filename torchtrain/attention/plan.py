@@ -14,6 +14,7 @@ of the batch · C copies of an anchor token.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -61,6 +62,21 @@ class AttentionPlan:
     def live_pairs(self) -> int:
         """Visible (query, key) pairs of the batch: A(A+1)/2 + sum over documents of n(n+1)/2 + A n."""
         return sum(n * (n + 1) // 2 + (m - n) * n for n, m in zip(self.seqlens_q, self.seqlens_k, strict=True))
+
+    def mean_live_pairs(self, windows: Mapping[int | None, int]) -> int:
+        """Return the mean of the live pairs over layers, given how many layers have which window."""
+        pairs = sum(layers * self._live_pairs_within(window) for window, layers in windows.items())
+        return round(pairs / sum(windows.values()))
+
+    def _live_pairs_within(self, window: int | None) -> int:
+        if window is None or window >= self.max_seqlen_k:
+            return self.live_pairs
+
+        def up_to(n: int) -> int:
+            """Return the pairs of a sequence's first n tokens."""
+            return n * (n + 1) // 2 if n < window else window * n - window * (window - 1) // 2
+
+        return sum(up_to(m) - up_to(m - n) for n, m in zip(self.seqlens_q, self.seqlens_k, strict=True))
 
     def block_mask(self, window: int | None = None, keep_anchor: bool = False) -> BlockMask:
         """FlexAttention's lowering, built for the first layer of its kind and kept for the others."""

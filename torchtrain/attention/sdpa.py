@@ -42,11 +42,9 @@ def attend_sdpa(
     """Attend batch by batch. Returns out [B, T, H, D] in q's dtype, and None: SDPA gives no log-sum-exp.
 
     Raises:
-        UserError: on CUDA torch has no kernel for this dtype and head_dim but the one that holds all pairs; a soft cap;
+        UserError: on CUDA torch has no kernel for this dtype and head_dim but the one that holds all pairs;
             an anchor kept beyond the window; sinks or a window on CUDA.
     """
-    if layer.softcap is not None:
-        raise UserError(f"attention sdpa: does not cap logits (softcap {layer.softcap}); choose flex (CUDA) or dense")
     if layer.keep_anchor:
         raise UserError("attention sdpa: does not keep the anchor beyond a window; choose flex or dense")
     if q_BTHD.is_cuda and (layer.sinks_H is not None or layer.window is not None):

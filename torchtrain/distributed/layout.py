@@ -48,6 +48,7 @@ def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
     if shared == 1:
         return
     text_config = model_config.get_text_config()
+    _check_widths(shared, text_config)
     heads, kv_heads = (getattr(text_config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
     if heads is None or kv_heads is None:
         raise UserError(
@@ -63,6 +64,15 @@ def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
         raise UserError(
             f"distributed.sequence_parallel {shared}: the model's {kv_heads} key/value heads can neither be dealt out "
             f"to nor repeated for as many ranks; choose a divisor or a multiple of {kv_heads}"
+        )
+
+
+def _check_widths(shared: int, text_config: "PretrainedConfig") -> None:
+    """Refuse keys and values of different sizes (multi-head latent attention): DeepSpeed exchanges one size."""
+    if getattr(text_config, "kv_lora_rank", None) is not None:
+        raise UserError(
+            f"distributed.sequence_parallel {shared}: {text_config.model_type} has keys and values of different sizes "
+            "(kv_lora_rank), which ranks do not exchange; set it to 1"
         )
 
 

@@ -9,6 +9,7 @@ Upstream: deepspeed/runtime/sequence_parallel/ulysses_sp.py and parallel_state_s
 Legend: B batch · t tokens of this rank's part · D head_dim.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtrain.attention.hf import APART, implementation_name
+from torchtrain.attention.masks import read_mask, window_of
 from torchtrain.distributed.world import World
 
 if TYPE_CHECKING:
@@ -65,7 +67,6 @@ def split_attention(
     if world.sequence_parallel == 1:
         return None
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = implementation_name(engine)
     state: Any = UlyssesSPAttentionHF.register_with_transformers(
@@ -75,13 +76,30 @@ def split_attention(
         micro_batch_size=micro_batch,
         seq_length_is_variable=True,
     )
-    # As the function of the engine that it calls: what ranks exchange is no part of a compiled layer (`model.fused`).
-    ALL_ATTENTION_FUNCTIONS[name] = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name], reason=APART)
+    _hand_on(name, world.sequence_parallel, state.get_sequence_parallel_rank())
     own_group, _ = dist.new_subgroups(group_size=1)
     for module in model.modules():
         if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
             _tell_largest_position(module, state.get_sequence_parallel_group())
     return SequenceParallelOnly(state, own_group)
+
+
+def _hand_on(name: str, ranks: int, rank: int) -> None:
+    """Give attention what DeepSpeed leaves out: the layer's window, and the sinks of this rank's heads alone."""
+    from transformers import AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    exchange = ALL_ATTENTION_FUNCTIONS[name]
+
+    # As the function of the engine that it calls: what ranks exchange is no part of a compiled layer (`model.fused`).
+    @torch.compiler.disable(reason=APART)
+    def attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+        if kwargs.get("s_aux") is not None:
+            kwargs["s_aux"] = kwargs["s_aux"].chunk(ranks)[rank]
+        return exchange(module, q, k, v, None, row_window=window_of(mask), **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS[name] = attend
+    AttentionMaskInterface.register(name, partial(read_mask, ranks=ranks))
 
 
 def _tell_largest_position(rotary: nn.Module, group: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anchorline.errors import UserError
-from torchtrain.attention.masks import MASKED_LAYER_TYPES, hide_nothing
+from torchtrain.attention.masks import hide_nothing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -37,6 +37,16 @@ def head_of(model: "PreTrainedModel") -> nn.Module:
     return head
 
 
+def logit_cap(model: "PreTrainedModel") -> float | None:
+    """Return c, where a model makes of each number x of its head the logit c tanh(x / c) (Gemma 2); else None."""
+    return getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+
+
+def cap(x: Tensor, most: float | None) -> Tensor:
+    """Cap logits as transformers does, in their own dtype; None leaves them as they are."""
+    return x if most is None else torch.tanh(x / most) * most
+
+
 def whole_shape(parameter: Tensor) -> torch.Size:
     """Return a parameter's shape, that of all ranks' parts together where it is cut up."""
     return getattr(parameter, "ds_shape", parameter.shape)
@@ -58,8 +68,7 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
     """Refuse what the attention engines do not honour, before any weight is read.
 
     Raises:
-        UserError: no fixed number of positions, attention dropout, or a window or chunk of attention shorter than the
-            rows.
+        UserError: no fixed number of positions, attention dropout, or a chunk of attention shorter than the rows.
     """
     if getattr(config, "max_position_embeddings", None) is None:
         raise UserError(
@@ -71,31 +80,29 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
             f"model.source: attention_dropout {dropout} in its config.json is not supported; set it to 0 in a local "
             "copy"
         )
-    for what, setting in MASKED_LAYER_TYPES.items():
-        reach = getattr(config, setting, None)
-        is_used = what in (getattr(config, "layer_types", None) or [what])
-        if reach is not None and is_used and reach < length:
-            raise UserError(
-                f"model.source: its {setting} of {reach} tokens is shorter than pack.sequence_length {length} and is "
-                "not supported; shorten the rows or choose a model without one"
-            )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < length and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(
+            f"model.source: its attention_chunk_size of {chunk} tokens is shorter than pack.sequence_length {length} "
+            "and is not supported; shorten the rows or choose a model without one"
+        )
 
 
 @torch.no_grad()
 def check_head(model: "PreTrainedModel") -> None:
-    """Check that logits are head(hidden states) and nothing more, which the chunked loss relies on.
+    """Check that logits are head(hidden states), capped where the config says so, which the chunked loss relies on.
 
     Raises:
-        UserError: the model does more (scales or caps its logits, as Gemma 2 and Cohere do).
+        UserError: the model does more (scales its logits, as Cohere does).
     """
     batch = _tiny_batch(model)
     model.eval()
     logits_BTV = model(**batch, use_cache=False).logits
-    own_BTV = head_of(model)(hidden_states(model, batch))
+    own_BTV = cap(head_of(model)(hidden_states(model, batch)), logit_cap(model))
     if not torch.equal(own_BTV.float(), logits_BTV.float()):
         raise UserError(
-            f"model.source: {model.config.model_type} does more than one linear layer to make logits (scales or caps "
-            "them), which the chunked loss does not support"
+            f"model.source: {model.config.model_type} does more than one linear layer to make logits (scales them), "
+            "which the chunked loss does not support"
         )
 
 

@@ -23,12 +23,16 @@ _UNSCALED = ("keep", "default", "dynamic")  # in training: dynamic scales only b
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
 _SCALED = (*_WITH_ORIGINAL_LENGTH, "linear")
 _ORIGINAL = "original_max_position_embeddings"
+_WHOLE_ROWS = "full_attention"  # where parameters are given per layer type
 
 
 def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "PretrainedConfig":
     """Return a copy of a model's config that holds `length` positions, with RoPE as the `rope` section asks.
 
     `max_position_embeddings` becomes `length`, or stays what it was where that is more and still holds.
+
+    Where a model has one set of parameters per layer type (Gemma 3), those of the layers that see whole rows change. A
+    layer with a window sees no farther than before.
 
     Factors count from the original length, so that two extensions equal one: what the model's theta holds alone. That
     is its `original_max_position_embeddings` where it has one, else `max_position_embeddings`. A linear model made
@@ -42,17 +46,17 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
 
     Raises:
         UserError: the length is beyond the model's, and theta is not raised nor the factor large enough to reach it; a
-            factor below 1; lists of another length than half a head; a model without RoPE, or with one set of
-            parameters per layer type; a linear model whose original length is open; a type that the model's own config
-            class changes, or that transformers does not know.
+            factor below 1; lists of another length than half a head; a model without RoPE; a linear model whose
+            original length is open; a type that the model's own config class changes, or that transformers does not
+            know.
     """
     held: int = config.max_position_embeddings
-    own: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    own = parameters_of(config)
     changed = copy.deepcopy(config)
     keeps = rope.type == "keep" and rope.theta == "keep"
-    if not own or "rope_type" not in own:
+    if not own:
         if not keeps:
-            what = "sets RoPE per layer type" if own else "has no RoPE"
+            what = "does not use RoPE in layers that see whole rows"
             raise UserError(f"rope: the model ({config.model_type}) {what}; rope.type and rope.theta must be keep")
         if length > held:
             raise _too_long(length, held)
@@ -67,16 +71,24 @@ def extend(config: "PretrainedConfig", rope: RopeConfig, length: int) -> "Pretra
         held = round(held * own["factor"])  # the scaled length, as we write it
     if keeps and length > held:
         raise _too_long(length, held)
-    changed.rope_parameters = _parameters(config, own, rope, length, original)
+    new = _parameters(config, own, rope, length, original)
+    whole: dict[str, Any] = changed.rope_parameters
+    changed.rope_parameters = new if "rope_type" in whole else whole | {_WHOLE_ROWS: new}
     if rope.type != "keep":
         held = original  # whatever stretched the model is replaced
-    theta_is_raised = changed.rope_parameters["rope_theta"] > own["rope_theta"]
+    theta_is_raised = new["rope_theta"] > own["rope_theta"]
     if length > held and rope.type in _UNSCALED and not theta_is_raised:
         raise _too_long(length, held)
     changed.max_position_embeddings = max(length, held)
-    _record_original_length(changed, original)
-    _check_read_back(changed)
+    _record_original_length(changed, new, original)
+    _check_read_back(changed, new["rope_type"])
     return changed
+
+
+def parameters_of(config: "PretrainedConfig") -> dict[str, Any] | None:
+    """Return RoPE's parameters in the layers that see whole rows, or None."""
+    own: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    return own.get(_WHOLE_ROWS) if own and "rope_type" not in own else own
 
 
 def _check_known(config: "PretrainedConfig", rope_type: str) -> None:
@@ -104,7 +116,7 @@ def check_resets(config: "PretrainedConfig", length: int) -> None:
     Raises:
         UserError: longrope, and rows longer than the original length.
     """
-    own = getattr(config, "rope_parameters", None) or {}
+    own = parameters_of(config) or {}
     if own.get("rope_type") == "longrope" and length > own[_ORIGINAL]:
         raise UserError(
             "pack.variant intra_reset: longrope takes short or long factors by the longest document of each "
@@ -115,8 +127,8 @@ def check_resets(config: "PretrainedConfig", length: int) -> None:
 
 def describe(config: "PretrainedConfig") -> str:
     """Return one line on a config's RoPE: type, theta and what a reader must know of training with it."""
-    own = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" not in own:
+    own = parameters_of(config)
+    if not own:
         return "the model's own positions"
     line = f"{own['rope_type']}, theta {own['rope_theta']:g}"
     if "factor" in own:
@@ -130,7 +142,7 @@ def describe(config: "PretrainedConfig") -> str:
 def rotated_dimensions(config: "PretrainedConfig") -> int:
     """Return how many dimensions of a head RoPE rotates."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    return int(head_dim * (parameters_of(config) or {}).get("partial_rotary_factor", 1.0))
 
 
 def _original_length(config: "PretrainedConfig", own: dict[str, Any], answer: int | None) -> int:
@@ -156,22 +168,21 @@ def _original_length(config: "PretrainedConfig", own: dict[str, Any], answer: in
     return possible[0] if answer is None else answer
 
 
-def _record_original_length(config: "PretrainedConfig", original: int) -> None:
+def _record_original_length(config: "PretrainedConfig", new: dict[str, Any], original: int) -> None:
     """Set the field beside `rope_parameters` that says where scaling begins.
 
     transformers 5 lets it overrule `rope_parameters`, so an old one must not stay. For linear it is our own record; no
     reader looks at it there.
     """
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type == "linear":
+    if new["rope_type"] == "linear":
         setattr(config, _ORIGINAL, original)
     elif hasattr(type(config), _ORIGINAL):  # a field of this family (Phi-3), always there
-        setattr(config, _ORIGINAL, config.rope_parameters.get(_ORIGINAL, config.max_position_embeddings))
+        setattr(config, _ORIGINAL, new.get(_ORIGINAL, config.max_position_embeddings))
     else:
         vars(config).pop(_ORIGINAL, None)
 
 
-def _check_read_back(config: "PretrainedConfig") -> None:
+def _check_read_back(config: "PretrainedConfig", rope_type: str) -> None:
     """Refuse what would be trained and then read as something else: Phi-3's config takes yarn for longrope."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -182,7 +193,7 @@ def _check_read_back(config: "PretrainedConfig") -> None:
         read = None
     if read != wanted:
         raise UserError(
-            f"rope.type {wanted['rope_type']}: {config.model_type} does not read it back from its config.json as it is "
+            f"rope.type {rope_type}: {config.model_type} does not read it back from its config.json as it is "
             "written; choose another rope.type"
         )
 

@@ -2,13 +2,13 @@
 
 Forward and backward of one batch, a multiplication and an addition counted as two:
 
-    6 x P x tokens  +  6 x V x M x tokens with a label  +  12 x L x H x D x live pairs
+    6 x P x tokens  +  6 x V x M x tokens with a label  +  6 x L x H x (D + E) x live pairs
 
 P counts the weights of all matrices but embeddings (look-ups) and the head; the head runs on labelled tokens
-alone. A live pair is a (query, key) pair that the mask leaves: 2 D FLOPs for the score and 2 D for the value, per head
-and layer, three times over with the backward pass. Padding, norms and softmax are not counted: this is the model's
-work, not the machine's: what is computed a second time in the backward pass is not counted either. Dense models
-only: of a mixture of experts it counts every expert.
+alone. A live pair is a (query, key) pair that the mask leaves, on average over the layers, some of which may have a
+window: 2 D FLOPs for the score and 2 E for the value, per head and layer, three times over with the backward pass.
+Padding, norms and softmax are not counted: this is the model's work, not the machine's: what is computed a second time
+in the backward pass is not counted either. Dense models only: of a mixture of experts it counts every expert.
 
 A frozen weight (`model.lora`) takes 4 where a trained one takes 6: it has no gradient of its own. What reads a frozen
 embedding, the first layer's q, k and v, needs no gradient of what it takes either; it is counted as if it did.
@@ -16,7 +16,8 @@ embedding, the first layer's q, k and v, needs no gradient of what it takes eith
 Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs; at 64K tokens of 2K documents that is 60 times too
 many.
 
-Legend: M model width · V vocabulary · L layers · H query heads · D head_dim.
+Legend: M model width · V vocabulary · L layers · H query heads · D head_dim · E head_dim of values,
+where it is another.
 """
 
 import re
@@ -62,7 +63,7 @@ class FlopCounter:
 
     matrix_weights: int  # P
     head_weights: int  # V x M
-    attention_width: int  # L x H x D
+    attention_width: int  # L x H x (D + E)
     frozen_weights: int = 0  # of P
     frozen_head: int = 0  # of V x M
 
@@ -73,11 +74,12 @@ class FlopCounter:
         head = head_of(model).get_parameter("weight")
         outside = {id(head)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dims = getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim
         matrices = [p for p in model.parameters() if id(p) not in outside and len(whole_shape(p)) >= 2]
         return cls(
             matrix_weights=_count(matrices),
             head_weights=_count([head]),
-            attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
+            attention_width=config.num_hidden_layers * config.num_attention_heads * sum(dims),
             frozen_weights=_count(p for p in matrices if not p.requires_grad),
             frozen_head=_count(p for p in [head] if not p.requires_grad),
         )
@@ -86,7 +88,7 @@ class FlopCounter:
         """Return the FLOPs of a forward and backward pass over `tokens`, `labelled` of which have a label."""
         matrices = (6 * self.matrix_weights - 2 * self.frozen_weights) * tokens
         head = (6 * self.head_weights - 2 * self.frozen_head) * labelled
-        return matrices + head + 12 * self.attention_width * live_pairs
+        return matrices + head + 6 * self.attention_width * live_pairs
 
 
 def _count(parameters: Iterable[Tensor]) -> int:

@@ -24,13 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchtrain.attention.engines import pad_values
 from torchtrain.attention.flash import call_torch_varlen
 from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.config import Config, ModelConfig
 from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
-from torchtrain.modeling.parts import head_of, hidden_states
+from torchtrain.modeling.parts import head_of, hidden_states, logit_cap
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.source import read_by_library
 from torchtrain.training.labels import Labels
@@ -213,7 +214,8 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
     AttentionMaskInterface.register(_STAND_IN, lambda *_, **__: None)
     config = copy.deepcopy(config)
     if rope := getattr(config, "rope_parameters", None):
-        config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        plain: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+        config.rope_parameters = plain if "rope_type" in rope else {kind: plain for kind in rope}
     with (
         torch.device("meta"),
         read_by_library(settings.source, "the model cannot be built", settings.trust_remote_code),
@@ -255,7 +257,9 @@ def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int, split
         trained = [p for p in model.parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(watch.take) for p in trained]
         hidden_BtM = hidden_states(model, part, plan)
-        total, _ = chunked_cross_entropy(head_of(model), hidden_BtM, Labels(index_n, index_n), chunk)
+        total, _ = chunked_cross_entropy(
+            head_of(model), hidden_BtM, Labels(index_n, index_n), chunk, cap=logit_cap(model)
+        )
         del hidden_BtM
         total.backward()
         for hook in hooks:
@@ -271,5 +275,7 @@ def _attention(
 
     query, key = round_to_values(module, query, key, value)
     q_NHD = gather_queries(query.transpose(1, 2), plan)
+    width = value.shape[-1]
+    value = pad_values(value, key)
     k_MKD, v_MKD = (gather_keys(x.transpose(1, 2), plan) for x in (key, value))
-    return scatter_queries(call_torch_varlen(q_NHD, k_MKD, v_MKD, plan, 1.0, None, None)[0], plan), None
+    return scatter_queries(call_torch_varlen(q_NHD, k_MKD, v_MKD, plan, 1.0, None, None)[0], plan)[..., :width], None

@@ -89,12 +89,17 @@ class Work:
 
 def count_work(config: Config, model: "PreTrainedModel", documents: Documents) -> Work:
     """Count a run's tokens and FLOPs, every token of every row with a label."""
+    from torchtrain.attention.masks import layer_windows
     from torchtrain.planning.flops import FlopCounter
 
     rows, length = config.train.steps * config.train.sequences_per_step, config.pack.sequence_length
     pairs = full = length * (length + 1) // 2
     if config.pack.base_variant != "full":
         pairs = documents.live_pairs(length, anchor=int(config.pack.base_variant == "anchor"))
+    windows = layer_windows(model.config)
+    # A window leaves no more than this of a row, and of documents no more than they have.
+    within = {w: pairs if w is None or w >= length else min(pairs, w * length - w * (w - 1) // 2) for w in windows}
+    pairs = round(sum(within[w] * layers for w, layers in windows.items()) / sum(windows.values()))
     return Work(
         weights=model.num_parameters(),
         trained=model.num_parameters(only_trainable=True),

@@ -14,6 +14,7 @@ from anchorline.errors import UserError
 from anchorline.files import read_json
 from torchtrain.attention import resolve_engine
 from torchtrain.attention.dense import check_tokens
+from torchtrain.attention.masks import caps_scores
 from torchtrain.config import Config, ModelConfig, PackConfig, Recomputation
 from torchtrain.data import (
     PackedRows,
@@ -96,16 +97,17 @@ def set_up(
         UserError: anything that does not fit; see the functions that are called here.
     """
     device = world.device
-    engine = resolve_engine(config.model.attention, device, getattr(torch, config.model.dtype))
+    asked = config.model.attention, device, getattr(torch, config.model.dtype)
+    resolve_engine(*asked)  # what cannot run here is refused before a hub is asked
     length = config.pack.sequence_length
+    trusted = config.model.trust_remote_code
+    source = resolve_source(config.model.source, config.data.cache, log, trust_remote_code=trusted)
+    own_config = open_config(source, trusted)
+    engine = resolve_engine(*asked, capped=caps_scores(own_config))
     if engine == "dense":
         check_tokens(length)
     if config.model.recomputation == "keep_attention":
         check_can_keep(engine)
-
-    trusted = config.model.trust_remote_code
-    source = resolve_source(config.model.source, config.data.cache, log, trust_remote_code=trusted)
-    own_config = open_config(source, trusted)
     check_config(own_config, length)
     check_heads(config, own_config)
     own_positions: int = own_config.max_position_embeddings

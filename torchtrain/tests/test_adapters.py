@@ -316,7 +316,7 @@ def test_documents_are_separate_and_see_the_anchor():
     """By gradients, exactly zero."""
     torchtrain.register()
     model = adapted()
-    model.set_attn_implementation("anchor_sdpa")
+    model.set_attn_implementation("anchor_segments")
     check_separation(model)
     ids_1T = torch.tensor([[0, *[1] * 9, *[2] * 10]])
     row = {"input_ids": 1 + torch.arange(20)[None], "position_ids": torch.arange(20)[None], "document_ids": ids_1T}

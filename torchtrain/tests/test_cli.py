@@ -170,15 +170,17 @@ def test_no_tokenizer(call, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "message"),
+    ("family", "changes", "override", "message"),
     [
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ("mistral", {"sliding_window": 100}, "sliding_window of 100 tokens is shorter than pack.sequence_length 128"),
+        ("llama", {"attention_dropout": 0.1}, "run.seed=3", "attention_dropout 0.1"),
+        ("gemma2", {}, "model.attention=sdpa", "attention sdpa: does not cap logits"),
+        ("gemma3_text", {}, "model.layer_chunk=16", "its Gemma3RMSNorm is another norm"),
+        ("deepseek_v3", {}, "model.lora={}", "PEFT puts adapters on model.layers.1.mlp.experts"),
     ],
 )
-def test_models_that_the_engines_do_not_honour(call, tree, model_folder, family, changes, message):
+def test_models_that_the_engines_do_not_honour(call, tree, model_folder, family, changes, override, message):
     folder = model_folder(family, **changes)
-    assert message in one_line(call("train", f"model.source={folder}"))
+    assert message in one_line(call("train", f"model.source={folder}", "rope.theta=5e6", override))
     assert not Path(tree["run"]["folder"]).exists()
 
 

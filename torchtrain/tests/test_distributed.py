@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +10,18 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from anchorline.errors import UserError
 from torchtrain.config import Config, load_config
 from torchtrain.distributed.layout import check_heads, check_layout
 from torchtrain.distributed.shard import deal_out, pad, part_of, rows_of_rank
+from torchtrain.distributed.ulysses import _hand_on
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import deepspeed_config
 from torchtrain.run.recipe import train
@@ -74,6 +82,11 @@ def test_heads_that_can_and_cannot_be_dealt_out(load, heads, kv_heads, shared, m
     else:
         with pytest.raises(UserError, match=f"distributed.sequence_parallel {shared}: {message}"):
             check_heads(config, model)
+
+
+def test_keys_and_values_of_different_sizes_are_not_exchanged(load):
+    with pytest.raises(UserError, match="deepseek_v3 has keys and values of different sizes"):
+        check_heads(load("distributed.sequence_parallel=2"), tiny_config("deepseek_v3"))
 
 
 def test_a_model_that_names_no_key_value_heads(load):
@@ -149,6 +162,20 @@ def test_parts_of_padded_rows_make_the_rows_and_documents_stay_whole(tokens):
     assert (padded["domain_ids"][:, tokens:] == -1).all()
 
 
+def test_a_rank_gets_the_sinks_of_its_own_heads_and_the_window_of_whole_rows(monkeypatch):
+    given: dict[str, Any] = {}
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "dealt", lambda *_, **kwargs: given.update(kwargs))
+    _hand_on("dealt", ranks=2, rank=1)
+    no_mask = {"config": tiny_config(), "q_length": 8, "mask_function": causal_mask_function}
+    window = sliding_window_causal_mask_function(12)
+    for size, hidden in ((12, 12), (16, None)):  # of 16 tokens, of which a rank has 8
+        make = ALL_MASK_ATTENTION_FUNCTIONS["dealt"]
+        mask = make(**no_mask | {"mask_function": window, "local_size": size})
+        ALL_ATTENTION_FUNCTIONS["dealt"](torch.nn.Module(), *[torch.empty(0)] * 3, mask, s_aux=torch.arange(4))
+        assert given["row_window"] == hidden
+        assert given["s_aux"].tolist() == [2, 3]
+
+
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
@@ -156,8 +183,9 @@ def lines_of(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith("torchtrain:")]
 
 
-def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config, tmp_path):
-    """ZeRO 3 and sequence parallelism, bfloat16, layers recomputed but for attention."""
+def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config, tmp_path, model_folder):
+    """ZeRO 3 and sequence parallelism, bfloat16, layers recomputed but for attention, which has a window and sinks."""
+    tree["model"]["source"] = str(model_folder("gpt_oss"))
     kept = "model.activation_checkpointing=keep_attention"
     common = ["model.dtype=bfloat16", kept, "held_out.sequences=1", "train.steps=4"]
     spread = ["distributed.sequence_parallel=2", "distributed.zero_stage=3", f"run.folder={tmp_path / 'two'}"]
@@ -183,6 +211,9 @@ def test_a_run_on_two_processes_leaves_what_a_run_on_one_does(tree, write_config
         for exact in ("event", "step", "tokens_seen", "labelled_tokens", "live_pairs", "flops", "learning_rate"):
             assert a.get(exact) == b.get(exact), exact
         assert a["domains"].keys() == b["domains"].keys()
+    print(
+        one[0]["loss"], two[0]["loss"], one[1]["loss"], two[1]["loss"], one[1]["gradient_norm"], two[1]["gradient_norm"]
+    )
     assert two[-1]["loss"] < two[0]["loss"] - 0.5
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
     assert model.config.max_position_embeddings == 2 * POSITIONS

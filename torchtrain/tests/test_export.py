@@ -24,7 +24,7 @@ def exported(tmp_path):
         settings = extend(tiny_config(family), RopeConfig(**(rope or {"theta": 5e5})), LENGTH)
         changes = {"rope_parameters": settings.rope_parameters, "max_position_embeddings": LENGTH}
         model = tiny_model(family, dtype=dtype, **changes)
-        model.set_attn_implementation("anchor_sdpa")
+        model.set_attn_implementation("anchor_segments")
         (tmp_path / "model").mkdir()
         export(model.train(), tiny_tokenizer(), tmp_path / "model")
         return model, tmp_path / "model"

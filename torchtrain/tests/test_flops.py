@@ -95,7 +95,7 @@ def test_sizes_by_hand():
     M, F, H, K, D, L = 32, 48, 4, 2, 8, 2
     assert counter.matrix_weights == L * (M * H * D + 2 * M * K * D + H * D * M + 3 * M * F)
     assert counter.head_weights == VOCABULARY * M
-    assert counter.attention_width == L * H * D
+    assert counter.attention_width == 2 * L * H * D
 
 
 def test_live_pairs_not_all_pairs():
@@ -103,7 +103,7 @@ def test_live_pairs_not_all_pairs():
     ids = torch.tensor([[0, 1, 1, 1, 2, 2, -1, -1]])
     pairs = make_plan(ids).live_pairs
     assert pairs == 1 + (6 + 3) + (3 + 2)
-    assert counter.flops(0, 0, pairs) == 12 * counter.attention_width * 15
+    assert counter.flops(0, 0, pairs) == 6 * counter.attention_width * 15
 
 
 @pytest.mark.parametrize(

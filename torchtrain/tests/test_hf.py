@@ -33,7 +33,7 @@ FAMILIES = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
-ENGINES = ["anchor", "anchor_sdpa", "anchor_dense", "anchor_varlen"]
+ENGINES = ["anchor", "anchor_segments", "anchor_dense", "anchor_varlen"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,7 +129,7 @@ def test_nothing_invisible_moves_a_flex_forward_pass():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["anchor_varlen", "anchor_flex", "anchor_sdpa"])
+@pytest.mark.parametrize("implementation", ["anchor_varlen", "anchor_flex", "anchor_segments"])
 def test_nothing_leaks_on_a_gpu(implementation):
     model = tiny("llama", implementation, head_dim=16).to("cuda", torch.bfloat16)
     ids_BT = torch.tensor([NAMED_ROWS[name] for name in ("anchor", "intra", "full", "padding in the middle")])

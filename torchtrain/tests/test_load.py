@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, CohereConfig, GenerationMixin, Mi
 from anchorline.errors import UserError
 from torchtrain.config import ModelConfig, RopeConfig
 from torchtrain.modeling.load import load_for_evaluation, load_for_training
-from torchtrain.modeling.parts import check_config
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import open_config
 from torchtrain.run.session import export
@@ -29,7 +28,7 @@ def exported(tmp_path):
     config = extend(tiny_config(), RopeConfig(type="yarn"), 2 * POSITIONS)
     changes = {"rope_parameters": config.rope_parameters, "max_position_embeddings": 2 * POSITIONS, "use_cache": False}
     model = tiny_model("llama", dtype=torch.bfloat16, **changes)
-    model.set_attn_implementation("anchor_sdpa")
+    model.set_attn_implementation("anchor_segments")
     (tmp_path / "model").mkdir()
     export(model.train(), tiny_tokenizer(), tmp_path / "model")
     written = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -91,16 +90,14 @@ def test_what_training_refuses_is_evaluated(tmp_path):
     settings = ModelConfig(source=scaled, dtype="float32")
     with pytest.raises(UserError, match="does more than one linear layer to make logits"):
         load_for_training(scaled, open_config(scaled), settings, "sdpa", torch.device("cpu"))
-    with pytest.raises(UserError, match="sliding_window of 16 tokens is shorter"):
-        check_config(open_config(window), PROMPT)
     for folder in (scaled, window):
         _, tokens = generate(load_for_evaluation(folder))
         assert tokens.shape == (1, PROMPT + NEW)
 
 
 def test_an_attention_that_has_no_cache_and_weights_that_are_missing(exported, tmp_path):
-    with pytest.raises(UserError, match=r"^attention 'anchor_sdpa': .*choose sdpa or eager$"):
-        load_for_evaluation(exported, "anchor_sdpa")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^attention 'anchor_segments': .*choose sdpa or eager$"):
+        load_for_evaluation(exported, "anchor_segments")  # type: ignore[arg-type]
     written = tmp_path / "model" / "model.safetensors"
     written.write_bytes(written.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"model\.safetensors.: a safetensors file is damaged or cut off"):

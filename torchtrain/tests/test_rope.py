@@ -1,5 +1,6 @@
 """RoPE's frequencies on the model that is really built, against formulas in float64, and what is refused."""
 
+import copy
 import math
 
 import pytest
@@ -267,12 +268,25 @@ def test_a_type_that_transformers_does_not_know_is_refused_unless_it_is_replaced
     assert extend(config, RopeConfig(), 16).rope_parameters["rope_type"] == "banana"
 
 
+def test_layers_with_a_window_keep_their_rope():
+    config = tiny_config("gemma3_text")
+    before = copy.deepcopy(config.rope_parameters)
+    new = extend(config, RopeConfig(type="yarn"), 2 * POSITIONS)
+    assert new.rope_parameters["sliding_attention"] == before["sliding_attention"]
+    assert new.rope_parameters["full_attention"] == before["full_attention"] | {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": POSITIONS,
+    }
+    assert new.max_position_embeddings == 2 * POSITIONS
+
+
 def test_a_model_without_plain_rope_can_only_be_kept():
     from transformers import GPT2Config
 
     config = GPT2Config(n_positions=POSITIONS)
     assert extend(config, RopeConfig(), POSITIONS).max_position_embeddings == POSITIONS
-    with pytest.raises(UserError, match=r"gpt2\) has no RoPE; rope\.type and rope\.theta must be keep"):
+    with pytest.raises(UserError, match=r"gpt2\) does not use RoPE .*; rope\.type and rope\.theta must be keep"):
         extend(config, RopeConfig(theta=5e5), POSITIONS)
 
 

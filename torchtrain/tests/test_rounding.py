@@ -35,7 +35,7 @@ def test_only_rounding_after_rope_breaks_relativity(place):
     exact, rounded = tiny_model(), tiny_model()
     rounded.load_state_dict(exact.state_dict())
     for model in (exact, rounded):
-        model.set_attn_implementation("anchor_sdpa")
+        model.set_attn_implementation("anchor_segments")
     round_queries_and_keys(rounded, place, 3)
     ids = torch.randint(3, 40, (1, 24))
 

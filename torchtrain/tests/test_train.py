@@ -1,6 +1,7 @@
 """Training end to end on tiny models, and the arithmetic of a step against naive twins in float64."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from torchtrain.marks import IGNORED
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.rope import extend
 from torchtrain.modeling.source import open_config
-from torchtrain.run.recipe import train
+from torchtrain.run.recipe import resume, train
 from torchtrain.run.setup import pack_rows
-from torchtrain.tests.tiny import POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
+from torchtrain.tests.runs import assert_same
+from torchtrain.tests.tiny import MORE_FAMILIES, POSITIONS, VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 from torchtrain.training.events import read_metrics
 from torchtrain.training.held_out import HeldOut, measure_held_out
 from torchtrain.training.optimizer import Optimizer
@@ -68,6 +70,33 @@ def test_loss_falls_and_the_export_loads(run, model_folder, family, variant, ove
     tokenizer = AutoTokenizer.from_pretrained(result.model)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
     assert tokenizer.model_max_length == 2 * POSITIONS
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_a_family_with_more_than_the_rule_trains_resumes_exports_and_reloads(run, tmp_path, model_folder, family):
+    result = run(
+        f"model.source={model_folder(family)}", "rope.theta=5e6", "train.steps=4", "save.every=2", "save.keep=2"
+    )
+    assert result.after.overall.value < result.before.overall.value
+    straight, again = result.model.parent, tmp_path / "again"
+    shutil.copytree(straight, again)
+    resume(load_config(again / "config.yaml", [f"run.folder={again}"]), step=2, console=QUIET)
+    assert_same(again, straight)
+
+    # The export computes a row of one document as transformers does by itself, with windows, caps, sinks and all.
+    ids = torch.randint(256, (1, 2 * POSITIONS), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(again / "model", attn_implementation="eager").eval()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped kernels have no float64
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        torchtrain.attach(model)
+        found = model(ids, document_ids=torch.ones_like(ids), use_cache=False).logits
+        model.set_attn_implementation("eager")
+        truth = model.double()(ids, use_cache=False).logits
+    # Attention errs no more than twice as far from float64 as transformers' own does, plus one rounding.
+    one_rounding = torch.finfo(torch.float32).eps * truth.abs().max()
+    assert (found - truth).abs().max() <= 2 * (plain - truth).abs().max() + one_rounding
 
 
 def test_what_a_run_leaves(run, tree):
@@ -143,7 +172,7 @@ def model():
     """A tiny Llama in float64 that trains through our attention."""
     torchtrain.register()
     model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=2 * POSITIONS)
-    model.set_attn_implementation("anchor_sdpa")
+    model.set_attn_implementation("anchor_segments")
     return model.train()
 
 
@@ -160,7 +189,7 @@ def test_a_step_is_the_same_however_it_is_cut_into_micro_batches(tree, write_con
     for micro_batch in (1, 2, 4):
         torchtrain.register()
         model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=2 * POSITIONS)
-        model.set_attn_implementation("anchor_sdpa")
+        model.set_attn_implementation("anchor_segments")
         cut = settings.model_copy(update={"micro_batch": micro_batch})
         batches = step_batches(rows, 0, cut, store.domains)
         assert [len(batch.part["input_ids"]) for batch in batches] == [micro_batch] * (4 // micro_batch)

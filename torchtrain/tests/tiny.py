@@ -8,6 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -31,17 +35,32 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 257,
     "pad_token_id": 258,
 }
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_LATENT = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "head_dim", "v_head_dim"), 8),
+    **{"qk_nope_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": True}),
     "mistral": (MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
 }
+# Layers of a window, a soft cap of scores and logits, sinks and experts, or keys wider than values.
+MORE_FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "mistral_window": (MistralConfig, {"sliding_window": 20}),
+    "gemma2": (Gemma2Config, {"sliding_window": 20, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}),
+    "gemma3_text": (Gemma3TextConfig, {"sliding_window": 20, "query_pre_attn_scalar": 8, **_LAYERS}),
+    "gpt_oss": (GptOssConfig, {"sliding_window": 20, "num_local_experts": 4, "rope_parameters": _YARN}),
+    "deepseek_v3": (DeepseekV3Config, _LATENT),
+}
 
 
 def tiny_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
     """A family's config at a size that trains in a second."""
-    cls, own = FAMILIES[family]
+    cls, own = (FAMILIES | MORE_FAMILIES)[family]
     return cls(**(SIZES | own | changes))
 
 

@@ -24,7 +24,7 @@ _FEW, _WORDS = 512, 128  # of fewer tokens, the hidden states' gradient is summe
 
 
 def chunked_cross_entropy(
-    head: nn.Module, hidden: Tensor, labels: Labels, chunk: int, *, scale: float = 1.0
+    head: nn.Module, hidden: Tensor, labels: Labels, chunk: int, *, scale: float = 1.0, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of the labels, `chunk` tokens at a time.
 
@@ -39,6 +39,7 @@ def chunked_cross_entropy(
         chunk: tokens whose logits exist at one time.
         scale: what the sum is multiplied by before backward is called. Gradients of another multiple are right, too,
             and rounded once more.
+        cap: each number x of the head becomes the logit cap tanh(x / cap) (Gemma 2), in float32 or wider.
 
     Returns:
         The sum, a scalar to call backward on, in float32 (or in hidden's dtype if that is wider); and each token's loss
@@ -47,10 +48,12 @@ def chunked_cross_entropy(
     hidden_nM = hidden.flatten(0, -2).index_select(0, labels.index_n)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     if torch.is_grad_enabled() and (hidden_nM.requires_grad or weights):
-        total, losses_n = _SummedLoss.apply(head, hidden_nM, labels.labels_n, chunk, scale, *weights)  # pyright: ignore[reportGeneralTypeIssues]
+        total, losses_n = _SummedLoss.apply(head, hidden_nM, labels.labels_n, chunk, scale, cap, *weights)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         parts = zip(hidden_nM.split(chunk), labels.labels_n.split(chunk), strict=True)
-        each_part = [_losses(_writable(head.forward(part_nM), head), labels_n, scale)[0] for part_nM, labels_n in parts]
+        each_part = [
+            _losses(_writable(head.forward(part_nM), head), labels_n, scale, cap)[0] for part_nM, labels_n in parts
+        ]
         losses_n = torch.cat(each_part)
         total = losses_n.sum()
     each = losses_n.new_zeros(hidden.shape[:-1])
@@ -58,15 +61,22 @@ def chunked_cross_entropy(
     return total, each
 
 
-def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the losses [n] and `scale` times their gradient [n, V], which is written over the logits."""
+def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Return the losses [n] and `scale` times their gradient by what the head made [n, V], which it is written over."""
     labels_n1 = labels_n[:, None]
+    slope_nV = None
+    if cap is not None:
+        share_nV = logits_nV.div_(cap).tanh_()
+        slope_nV = 1 - share_nV.square()
+        logits_nV = share_nV.mul_(cap)
     shifted_nV = logits_nV.sub_(logits_nV.amax(-1, keepdim=True))
     own_n1 = shifted_nV.gather(-1, labels_n1)
     exp_nV = shifted_nV.exp_()
     sum_n1 = exp_nV.sum(-1, keepdim=True)
     d_logits_nV = exp_nV.mul_(scale / sum_n1)
     d_logits_nV.scatter_(-1, labels_n1, d_logits_nV.gather(-1, labels_n1) - scale)
+    if slope_nV is not None:
+        d_logits_nV.mul_(slope_nV)
     return (sum_n1.log() - own_n1)[:, 0], d_logits_nV
 
 
@@ -93,6 +103,7 @@ class _SummedLoss(torch.autograd.Function):
         labels_n: Tensor,
         chunk: int,
         scale: float,
+        cap: float | None,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         d_hidden_nM = torch.empty_like(hidden_nM) if ctx.needs_input_grad[1] else None
@@ -101,7 +112,7 @@ class _SummedLoss(torch.autograd.Function):
         for first in range(0, max(len(hidden_nM), 1), chunk):
             part = slice(first, first + chunk)
             of_hidden = None if d_hidden_nM is None else d_hidden_nM[part]
-            losses.append(_add_gradients(head, hidden_nM[part], labels_n[part], scale, of_hidden, weights, sums))
+            losses.append(_add_gradients(head, hidden_nM[part], labels_n[part], scale, cap, of_hidden, weights, sums))
         losses_n = torch.cat(losses)
         # Rounded one after the other: all of them twice would be what a step holds most of.
         rounded = [sums.pop(0).to(weight.dtype) for weight in weights]
@@ -114,7 +125,7 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden_nM, *d_weights = (None if d is None else d * (d_total / ctx.scale) for d in ctx.saved_tensors)
-        return None, d_hidden_nM, None, None, None, *d_weights
+        return None, d_hidden_nM, None, None, None, None, *d_weights
 
 
 def _add_gradients(
@@ -122,6 +133,7 @@ def _add_gradients(
     hidden_nM: Tensor,
     labels_n: Tensor,
     scale: float,
+    cap: float | None,
     d_hidden_nM: Tensor | None,
     weights: Sequence[Tensor],
     sums: Sequence[Tensor],
@@ -131,7 +143,7 @@ def _add_gradients(
     with torch.set_grad_enabled(not linear):
         hidden_nM = hidden_nM.detach().requires_grad_(d_hidden_nM is not None)
         made_nV = head.forward(hidden_nM)
-    losses_n, d_logits_nV = _losses(_writable(made_nV, head), labels_n, scale)
+    losses_n, d_logits_nV = _losses(_writable(made_nV, head), labels_n, scale, cap)
     d_logits_nV = d_logits_nV.to(made_nV.dtype)
     if not linear:
         asked = [*weights] if d_hidden_nM is None else [*weights, hidden_nM]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from torchtrain.attention.masks import layer_windows
 from torchtrain.config import TrainConfig
 from torchtrain.data import collate
 from torchtrain.distributed.shard import rows_of_rank
@@ -35,7 +36,7 @@ class StepResult:
     """What a step computed, the same on every rank."""
 
     losses: Losses
-    live_pairs: int
+    live_pairs: int  # mean over layers, which may have windows
     learning_rate: float
     gradient_norm: float  # before clipping; nan if it was not asked for
     fault: str | None  # why nothing was updated
@@ -127,7 +128,8 @@ def accumulate(
         if on_losses is not None:
             on_losses(each_Bt, batch.part)
     losses.sum_over(world, strategy.norm())
-    (live_pairs,) = world.sum([sum(batch.plan.live_pairs for batch in batches)])
+    windows = layer_windows(strategy.model.config)
+    (live_pairs,) = world.sum([sum(batch.plan.mean_live_pairs(windows) for batch in batches)])
     return losses, int(live_pairs) // world.sequence_parallel
 
 

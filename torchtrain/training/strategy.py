@@ -31,7 +31,7 @@ from torchtrain.distributed.zero import (
     leave_out,
 )
 from torchtrain.modeling.chunks import parameters_outside
-from torchtrain.modeling.parts import head_of, hidden_states
+from torchtrain.modeling.parts import head_of, hidden_states, logit_cap
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, adamw
@@ -146,7 +146,10 @@ class Replicated(Strategy):
     ) -> tuple[Tensor, Tensor]:
         """See `Strategy`."""
         hidden_BtM = hidden_states(self.model, part, plan)
-        return chunked_cross_entropy(head_of(self.model), hidden_BtM, part["labels"], chunk, scale=scale)
+        model = self.model
+        return chunked_cross_entropy(
+            head_of(model), hidden_BtM, part["labels"], chunk, scale=scale, cap=logit_cap(model)
+        )
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """See `Strategy`."""
@@ -263,13 +266,13 @@ class _WithLoss(nn.Module):
 
     def forward(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
         hidden_BtM = hidden_states(self.model, part, plan)
-        return self.loss(head_of(self.model), hidden_BtM, part["labels"], chunk, scale)
+        return self.loss(head_of(self.model), hidden_BtM, part["labels"], chunk, scale, logit_cap(self.model))
 
 
 class _Loss(nn.Module):
     """All chunks of a micro-batch: as a module, so that ZeRO 3 gathers the head once for it, on every rank."""
 
     def forward(
-        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, scale: float
+        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, scale: float, cap: float | None
     ) -> tuple[Tensor, Tensor]:
-        return chunked_cross_entropy(head, hidden_BtM, labels, chunk, scale=scale)
+        return chunked_cross_entropy(head, hidden_BtM, labels, chunk, scale=scale, cap=cap)

@@ -391,9 +391,9 @@ tied_embeddings_untied = Bug(
 
 
 def _first_words_only(original):
-    def add_gradients(head, hidden_nM, labels_n, scale, d_hidden_nM, weights, sums):
-        losses_n = original(head, hidden_nM, labels_n, scale, d_hidden_nM, weights, sums)
-        for total in sums:
+    def add_gradients(*given):
+        losses_n = original(*given)
+        for total in given[-1]:
             total[8192:] = 0
         return losses_n
 
