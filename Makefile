@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Containers tend to set it, and every process would compile all that it imports: 5 of its first 8 seconds, measured.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train longer test gate readers rivals families docs check format lock clean distclean
+.PHONY: help setup train longer test gate readers families docs check format lock clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,16 +43,6 @@ readers: setup  ## put older transformers into .venv-readers: the tests then rea
 			"$$($$env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		&& touch $$env/.installed || exit 1; \
 	done
-
-# Without their dependencies, which would fetch another PyTorch and pull transformers down: what they need besides is named.
-rivals: setup  ## put TRL and mosaicml-streaming into .venv-rivals: benchmarks/data then measures them, too
-	@env=.venv-rivals; test -f $$env/.installed || { \
-		echo "==> creating $$env"; rm -rf $$env; $(BIN)/python -m venv $$env \
-		&& $$env/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps trl==1.16.0 mosaicml-streaming==0.13.0 \
-			orjson Brotli zstd python-snappy cramjam catalogue \
-		&& $(BIN)/python -c 'import sys, sysconfig; from pathlib import Path; Path(sys.argv[1], "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")' \
-			"$$($$env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-		&& touch $$env/.installed; }
 
 families: setup  ## judge the plug-in on every causal family of transformers and write docs/families.md
 	@echo "==> every causal family under anchor, some minutes"

@@ -20,6 +20,12 @@ class DistributedConfig(Section):
     sequence_parallel: SmallCount = Field(
         default=1, description="processes that share a row (DeepSpeed Ulysses); divides the processes and the heads"
     )
+    share: Literal["heads", "documents"] = Field(
+        default="heads",
+        description="how processes share a row: heads: each has a part of the tokens and exchanges them for heads in "
+        "every layer; documents: each has whole documents and exchanges nothing, in rows whose documents can be dealt "
+        "out evenly, and heads in other rows",
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
         description="what is spread over the processes: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 "

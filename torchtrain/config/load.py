@@ -47,8 +47,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _compiled_layers_are_whole(self) -> Self:
         model, others = self.model, ""
-        if self.distributed.zero_stage == 3:
-            others = "distributed.zero_stage 3, which gathers weights within a layer; set it to 2"
+        if self.distributed.share == "documents":
+            others = "distributed.share documents, where rows differ in shape; set that to heads"
         elif model.layer_chunk is not None:
             others = "model.layer_chunk, which cuts a layer up; set that to null"
         elif model.activation_checkpointing == "offload":

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from anchorline.errors import UserError
+from torchtrain.attention.masks import layer_windows
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
 
@@ -49,6 +50,11 @@ def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
         return
     text_config = model_config.get_text_config()
     _check_widths(shared, text_config)
+    if config.distributed.share == "documents" and set(layer_windows(model_config)) != {None}:
+        raise UserError(
+            f"distributed.share documents: {model_config.model_type} has sliding windows, which count tokens of the "
+            "whole row; set it to heads"
+        )
     heads, kv_heads = (getattr(text_config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
     if heads is None or kv_heads is None:
         raise UserError(
@@ -81,6 +87,7 @@ def describe(config: Config, world: World) -> str:
     distributed, train = config.distributed, config.train
     rows = train.micro_batch * world.data_parallel
     shared = f", each shared by {world.sequence_parallel}" if world.sequence_parallel > 1 else ""
+    shared += ", by whole documents where those can be dealt out evenly" if shared and world.whole_documents else ""
     turns = train.sequences_per_step // rows
     spread = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")
     kept = {"none": "", "optimizer": "; optimizer state", "all": "; optimizer state and weights"}[distributed.offload]

@@ -9,6 +9,7 @@ Upstream: deepspeed/runtime/sequence_parallel/ulysses_sp.py and parallel_state_s
 Legend: B batch · t tokens of this rank's part · D head_dim.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from torchtrain.attention.hf import APART, implementation_name
 from torchtrain.attention.masks import read_mask, window_of
+from torchtrain.attention.plan import AttentionPlan
 from torchtrain.distributed.world import World
 
 if TYPE_CHECKING:
@@ -67,8 +69,10 @@ def split_attention(
     if world.sequence_parallel == 1:
         return None
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = implementation_name(engine)
+    alone = ALL_ATTENTION_FUNCTIONS[name]
     state: Any = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation=name,
@@ -76,7 +80,7 @@ def split_attention(
         micro_batch_size=micro_batch,
         seq_length_is_variable=True,
     )
-    _hand_on(name, world.sequence_parallel, state.get_sequence_parallel_rank())
+    _hand_on(name, alone, world.sequence_parallel, state.get_sequence_parallel_rank())
     own_group, _ = dist.new_subgroups(group_size=1)
     for module in model.modules():
         if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
@@ -84,19 +88,28 @@ def split_attention(
     return SequenceParallelOnly(state, own_group)
 
 
-def _hand_on(name: str, ranks: int, rank: int) -> None:
-    """Give attention what DeepSpeed leaves out: the layer's window, and the sinks of this rank's heads alone."""
+def _hand_on(name: str, alone: Callable[..., Any], ranks: int, rank: int) -> None:
+    """Give attention what DeepSpeed leaves out: the layer's window, and the sinks of this rank's heads alone.
+
+    Args:
+        name: of the attention implementation.
+        alone: its function without the exchange, for ranks that have whole documents and not a part of rows.
+        ranks, rank: that share a row, and which of them this one is.
+    """
     from transformers import AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    exchange = ALL_ATTENTION_FUNCTIONS[name]
-
     # As the function of the engine that it calls: what ranks exchange is no part of a compiled layer (`model.fused`).
-    @torch.compiler.disable(reason=APART)
-    def attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+    exchange = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name], reason=APART)
+
+    def attend(
+        module: nn.Module, q: Tensor, k: Any, v: Any, mask: Tensor | None, plan: AttentionPlan, **kwargs: Any
+    ) -> Any:
+        if plan.document_ids_BT.shape[1] == q.shape[2]:
+            return alone(module, q, k, v, mask, plan=plan, **kwargs)
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = kwargs["s_aux"].chunk(ranks)[rank]
-        return exchange(module, q, k, v, None, row_window=window_of(mask), **kwargs)
+        return exchange(module, q, k, v, None, plan=plan, row_window=window_of(mask), **kwargs)
 
     ALL_ATTENTION_FUNCTIONS[name] = attend
     AttentionMaskInterface.register(name, partial(read_mask, ranks=ranks))

@@ -46,6 +46,7 @@ class World:
     host: dist.ProcessGroup | None = None  # process group of numbers on the host; None: the default one takes them
     group: dist.ProcessGroup | None = None  # of what ranks tell one another; None: the default one
     aside: dist.ProcessGroup | None = None  # of a thread that works while the program goes on; None: there is none
+    whole_documents: bool = False  # ranks that share a row have whole documents of it, where they can
 
     @property
     def data_parallel(self) -> int:
@@ -236,7 +237,8 @@ def join(config: Config) -> Iterator[World]:
     else:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
-    world = World(rank, size, config.distributed.sequence_parallel, device, host, aside=aside)
+    shared, whole = config.distributed.sequence_parallel, config.distributed.share == "documents"
+    world = World(rank, size, shared, device, host, aside=aside, whole_documents=whole)
     ended = False
     try:
         with heartbeat(rank, size):

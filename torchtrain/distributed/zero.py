@@ -1,12 +1,13 @@
 """DeepSpeed's configuration, made from ours: no value of a run stands anywhere else."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
@@ -87,6 +88,20 @@ def forget_left_out(optimizer: Any) -> None:
     """Clear what stages 1 and 2 with an offloaded optimizer keep of a step left out, and would add to the next."""
     for group in getattr(optimizer, "averaged_gradients", {}):
         optimizer.averaged_gradients[group] = None
+
+
+@contextmanager
+def gather_whole(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let ZeRO 3, which is set up in the block, gather each of these layers at once.
+
+    DeepSpeed gathers each module of a layer by hooks of its own, and torch.compile stops at every hook. A "leaf" has no
+    hooks within. DeepSpeed sends a leaf's gradients when the layer's backward pass ends, which a compiled layer reports
+    too early. So each gradient is sent as soon as it is there, as those of other modules are.
+    """
+    for layer in layers:
+        layer._z3_leaf = True  # pyright: ignore[reportArgumentType]
+    with patch("deepspeed.runtime.zero.stage3.z3_leaf_parameter", lambda parameter: False):
+        yield
 
 
 def import_deepspeed() -> Any:

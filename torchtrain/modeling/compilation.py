@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anchorline.errors import UserError
@@ -58,7 +59,7 @@ def compile_layers(model: "PreTrainedModel", recomputation: Recomputation) -> No
     Raises:
         UserError: none of its modules hands a layer's forward over.
     """
-    layers = [module for module in model.modules() if hasattr(module, _HANDS_OVER)]
+    layers = layers_of(model)
     if not layers:
         raise UserError(
             f"model.fused compile: {model.config.model_type} has no decoder layers that can be compiled one by one; "
@@ -69,6 +70,11 @@ def compile_layers(model: "PreTrainedModel", recomputation: Recomputation) -> No
     for module in layers:
         setattr(module, _HANDS_OVER, run)
     _expect(len(layers))
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of a model that can be compiled one by one."""
+    return [module for module in model.modules() if hasattr(module, _HANDS_OVER)]
 
 
 def _expect(layers: int) -> None:
@@ -96,5 +102,5 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def _add_one(x: torch.Tensor) -> torch.Tensor:
+def _add_one(x: Tensor) -> Tensor:
     return x + 1

@@ -3,7 +3,8 @@
 Every tensor that transformers, autograd, checkpointing, the gathering of keys, FlashAttention and the loss make is
 counted while it lives, so no formula of a model's activations is needed. `flash_workspace` counts what FlashAttention's
 backward pass takes inside its kernel. Of ranks that share rows each is counted as if it had rows of its own, as long as
-its part: Ulysses gives it a part of the heads of whole rows, which is as much. On a GPU the allocator's fragments, the
+its part: Ulysses gives it a part of the heads of whole rows, which is as much, and the exchange afterwards copies
+attention's output. On a GPU the allocator's fragments, the
 CUDA context (about half a GB) and NCCL's buffers come on top.
 
 Activations and gradients do not peak together: in a step of one micro-batch gradients grow while activations go. So
@@ -29,6 +30,7 @@ from torchtrain.attention.flash import call_torch_varlen
 from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.config import Config, ModelConfig
+from torchtrain.distributed.shard import ROOM
 from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
 from torchtrain.modeling.parts import head_of, hidden_states, logit_cap
@@ -40,11 +42,12 @@ from torchtrain.training.loss import chunked_cross_entropy
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_STAND_IN = "anchorline_shapes_only"
+_STAND_IN, _EXCHANGED = "anchorline_shapes_only", "anchorline_shapes_exchanged"
 # Tokens of a document. Each brings a copy of the anchor's keys, which counts where documents are a few tokens long.
 _DOCUMENT = 1024
 _PROCESSORS = 132  # of an H100 or H200, which have more than an A100: the workspace of `deterministic` grows with them
 FLASH_BACKWARD = "torch_attn::_varlen_attn_backward"
+_NOT_FUSED = ("aten::mm", "aten::bmm", "aten::addmm", "torch_attn::", "aten::embedding")
 
 
 class Moment(NamedTuple):
@@ -58,6 +61,8 @@ class Moment(NamedTuple):
 class PeakBytes(TorchDispatchMode):
     """Counts the bytes of all storages made inside the block and still alive: now, at most, and at each moment.
 
+    `moved` are the bytes that operations read and write which `model.fused: compile` would fuse, while `layers_run`.
+
     Args:
         model: its weights were there before, whatever views the block takes of them.
         splits: as `flash_workspace`.
@@ -65,7 +70,8 @@ class PeakBytes(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, splits: int = 1) -> None:
         super().__init__()
-        self.now = self.peak = self.summed = 0
+        self.now = self.peak = self.summed = self.moved = 0
+        self.layers_run = False
         self._splits = splits
         self._moments: dict[tuple[int, int], int] = {}
         self._known: Any = WeakIdKeyDictionary()
@@ -75,9 +81,9 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then count what it made."""
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
+        made = [self._count(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if self.layers_run and any(made) and not func._schema.name.startswith(_NOT_FUSED):
+            self.moved += sum(x.nbytes for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor))
         if func._schema.name == FLASH_BACKWARD:
             self._note(self.now + flash_workspace(args, self._splits))
         return result
@@ -92,14 +98,16 @@ class PeakBytes(TorchDispatchMode):
         """Return the most that was held for each number of gradients."""
         return tuple(Moment(held, *key) for key, held in self._moments.items())
 
-    def _count(self, x: Tensor) -> None:
+    def _count(self, x: Tensor) -> bool:
+        """Count a tensor's storage; return whether it is new."""
         storage = x.untyped_storage()
         if storage in self._known:
-            return
+            return False
         self._known[storage] = True
         self.now += storage.nbytes()
         weakref.finalize(storage, self._free, storage.nbytes())
         self._note(self.now)
+        return True
 
     def _note(self, held: int, adding: int = 0) -> None:
         key = (self.summed, adding)
@@ -133,6 +141,7 @@ class Pass:
 
     moments: tuple[Moment, ...]
     weights: int  # that are trained
+    moved: int  # bytes, by what `model.fused: compile` would fuse
 
     def most(
         self,
@@ -186,13 +195,16 @@ class Shapes:
         """Count the passes of a run's micro-batch on one rank, every token labelled."""
         train, variant, shared = config.train, config.pack.base_variant, config.distributed.sequence_parallel
         tokens, splits = -(-config.pack.sequence_length // shared), 1
+        if shared > 1 and config.distributed.share == "documents":
+            tokens = int(tokens * (1 + ROOM))
         if train.deterministic:
             segments = train.micro_batch * (1 if variant == "full" else -(-config.pack.sequence_length // _DOCUMENT))
             splits = -(-_PROCESSORS // (segments * max(1, self.config.num_attention_heads // shared)))
-        key = (*_key_of(config.model), train.micro_batch, tokens, variant, train.loss_chunk, splits)
+        key = (*_key_of(config.model), train.micro_batch, tokens, variant, train.loss_chunk, splits, shared > 1)
         if key not in self._passes:
-            plan = _plan(variant, train.micro_batch, tokens)
-            self._passes[key] = _count_pass(self.model(config.model), plan, train.loss_chunk, splits)
+            plan, model = _plan(variant, train.micro_batch, tokens), self.model(config.model)
+            model.set_attn_implementation(_STAND_IN if shared == 1 else _EXCHANGED)
+            self._passes[key] = _count_pass(model, plan, train.loss_chunk, splits)
         return self._passes[key]
 
 
@@ -210,8 +222,9 @@ def shape_of_model(config: "PretrainedConfig", settings: ModelConfig) -> "PreTra
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-    AttentionInterface.register(_STAND_IN, _attention)
-    AttentionMaskInterface.register(_STAND_IN, lambda *_, **__: None)
+    for name, attention in ((_STAND_IN, _attention), (_EXCHANGED, _exchanged_attention)):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, lambda *_, **__: None)
     config = copy.deepcopy(config)
     if rope := getattr(config, "rope_parameters", None):
         plain: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -256,15 +269,18 @@ def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int, split
     with PeakBytes(model, splits) as watch:
         trained = [p for p in model.parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(watch.take) for p in trained]
+        watch.layers_run = True
         hidden_BtM = hidden_states(model, part, plan)
+        watch.layers_run = False
         total, _ = chunked_cross_entropy(
             head_of(model), hidden_BtM, Labels(index_n, index_n), chunk, cap=logit_cap(model)
         )
         del hidden_BtM
+        watch.layers_run = True
         total.backward()
         for hook in hooks:
             hook.remove()
-    return Pass(watch.moments(), sum(p.numel() for p in trained))
+    return Pass(watch.moments(), sum(p.numel() for p in trained), watch.moved)
 
 
 def _attention(
@@ -279,3 +295,8 @@ def _attention(
     value = pad_values(value, key)
     k_MKD, v_MKD = (gather_keys(x.transpose(1, 2), plan) for x in (key, value))
     return scatter_queries(call_torch_varlen(q_NHD, k_MKD, v_MKD, plan, 1.0, None, None)[0], plan)[..., :width], None
+
+
+def _exchanged_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """As `_attention`, its output copied as ranks that share a row exchange it."""
+    return _attention(*args, **kwargs)[0].clone(), None

@@ -14,6 +14,7 @@ CASES is a JSON list. Each case is run by all ranks, one after another, and rank
 Legend: B batch · T tokens of a row · t tokens of this rank's part · V vocabulary.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -27,14 +28,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import torchtrain
-from torchtrain.attention import make_plan
 from torchtrain.attention.hf import implementation_name
 from torchtrain.config import Config, LoraSettings
-from torchtrain.distributed.shard import pad, part_of, rows_of_rank
+from torchtrain.distributed.shard import rows_of_rank
 from torchtrain.distributed.world import World, here
 from torchtrain.distributed.zero import import_deepspeed
+from torchtrain.modeling import compilation
 from torchtrain.modeling.adapters import add_adapters
+from torchtrain.modeling.compilation import compile_layers
 from torchtrain.modeling.parts import head_of, hidden_states
+from torchtrain.modeling.recompute import hand_layers_over
+from torchtrain.training.labels import find_labels
+from torchtrain.training.micro_batch import make_micro_batch
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Replicated, Strategy, Zero, make_strategy
 
@@ -47,7 +52,8 @@ def config_of(case: dict[str, Any]) -> Config:
     return Config.model_validate(
         {
             "run": {"folder": "unused"},
-            "model": {"source": case["model"], "dtype": case["dtype"], "lora": case.get("lora")},
+            "model": {"source": case["model"], "dtype": case["dtype"], "lora": case.get("lora")}
+            | {"fused": case.get("fused", "none")},
             "data": {"sources": [{"demo": "code"}]},
             "pack": {"sequence_length": 128},
             "train": case.get("settings", {}),
@@ -66,6 +72,10 @@ def load(case: dict[str, Any]) -> Any:
         add_drawn_adapters(model, case["lora"])
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if case.get("fused"):
+        compilation._compile = functools.cache(lambda function: torch.compile(function, backend="eager"))
+        hand_layers_over(model)
+        compile_layers(model, case.get("checkpointing", False))
     return model.train()
 
 
@@ -95,16 +105,17 @@ def logits(strategy: Strategy, batches: list[dict[str, Tensor]]) -> np.ndarray:
     """Logits of all rows [rows, T, V], whole on every rank."""
     world, found = strategy.world, []
     for batch in batches:
-        batch = pad(batch, world.sequence_parallel)
-        hidden_BtM = hidden_states(strategy.model, part_of(batch, world), make_plan(batch["document_ids"]))
-        own_BtV = head_of(strategy.model)(hidden_BtM).float().contiguous()
-        parts = [torch.empty_like(own_BtV) for _ in range(world.size)]
-        if world.size > 1:
-            dist.all_gather(parts, own_BtV)
-        else:
-            parts = [own_BtV]
-        shared = world.sequence_parallel
-        found += [torch.cat(parts[i : i + shared], dim=1) for i in range(0, world.size, shared)]
+        B, T = batch["input_ids"].shape
+        batch = batch | {"domain_ids": torch.arange(T).expand(B, -1)}  # says where in the row a token of a part stands
+        made = make_micro_batch(batch, world, lambda part: find_labels(part["shift_labels"]))
+        own_BtV = head_of(strategy.model)(hidden_states(strategy.model, made.part, made.plan)).float()
+        parts = world.gather((made.part["domain_ids"], own_BtV))
+        for first in range(0, world.size, world.sequence_parallel):
+            whole_BTV = torch.full((B, T, own_BtV.shape[-1]), torch.nan)
+            for place_Bt, part_BtV in parts[first : first + world.sequence_parallel]:
+                row, column = (place_Bt >= 0).nonzero(as_tuple=True)
+                whole_BTV[row, place_Bt[row, column]] = part_BtV[row, column]
+            found.append(whole_BTV)
     return torch.cat(found).numpy()
 
 
@@ -164,7 +175,8 @@ def forget(strategy: Strategy) -> None:
 def run(case: dict[str, Any], rank: int, size: int) -> dict[str, np.ndarray]:
     """One case on this rank."""
     config = config_of(case)
-    world = World(rank, size, config.distributed.sequence_parallel)
+    shared, whole = config.distributed.sequence_parallel, config.distributed.share == "documents"
+    world = World(rank, size, shared, whole_documents=whole)
     strategy = make_strategy(load(case), ENGINE, config, world)
     batches = micro_batches(case, config, world)
     arrays = {"logits": logits(strategy, batches)} if case.get("logits") else {}

@@ -109,7 +109,6 @@ def test_a_compiler_is_tried_before_anything_is_prepared(monkeypatch, fresh):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ("distributed.zero_stage=3", "distributed.zero_stage 3, which gathers .* to 2"),
         ("model.layer_chunk=8", "model.layer_chunk, which cuts a layer up; set that to null"),
         ("model.activation_checkpointing=offload", "model.activation_checkpointing offload, .* to true"),
     ],

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
@@ -18,9 +20,10 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from anchorline.errors import UserError
+from torchtrain.attention import make_plan
 from torchtrain.config import Config, load_config
 from torchtrain.distributed.layout import check_heads, check_layout
-from torchtrain.distributed.shard import deal_out, pad, part_of, rows_of_rank
+from torchtrain.distributed.shard import ROOM, deal_out, documents_of, pad, part_of, rows_of_rank
 from torchtrain.distributed.ulysses import _hand_on
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import deepspeed_config
@@ -34,6 +37,46 @@ from torchtrain.training.events import read_metrics
 def load(tree, write_config):
     """Return a function from overrides to the config."""
     return lambda *overrides: load_config(write_config(tree), overrides)
+
+
+# --- whole documents --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@example(lengths=[4] * 20, anchors=0, ranks=4)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), anchors=st.integers(0, 3), ranks=st.integers(2, 5)
+)
+def test_documents_are_dealt_out_whole_and_once_and_evenly_or_not_at_all(lengths, anchors, ranks):
+    ids = [0] * anchors + [number for number, n in enumerate(lengths, start=1) for _ in range(n)] + [-1, -1]
+    token_BT = torch.arange(len(ids))[None]
+    batch = {"input_ids": token_BT, "position_ids": token_BT, "shift_labels": token_BT, "domain_ids": token_BT}
+    batch = pad(batch | {"document_ids": torch.tensor(ids)[None]}, ranks)
+    share = batch["input_ids"].shape[1] / ranks
+    parts = [documents_of(batch, World(rank, ranks, ranks)) for rank in range(ranks)]
+    if None in parts:
+        assert parts == [None] * ranks
+        assert len(set(lengths)) > 1 or len(lengths) % ranks or anchors, "as many of one length for each rank"
+        return
+    seen = [
+        dict(zip(*(part[name][0].tolist() for name in ("input_ids", "document_ids")), strict=True)) for part in parts
+    ]
+    for number, n in enumerate(lengths, start=1):
+        assert sorted(list(found.values()).count(number) for found in seen) == [0] * (ranks - 1) + [n]
+    assert all(list(found.values()).count(0) == anchors and len(found) <= (1 + ROOM) * share for found in seen)
+    labels = [x for part in parts for x in part["shift_labels"].flatten().tolist() if x != -100]
+    assert sorted(labels) == [token for token, document in enumerate(ids) if document >= 0]
+    assert all(part["input_ids"].diff().gt(0).all() for part in parts), "in the row's order"
+
+
+def test_rows_of_a_micro_batch_are_as_long_as_the_longest_part():
+    ids_BT = torch.tensor([[0, 1, 1, 1, 2, 2, 2, -1], [0, 1, 1, 2, 2, -1, -1, -1]])
+    batch = {
+        name: ids_BT.clone() for name in ("input_ids", "position_ids", "document_ids", "shift_labels", "domain_ids")
+    }
+    part = documents_of(batch, World(1, 2, 2))
+    assert part["document_ids"].tolist() == [[0, 2, 2, 2], [0, 2, 2, -1]]
+    assert part["shift_labels"].tolist() == [[-100, 2, 2, 2], [-100, 2, 2, -100]]
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -165,15 +208,27 @@ def test_parts_of_padded_rows_make_the_rows_and_documents_stay_whole(tokens):
 def test_a_rank_gets_the_sinks_of_its_own_heads_and_the_window_of_whole_rows(monkeypatch):
     given: dict[str, Any] = {}
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "dealt", lambda *_, **kwargs: given.update(kwargs))
-    _hand_on("dealt", ranks=2, rank=1)
+    _hand_on("dealt", lambda *_, **kwargs: given.update(kwargs, alone=True), ranks=2, rank=1)
     no_mask = {"config": tiny_config(), "q_length": 8, "mask_function": causal_mask_function}
     window = sliding_window_causal_mask_function(12)
+    q, sinks = torch.empty(1, 4, 8, 2), torch.arange(4)
+    rows, documents = (make_plan(torch.ones(1, tokens, dtype=torch.int64)) for tokens in (16, 8))
     for size, hidden in ((12, 12), (16, None)):  # of 16 tokens, of which a rank has 8
         make = ALL_MASK_ATTENTION_FUNCTIONS["dealt"]
         mask = make(**no_mask | {"mask_function": window, "local_size": size})
-        ALL_ATTENTION_FUNCTIONS["dealt"](torch.nn.Module(), *[torch.empty(0)] * 3, mask, s_aux=torch.arange(4))
+        ALL_ATTENTION_FUNCTIONS["dealt"](torch.nn.Module(), q, q, q, mask, plan=rows, s_aux=sinks)
         assert given["row_window"] == hidden
         assert given["s_aux"].tolist() == [2, 3]
+    ALL_ATTENTION_FUNCTIONS["dealt"](torch.nn.Module(), q, q, q, None, plan=documents, s_aux=sinks)
+    assert (given["alone"], given["s_aux"].tolist()) == (True, [0, 1, 2, 3]), "whole documents: all heads are here"
+
+
+def test_whole_documents_are_refused_of_a_model_with_windows(load):
+    config = load("distributed.sequence_parallel=2", "distributed.share=documents")
+    windows = LlamaConfig(sliding_window=8, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
+    with pytest.raises(UserError, match="distributed.share documents: llama has sliding windows"):
+        check_heads(config, windows)
+    check_heads(config, LlamaConfig(num_hidden_layers=2))
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -279,5 +334,5 @@ def test_zero_on_one_process_needs_no_torchrun(tree, write_config, tmp_path):
 
 def test_the_whole_config_round_trips(load):
     config: Config = load("distributed.zero_stage=3", "distributed.offload=all", "distributed.sequence_parallel=2")
-    spread = {"sequence_parallel": 2, "zero_stage": 3, "offload": "all"}
+    spread = {"sequence_parallel": 2, "share": "heads", "zero_stage": 3, "offload": "all"}
     assert config.distributed.model_dump() == spread

@@ -5,14 +5,14 @@ Legend: B batch · T tokens of a row · t tokens of this rank's part.
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchtrain.attention import AttentionPlan, make_plan
-from torchtrain.distributed.shard import pad, part_of
+from torchtrain.distributed.shard import documents_of, pad, part_of
 from torchtrain.distributed.world import World
 from torchtrain.marks import PADDING
 from torchtrain.training.labels import Labels
@@ -22,11 +22,12 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """This rank's part of a micro-batch [B, t] and the plan of its whole rows [B, T]. Made by `make_micro_batch`."""
+    """This rank's part of a micro-batch [B, t] and the plan that its attention follows. Made by `make_micro_batch`."""
 
-    part: Mapping[str, Any]  # the five arrays, `document_ids` of whole rows; and `labels`
-    plan: AttentionPlan
+    part: Mapping[str, Any]  # the five arrays, and `labels`; `document_ids` are the plan's
+    plan: AttentionPlan  # of whole rows [B, T]; or, where ranks have whole documents, of the part
     tokens: int  # of whole rows, padding apart
+    rows: AttentionPlan  # of whole rows [B, T]; stays on the host
 
     @property
     def labels(self) -> Labels:
@@ -35,12 +36,13 @@ class MicroBatch:
 
     def pin_memory(self) -> "MicroBatch":
         """Return it in page-locked memory, from which a GPU copies while the host goes on."""
-        return MicroBatch({name: x.pin_memory() for name, x in self.part.items()}, self.plan.pin_memory(), self.tokens)
+        part = {name: x.pin_memory() for name, x in self.part.items()}
+        return replace(self, part=part, plan=self.plan.pin_memory())
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return it on `device`. From page-locked memory, the host does not wait for the copies."""
         part = {name: x.to(device, non_blocking=True) for name, x in self.part.items()}
-        return MicroBatch(part, self.plan.to(device), self.tokens)
+        return replace(self, part=part, plan=self.plan.to(device))
 
 
 def make_micro_batch(
@@ -57,9 +59,14 @@ def make_micro_batch(
         UserError: `document_ids` that break the rule; see `make_plan`.
     """
     batch = pad(batch, world.sequence_parallel)
-    part = part_of(batch, world)
+    rows = plan = make_plan(batch["document_ids"])
     tokens = int((batch["document_ids"] != PADDING).sum())
-    made = MicroBatch(part | {"labels": labels_of(part)}, make_plan(batch["document_ids"]), tokens)
+    part = documents_of(batch, world) if world.whole_documents else None
+    if part is None:
+        part = part_of(batch, world)
+    else:
+        plan = make_plan(part["document_ids"])
+    made = MicroBatch(part | {"labels": labels_of(part)}, plan, tokens, rows)
     return made.pin_memory() if world.device.type == "cuda" else made
 
 

@@ -129,7 +129,7 @@ def accumulate(
             on_losses(each_Bt, batch.part)
     losses.sum_over(world, strategy.norm())
     windows = layer_windows(strategy.model.config)
-    (live_pairs,) = world.sum([sum(batch.plan.mean_live_pairs(windows) for batch in batches)])
+    (live_pairs,) = world.sum([sum(batch.rows.mean_live_pairs(windows) for batch in batches)])
     return losses, int(live_pairs) // world.sequence_parallel
 
 

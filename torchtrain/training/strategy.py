@@ -26,11 +26,13 @@ from torchtrain.distributed.world import ALONE, World
 from torchtrain.distributed.zero import (
     deepspeed_config,
     forget_left_out,
+    gather_whole,
     gradient_divisor,
     import_deepspeed,
     leave_out,
 )
 from torchtrain.modeling.chunks import parameters_outside
+from torchtrain.modeling.compilation import layers_of
 from torchtrain.modeling.parts import head_of, hidden_states, logit_cap
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
@@ -198,7 +200,11 @@ class Zero(Strategy):
         mpu = split_attention(model, attention, config.train.micro_batch, world)
         self.cut = config.distributed.zero_stage == 3
         with_loss = _WithLoss(model)
-        with redirect_stdout(StringIO()):  # its optimizer for bfloat16 prints the memory at every turn, asked or not
+        compiled = layers_of(model) if self.cut and config.model.fused == "compile" else []
+        with (
+            redirect_stdout(StringIO()),
+            gather_whole(compiled),
+        ):  # its optimizer for bfloat16 prints the memory at every turn, asked or not
             self.deepspeed, *_ = deepspeed.initialize(
                 model=with_loss,
                 optimizer=adamw(parameters, config.train),

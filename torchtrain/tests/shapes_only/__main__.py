@@ -1,48 +1,60 @@
-"""The memory, host waits and copies of one step of a config at full size, on the first of many ranks:
+"""The memory of one rank's step of configs at full size, against `torchtrain plan`: a Markdown table.
 
-python -m torchtrain.tests.shapes_only configs/paper/llama2-7b-128k-anchor.yaml -n 8 train.sequences_per_step=2
+    python -m torchtrain.tests.shapes_only configs/paper/*-*.yaml -n 8
+    python -m torchtrain.tests.shapes_only configs/paper/llama2-7b-128k-anchor.yaml -n 8 --details
+
+Configs whose memory cannot differ share a line. `--details` prints what was held when most was held, every wait of the
+host for the device, and the copies to it. Options such as `train.steps=20` change every config.
 """
 
 import argparse
-import time
 from collections import Counter
+from pathlib import Path
 
-from torchtrain.config import load_config
-from torchtrain.planning import budget
-from torchtrain.tests.shapes_only.step import FEW, at_full_depth, measure, plan
+from torchtrain.config import Config, load_config
+from torchtrain.planning.budget import GIB
+from torchtrain.tests.shapes_only.step import FEW, Measured, at_full_depth, measure, with_two_micro_batches
+
+# Sections that decide nothing about memory.
+_NOT_COUNTED = {"run", "rope", "data", "held_out", "evaluation", "log"}
 
 
 def main() -> None:
-    """Measure, and print beside what `torchtrain plan` says."""
+    """Measure each group of configs and print its line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("configs", nargs="+", help="YAML files, and section.key=value")
     parser.add_argument("-n", "--processes", type=int, default=1)
-    depth = parser.add_mutually_exclusive_group()
-    depth.add_argument("--layers", type=int, help="of the model; default: all")
-    depth.add_argument(
-        "--extrapolate", action="store_true", help="take two depths, and tell those of all layers by them"
-    )
-    arguments = parser.parse_intermixed_args()
-    config = load_config(arguments.config, arguments.overrides)
-    gib = budget.GIB
-    started = time.perf_counter()
-    if arguments.extrapolate:
+    parser.add_argument("--details", action="store_true", help=f"what is held, of {FEW[0]} layers")
+    arguments = parser.parse_args()
+    overrides = [text for text in arguments.configs if "=" in text]
+    groups: dict[str, list[tuple[str, Config]]] = {}
+    for path in (text for text in arguments.configs if "=" not in text):
+        config = with_two_micro_batches(load_config(path, overrides), arguments.processes)
+        groups.setdefault(_key_of(config), []).append((Path(path).stem, config))
+    print("| config | planned, GiB | held, GiB | planned / held |\n| --- | ---: | ---: | ---: |")
+    for (name, config), *others in groups.values():
         held, planned = at_full_depth(config, arguments.processes)
-        print(f"all layers  planned {planned / gib:.2f} GiB, held {held / gib:.2f} GiB, {planned / held - 1:+.2%}")
-        print(f"below: {FEW[0]} layers")
-    layers = FEW[0] if arguments.extrapolate else arguments.layers
-    found = measure(config, arguments.processes, layers)
-    planned = plan(config, arguments.processes, layers)
-    print(f"planned   {planned / gib:.2f} GiB, {planned / found.peak - 1:+.2%}")
-    print(f"held      {found.peak / gib:.2f} GiB at most, {found.before / gib:.2f} GiB between steps")
-    print(f"launches  {found.launches:,}; two steps on shapes took {time.perf_counter() - started:.0f} s")
-    print("held when most was held, GiB:")
+        more = f" and {len(others)} more" if others else ""
+        print(f"| `{name}`{more} | {planned / GIB:.2f} | {held / GIB:.2f} | {planned / held:.3f} |", flush=True)
+        if arguments.details:
+            _print_details(measure(config, arguments.processes, FEW[0]))
+
+
+def _key_of(config: Config) -> str:
+    """Return the settings that a step's memory depends on: tags and interleaving change no shape."""
+    tree = config.model_dump(exclude=_NOT_COUNTED)
+    tree["pack"] = {"variant": config.pack.base_variant, "sequence_length": config.pack.sequence_length}
+    return str(tree)
+
+
+def _print_details(found: Measured) -> None:
+    print(f"\nheld      {found.peak / GIB:.2f} GiB at most, {found.before / GIB:.2f} GiB between steps")
+    print(f"launches  {found.launches:,}\nheld when most was held, GiB:")
     sizes: Counter[str] = Counter()
     for held in found.at_peak:
         sizes[f"{held.operation} {held.place}"] += held.size
     for what, size in sizes.most_common(20):
-        print(f"  {size / gib:8.2f}  {what}")
+        print(f"  {size / GIB:8.2f}  {what}")
     print("waits of the host:")
     for (what, place), count in found.waits.most_common():
         print(f"  {count:8,}  {what}, {place}")

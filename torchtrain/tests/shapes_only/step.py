@@ -35,6 +35,7 @@ from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.rotation import rotate_in_float32
 from torchtrain.planning.budget import count_memory, model_config
 from torchtrain.planning.memory import Shapes
+from torchtrain.planning.work import read_documents
 from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
 from torchtrain.tests.shapes_only.source import write_source
 from torchtrain.training.step import accumulate, make_micro_batches
@@ -43,13 +44,14 @@ from torchtrain.training.strategy import Strategy, Zero, make_strategy
 DOMAINS = ["text"]
 ENGINE = "flash"
 FEW = (4, 6)  # depths that stand for all: from a few layers on ZeRO 3 has gathered as many weights as it may
-DOCUMENT = 1060  # tokens, the mean of SlimPajama's
+MEAN = 1060  # tokens of a document of SlimPajama
 
 
 @contextmanager
 def rank_of(config: Config, processes: int, rank: int = 0) -> Iterator[World]:
     """Be one rank of many, whose collectives return at once and move nothing."""
-    world = World(rank, processes, config.distributed.sequence_parallel, DEVICE)
+    whole = config.distributed.share == "documents"
+    world = World(rank, processes, config.distributed.sequence_parallel, DEVICE, whole_documents=whole)
     with ExitStack() as stack:
         if processes > 1 or config.distributed.zero_stage:
             import_deepspeed()
@@ -186,14 +188,27 @@ def at_full_depth(config: Config, processes: int, few: tuple[int, int] = FEW) ->
     return held[0] + more * (held[1] - held[0]), planned[0] + more * (planned[1] - planned[0])
 
 
+def with_two_micro_batches(config: Config, processes: int) -> Config:
+    """Shorten a step to two micro-batches: a later one holds what the second does."""
+    two = 2 * config.train.micro_batch * (processes // config.distributed.sequence_parallel)
+    train = config.train.model_copy(update={"sequences_per_step": min(two, config.train.sequences_per_step)})
+    return config.model_copy(update={"train": train})
+
+
 def batches(config: Config, world: World) -> list[dict[str, Tensor]]:
-    """Return a step's micro-batches, on the host: full rows of documents of `DOCUMENT` tokens, packed as the config
-    says.
+    """Return a step's micro-batches, on the host.
+
+    Rows are full and packed as the config says. Their documents are as long as the config's data (`read_documents`):
+    lognormal lengths of that E[n^2] / E[n].
     """
     pack, train = config.pack, config.train
-    length = pack.sequence_length - 1
-    sizes = [DOCUMENT] * (length // DOCUMENT) + [length % DOCUMENT] * (length % DOCUMENT > 0)
-    spans = [SpanTokens(np.ones(size, dtype=np.int64), 0, ()) for size in sizes]
-    row = build_row(spans, pack, [1], 0, np.random.default_rng(0))
+    random, left, spans = np.random.default_rng(0), pack.sequence_length - 1, list[SpanTokens]()
+    weighted = max(read_documents(config, None).weighted or MEAN, MEAN)
+    spread = np.log(weighted / MEAN)  # the variance of the logarithms
+    while left:
+        size = min(left, max(1, round(random.lognormal(np.log(MEAN) - spread / 2, spread**0.5))))
+        spans.append(SpanTokens(np.ones(size, dtype=np.int64), 0, ()))
+        left -= size
+    row = build_row(spans, pack, [1], 0, random)
     turns = train.sequences_per_step // (train.micro_batch * world.data_parallel)
     return [collate([row] * train.micro_batch)] * turns

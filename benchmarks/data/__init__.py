@@ -1,1 +1,0 @@
-"""What data costs, beside those who do the same work: tokenising, packing, reading rows; and how ranks wait."""
