@@ -1,7 +1,6 @@
 """Measure every task at every length of every checkpoint by lm-eval's runner. Finished results are kept."""
 
 import datetime
-import functools
 import hashlib
 import importlib.util
 import json
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,25 +22,10 @@ from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import expand
 from torchtrain.config import PackConfig
 from torchtrain.data.dataset import anchor_ids
+from torchtrain.evaluation import results as kept
 from torchtrain.evaluation.intervals import format_perplexity, mean_interval
 from torchtrain.evaluation.perplexity import digest_of, long_documents, measure_perplexity
-from torchtrain.evaluation.results import (
-    Answer,
-    Measurement,
-    NotRun,
-    PerplexityResult,
-    Result,
-    Settings,
-    TaskResult,
-    Training,
-    finished_results,
-    make_out,
-    read_result,
-    refusal,
-    result_path,
-    save_result,
-    weights_digest,
-)
+from torchtrain.evaluation.results import Answer, Measurement, NotRun, PerplexityResult, Result, TaskResult
 from torchtrain.evaluation.suite import IN_2024, LONGBENCH_E_PARTS, Suite, benchmark_of, room_of
 from torchtrain.evaluation.tasks.index import Job, build_job, leaves, quiet_library
 from torchtrain.evaluation.tasks.materials import CannotRunError, Materials
@@ -66,7 +51,7 @@ class Checkpoint:
     name: str
     step: int | None
     source: str
-    training: Training | None = None
+    training: kept.Training | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,7 @@ class EvaluatedModel:
 
     checkpoint: Checkpoint
     tokenizer: "PreTrainedTokenizerFast"
-    settings: Settings
+    settings: kept.Settings
     load: Callable[[], "PreTrainedModel"]
     folder: str = ""
 
@@ -107,18 +92,16 @@ def evaluate(
         UserError: a checkpoint without tokenizer, a length it does not hold, materials or results that are damaged.
     """
     check_suite(suite, lengths)
-    make_out(out)
-    models, jobs = [], []
-    for checkpoint in checkpoints:  # all checks come before any weight
-        models.append(_open(checkpoint, suite, lengths, anchor, say))
-        jobs.append(plan(models[-1], suite, lengths, out, say))
+    kept.make_folder(out)
+    models = [_open(checkpoint, suite, lengths, anchor, say) for checkpoint in checkpoints]
+    jobs = [plan(model, suite, lengths, out, say) for model in models]  # all checks come before any weight
     if processes > 1:
         _measure_in_processes(models, jobs, suite, out, log, processes)
     else:
         for model, own in zip(models, jobs, strict=True):
             measure(model, own, suite, out, log=log, say=say)
-    paths = [result_path(out, of.checkpoint.name, *each) for of in models for each in _tasks_of(suite, lengths)]
-    return [read_result(path) for path in paths if path.is_file()]
+    paths = [kept.result_path(out, of.checkpoint.name, *each) for of in models for each in _tasks_of(suite, lengths)]
+    return [kept.read_result(path) for path in paths if path.is_file()]
 
 
 def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
@@ -143,7 +126,7 @@ def check_suite(suite: Suite, lengths: Sequence[int]) -> None:
 
 def _tasks_of(suite: Suite, lengths: Sequence[int]) -> list[tuple[str, int]]:
     """Return every task with every length it is measured at. Tasks of short prompts have the greatest alone."""
-    names = dict.fromkeys(leaf for name in suite.tasks for leaf in leaves(name))
+    names = dict.fromkeys(leaf for name in suite.tasks for leaf in leaves(name, suite.include_path))
     tasks = [
         (task, length)
         for length in lengths
@@ -161,30 +144,32 @@ def plan(
     Args:
         model, suite, lengths, say: as for `evaluate`.
         out: folder of the results; None: nothing is read or written there.
-        replace_old: measure again what is of other weights or settings, which is refused otherwise.
+        replace_old: measure again what is of other weights, settings or samples, which is refused otherwise.
 
     Raises:
         UserError: what cannot be measured, for another reason than a missing material or too little room.
     """
     name, jobs, materials = model.checkpoint.name, [], Materials(suite)
-    finished = {} if out is None else finished_results(out, name, model.settings, replace_old)
     for task, length in _tasks_of(suite, lengths):
-        done = finished.get((task, length))
+        line = f"{name} {task} {length:,}"
+        path = None if out is None else kept.result_path(out, name, task, length)
+        read = kept.read_result(path) if path is not None and path.is_file() else None
+        done = None if isinstance(read, NotRun) else read
         try:
             job = _job(task, length, materials, model)
         except CannotRunError as error:
-            say(f"{name} {task} {length:,}: not run: {error}")
+            say(f"{line}: not run: {error}")
             if out is not None and done is None:
-                save_result(out, NotRun(task=task, length=length, checkpoint=name, not_run=str(error)))
+                kept.save_result(out, NotRun(task=task, length=length, checkpoint=name, not_run=str(error)))
             continue
-        if out is not None and done is not None and done.identity != job.identity:
-            if not replace_old:
-                raise UserError(refusal(result_path(out, name, task, length), "samples"))
-            done = None
-        if done is None:
+        what = "" if done is None else kept.different_setting(done, model.settings)
+        what = "samples" if done is not None and done.identity != job.identity else what
+        if what and not replace_old:
+            raise UserError(f"--out: {quoted(path)} was measured with other {what}; choose another --out, or remove it")
+        if done is None or what:
             jobs.append(job)
         else:
-            say(f"{name} {task} {length:,}: finished before, {_format_result(done)}")
+            say(f"{line}: finished before, {_format_result(done)}")
     return jobs
 
 
@@ -215,8 +200,9 @@ def measure(
     if not jobs:
         return
     loaded = model.load() if suite.backend == "torch" else None
-    lm = _vllm(model, suite, max(job.length for job in jobs)) if loaded is None else None
-    if loaded is not None:
+    if loaded is None:
+        lm = _vllm(model, suite, max(job.length for job in jobs))
+    else:
         from torchtrain.evaluation.model import SharedPrefixLM
 
         with quiet_library():
@@ -248,7 +234,7 @@ def measure(
                 loaded, model.tokenizer, suite.perplexity, model.checkpoint.training, facts, pulse
             )
         result = result.model_copy(update={"seconds": round(time.perf_counter() - started, 3)})
-        save_result(out, result)
+        kept.save_result(out, result)
         say(f"{model.checkpoint.name} {job.task} {job.length:,}: {_format_result(result)}, {result.seconds:.1f} s")
 
 
@@ -256,6 +242,7 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, facts: dict[str
     """Run one task by lm-eval."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
+    from lm_eval.tasks import TaskManager
 
     own = suite.backend == "torch"
     if own:
@@ -276,7 +263,7 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, facts: dict[str
             torch_random_seed=suite.seed,
             bootstrap_iters=0,
             evaluation_tracker=tracker,
-            task_manager=_no_manager(),
+            task_manager=TaskManager(include_defaults=False),  # lm-eval makes one of all its tasks otherwise
         )
         lm.cache_hook.dbdict.close()  # lm-eval leaves a thread open
         if tracker is not None:
@@ -284,12 +271,12 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, facts: dict[str
             tracker.save_results_aggregated(results={**found, "samples": {}}, samples=found["samples"])
             tracker.save_results_samples(task_name=job.task, samples=found["samples"][job.task])
     samples = found["samples"][job.task]
-    filters = list(dict.fromkeys(sample["filter"] for sample in samples))
-    samples = sorted((of for of in samples if of["filter"] == filters[0]), key=lambda of: of["doc_id"])
+    chosen = samples[0]["filter"]
+    samples = sorted((of for of in samples if of["filter"] == chosen), key=lambda of: of["doc_id"])
     values = {
         name.partition(",")[0]: float(value)
         for name, value in found["results"][job.task].items()
-        if isinstance(value, int | float) and name.endswith(f",{filters[0]}") and "_stderr" not in name
+        if isinstance(value, int | float) and name.endswith(f",{chosen}") and "_stderr" not in name
     }
     of_samples = [name for name in values if all(isinstance(of.get(name), int | float) for of in samples)]
     metric = next((name for name in _METRICS if name in of_samples), next(iter(of_samples or values)))
@@ -305,14 +292,6 @@ def _run(lm: Any, model: EvaluatedModel, job: Job, suite: Suite, facts: dict[str
         training=model.checkpoint.training,
         answers=[_answer(of, metric, job.task) for of in samples] if metric in of_samples else [],
     )
-
-
-@functools.cache
-def _no_manager() -> Any:
-    """Return a task manager without tasks: lm-eval's runner makes one of all its tasks otherwise."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_defaults=False)
 
 
 def _answer(sample: dict[str, Any], metric: str, task: str) -> Answer:
@@ -338,16 +317,9 @@ def _answers_cache(model: EvaluatedModel, job: Job, suite: Suite) -> Path:
 def _vllm(model: EvaluatedModel, suite: Suite, length: int) -> Any:
     from lm_eval.api.registry import get_model
 
-    arguments = {
-        "pretrained": model.folder,
-        "dtype": model.settings.dtype,
-        "max_model_len": length,
-        "seed": suite.seed,
-        "enable_prefix_caching": True,
-        **suite.vllm,
-    }
+    given = {"pretrained": model.folder, "dtype": model.settings.dtype, "max_model_len": length, "seed": suite.seed}
     try:
-        return get_model("vllm")(**arguments)
+        return get_model("vllm")(**given, **{"enable_prefix_caching": True, **suite.vllm})
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"backend vllm: {quoted_reason(error)}; mend vllm in the suite") from None
 
@@ -367,16 +339,12 @@ def _open(checkpoint: Checkpoint, suite: Suite, lengths: Sequence[int], anchor: 
         raise UserError("--anchor: with backend vllm the tokenizer itself must put it there; set backend: torch")
     dtype = suite.dtype or ("float32" if config.dtype is None else str(config.dtype).removeprefix("torch."))
     engine = {"backend": "vllm", **suite.vllm} if suite.backend == "vllm" else {}
-    settings = Settings(weights=weights_digest(Path(folder)), anchor=ids, dtype=dtype, engine=engine)
+    settings = kept.Settings(weights=kept.weights_digest(Path(folder)), anchor=ids, dtype=dtype, engine=engine)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if suite.backend == "torch" and (products := describe_products(getattr(torch, dtype), device)):
         say(f"products  {products}")
-    return EvaluatedModel(checkpoint, tokenizer, settings, functools.partial(_load, folder, suite, dtype), folder)
-
-
-def _load(folder: str, suite: Suite, dtype: str) -> "PreTrainedModel":
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load_for_evaluation(folder, dtype=getattr(torch, dtype), device=device, device_map=suite.device_map)
+    load = partial(load_for_evaluation, folder, dtype=getattr(torch, dtype), device=device, device_map=suite.device_map)
+    return EvaluatedModel(checkpoint, tokenizer, settings, load, folder)
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", source: str, suite: Suite) -> None:
@@ -408,15 +376,12 @@ def _measure_in_processes(
     log: Path | None,
     processes: int,
 ) -> None:
-    """Share jobs among processes: each takes the next one when it is free, the longest of a model first."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start_process, (context.Value("i", 0), processes)) as pool:
+    """Deal jobs to processes, the longest first. (lm-eval would deal samples: other batches, which round otherwise.)"""
+    dealt = [[(job.task, job.length) for job in sorted(own, key=lambda job: -job.length)] for own in jobs]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        shares = [[own[i::processes] for own in dealt] for i in range(processes)]
         asked = [
-            pool.submit(
-                _measure_one, model.checkpoint, model.settings, model.folder, job.task, job.length, suite, out, log
-            )
-            for model, own in zip(models, jobs, strict=True)
-            for job in sorted(own, key=lambda job: -job.length)
+            pool.submit(_measure_share, i, processes, models, share, suite, out, log) for i, share in enumerate(shares)
         ]
         try:
             for of in asked:
@@ -426,42 +391,26 @@ def _measure_in_processes(
                 "--processes: one of them was killed, perhaps for want of memory; what was finished is kept: call it "
                 "again, with fewer"
             ) from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
-def _start_process(started: Any, processes: int) -> None:
-    """Give a process its own GPU, or its share of the cores."""
-    with started.get_lock():
-        number, started.value = started.value, started.value + 1
-    if torch.cuda.is_available():
-        torch.cuda.set_device(number % torch.cuda.device_count())
-    else:
-        torch.set_num_threads(max(1, environment.usable_cores() // processes))
-
-
-@functools.lru_cache(maxsize=1)  # of several models one is held at a time
-def _held(folder: str, dtype: str, suite: str) -> tuple[Any, "PreTrainedTokenizerFast", Materials]:
-    chosen = Suite.model_validate_json(suite)
-    loaded = _load(folder, chosen, dtype) if chosen.backend == "torch" else None
-    return loaded, open_tokenizer(folder), Materials(chosen)
-
-
-def _measure_one(
-    checkpoint: Checkpoint,
-    settings: Settings,
-    folder: str,
-    task: str,
-    length: int,
+def _measure_share(
+    number: int,
+    processes: int,
+    models: Sequence[EvaluatedModel],
+    share: Sequence[Sequence[tuple[str, int]]],
     suite: Suite,
     out: Path,
     log: Path | None,
 ) -> None:
-    loaded, tokenizer, materials = _held(folder, settings.dtype, suite.model_dump_json())
-    model = EvaluatedModel(checkpoint, tokenizer, settings, lambda: loaded, folder)
-    job = _job(task, length, materials, model)
-    measure(model, [job], suite, out, log=log, say=lambda line: print(line, file=sys.stderr, flush=True))
+    """Measure one process's share, on its own GPU, or with its part of the cores."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number % torch.cuda.device_count())
+    else:
+        torch.set_num_threads(max(1, environment.usable_cores() // processes))
+    materials = Materials(suite)
+    for model, own in zip(models, share, strict=True):
+        jobs = [_job(task, length, materials, model) for task, length in own]
+        measure(model, jobs, suite, out, log=log, say=partial(print, file=sys.stderr, flush=True))
 
 
 def _format_result(result: Measurement) -> str:

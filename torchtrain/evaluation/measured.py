@@ -26,7 +26,9 @@ from torchtrain.evaluation.suite import IN_2024, LONGBENCH, NOT_IN_ELEVEN, TASKS
 AFTERWARDS, ON_THE_WAY = "-evaluation", "-on-the-way"  # ends of the names of folders of results
 ELEVEN = tuple(task for task in TASKS if task not in NOT_IN_ELEVEN)
 Key = tuple[str, int]  # task, length
-ALIKE = ("samples", "dtype", "engine", "metric")  # what results must share to be compared
+# Where the paper has a number: its kind, for ruler_tasks the tokens of a prompt, and its column: a length, or a task.
+Column = tuple[str, int | None, int | str]
+_ALIKE = ("samples", "dtype", "engine", "metric")  # what results must share to be compared
 
 
 @dataclass
@@ -50,6 +52,11 @@ class Measured:
                 self.found.setdefault((result.task, result.length), []).append(result)
         return self
 
+    @property
+    def asked(self) -> list[Key]:
+        """Every task and length that ran or could not run, perplexity aside."""
+        return [*dict.fromkeys([*self.found, *self.not_run])]
+
     def by_key(self) -> dict[Key, Sequence[Measurement]]:
         """Return what was measured by task and length, perplexity included."""
         return {**self.found, **{("perplexity", length): of for length, of in self.perplexity.items()}}
@@ -71,11 +78,11 @@ class Measured:
 
     def lengths(self, benchmark: str = "ruler") -> list[int]:
         """Return the lengths that a benchmark was measured at, ascending."""
-        return sorted({length for task, length in [*self.found, *self.not_run] if benchmark_of(task) == benchmark})
+        return sorted({length for task, length in self.asked if benchmark_of(task) == benchmark})
 
     def tasks(self, benchmark: str = "ruler") -> list[str]:
         """Return the tasks of a benchmark that were asked for, in its own order."""
-        asked = {task for task, _ in [*self.found, *self.not_run] if benchmark_of(task) == benchmark}
+        asked = {task for task, _ in self.asked if benchmark_of(task) == benchmark}
         order = [*TASKS, *(f"longbench_{name}" for names in LONGBENCH.values() for name in names)]
         places = {task: place for place, task in enumerate(order)}
         return sorted(asked, key=lambda task: (places.get(IN_2024.get(task, task), len(places)), task))
@@ -89,13 +96,14 @@ class Measured:
 class Average:
     """What a column shows of a run: the mean over tasks, each with one weight.
 
-    `pooled`: the mean over all their samples. `part`: of one part of their samples alone.
+    `pooled`: the mean over all their samples. `part`: of one part of their samples alone. `published`: where the paper
+    has this number.
     """
 
-    name: str
     keys: list[Key]
     pooled: bool = False
     part: str = ""
+    published: Column | None = None
 
     def missing(self, run: Measured) -> list[str]:
         """Return the tasks that did not run."""
@@ -118,23 +126,23 @@ class Average:
         return float(np.std([self.mean(run.of_checkpoints([name])) for name in names], ddof=1))
 
 
-def ruler_averages(run: Measured) -> dict[str, list[tuple[int, Average]]]:
-    """Return RULER's averages by title, each with the lengths at which all its tasks ran."""
-    ran = [task for task in run.tasks() if all((task, length) in run.found for length in run.lengths())]
+def ruler_averages(run: Measured) -> dict[str, dict[int, Average]]:
+    """Return RULER's averages by title, then by the lengths at which all its tasks ran."""
     names = {IN_2024.get(task, task): task for task in run.tasks()}  # the run's own name of a task, by its name today
-    wanted = {"Average of the 13 tasks": [*TASKS], "Average of the paper's 11 tasks": [*ELEVEN]}
-    known = {title: [names[task] for task in tasks] for title, tasks in wanted.items() if names.keys() >= {*tasks}}
+    wanted = [
+        ("Average of the 13 tasks", "ruler_13", [*TASKS]),
+        ("Average of the paper's 11 tasks", "ruler_11", ELEVEN),
+    ]
+    known = [(*of, [names[task] for task in tasks]) for *of, tasks in wanted if names.keys() >= {*tasks}]
+    ran = [task for task in run.tasks() if all((task, length) in run.found for length in run.lengths())]
     if ran and len(ran) < len(TASKS):
-        known[f"Average of those that ran ({len(ran)} of 13)"] = ran
-    averages = {
-        title: [
-            (length, average)
-            for length in run.lengths()
-            if not (average := Average(title, [(task, length) for task in tasks])).missing(run)
-        ]
-        for title, tasks in known.items()
-    }
-    return {title: by_length for title, by_length in averages.items() if by_length}
+        known.append((f"Average of those that ran ({len(ran)} of 13)", "", ran))
+    averages = {}
+    for title, kind, tasks in known:
+        each = {n: Average([(task, n) for task in tasks], published=(kind, None, n)) for n in run.lengths()}
+        if whole := {length: average for length, average in each.items() if not average.missing(run)}:
+            averages[title] = whole
+    return averages
 
 
 def read_measured(said: str, last: int | None) -> Measured:
@@ -158,7 +166,7 @@ def read_measured(said: str, last: int | None) -> Measured:
         raise UserError(f"RUN {quoted(said)}: two have one name; rename a folder")
     whole = Measured(name, not_run=seeds[0].not_run, seeds=seeds)
     for seed in seeds:
-        check_alike(seeds[0], seed, (*ALIKE, "anchor"))
+        check_alike(seeds[0], seed, "anchor")
         whole.add(of.model_copy(update={"checkpoint": f"{seed.name}/{of.checkpoint}"}) for of in seed.results())
     return whole
 
@@ -172,79 +180,67 @@ def _read_run(said: str) -> Measured:
     for place in (folder, *(folder.with_name(folder.name + end) for end in (AFTERWARDS, ON_THE_WAY))):
         run = Measured(name).add(read_results(place))
         if run.by_key() or run.not_run:
-            _check_whole(run, place)
+            _check_run(run, place)
             return run
     raise UserError(f"{quoted(said)}: holds no results; first: torchtrain evaluate {said}")
 
 
-def _check_whole(run: Measured, place: Path) -> None:
-    """Check that every checkpoint has every task, and that its results are of one model, asked in one way.
+def _check_run(run: Measured, place: Path) -> None:
+    """Check that the results of each checkpoint are of one model, and that its checkpoints were measured alike.
 
     Raises:
-        UserError: one lacks a task, or was measured in another way; or a task is there in two versions.
+        UserError: they were not; or a task is there in two versions.
     """
-    for name in run.checkpoint_names:
-        first, *others = (result for result in run.results() if result.checkpoint == name)
-        for result in others:
-            if what := different_setting(result, first.settings):
-                raise UserError(
-                    f"{run.name}: {first.task} and {result.task} of {quoted(name)} were measured with other {what}; "
-                    "evaluate it in a new --out, or remove the results of one"
-                )
-    for (task, length), results in run.by_key().items():
-        for result in results[1:]:
-            _check_same(run.name, run.name, results[0], result, (*ALIKE, "anchor"))
+    for task, length in run.found:
         if (IN_2024.get(task, ""), length) in run.found:
             raise UserError(
                 f"{quoted(place)}: holds {task} and {IN_2024[task]} at {length:,} tokens, two versions of one task; "
                 "remove the results of one"
             )
-        if missing := [name for name in run.checkpoint_names if name not in {of.checkpoint for of in results}]:
-            mend = "evaluate it again: it continues where it stopped"
-            if place.name.endswith(ON_THE_WAY):  # the weights of that step may be gone
-                mend = f"remove {quoted(place / missing[0])}, or evaluate the run's models"
-            raise UserError(f"{run.name}: {quoted(missing[0])} has no result of {task} at {length:,}; {mend}")
+    checkpoints = [run.of_checkpoints([name]) for name in run.checkpoint_names]
+    for name, checkpoint in zip(run.checkpoint_names, checkpoints, strict=True):
+        checkpoint.name = str(place / name)
+        first, *others = checkpoint.results()
+        for result in others:
+            if what := different_setting(result, first.settings):
+                raise UserError(
+                    f"{quoted(checkpoint.name)}: {first.task} and {result.task} were measured with other {what}; "
+                    "evaluate it in a new --out, or remove the results of one"
+                )
+        check_alike(checkpoints[0], checkpoint, "anchor")
 
 
-def check_alike(a: Measured, b: Measured, settings: Sequence[str] = ALIKE) -> None:
-    """Refuse two runs that were not measured alike.
+def check_alike(a: Measured, b: Measured, *more: str) -> None:
+    """Refuse two runs, or two checkpoints of one, that were not measured alike.
 
     Args:
-        a, b: runs.
-        settings: what their results must share.
+        a, b: what is to be compared.
+        more: further settings that their results must share.
 
     Raises:
         UserError: they differ; the message says in what.
     """
+    who = f"{quoted(a.name)} and {quoted(b.name)} were not measured alike"
     ours, theirs = a.by_key(), b.by_key()
     if alone := sorted(ours.keys() ^ theirs.keys()):
         task, length = alone[0]
-        raise UserError(
-            f"{a.name} and {b.name} were not measured alike: {task} at {length:,} is in one alone; evaluate both"
-        )
+        raise UserError(f"{who}: {task} at {length:,} is in one alone; evaluate both, or remove the other's")
     if len(a.checkpoint_names) != len(b.checkpoint_names):
         raise UserError(
-            f"{a.name} has {len(a.checkpoint_names)} checkpoints, {b.name} {len(b.checkpoint_names)}, and means over "
-            "different numbers of them are no pair; give --last"
+            f"{who}: one has {len(a.checkpoint_names)} checkpoints, the other {len(b.checkpoint_names)}, and means "
+            "over different numbers of them are no pair; give --last"
         )
-    for key, results in ours.items():
-        _check_same(a.name, b.name, results[0], theirs[key][0], settings)
-
-
-def _check_same(name: str, other: str, first: Measurement, second: Measurement, names: Sequence[str]) -> None:
-    which = f"{first.task} at {first.length:,}"
-    if name == other:
-        which += f" of {quoted(first.checkpoint)} and of {quoted(second.checkpoint)}"
-    who = name if name == other else f"{name} and {other}"
-    for what in names:
-        was, now = (getattr(of, what, getattr(of.settings, what, None)) for of in (first, second))
-        if was != now:
-            raise UserError(
-                f"{who} were not measured alike: {which} has other {what} ({quoted(was, 20)} and {quoted(now, 20)}); "
-                "evaluate both with one suite and one tokenizer"
-            )
-    if first.parts != second.parts:
-        raise UserError(f"{who} were not measured alike: {which} has other samples, though it says the same")
+    for (task, length), (first, *_) in ours.items():
+        second = theirs[task, length][0]
+        for what in (*_ALIKE, *more):
+            was, now = (getattr(of, what, getattr(of.settings, what, None)) for of in (first, second))
+            if was != now:
+                raise UserError(
+                    f"{who}: {task} at {length:,} has other {what} ({quoted(was, 20)} and {quoted(now, 20)}); "
+                    "evaluate both with one suite and one tokenizer"
+                )
+        if first.parts != second.parts:
+            raise UserError(f"{who}: {task} at {length:,} has other samples, though it says the same")
 
 
 def format_length(length: int) -> str:

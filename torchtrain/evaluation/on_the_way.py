@@ -21,7 +21,6 @@ from anchorline.files import resolve
 from torchtrain.checkpoint import rng
 from torchtrain.config import Config
 from torchtrain.evaluation.evaluate import Checkpoint, EvaluatedModel, check_suite, check_tokenizer, measure, plan
-from torchtrain.evaluation.perplexity import check_logits
 from torchtrain.evaluation.results import Settings, Training
 from torchtrain.evaluation.suite import load_suite
 
@@ -60,11 +59,7 @@ class TrainingEvaluation:
         self.out, self._source = folder.with_name(f"{folder.name}-on-the-way"), str(folder)
 
     def check_new(self) -> None:
-        """Check that the folder of a new run's results is empty.
-
-        Raises:
-            UserError: it holds results of another run: `compare` would take them for this one's.
-        """
+        """Check that the folder of a new run's results is empty: `compare` would take another run's for its own."""
         if next(self.out.glob("*/*.json"), None) is not None:
             raise UserError(
                 f"evaluation: {quoted(self.out)} holds results of another run; move them away, or choose another "
@@ -72,7 +67,7 @@ class TrainingEvaluation:
             )
 
     def check_fits(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Make all samples, and look at the model, so that no fault of the suite is met after steps were taken.
+        """Make all samples, so that no fault of the suite is met after steps were taken.
 
         Raises:
             UserError: what cannot be measured, and not for want of a material or of room.
@@ -80,8 +75,6 @@ class TrainingEvaluation:
         with _keep_generators(), self._name_the_section():
             check_tokenizer(tokenizer, model.name_or_path or "the model", self._suite)
             plan(self._evaluated(model, tokenizer, 0), self._suite, self._lengths, None, lambda line: None)
-            if self._suite.perplexity is not None:
-                check_logits(share_weights(model))
 
     @contextmanager
     def _name_the_section(self) -> Iterator[None]:
@@ -115,17 +108,17 @@ class TrainingEvaluation:
             training: how the model is trained, for its results.
         """
         ending: list[BaseException] = []
+
+        def on_batch() -> None:
+            put_back()  # who ends the run saves them
+            try:
+                pulse()
+            except BaseException as error:
+                ending.append(error)
+                raise
+
         try:
             with _keep_generators() as put_back:
-
-                def on_batch() -> None:
-                    put_back()  # who ends the run saves them
-                    try:
-                        pulse()
-                    except BaseException as error:
-                        ending.append(error)
-                        raise
-
                 evaluated = self._evaluated(model, tokenizer, step, training, state_digest(model))
                 jobs = plan(evaluated, self._suite, self._lengths, self.out, say, replace_old=True)
                 measure(evaluated, jobs, self._suite, self.out, say=say, pulse=on_batch)

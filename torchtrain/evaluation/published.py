@@ -1,17 +1,17 @@
-"""The numbers of the paper (`configs/paper/results.yaml`), and which of them belong below a run of ours.
+"""The numbers of the paper (`configs/paper/results.yaml`), and which of them belong next to a run of ours.
 
-A row is shown only below a run of the same model, data, variant, split, trained length and steps. Nothing is computed
-from it: no mean, no difference, no interval.
+A number is shown only next to a run of the same model, data, variant, split, trained length and steps. Nothing is
+computed from it: no mean, no difference, no interval.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from anchorline import settings
 from torchtrain.config import Count, Name, PositiveShare, Real, Section
-from torchtrain.evaluation.measured import Measured
+from torchtrain.evaluation.measured import Column, Measured
 from torchtrain.evaluation.results import Training
 from torchtrain.evaluation.suite import IN_2024
 
@@ -25,8 +25,6 @@ UNSAID_OF_SPLITS = (
     "(pack.split: authors), cuts the row instead of the document, and never turns it on. What made these rows is "
     "unknown."
 )
-# What a number is of: its kind, for ruler_tasks the tokens of a prompt, and its column: a length, or a task's name.
-Column = tuple[str, int | None, int | str]
 
 
 class PublishedTraining(Section):
@@ -45,13 +43,10 @@ class PublishedTraining(Section):
 
     def matches(self, training: Training) -> bool:
         """Return whether a run of ours was trained in this way."""
-        return (
-            training.sequence_length == self.sequence_length
-            and (training.rope.get("rope_type"), training.rope.get("rope_theta")) == ("default", self.rope_theta)
-            and training.sequences_per_step == self.sequences_per_step
-            and training.steps == self.steps[1]
-            and self._matches_data(training.data)
-        )
+        ours = (training.sequence_length, training.sequences_per_step, training.steps)
+        rope = (training.rope.get("rope_type"), training.rope.get("rope_theta"))
+        alike = ours == (self.sequence_length, self.sequences_per_step, self.steps[1])
+        return alike and rope == ("default", self.rope_theta) and self._matches_data(training.data)
 
     def _matches_data(self, data: dict[str, Any]) -> bool:
         sources, mixture = data.get("sources"), data.get("mixture")
@@ -77,12 +72,6 @@ class PublishedTable(Section):
     columns: list[Name | Count] = Field(min_length=1)
     rows: dict[Name, list[Annotated[float, Field(ge=0, le=100)]]] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _rows_fit(self) -> Self:
-        if any(len(row) != len(self.columns) for row in self.rows.values()):
-            raise ValueError(f"table {self.table}: a row has more or fewer numbers than there are columns")
-        return self
-
 
 class Publication(Section):
     """The tables of a paper."""
@@ -93,63 +82,53 @@ class Publication(Section):
     trainings: dict[Name, PublishedTraining]
     tables: list[PublishedTable] = Field(min_length=1)
 
-    def scores_of(
-        self, training: Training | None, source: str, steps: set[int | None]
-    ) -> dict[Column, tuple[float, int]]:
-        """Return the published scores that belong to a run, each with the number of its table.
+    def row_of(
+        self, table: PublishedTable, training: Training | None, source: str, steps: set[int | None]
+    ) -> list[float]:
+        """Return the row of a table that belongs to a run; []: none does.
 
         Args:
+            table: of this paper.
             training: how the run was trained; None: not known, or a model as it was published.
             source: the run's model, a hub id or a folder.
             steps: of the checkpoints that were measured.
         """
-        return {
-            (table.scores, table.length, column): (score, table.table)
-            for table in self.tables
-            if (row := self._row_of(table, training, source, steps)) is not None
-            for column, score in zip(table.columns, row, strict=True)
-        }
-
-    def _row_of(
-        self, table: PublishedTable, training: Training | None, source: str, steps: set[int | None]
-    ) -> list[float] | None:
         if table.training is None:
             named = [name for name in table.rows if self.models[name] == source]
-            return table.rows[named[0]] if named and training is None and steps == {None} else None
+            return table.rows[named[0]] if named and training is None and steps == {None} else []
         published, model = self.trainings[table.training], self.models[table.model or ""]
         if training is None or model is None or training.model != model or not published.matches(training):
-            return None
+            return []
         first, last = published.steps
-        if not all(step is not None and first <= step <= last for step in steps):
-            return None
         variant = {*training.variant.split("+")}
-        if "interleave" in variant and training.split != "authors":
-            return None
-        return next((row for name, row in table.rows.items() if {*name.split("+")} == variant), None)
+        other_split = "interleave" in variant and training.split != "authors"
+        if other_split or not all(step is not None and first <= step <= last for step in steps):
+            return []
+        return next((row for name, row in table.rows.items() if {*name.split("+")} == variant), [])
 
 
 def load_published(path: Path = PLACE) -> Publication:
-    """Read published tables.
-
-    Raises:
-        UserError: as `anchorline.settings.load`.
-    """
+    """Read published tables. Raises UserError as `anchorline.settings.load`."""
     return settings.load(Publication, path, example="version=2")
 
 
 def published_scores(run: Measured, published: Publication) -> dict[Column, tuple[float, int]]:
-    """Return what is published of a run, as `Publication.scores_of`.
+    """Return the published scores that belong to a run, each with the number of its table.
 
-    Nothing is, unless all its checkpoints were trained alike, and nothing stood before the prompts. RULER's scores need
-    the tasks as they were in October 2024, and a haystack that is no demo text and is split as RULER's.
+    There are none, unless all its checkpoints were trained alike, and nothing stood before the prompts. RULER's scores
+    need the tasks as they were in October 2024, and a haystack that is no demo text and is split as RULER's.
     """
     results = [result for each in run.found.values() for result in each]
     trainings = {result.training.model_dump_json() if result.training else "" for result in results}
     if len(trainings) != 1 or any(of.settings.anchor or of.identity.get("chat_template") for of in results):
         return {}
-    scores = published.scores_of(results[0].training, results[0].source, {result.step for result in results})
     haystacks = {result.identity.get("materials", {}).get("haystack") for result in results} - {None}
     other_haystack = any(name.startswith("demo ") or not name.endswith("sentences english") for name in haystacks)
-    if other_haystack or {*IN_2024.values()} & {*run.tasks()}:
-        scores = {key: score for key, score in scores.items() if not key[0].startswith("ruler")}
-    return scores
+    no_ruler = other_haystack or bool({*IN_2024.values()} & {*run.tasks()})
+    known = results[0].training, results[0].source, {result.step for result in results}
+    return {
+        (table.scores, table.length, column): (score, table.table)
+        for table in published.tables
+        if not (no_ruler and table.scores.startswith("ruler")) and (row := published.row_of(table, *known))
+        for column, score in zip(table.columns, row, strict=True)
+    }

@@ -1,23 +1,17 @@
-"""Results on disk: a file for each checkpoint, task and length, with what its numbers depend on, or why it did not run.
-
-OUT/CHECKPOINT/TASK-LENGTH.json
-"""
+"""Results on disk, OUT/CHECKPOINT/TASK-LENGTH.json: numbers and what they depend on, or why a task did not run."""
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError, disk_fault, quoted
 from anchorline.files import entry_of, read_json, replace_file
 from anchorline.settings import explain
 
-_NAME = re.compile(r"(.+)-(\d+)\.json")
 _MOST_BYTES = 1 << 28
 
 
@@ -87,12 +81,6 @@ class TaskResult(_Result):
     training: Training | None = None  # None: a model as it was published
     answers: list[Answer]
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        if len(set(self.parts)) != len(self.answers):
-            raise ValueError("answers: one sample is there twice")
-        return self
-
     @property
     def parts(self) -> list[int]:
         """The numbers of the samples, ascending."""
@@ -122,14 +110,6 @@ class PerplexityResult(_Result):
     text: str
     buckets: list[Bucket]
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        if len({len(bucket.losses) for bucket in self.buckets}) != 1:
-            raise ValueError("buckets: they are of different documents")
-        if any(a.end != b.first for a, b in pairwise(self.buckets)):
-            raise ValueError("buckets: one does not begin where the one before ends")
-        return self
-
     @property
     def parts(self) -> list[tuple[int, int, int]]:
         """The first position, the end and the number of documents of each bucket."""
@@ -151,16 +131,9 @@ Result = TaskResult | PerplexityResult | NotRun
 
 
 def weights_digest(folder: Path) -> str:
-    """Return one SHA-256 of a model's config, tokenizer and weights.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Return one SHA-256 of a model's config, tokenizer and weights."""
     names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
-    try:
-        entries = {name: entry_of(folder / name).sha256 for name in names if name != "origin.json"}
-    except OSError as error:
-        raise UserError(f"{quoted(folder)}: {disk_fault(error)}") from None
+    entries = {name: entry_of(folder / name).sha256 for name in names if name != "origin.json"}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
@@ -169,14 +142,10 @@ def result_path(out: Path, checkpoint: str, task: str, length: int) -> Path:
     return out / checkpoint / f"{task}-{length}.json"
 
 
-def make_out(out: Path) -> None:
-    """Make the folder of results, before anything is measured.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+def make_folder(folder: Path) -> None:
+    """Make a folder of results. Raises UserError where it cannot be made."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
 
@@ -188,8 +157,8 @@ def save_result(out: Path, result: Result) -> None:
         UserError: it cannot be written.
     """
     path = result_path(out, result.checkpoint, result.task, result.length)
+    make_folder(path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (result.model_dump_json(indent=1) + "\n").encode())
     except OSError as error:
         raise UserError(f"--out: {disk_fault(error)}; choose a folder that can be written") from None
@@ -218,48 +187,8 @@ def read_result(path: Path) -> Result:
 
 
 def read_results(out: Path) -> Iterator[Result]:
-    """Yield the results below a folder, by checkpoint, task and length.
-
-    Raises:
-        UserError: one is damaged, or in the wrong place.
-    """
-    yield from (read_result(path) for path in sorted(out.glob("*/*.json")) if _NAME.fullmatch(path.name))
-
-
-def finished_results(
-    out: Path, checkpoint: str, settings: Settings, replace_old: bool = False
-) -> dict[tuple[str, int], Measurement]:
-    """Return what was measured of a checkpoint, by task and length.
-
-    Args:
-        out: folder of the results.
-        checkpoint: its name.
-        settings: of the model that is measured now.
-        replace_old: leave out what is damaged or of another model, which is refused otherwise.
-
-    Raises:
-        UserError: a result is damaged, or is of other weights, dtype, anchor or engine: an average would be of both.
-    """
-    finished = {}
-    for path in sorted((out / checkpoint).glob("*.json")):
-        if not _NAME.fullmatch(path.name):
-            continue
-        try:
-            result = read_result(path)
-            if isinstance(result, NotRun):
-                continue
-            if what := different_setting(result, settings):
-                raise UserError(refusal(path, what))
-            finished[result.task, result.length] = result
-        except UserError:
-            if not replace_old:
-                raise
-    return finished
-
-
-def refusal(path: Path, what: str) -> str:
-    """Return why a result that a file holds is not taken for the one that is asked for."""
-    return f"--out: {quoted(path)} was measured with other {what}; choose another --out, or remove it"
+    """Yield the results below a folder, by checkpoint, task and length. Raises UserError as `read_result`."""
+    yield from (read_result(path) for path in sorted(out.glob("*/*-[0-9]*.json")))
 
 
 def different_setting(result: Measurement, settings: Settings) -> str:

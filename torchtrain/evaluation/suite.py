@@ -1,5 +1,6 @@
 """A suite: which tasks are measured, on how many samples, made of what. YAML in, a strict schema out."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -10,8 +11,6 @@ from anchorline import settings
 from anchorline.errors import UserError, quoted
 from anchorline.files import expand
 from torchtrain.config import MOST_TOKENS, Count, Name, PathText, Section, Source
-
-EXAMPLE = "samples=20"  # of an override, for messages
 
 # RULER's tasks as they are now, in RULER's order, and the tokens a model may generate for each.
 TASKS: dict[str, int] = {
@@ -46,8 +45,6 @@ LONGBENCH: dict[str, tuple[str, ...]] = {
 LONGBENCH_E_PARTS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
 HELLASWAG = "hellaswag"
 _LEAST_LENGTH = 64
-# The suite and the model decide these arguments of lm-eval's class for vLLM.
-_NOT_VLLMS = frozenset({"pretrained", "tokenizer", "revision", "dtype", "seed", "max_model_len", "max_length"})
 
 
 def room_of(task: str) -> int:
@@ -70,6 +67,11 @@ def benchmark_of(task: str) -> str:
     if is_ruler(task):
         return "ruler"
     return next((name for name in ("longbench", "mmlu") if task.startswith(f"{name}_")), task)
+
+
+def is_longbench_e(task: str) -> bool:
+    """Return whether a task is LongBench-E's."""
+    return task.startswith("longbench_") and task.endswith("_e")
 
 
 class Haystack(Source):
@@ -115,6 +117,7 @@ class Suite(Section):
         description="local data of lm-eval's tasks, by the start of their names: {mmlu: FOLDER}. The folder holds the "
         "published files of longbench, mmlu or hellaswag, or a data set as the hub has it",
     )
+    include_path: PathText | None = Field(default=None, description="folder of further task files, as lm-eval takes it")
     perplexity: PerplexityConfig | None = None
     batch_tokens: Annotated[int, Field(ge=1, lt=2**31)] = Field(
         default=16_384, description="tokens of prompts and answers whose keys and values are held at a time"
@@ -134,14 +137,8 @@ class Suite(Section):
     def _fits(self) -> Self:
         if self.vllm and self.backend != "vllm":
             raise ValueError("vllm belongs to backend vllm; remove it, or set backend: vllm")
-        if taken := sorted(_NOT_VLLMS & set(self.vllm)):
-            raise ValueError(
-                f"vllm: {', '.join(taken)} cannot be set there: the suite and the model decide it; remove it"
-            )
         if self.device_map is not None and self.backend != "torch":
             raise ValueError("device_map belongs to backend torch; remove it (vllm: {tensor_parallel_size: 8} spreads)")
-        if len(set(self.tasks)) != len(self.tasks):
-            raise ValueError("tasks: one is named twice; remove it")
         return self
 
 
@@ -151,7 +148,7 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
     Raises:
         UserError: as `anchorline.settings.load`; or a folder of data is named that does not exist.
     """
-    suite = settings.load(Suite, path, overrides, example=EXAMPLE)
+    suite = settings.load(Suite, path, overrides, example="samples=20")
     for name, folder in suite.data.items():
         if not expand(folder).is_dir():
             raise UserError(f"data.{name} {quoted(folder)}: there is no such folder; correct it or leave it out")
@@ -159,17 +156,11 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Return the lengths of `--lengths`, ascending.
-
-    Raises:
-        UserError: one is not a whole number, too small, or given twice.
-    """
+    """Return the lengths of `--lengths`, ascending. Raises UserError where one is not a whole number, or too small."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and len(part) < 9 for part in parts):
+    if not all(re.fullmatch(r"[0-9]{1,8}", part) for part in parts):
         raise UserError(f"--lengths {quoted(text)}: write whole numbers with commas, such as 4096,8192")
-    lengths = sorted(map(int, parts))
-    if len(set(lengths)) != len(lengths):
-        raise UserError(f"--lengths {quoted(text)}: one is given twice; remove it")
+    lengths = sorted({*map(int, parts)})
     if not _LEAST_LENGTH <= lengths[0] <= lengths[-1] <= MOST_TOKENS:
         raise UserError(f"--lengths {quoted(text)}: give lengths from {_LEAST_LENGTH} to {MOST_TOKENS:,}")
     return lengths

@@ -210,7 +210,7 @@ def test_a_fault_on_the_way_is_one_line_and_the_next_evaluation_tries_again(
         raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "save_result", fail)
+        patch.setattr(results, "save_result", fail)
         evaluation.measure(model, tokenizer, 2, lines.append, lambda: None)
     assert lines[-1].startswith("warning   evaluation after step 2 failed: ")
     assert said in lines[-1]

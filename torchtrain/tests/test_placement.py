@@ -11,7 +11,7 @@ import torch
 from anchorline.errors import UserError
 from torchtrain.evaluation.evaluate import check_suite
 from torchtrain.evaluation.model import SharedPrefixLM
-from torchtrain.evaluation.perplexity import check_logits, document_losses
+from torchtrain.evaluation.perplexity import document_losses
 from torchtrain.evaluation.suite import Suite
 from torchtrain.modeling.load import load_for_evaluation
 from torchtrain.modeling.placement import check_can_spread, format_devices, input_device
@@ -38,7 +38,6 @@ def _prompts() -> list[list[int]]:
 def measure(model) -> tuple:
     """Answers in batches and one by one, likelihoods, losses."""
     prompts = _prompts()
-    check_logits(model)
     lm, single = (SharedPrefixLM(model, tiny_tokenizer(), tokens, 256) for tokens in (100_000, 1))
     return (
         [said for _, said in lm.answers(prompts, 8)],

@@ -53,14 +53,15 @@ def _save(folder, results) -> Path:
 
 
 def _shown(tables) -> dict[str, dict[str, list[str]]]:
-    """The rows of each table with published numbers. Nothing in it is bold."""
-    found = [table for table in tables if table.title.endswith("beside what is published")]
-    assert not any(cell.bold for table in found for _, cells in table.rows for cell in cells)
-    return {
-        table.title.partition(",")[0]: {"": table.head[1:]}
-        | {name: [cell.text for cell in cells] for name, cells in table.rows}
-        for table in found
-    }
+    """The columns of published numbers by the rows that have one. Nothing in them is bold."""
+    shown = {}
+    for table in tables:
+        for place, name in enumerate(table.head[1:]):
+            if name.endswith(", published"):
+                column = {row: cells[place] for row, cells in table.rows if cells[place]}
+                shown.setdefault(table.title, {})[name] = column
+                assert not any(cell.startswith("**") for cell in column.values())
+    return shown
 
 
 def _as_in_2024(tasks) -> list[str]:
@@ -82,14 +83,13 @@ def test_a_run_trained_as_the_papers_has_the_papers_row_below_it(tmp_path, publi
     tables, _, measured = compare(runs, published=published)
     assert _shown(tables) == {
         "Average of the paper's 11 tasks": {
-            "": ["4K", "8K"],
-            "anchor": ["100.0 [80.2, 100.0]"] * 2,  # Wilson of two: 65.8 below, over the root of 11
-            "anchor, published (table 5)": ["90.69", "85.48"],
+            "anchor, published": {"4K": "90.69 (table 5)", "8K": "85.48 (table 5)"},
         }
     }
+    assert dict(tables[0].rows)["4K"][0] == "100.0 [80.2, 100.0]"  # Wilson of two: 65.8 below, over the root of 11
     # Nothing else knows of it: no mean, difference, interval or figure.
     plain, _, without = compare(runs)
-    assert [table for table in tables if not table.title.endswith("beside what is published")] == plain
+    assert [cells for _, cells in plain[0].rows] == [cells[:-1] for _, cells in tables[0].rows]
     assert measured == without
 
 
@@ -126,9 +126,8 @@ def test_a_near_miss_shows_nothing(tmp_path, published, training, changes):
 def test_an_interleaved_run_needs_the_authors_split_and_a_note_says_what_is_known(tmp_path, published):
     training = _training(variant="anchor+interleave", split="authors")
     tables = compare([_save(tmp_path / "a", _results(_as_in_2024(ELEVEN), training))], published=published)[0]
-    assert _shown(tables)["Average of the paper's 11 tasks"]["a, published (table 5)"] == ["89.31"]
-    (table,) = [table for table in tables if table.title.endswith("beside what is published")]
-    assert any("What made these rows is unknown" in note for note in table.notes)
+    assert _shown(tables)["Average of the paper's 11 tasks"]["a, published"] == {"4K": "89.31 (table 5)"}
+    assert any("What made these rows is unknown" in note for note in tables[0].notes)
 
 
 def test_numbers_of_eleven_tasks_are_not_those_of_thirteen_or_of_tasks_as_they_are_now(tmp_path, published):
@@ -155,9 +154,7 @@ def test_hellaswag_is_shown_and_mmlu_and_longbench_are_not(tmp_path, published):
     """lm-eval's MMLU and LongBench have other prompts than those that were published."""
     tasks = ["longbench_trec", *(f"mmlu_{i}" for i in range(57)), "hellaswag"]
     found = _shown(compare([_save(tmp_path / "a", _results(tasks, _training(), LONG))], published=published)[0])
-    assert found.keys() == {"Short benchmarks"}
-    assert found["Short benchmarks"][""] == ["HellaSwag"]
-    assert found["Short benchmarks"]["a, published (table 7)"] == ["70.78"]
+    assert found == {"Tasks at 65,536 tokens": {"a, published": {"hellaswag": "70.78 (table 7)"}}}
 
 
 def test_a_model_as_it_was_published_is_known_by_its_hub_id(tmp_path, published):
@@ -166,7 +163,10 @@ def test_a_model_as_it_was_published_is_known_by_its_hub_id(tmp_path, published)
         return _shown(compare([_save(tmp_path / name, results)], published=published)[0])
 
     found = shown("a", 4000, source=LLAMA)
-    assert found["Tasks at 4"]["a, published (table 10)"] == ["59", "24.46"]
-    assert found["Short benchmarks"]["a, published (table 7)"] == ["71.39"]
-    assert shown("b", 4096, source=LLAMA)["Tasks at 4"]["b, published (table 11)"] == ["76.8"]
+    assert found == {
+        "Tasks at 4,000 tokens": {
+            "a, published": {"vt_2024_10": "59 (table 10)", "cwe": "24.46 (table 10)", "hellaswag": "71.39 (table 7)"}
+        }
+    }
+    assert shown("b", 4096, source=LLAMA)["Tasks at 4,096 tokens"]["b, published"]["cwe"] == "76.8 (table 11)"
     assert shown("c", 4000, source="models/Llama-2-7b-hf") == shown("d", 4000, training=_training()) == {}

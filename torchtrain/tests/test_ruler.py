@@ -308,7 +308,7 @@ def test_evaluate_goes_on_where_it_stopped_and_tells_what_did_not_run(call, mode
     assert not (out / "model" / "cwe-1024.json").exists()
     assert call(model, "--out", tmp_path / "few", "--samples", "2", "perplexity=null").exit_code == 0
     (out / "model" / "perplexity-1024.json").unlink()
-    with pytest.raises(UserError, match=r"out and few were not measured alike: .* has other samples"):
+    with pytest.raises(UserError, match=r"'out' and 'few' were not measured alike: .* has other samples"):
         compare([out, tmp_path / "few"])
 
 

@@ -37,8 +37,7 @@ class Job:
 @contextmanager
 def quiet_library() -> Iterator[None]:
     """Let lm-eval and datasets report nothing but errors."""
-    logs = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
-    levels = [log.level for log in logs]
+    logs = {log: log.level for log in map(logging.getLogger, ("lm_eval", "datasets"))}
     for log in logs:
         log.setLevel(logging.ERROR)
     try:
@@ -46,29 +45,28 @@ def quiet_library() -> Iterator[None]:
             warnings.simplefilter("ignore")  # of packages that lm-eval scores with
             yield
     finally:
-        for log, level in zip(logs, levels, strict=True):
+        for log, level in logs.items():
             log.setLevel(level)
 
 
 @functools.cache
-def _manager(part: str) -> Any:
+def _manager(part: str, include: str | None) -> Any:
     """Return lm-eval's task manager with our tasks: for one folder of lm-eval's, or for all of them (8 seconds)."""
     from lm_eval.tasks import TaskManager
 
+    folder = Path(str(importlib.import_module("lm_eval.tasks").__file__)).parent / part
+    paths: list[str | Path] = [folder] if part and folder.is_dir() else []
+    paths += [FOLDER, *([] if include is None else [expand(include)])]
     with quiet_library():
-        if part == "all":
-            return TaskManager(include_path=str(FOLDER))
-        folder = Path(str(importlib.import_module("lm_eval.tasks").__file__)).parent / part
-        paths = [str(folder)] if part and folder.is_dir() else []
-        return TaskManager(include_path=[*paths, str(FOLDER)], include_defaults=False)
+        return TaskManager(include_path=paths, include_defaults=part == "all")
 
 
-def _manager_of(name: str) -> Any:
+def _manager_of(name: str, include: str | None) -> Any:
     for part in ("", name.partition("_")[0], "all"):
-        index = (manager := _manager(part)).task_index
+        index = (manager := _manager(part, include)).task_index
         if name in index and all(leaf in index for leaf in _members(manager, name)):
             return manager
-    near = difflib.get_close_matches(name[:100], _manager("all").all_tasks, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name[:100], _manager("all", include).all_tasks, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(TASKS)}, and lm-eval's tasks (lm_eval ls tasks)"
     raise UserError(f"tasks: {quoted(name)} is not known; {hint}")
 
@@ -84,13 +82,13 @@ def _members(manager: Any, name: str) -> list[str]:
 
 
 @functools.cache
-def leaves(name: str) -> tuple[str, ...]:
-    """Return the tasks of a group or tag of lm-eval's; of a task itself.
+def leaves(name: str, include: str | None = None) -> tuple[str, ...]:
+    """Return the tasks of a group or tag; of a task itself. `include` is a folder of task files.
 
     Raises:
         UserError: there is no such task.
     """
-    return (name,) if is_ruler(name) else tuple(_members(_manager_of(name), name))
+    return (name,) if is_ruler(name) else tuple(_members(_manager_of(name, include), name))
 
 
 def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrainedTokenizerFast", folder: str) -> Job:
@@ -108,13 +106,12 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
         UserError: its data are damaged.
     """
     suite = materials.suite
-    overrides: dict[str, Any] = {"task": task}
     if is_ruler(task):
         samples, identity = open_samples(task, length, tokenizer, materials)
-        overrides |= {"custom_dataset": lambda **_: as_dataset(samples)}
-        return Job(task, length, identity, _build(overrides))
-    setting = key_of(task, suite.data)
-    few = key_of(task, suite.fewshot)
+        return Job(
+            task, length, identity, _build({"task": task, "custom_dataset": lambda **_: as_dataset(samples)}, None)
+        )
+    setting, few = key_of(task, suite.data), key_of(task, suite.fewshot)
     identity = {
         "task": task,
         "length": length,
@@ -124,27 +121,19 @@ def build_job(task: str, length: int, materials: Materials, tokenizer: "PreTrain
         "data": None if setting is None else suite.data[setting],
         "lm_eval": environment.version("lm_eval"),
     }
-    entry = _manager_of(task).task_index[task]
-    overrides["metadata"] = {**(entry.cfg or {}).get("metadata", {}), "pretrained": folder}
+    entry = _manager_of(task, suite.include_path).task_index[task]
+    overrides = {"task": task, "metadata": {**(entry.cfg or {}).get("metadata", {}), "pretrained": folder}}
     if setting is not None:
-        place = expand(suite.data[setting])
-        overrides["dataset_path"] = str(place)
-        if (load := local_data(task, setting, place, entry.yaml_path.stem)) is not None:
-            overrides |= {"custom_dataset": load, "dataset_path": "", "dataset_name": None, "metadata": {}}
-            overrides |= {"training_split": None} if setting == "hellaswag" else {}
-    return Job(task, length, identity, _build(overrides))
+        overrides |= local_data(task, setting, expand(suite.data[setting]), entry.yaml_path.stem)
+    return Job(task, length, identity, _build(overrides, suite.include_path))
 
 
-def _build(overrides: dict[str, Any]) -> Any:
-    """Return lm-eval's task with parts of its configuration replaced.
-
-    Raises:
-        CannotRunError: its data cannot be had.
-    """
+def _build(overrides: dict[str, Any], include: str | None) -> Any:
+    """Return lm-eval's task with parts of its configuration replaced."""
     task = overrides["task"]
     try:
         with quiet_library():  # a group of one, because a task by itself takes no replacements
-            return _manager_of(task).load({"group": "one", "task": [overrides]})["tasks"][task]
+            return _manager_of(task, include).load({"group": "one", "task": [overrides]})["tasks"][task]
     except (UserError, MemoryError):
         raise
     except Exception as error:  # for a data set that is not there, datasets raises anything

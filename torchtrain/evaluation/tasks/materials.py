@@ -4,9 +4,8 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,6 @@ class Materials:
             raise UserError(f"haystack {quoted(haystack.name)}: holds no text; give another")
         return words
 
-    @cached_property
-    def _questions(self) -> dict[str, tuple[Any, str, str]]:
-        return {}
-
     def questions(self, task: str) -> tuple[Any, str, str]:
         """Return a task's questions as the published JSON has them, their name, and their SHA-256.
 
@@ -69,16 +64,10 @@ class Materials:
         given = getattr(self.suite, setting)
         if given is None:
             raise CannotRunError(f"{setting} is not set ({what})")
-        if task not in self._questions:
-            self._questions[task] = _read_questions(setting, what, given)
-        return self._questions[task]
+        return _read_questions(setting, what, given)
 
     def identity(self, task: str) -> dict[str, str]:
-        """Return what a task's samples depend on besides its generator; {}: nothing.
-
-        Raises:
-            CannotRunError, UserError: as above.
-        """
+        """Return what a task's samples depend on besides its generator; {}: nothing. Raises as the above."""
         if task in _NEEDS_HAYSTACK:
             digest = hashlib.sha256(" ".join(self.haystack).encode()).hexdigest()
             assert self.suite.haystack is not None
@@ -89,6 +78,7 @@ class Materials:
         return {}
 
 
+@cache
 def _read_questions(setting: str, what: str, given: str) -> tuple[Any, str, str]:
     path = expand(given)
     try:
@@ -100,8 +90,9 @@ def _read_questions(setting: str, what: str, given: str) -> tuple[Any, str, str]
         raise UserError(f"{setting} {quoted(path)}: is not JSON; give {what}") from None
 
 
-def local_data(task: str, setting: str, folder: Path, stem: str) -> Callable[..., dict[str, Any]] | None:
-    """Return what loads a task from a benchmark's published files; None: the folder is a data set as the hub has it.
+def local_data(task: str, setting: str, folder: Path, stem: str) -> dict[str, Any]:
+    """Return what of a task's configuration a folder of data replaces: a benchmark's published files, or a data set as
+    the hub has it.
 
     Args:
         task: its name, for messages.
@@ -115,7 +106,7 @@ def local_data(task: str, setting: str, folder: Path, stem: str) -> Callable[...
     patterns, sign = _PUBLISHED.get(setting, ({}, ""))
     places = [place for place in (folder, folder / "data") if sign and any(place.glob(sign))]
     if not places:
-        return None
+        return {"dataset_path": str(folder)}
     files = {split: pattern.format(stem.removeprefix(f"{setting}_")) for split, pattern in patterns.items()}
     place = next((place for place in places if all((place / file).is_file() for file in files.values())), None)
     if place is None:
@@ -126,18 +117,18 @@ def local_data(task: str, setting: str, folder: Path, stem: str) -> Callable[...
 
         return {split: datasets.Dataset.from_list(_records(task, place / file)) for split, file in files.items()}
 
-    return load
+    lacks = {"training_split": None} if setting == "hellaswag" else {}
+    return {"custom_dataset": load, "dataset_path": "", "dataset_name": None, "metadata": {}, **lacks}
 
 
 def _records(task: str, path: Path) -> list[dict[str, Any]]:
     try:
         text = read_file(path, _MOST_BYTES).decode()
         if path.suffix == ".csv":
-            rows = list(csv.reader(io.StringIO(text, newline="")))
+            rows = csv.reader(io.StringIO(text, newline=""))
             return [{"question": row[0], "choices": row[1:5], "answer": "ABCD".index(row[5])} for row in rows]
         records = [json.loads(line) for line in text.split("\n") if line.strip()]
-        if "longbench" in task:  # lm-eval's copy on the hub calls `input` `question`
-            records = [{"question": record["input"]} | record for record in records]
-        return [dict(record) for record in records]
+        # lm-eval's copy of LongBench on the hub calls `input` `question`.
+        return [({"question": of["input"]} if "longbench" in task else {}) | of for of in records]
     except (OSError, ValueError, LookupError, RecursionError, csv.Error, TypeError):
         raise UserError(f"{task}: {quoted(path)} is damaged, or not the published file; copy it again") from None

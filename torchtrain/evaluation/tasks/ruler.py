@@ -1,15 +1,8 @@
 """RULER's tasks for lm-eval, made by the generators of the installed lm-eval. This file mends where those differ from
-RULER.
+RULER; docs/evaluation.md has the list.
 
 Each task is seeded alone, as NVIDIA's scripts are. A prompt is counted as the model reads it: with the prefix of the
 answer, the special tokens, one token of anchor, and room for the answer.
-
-    niah_*, qa_1, qa_2   are lm-eval's samples; for qa any of the references counts
-    fwe                  leaves the room for the answer that NVIDIA's does since June 2025
-    fwe_2024_10          leaves none, as before
-    cwe                  has its one-shot example, which lm-eval drops; words are drawn as by NVIDIA's script of 2024
-    vt_2024_10           one example for all samples, its template folded to a line, as before 4 December 2024
-    vt                   as since May 2025: one sentence of noise a line, a new example each time, "assigned"
 
 lm-eval itself runs them, too:
 
@@ -27,6 +20,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Sample = dict[str, Any]
+Count = Callable[[str], int]  # from a text to its tokens
 Make = Callable[[int], tuple[str, list[str]]]  # from a size to a prompt with its answer's prefix, and the answers
 
 _MOST_LENGTH_TRIED, _LENGTH_STEP = 4096, 128  # for the least length that a message names
@@ -53,37 +48,23 @@ _ATTEMPTS = 20  # at the smallest size: samples of one size differ by a few toke
 _PLACEHOLDER = "12345"
 
 
-class PromptLengths:
-    """Counts the tokens of a prompt as the model will read it. lm-eval takes it for the tokenizer.
+def token_counter(tokenizer: "PreTrainedTokenizerFast", chat: bool = False) -> Count:
+    """Return what counts the tokens of a whole prompt as the model reads it: special ones and one of anchor included.
 
     Args:
-        tokenizer: the model's own.
+        tokenizer: the model's.
         chat: whether prompts go into its chat template.
-        prefix_of: from a text that still lacks the prefix of its answer to the text with it.
     """
+    more = 1
+    if chat:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        more += len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
+    return lambda text: len(tokenizer(text, verbose=False).input_ids) + more
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerFast",
-        chat: bool = False,
-        prefix_of: Callable[[str], str] = lambda text: text,
-    ) -> None:
-        self._tokenizer, self._chat, self._prefix_of, self._more = tokenizer, chat, prefix_of, 1  # 1: the anchor
-        if chat:
-            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-            self._more += len(tokenizer(str(tokenizer.apply_chat_template(turns, tokenize=False))).input_ids)
 
-    def with_prefix(self, prefix_of: Callable[[str], str]) -> "PromptLengths":
-        """Return the same counts for texts that lack the prefix of their answer."""
-        return PromptLengths(self._tokenizer, self._chat, prefix_of)
-
-    def count(self, prompt: str) -> int:
-        """Return the tokens of a whole prompt, with special ones and one of anchor."""
-        return len(self._tokenizer(prompt, verbose=False).input_ids) + self._more
-
-    def __call__(self, text: str) -> SimpleNamespace:
-        """Return an object with as many `input_ids` as the text with its answer's prefix has tokens."""
-        return SimpleNamespace(input_ids=range(self.count(self._prefix_of(text))))
+def _as_tokenizer(count: Count, prefix_of: Callable[[str], str] = lambda text: text) -> Callable[[str], Any]:
+    """Return what lm-eval takes for a tokenizer, to count a text together with its answer's prefix."""
+    return lambda text: SimpleNamespace(input_ids=range(count(prefix_of(text))))
 
 
 def prompt_of(sample: Sample) -> str:
@@ -103,16 +84,14 @@ def load_samples(**metadata: Any) -> dict[str, Any]:
     """
     from torchtrain.modeling.source import open_tokenizer, resolve_source
 
-    task: str = metadata["ruler"]
-    for name in ("pretrained", "length", "suite"):
-        if not metadata.get(name):
-            raise UserError(f"{task}: {name} is not in --metadata or --model_args; add it")
+    if lacks := [name for name in ("pretrained", "length", "suite") if not metadata.get(name)]:
+        raise UserError(f"{metadata['ruler']}: {lacks[0]} is not in --metadata or --model_args; add it")
     suite = load_suite(metadata["suite"], [f"samples={metadata['samples']}"] if "samples" in metadata else [])
     tokenizer = open_tokenizer(resolve_source(metadata["pretrained"], suite.cache, needs="tokenizer"))
     try:
-        return as_dataset(open_samples(task, int(metadata["length"]), tokenizer, Materials(suite))[0])
+        return as_dataset(open_samples(metadata["ruler"], int(metadata["length"]), tokenizer, Materials(suite))[0])
     except CannotRunError as error:
-        raise UserError(f"{task}: {error}") from None
+        raise UserError(f"{metadata['ruler']}: {error}") from None
 
 
 def as_dataset(samples: list[Sample]) -> dict[str, Any]:
@@ -197,16 +176,15 @@ def make_samples(
         raise UserError(
             f"haystack: {len(materials.haystack):,} words are too few for a length of {length:,} tokens; give more text"
         )
-    try:
-        return _make(task, length, samples, seed, tokenizer, materials)
-    except _NoRoomError:
-        pass
-    for longer in range(length // _LENGTH_STEP * _LENGTH_STEP + _LENGTH_STEP, _MOST_LENGTH_TRIED + 1, _LENGTH_STEP):
+    first = length // _LENGTH_STEP * _LENGTH_STEP + _LENGTH_STEP
+    for tried in (length, *range(first, _MOST_LENGTH_TRIED + 1, _LENGTH_STEP)):
         try:
-            _make(task, longer, 1, seed, tokenizer, materials)
+            made = _make(task, tried, samples if tried == length else 1, seed, tokenizer, materials)
         except _NoRoomError:
             continue
-        raise CannotRunError(f"{length:,} tokens leave no room; it needs {longer:,} with this tokenizer")
+        if tried == length:
+            return made
+        raise CannotRunError(f"{length:,} tokens leave no room; it needs {tried:,} with this tokenizer")
     raise CannotRunError(f"{length:,} tokens leave no room, and {_MOST_LENGTH_TRIED:,} neither with this tokenizer")
 
 
@@ -217,32 +195,30 @@ class _NoRoomError(Exception):
 def _make(
     task: str, length: int, samples: int, seed: int, tokenizer: "PreTrainedTokenizerFast", materials: Materials
 ) -> list[Sample]:
-    lengths, room = PromptLengths(tokenizer, materials.suite.chat_template), room_of(task)
+    count, room = token_counter(tokenizer, materials.suite.chat_template), room_of(task)
     with library() as lm, _seeded(seed, lm):
         try:
             if task.startswith("niah"):
-                made = _needles(lm, task, length, samples, seed, lengths, materials)
+                made = _needles(lm, task, length, samples, seed, count, materials)
             elif task.startswith("qa"):
-                made = _questions(lm, task, length, samples, lengths, materials)
+                made = _questions(lm, task, length, samples, count, materials)
             elif task.startswith("fwe"):
-                made = _frequent_words(lm, length - room if task == "fwe" else length, samples, lengths)
+                made = _frequent_words(lm, length - room if task == "fwe" else length, samples, count)
             else:
                 make = {"cwe": _common_words, "vt": _variables, "vt_2024_10": _variables_2024}[task]
-                texts = make(lm, length, samples, seed, lengths)
-                made = [_sample(index, *of) for index, of in enumerate(texts)]
-        except UserError:
-            raise
+                made = [_sample(index, *of) for index, of in enumerate(make(lm, length, samples, seed, count))]
         except (AttributeError, TypeError, KeyError) as error:
             raise UserError(
                 f"{task}: lm-eval's generator is not the one of 0.4.13 ({quoted_reason(error)}); "
                 "pip install lm_eval==0.4.13"
             ) from error
-        except ValueError:
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
             raise _NoRoomError from None
     for sample in made:
-        assert all(answer.strip() for answer in sample["outputs"] or [""]), "an empty one is part of every text"
         sample |= {"any": task.startswith("qa"), "max_length": length}
-        sample["length"] = lengths.count(prompt_of(sample)) + room
+        sample["length"] = count(prompt_of(sample)) + room
         lacks = task.startswith("fwe") and any(word not in sample["input"] for word in sample["outputs"])
         if lacks or sample["length"] > length + (room if task == "fwe_2024_10" else 0):
             raise _NoRoomError
@@ -279,13 +255,11 @@ def library() -> Iterator[SimpleNamespace]:
 def _replaced(module: Any, **values: Any) -> Iterator[None]:
     """Give a module's names other values for the time of the block."""
     had = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
     try:
-        for name, value in values.items():
-            setattr(module, name, value)
         yield
     finally:
-        for name, value in had.items():
-            setattr(module, name, value)
+        vars(module).update(had)
 
 
 @contextmanager
@@ -324,27 +298,21 @@ def sentence_splitter(kind: str) -> Callable[[str], list[str]]:
 
 
 def _needles(
-    lm: SimpleNamespace,
-    task: str,
-    length: int,
-    samples: int,
-    seed: int,
-    lengths: PromptLengths,
-    materials: Materials,
+    lm: SimpleNamespace, task: str, length: int, samples: int, seed: int, count: Count, materials: Materials
 ) -> list[Sample]:
     """Call lm-eval's own function of the task, with our tokenizer, haystack, number of samples and seed."""
-    haystack, made, generate = materials.suite.haystack, [], lm.prepare_niah.generate_samples
-    known: dict[str, list[str]] = {}
+    made, generate = [], lm.prepare_niah.generate_samples
+    haystack = materials.suite.haystack
 
+    @cache
     def split(text: str) -> list[str]:
-        assert haystack is not None
-        return known[text] if text in known else known.setdefault(text, sentence_splitter(haystack.sentences)(text))
+        return sentence_splitter("untrained" if haystack is None else haystack.sentences)(text)
 
     def get_haystack(type_haystack: str) -> Any:
         return materials.haystack if type_haystack == "essay" else lm.prepare_niah.get_haystack(type_haystack)
 
     def generate_samples(*given: Any, **settings: Any) -> list[Sample]:
-        own = {"num_samples": samples, "TOKENIZER": lengths.with_prefix(_with_needle_prefix), "random_seed": seed}
+        own = {"num_samples": samples, "TOKENIZER": _as_tokenizer(count, _with_needle_prefix), "random_seed": seed}
         made.extend(generate(*given, **{**settings, **own, "tokens_to_generate": room_of(task)}))
         return made
 
@@ -363,12 +331,7 @@ def _with_needle_prefix(text: str) -> str:
 
 
 def _questions(
-    lm: SimpleNamespace,
-    task: str,
-    length: int,
-    samples: int,
-    lengths: PromptLengths,
-    materials: Materials,
+    lm: SimpleNamespace, task: str, length: int, samples: int, count: Count, materials: Materials
 ) -> list[Sample]:
     published, name, _ = materials.questions(task)
     # The readers are cached by their address, which ours lack: the function below the cache is called.
@@ -378,14 +341,14 @@ def _questions(
             questions, documents = reader("")
         except (TypeError, KeyError, ValueError, AttributeError):
             raise UserError(f"{task}: {name} is not in the layout of the published file; fetch that") from None
-    if not questions:
-        raise UserError(f"{task}: {name} holds no question with an answer; give the published file's")
     for number, question in enumerate(questions, start=1):
         answers = question["outputs"]
         if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
             raise UserError(f"{task}: {name}: answered question {number}: has an empty answer; fetch the file again")
+    if not questions:
+        raise UserError(f"{task}: {name} holds no question with an answer; give the published file's")
     return lm.qa.generate_samples(
-        tokenizer=lengths.with_prefix(lambda text: f"{text} {lm.qa.CONFIG['answer_prefix']}"),
+        tokenizer=_as_tokenizer(count, lambda text: f"{text} {lm.qa.CONFIG['answer_prefix']}"),
         docs=documents,
         qas=questions,
         max_seq_length=length,
@@ -394,14 +357,14 @@ def _questions(
     )
 
 
-def _frequent_words(lm: SimpleNamespace, prompt: int, samples: int, lengths: PromptLengths) -> list[Sample]:
-    if lengths.count(lm.fwe.TEMPLATE.format(context="", query="")) > prompt or prompt < 4 * 50:
+def _frequent_words(lm: SimpleNamespace, prompt: int, samples: int, count: Count) -> list[Sample]:
+    if count(lm.fwe.TEMPLATE.format(context="", query="")) > prompt or prompt < 4 * 50:
         raise _NoRoomError  # lm-eval would run for ever; it has a word for every 50 tokens, and asks for three
-    return lm.fwe.sys_kwext(tokenizer=lengths, max_seq_length=prompt, num_samples=samples)
+    return lm.fwe.sys_kwext(tokenizer=_as_tokenizer(count), max_seq_length=prompt, num_samples=samples)
 
 
 def _common_words(
-    lm: SimpleNamespace, length: int, samples: int, seed: int, lengths: PromptLengths
+    lm: SimpleNamespace, length: int, samples: int, seed: int, count: Count
 ) -> list[tuple[str, list[str]]]:
     def shuffle(words: list[str]) -> None:
         random.Random(seed).shuffle(words)  # lm-eval keeps one generator, so that a sample depends on all before it
@@ -412,17 +375,17 @@ def _common_words(
 
     def tokens(words: int) -> int:
         text, answers = make(words)
-        return lengths.count(text + " " + " ".join(f"{i + 1}. {word}" for i, word in enumerate(answers)))
+        return count(text + " " + " ".join(f"{i + 1}. {word}" for i, word in enumerate(answers)))
 
     # lm-eval shuffles the vocabulary at import by the seed 42, as NVIDIA's script does by its seed.
     with _replaced(lm.cwe, RNG=SimpleNamespace(shuffle=shuffle)):
         room = room_of("cwe")
         words = _largest(tokens, room, length, step=10, most=len(lm.cwe.WORDS))
-        return [_fitting(make, words, 10, lengths, length - room) for _ in range(samples)]
+        return [_fitting(make, words, 10, count, length - room) for _ in range(samples)]
 
 
 def _variables_2024(
-    lm: SimpleNamespace, length: int, samples: int, seed: int, lengths: PromptLengths
+    lm: SimpleNamespace, length: int, samples: int, seed: int, count: Count
 ) -> list[tuple[str, list[str]]]:
     room = room_of("vt")
 
@@ -431,34 +394,33 @@ def _variables_2024(
         with _replaced(lm.vt, TEMPLATE=f" {lm.vt.TEMPLATE}" if is_example else lm.vt.TEMPLATE):
             return lm.vt.generate_input_output(size, _CHAINS, _HOPS, is_icl=is_example)
 
-    def make_example(size: int) -> tuple[str, list[str]]:
-        return make(size, is_example=True)
+    def tokens(size: int, is_example: bool = False) -> int:
+        return plain("{} {}".format(*make(size, is_example)))
 
-    def tokens(make: Make) -> Callable[[int], int]:
-        return lambda size: lengths.count("{} {}".format(*make(size)))
-
-    size = _largest(tokens(make_example), room, _EXAMPLE_TOKENS, step=5)
-    example, answers = _fitting(make_example, size, 5, lengths, _EXAMPLE_TOKENS - room)
+    plain = _without_special(count)
+    make_example = partial(make, is_example=True)
+    size = _largest(partial(tokens, is_example=True), room, _EXAMPLE_TOKENS, step=5)
+    example, answers = _fitting(make_example, size, 5, plain, _EXAMPLE_TOKENS - room)
     example = f"{example} {' '.join(answers)}\n\n"
-    size = _largest(tokens(make), room + lengths.count(example), length, step=10)
+    size = _largest(tokens, room + plain(example), length - count(""), step=10)
 
     def make_whole(size: int) -> tuple[str, list[str]]:
         text, answers = make(size)
         return f" {example}\n\n{text}", answers
 
-    return [_fitting(make_whole, size, 10, lengths, length - room) for _ in range(samples)]
+    return [_fitting(make_whole, size, 10, count, length - room) for _ in range(samples)]
 
 
-def _variables(
-    lm: SimpleNamespace, length: int, samples: int, seed: int, lengths: PromptLengths
-) -> list[tuple[str, list[str]]]:
+def _variables(lm: SimpleNamespace, length: int, samples: int, seed: int, count: Count) -> list[tuple[str, list[str]]]:
     room, noise, config = room_of("vt"), lm.prepare_niah.get_haystack("repeat"), lm.vt.CONFIG["variable_tracking"]
     template = config["template"] + config["answer_prefix"].replace("assgined", "assigned")
 
     def make(size: int, is_example: bool = False) -> tuple[str, list[str]]:
+        state = np.random.get_state()
         names, chains = lm.vt.generate_chains(_CHAINS, _HOPS, is_icl=is_example)
         value = chains[0][0].rpartition(" ")[2]
-        if is_example:
+        if is_example:  # whose value NVIDIA does not draw
+            np.random.set_state(state)
             chains[0][0] = chains[0][0].removesuffix(value) + _PLACEHOLDER
             value = _PLACEHOLDER
         lines = [noise] * size
@@ -469,20 +431,19 @@ def _variables(
         context = "\n".join(lines).replace(". \n", ".\n")
         return template.format(context=context, query=value, num_v=_HOPS + 1), names[0]
 
-    def make_example(size: int) -> tuple[str, list[str]]:
-        return make(size, is_example=True)
-
-    size = _most_by_halves(lambda size: lengths.count(make_example(size)[0]), _EXAMPLE_TOKENS, 5)
-    example, answers = _fitting(make_example, size, 5, lengths, _EXAMPLE_TOKENS)
+    make_example = partial(make, is_example=True)
+    plain = _without_special(count)
+    size = _most_by_halves(lambda size: plain(make_example(size)[0]), 0, _EXAMPLE_TOKENS, 5)
+    example, answers = _fitting(make_example, size, 5, plain, _EXAMPLE_TOKENS)
     example = f"{example} {' '.join(answers)}\n"
-    step, taken = (10 if length >= 4096 else 5), lengths.count(example) + room
-    size = _most_by_halves(lambda size: lengths.count(make(size)[0]) + taken, length, step)
+    step = 10 if length >= 4096 else 5
+    size = _most_by_halves(lambda size: plain(make(size)[0]), plain(example) + room, length - count(""), step)
 
     def make_whole(size: int) -> tuple[str, list[str]]:
         text, answers = make(size)
         return f"{_renamed(example)}\n{text}", answers
 
-    return [_fitting(make_whole, size, step, lengths, length - room) for _ in range(samples)]
+    return [_fitting(make_whole, size, step, count, length - room) for _ in range(samples)]
 
 
 def _renamed(example: str) -> str:
@@ -511,20 +472,25 @@ def _largest(tokens: Callable[[int], int], room: int, limit: int, step: int, mos
     return size
 
 
-def _most_by_halves(tokens: Callable[[int], int], limit: int, step: int) -> int:
+def _most_by_halves(tokens: Callable[[int], int], more: int, limit: int, step: int) -> int:
     """Return the size that NVIDIA's scripts find since June 2025: by bisection, from a first guess."""
     low, best = step, step
     high = max(int(limit / (tokens(step) / step) * 3), 2 * step)
     while low <= high:
         size = (low + high) // 2
-        if tokens(size) <= limit:
+        if tokens(size) + more <= limit:
             best, low = size, size + 1
         else:
             high = size - 1
     return best
 
 
-def _fitting(make: Make, size: int, step: int, lengths: PromptLengths, limit: int) -> tuple[str, list[str]]:
+def _without_special(count: Count) -> Count:
+    """Return what counts a part of a prompt: without special tokens and anchor."""
+    return lambda text: count(text) - count("")
+
+
+def _fitting(make: Make, size: int, step: int, count: Count, limit: int) -> tuple[str, list[str]]:
     """Make a sample of this size, or of the next smaller one whose prompt has at most `limit` tokens.
 
     Raises:
@@ -532,7 +498,7 @@ def _fitting(make: Make, size: int, step: int, lengths: PromptLengths, limit: in
     """
     for _ in range(size // step + _ATTEMPTS):
         text, answers = make(size)
-        if lengths.count(text) <= limit:
+        if count(text) <= limit:
             return text, answers
         size = size - step if size > step else size
     raise _NoRoomError
