@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 CEILINGS = {
-    "lines of source": 42_500,
+    "lines of source": 42_100,
     "lines of tests": 29_000,
     "words of docs": 29_000,
     "source files in a folder": 18,

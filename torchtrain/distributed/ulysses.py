@@ -100,7 +100,7 @@ def _hand_on(name: str, alone: Callable[..., Any], ranks: int, rank: int) -> Non
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # As the function of the engine that it calls: what ranks exchange is no part of a compiled layer (`model.fused`).
-    exchange = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name], reason=APART)
+    exchange: Any = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name], reason=APART)
 
     def attend(
         module: nn.Module, q: Tensor, k: Any, v: Any, mask: Tensor | None, plan: AttentionPlan, **kwargs: Any

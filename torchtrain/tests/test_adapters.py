@@ -24,18 +24,16 @@ from torchtrain.checkpoint.identity import check_config
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import LoraSettings, ModelConfig, TrainConfig, load_config
 from torchtrain.distributed.world import World
-from torchtrain.modeling import adapters
 from torchtrain.modeling.adapters import FOLDER, add_adapters, layer_and_factors, split_off
 from torchtrain.modeling.chunks import check_chunks
 from torchtrain.modeling.load import digest_weights, load_for_evaluation
 from torchtrain.modeling.parts import hidden_states
 from torchtrain.modeling.recompute import save_memory
-from torchtrain.planning.memory import shape_of_model
 from torchtrain.run import recipe
 from torchtrain.run.setup import set_up
 from torchtrain.run.verify import verify_folder
 from torchtrain.tests.runs import assert_same
-from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_config, tiny_model
+from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
 from torchtrain.training.events import read_metrics
 from torchtrain.training.optimizer import Optimizer
 
@@ -306,12 +304,6 @@ def test_nothing_frozen_has_a_gradient_a_master_or_a_moment_and_it_does_not_move
     assert {name for name, p in model.named_parameters() if not torch.equal(p, before[name])} == trained
 
 
-def test_adapters_have_the_models_dtype_of_shapes_alone_too():
-    settings = ModelConfig(source="x", dtype="bfloat16", lora=LoraSettings(**LORA))
-    for model in (adapted(torch.bfloat16), shape_of_model(tiny_config(), settings)):
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
 def test_documents_are_separate_and_see_the_anchor():
     """By gradients, exactly zero."""
     torchtrain.register()
@@ -519,17 +511,6 @@ def test_a_source_that_has_moved_is_refused_where_every_weight_is_trained(place)
     config = partial(load_config, place.config)
     with pytest.raises(UserError, match=r"^model\.source: .* in the run, 'elsewhere' now"):
         check_config(config().model_dump(mode="json"), config(["model.source=elsewhere"]))
-
-
-def test_a_head_that_is_called_as_inner_layers_has_no_adapter(monkeypatch):
-    model = tiny_model()
-    model.o_proj = model.lm_head
-    del model.lm_head
-    monkeypatch.setattr(adapters, "head_of", lambda model: model.o_proj)
-    add_adapters(model, LoraSettings(rank=2), 0)
-    found = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
-    assert "o_proj" not in found
-    assert len([name for name in found if name.endswith(".o_proj")]) == len(model.model.layers)
 
 
 def test_an_adapter_beside_the_model_of_the_source_is_refused_to_train_and_to_evaluate(place, tmp_path):

@@ -226,7 +226,7 @@ def test_a_rank_gets_the_sinks_of_its_own_heads_and_the_window_of_whole_rows(mon
 def test_whole_documents_are_refused_of_a_model_with_windows(load):
     config = load("distributed.sequence_parallel=2", "distributed.share=documents")
     windows = LlamaConfig(sliding_window=8, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
-    with pytest.raises(UserError, match="distributed.share documents: llama has sliding windows"):
+    with pytest.raises(UserError, match=r"distributed\.share documents: llama has sliding windows"):
         check_heads(config, windows)
     check_heads(config, LlamaConfig(num_hidden_layers=2))
 

@@ -311,11 +311,3 @@ def test_the_authors_configs_differ_from_the_papers_in_what_their_heads_say(name
         assert [len(of.text) for of in block.run(texts)] == [15074]
         assert data.mixture is not None
         assert data.mixture.most_repeats == 1
-
-
-def test_the_demo_goes_beyond_the_models_own_length_with_two_domains():
-    config = load_config(CONFIGS / "demo.yaml")
-    assert config.model.source == "smollm2"
-    assert config.pack.sequence_length > 8192
-    assert config.pack.variant == "anchor"
-    assert [source.demo for source in config.data.sources] == ["encyclopedia", "code"]

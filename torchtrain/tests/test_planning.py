@@ -352,23 +352,6 @@ def test_published_shapes_are_packaged_and_all_are_listed():
     assert all(any(file.match(pattern) for pattern in patterns) for file in files)
 
 
-def test_llama3_70b_on_32_ranks_fits_by_plan():
-    """ZeRO 3 and Ulysses over eight ranks, everything on the GPUs."""
-    overrides = [
-        "model.source=meta-llama/Meta-Llama-3-70B",
-        "distributed.offload=none",
-        "distributed.zero_stage=3",
-        CHECKPOINTING,
-    ]
-    config = load_config(CONFIGS / "paper" / "llama3-8b-128k-anchor.yaml", overrides)
-    own = budget.model_config(config)
-    held = budget.count_memory(config, Shapes(own), 32)
-    assert held.gpu + budget.RESERVE < 80 * budget.GIB
-    head = 128_256 * 8_192
-    assert held.host_load == 32 * 2 * max(2 * head, -(-70_553_706_496 // 32))
-    assert held.load < held.gpu
-
-
 def test_hosts_that_hold_too_little_are_named_with_when(call, tree, write_config):
     fits = call(write_config(tree), "--host-memory", 1)
     assert (fits.exit_code, "hosts" in fits.stdout) == (0, False)

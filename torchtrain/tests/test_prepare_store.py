@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from torchtrain import cli
-from torchtrain.checkpoint.identity import check_identity
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig, load_config
 from torchtrain.data import TokenStore, identity, prepare, prepare_store
 from torchtrain.data.corpus import list_tasks
@@ -400,23 +399,6 @@ def test_a_run_trains_on_it_with_the_same_bits(tree, write_config, tmp_path):
     assert {"sources", "min_tokens"} <= of_store.keys()
     assert of_store == records[1]["corpus"]["made_of"]
     assert call(cli.app, ["verify", tree["run"]["folder"]]).exit_code == 0
-
-
-def test_a_run_that_tokenised_its_sources_goes_on_with_a_store_of_them(preparation, tmp_path):
-    """Several files, so several shards; of other tokens it does not go on."""
-    from torchtrain.run.setup import _identity_of_tokens
-
-    data, tokenizer = preparation.data, word_tokenizer()
-    was = {"data": identity(data, tokenizer), "tokens": _identity_of_tokens(prepare(data, tokenizer))}
-    store = prepare_store(preparation, tokenizer, tmp_path / "out")
-    assert isinstance(store, TokenStore)
-    now = data.model_copy(update={"prepared": str(store.folder)})
-    told = {"data": identity(now, tokenizer), "tokens": _identity_of_tokens(prepare(now, tokenizer))}
-    assert told["tokens"]["sha256"] != was["tokens"]["sha256"]
-    check_identity(was, told)
-    check_identity(told, was)
-    with pytest.raises(UserError, match=r"tokens\.contents"):
-        check_identity(was | {"tokens": was["tokens"] | {"contents": "0"}}, told)
 
 
 def open_as_a_run(data: DataConfig, tokenizer: Any) -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import torchtrain.distributed.free_memory as memory_module
-from anchorline.errors import UserError
 from torchtrain.config import load_config
 from torchtrain.distributed.free_memory import free_memory
 from torchtrain.distributed.world import World
@@ -67,14 +66,6 @@ def test_the_run_does_what_was_chosen_and_says_so(config, monkeypatch, free):
     assert setup.record["activation_checkpointing"] is (free == 0)
     (line,) = [line for line in said if line.startswith("layers    ")]
     assert line.endswith("GiB are free" if free else "the free memory is not known")
-
-
-def test_nothing_is_chosen_or_said_that_was_not_asked(tree, write_config, monkeypatch):
-    monkeypatch.setattr(recomputation, "free_memory", None)
-    loaded = load_config(write_config(tree))
-    assert choose_recomputation(loaded, None, "sdpa", World()) == (loaded.model, "")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"model\.activation_checkpointing"):
-        load_config(write_config(tree), ["model.activation_checkpointing=always"])
 
 
 def test_free_memory_is_the_least_that_the_system_tells(tmp_path, monkeypatch):

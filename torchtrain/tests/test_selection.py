@@ -45,15 +45,6 @@ def test_groups_are_those_that_something_joins(documents):
     assert set(groups) == set(range(max(groups) + 1))
 
 
-def test_a_chain_is_one_group_however_long():
-    """Document i shares a bucket with the next one, in random order."""
-    order = np.random.default_rng(0).permutation(4000)
-    links = np.arange(1, 4001, dtype=np.uint64)
-    signatures = np.empty((4000, 2), dtype=np.uint64)
-    signatures[order] = np.stack([links // 2 + 1, (links + 1) // 2 + 5000], axis=1)
-    assert set(groups_of(np.arange(4000), signatures)) == {0}
-
-
 def test_tables_of_other_numbers_are_not_near():
     random = np.random.default_rng(0)
     first, second = (Signer().sign(" ".join(f"{x:.2f}" for x in random.normal(size=240))) for _ in range(2))
@@ -305,14 +296,6 @@ def test_no_text_stands_on_both_sides(documents, share, seed):
     assert store.copies == len(texts) - len(set(texts))
     # Repeated, it is the same.
     np.testing.assert_array_equal(split_documents(store, share, seed).held_out, held)
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.floats(0, 1), st.integers(0, 2**32 - 1))
-def test_without_copies_it_is_the_draw_that_it_was(domains, share, seed):
-    store = store_of(list(range(len(domains))), domains)
-    split = split_documents(store, share, seed)
-    assert split.held_out.tolist() == drawn_document_by_document(store, share, seed)
-    assert split.moved == store.copies == 0
 
 
 def test_a_text_larger_than_the_share_does_not_take_all_of_it():
