@@ -100,7 +100,9 @@ def _exported_taps(case: GateCase, folder: str) -> Arrays:
     from transformers import AutoModelForCausalLM
 
     engine = implementation_name(case.spec.engine)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=engine)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", attn_implementation=engine, trust_remote_code=False
+    )
     rows = [_pack(row, case.spec) for row in draw_corpus(case.spec).held_out_rows()]
     batch = collate(rows)
     names = ("input_ids", "position_ids", "document_ids")

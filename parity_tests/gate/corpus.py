@@ -27,7 +27,7 @@ _LENGTHS = ((70, 12, 30, 9, 20), (2, 41, 25, 120, 7))
 
 
 @dataclass(frozen=True)
-class Corpus:
+class RunCorpus:
     """Documents in their order: the tokens of each with its end, and its domain."""
 
     documents: tuple[np.ndarray, ...]
@@ -81,7 +81,7 @@ class Corpus:
         yield row()
 
 
-def draw_corpus(spec: CaseSpec) -> Corpus:
+def draw_corpus(spec: CaseSpec) -> RunCorpus:
     """Draw the corpus of a case."""
     random = np.random.default_rng((spec.seed, 2))
     documents, domains = [], []
@@ -90,7 +90,7 @@ def draw_corpus(spec: CaseSpec) -> Corpus:
             words = random.integers(len((PAD, EOS, BOS)), len(WORDS), max(1, length * spec.tokens // 53 - 1))
             documents.append(np.append(words, WORDS.index(EOS)))
             domains.append(domain)
-    return Corpus(tuple(documents), tuple(domains), spec.seed + 3, spec)
+    return RunCorpus(tuple(documents), tuple(domains), spec.seed + 3, spec)
 
 
 def anchor_ids(spec: CaseSpec) -> np.ndarray:

@@ -97,11 +97,12 @@ def test_what_was_kept_goes_with_the_backward_pass():
 
 
 @pytest.mark.parametrize("engine", ["flex", "dense"])
-def test_an_engine_without_a_kernel_that_can_be_kept_is_refused_before_anything_is_read(
+def test_an_engine_without_a_kernel_that_can_be_kept_is_refused_before_documents_and_weights_are_read(
     tree, write_config, monkeypatch, engine
 ):
-    monkeypatch.setattr("torchtrain.run.setup.resolve_engine", lambda *_: engine)
-    monkeypatch.setattr("torchtrain.run.setup.resolve_source", None)
+    monkeypatch.setattr("torchtrain.run.setup.resolve_engine", lambda *_, **__: engine)
+    for reads in ("prepare", "load_for_training"):
+        monkeypatch.setattr(f"torchtrain.run.setup.{reads}", None)
     config = load_config(write_config(tree), ["model.activation_checkpointing=keep_attention"])
     told = rf"keep_attention: keeps nothing of this engine \(attention {engine}\); set it to true"
     with pytest.raises(UserError, match=told):
