@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
     from torchtrain.data import PackedRows
 
     Model = TypeVar("Model", bound=nn.Module)
 
 __version__ = "0.1.0"
-__all__ = ["attach", "collate", "pack", "register"]
+__all__ = ["attach", "collate", "extend", "pack", "register"]
 
 
 def attach(model: "Model", engine: str = "auto", keep_anchor: bool = False) -> "Model":
@@ -55,6 +55,13 @@ def pack(
 
     names = {"text_field": text_field, "domain_field": domain_field, "append_eos": append_eos, "seed": seed}
     return pack_documents(documents, tokenizer, sequence_length, variant, **names, **settings)
+
+
+def extend(config: "PretrainedConfig", sequence_length: int, **rope: Any) -> "PretrainedConfig":
+    """Return a copy of a model's config with RoPE for longer rows; see `torchtrain.library.extend`."""
+    from torchtrain.library import extend as extend_config
+
+    return extend_config(config, sequence_length, **rope)
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> "dict[str, Tensor]":

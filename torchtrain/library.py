@@ -1,4 +1,4 @@
-"""The library's two calls around one's own training loop: documents to packed rows, rows to a batch.
+"""The library's calls around one's own training loop: RoPE for longer rows, documents to packed rows, rows to a batch.
 
     rows = torchtrain.pack(["a text", "another text"], tokenizer, sequence_length=4096)
     loader = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=torchtrain.collate)
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anchorline import settings
 from anchorline.errors import UserError, quoted
-from torchtrain.config import PackConfig
+from torchtrain.config import PackConfig, RopeConfig
 from torchtrain.data import PackedRows, anchor_ids, pad_id, tag_ids
 from torchtrain.data import collate as stack
 from torchtrain.data.encode import Encoder
@@ -24,7 +24,7 @@ from torchtrain.data.store import Documents
 from torchtrain.marks import IGNORED
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 _AT_A_TIME = 1024  # documents that are tokenised together
 _NEEDED = ("input_ids", "position_ids", "document_ids", "shift_labels")
@@ -83,6 +83,32 @@ def pack(
     held = Documents.of(tokens, of_document, list(domains))
     tags = tag_ids(tokenizer, config, held.domains)
     return PackedRows(held, np.arange(len(held)), config, seed, anchor, tags, pad_id(tokenizer))
+
+
+def extend(config: "PretrainedConfig", sequence_length: int, **rope: Any) -> "PretrainedConfig":
+    """Return a copy of a model's config that holds `sequence_length` positions, as `torchtrain train` sets RoPE.
+
+        config = torchtrain.extend(AutoConfig.from_pretrained(name), 65536)
+        model = torchtrain.attach(AutoModelForCausalLM.from_pretrained(name, config=config))
+
+    Inverse frequencies are computed when a model is built, so a model that is loaded already cannot be extended.
+
+    Args:
+        config: of the model.
+        sequence_length: tokens of a row.
+        rope: settings of the section `rope` (docs/settings.md), such as `type="yarn"`; default: `type="ntk"`.
+
+    Raises:
+        UserError: a setting does not fit, or the model cannot be extended so; see `torchtrain.modeling.rope.extend`.
+    """
+    from torchtrain.modeling.rope import extend as extend_config
+
+    if not hasattr(config, "max_position_embeddings"):
+        raise UserError(
+            f"config: {type(config).__name__} is not the config of a model; give model.config or AutoConfig's"
+        )
+    length = settings.validate(PackConfig, {"sequence_length": sequence_length}, "pack").sequence_length
+    return extend_config(config, settings.validate(RopeConfig, {"type": "ntk"} | rope, "rope"), length)
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -134,9 +134,26 @@ def _check_masks(
             )
         return None
     mask, tokens = kwargs.get("attention_mask"), _tokens(args, kwargs)
+    if tokens is not None:
+        _check_length(decoder, tokens.shape[1], kwargs.get("position_ids"))
     if isinstance(mask, Tensor) and tokens is not None and hides_nothing(mask, tokens.shape[1]):
         return args, kwargs | {"attention_mask": None}
     return None
+
+
+def _check_length(decoder: PreTrainedModel, tokens: int, position_ids: Tensor | None) -> None:
+    """Warn of positions that the model was not made for, by the first row that is longer than it holds."""
+    held = getattr(decoder.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if held is None or tokens <= held or getattr(decoder, "_anchor_saw_length", False):
+        return
+    decoder._anchor_saw_length = True  # type: ignore[assignment]
+    last = tokens - 1 if position_ids is None else int(position_ids.max())
+    if last >= held:
+        logger.warning(
+            "position_ids: reach %s, and the model holds %s positions; load it with config=torchtrain.extend(config, "
+            "%s), which sets RoPE for longer rows",
+            *(f"{last:,}", f"{held:,}", tokens),
+        )
 
 
 _ADVICE = "torchtrain.collate makes both `labels` and `shift_labels` of packed rows"

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torchtrain.attention import make_plan
 from torchtrain.config import LoraSettings
 from torchtrain.modeling.adapters import add_adapters, layer_and_factors
-from torchtrain.planning.flops import FlopCounter, peak_flops, peak_of
+from torchtrain.planning.flops import FlopCounter, peak_of
 from torchtrain.tests.tiny import FAMILIES, VOCABULARY, tiny_model
 from torchtrain.training.labels import find_labels
 from torchtrain.training.loss import chunked_cross_entropy
@@ -117,7 +117,3 @@ def test_live_pairs_not_all_pairs():
 )
 def test_peak_by_name(name, peak):
     assert peak_of(name) == peak
-
-
-def test_no_peak_on_a_cpu():
-    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None

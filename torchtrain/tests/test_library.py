@@ -11,8 +11,9 @@ from transformers import Trainer, TrainingArguments
 
 import torchtrain
 from anchorline.errors import UserError
-from torchtrain.config import DataConfig, PackConfig, Source
+from torchtrain.config import DataConfig, PackConfig, RopeConfig, Source
 from torchtrain.data import PackedRows, anchor_ids, pad_id, prepare, tag_ids
+from torchtrain.modeling.rope import extend
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 from torchtrain.tests.tiny import tiny_model
 
@@ -127,3 +128,20 @@ def test_what_does_not_fit_is_one_line(documents, settings, message):
         torchtrain.pack(documents, **given)
     assert "\n" not in str(raised.value)
     json.dumps(str(raised.value))
+
+
+def test_a_config_for_longer_rows_is_that_of_a_run_and_longer_rows_without_it_are_warned_of(caplog):
+    model = tiny_model("llama", max_position_embeddings=8)
+    with pytest.raises(UserError, match=r"rope\.factor"):
+        torchtrain.extend(model.config, 16, factor=0.5)
+    longer = torchtrain.extend(model.config, 16)
+    assert longer == extend(model.config, RopeConfig(type="ntk"), 16)
+    ids = torch.arange(12)[None] + 3
+    for config, said in ((model.config, 1), (longer, 0)):
+        caplog.clear()
+        attached = torchtrain.attach(type(model)(config))
+        for _ in range(2):
+            attached(ids, document_ids=torch.ones_like(ids), use_cache=False)
+        warned = [record.getMessage() for record in caplog.records if "position_ids" in record.getMessage()]
+        assert len(warned) == said
+        assert all("reach 11, and the model holds 8 positions" in line for line in warned)

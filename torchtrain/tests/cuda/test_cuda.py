@@ -111,6 +111,7 @@ def test_a_run_that_is_killed_resumes_with_the_same_bits(place, straight):
     [
         (1, {"zero_stage": 1, "offload": "optimizer"}),
         (2, {"zero_stage": 3, "sequence_parallel": 2}),
+        (2, {"zero_stage": 2, "sequence_parallel": 2, "share": "documents"}),
     ],
 )
 def test_however_a_run_is_spread_it_has_the_bits_of_the_host(place, straight, processes, distributed):

@@ -96,6 +96,12 @@ def test_rows_are_full_and_cut_among_the_ranks_that_share_them(tiny):
         assert part_of(rows[0], world)["input_ids"].shape == (1, 2048)
 
 
+def test_ranks_with_whole_documents_exchange_nothing_and_wait_for_nothing_more(tiny):
+    shared = ["distributed.sequence_parallel=2", "pack.sequence_length=8192"]
+    of = {share: step.measure(tiny(*shared, f"distributed.share={share}"), 2) for share in ("heads", "documents")}
+    assert waits(of["documents"]) == waits(of["heads"])
+
+
 @pytest.mark.parametrize("part", ["head", "mlp"])
 def test_zero_3_gathers_the_head_once_a_micro_batch_however_many_chunks_the_loss_has(tiny, monkeypatch, part):
     """But for the first of all, whose order of modules DeepSpeed does not know yet: there once each way. And an MLP in
