@@ -1,6 +1,6 @@
-"""A cell: the smallest piece of a study that is computed and kept. One row, some conditions, many pairs.
+"""A cell is the smallest piece of a study that is computed and kept. An experiment asks for cells and makes records.
 
-Streams, pairs and divergences of a cell have names. An experiment gives the names and looks its results up by them.
+Pairs and divergences of a cell have names. The experiment that gave the names looks its results up by them.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,114 +23,14 @@ from jaxref.model import Decoder
 from ropestudy import text
 from ropestudy.compute.conditions import Condition
 from ropestudy.compute.engine import Pair, Row, Run, Stream, compare
-from ropestudy.compute.measures import DivergenceSample, Sample, Sums, difference, divergence, sample
+from ropestudy.compute.measures import DivergenceSample, Sample, difference, divergence, sample
 from ropestudy.models import Pretrained, variant
-from ropestudy.schema import AnyRecord, Difference, Mode, OutputDivergence
+from ropestudy.schema import AnyRecord, Difference, OutputDivergence
 from ropestudy.spec import StudyConfig
 
-# What shows numbers, or tests them, does not change them.
+# Files and folders of the two packages that only show numbers or test them.
 SHOWS_ONLY = {"tests", "report", "cli.py", "mask_figure.py"}
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tokenizers", "gguf", "pydantic", "anchorline")
-
-# Names that experiments share: of float64's stream; of a condition at one shift against itself at another, and against
-# float64.
-TRUTH, SHIFT, ERROR = "truth", "shift", "error"
-
-
-@dataclass(frozen=True)
-class RunsOf:
-    """A stream of `engine.compare` under a name: a condition, whose positions are the row's under `mask` plus each
-    shift.
-
-    The run at the first shift gives the inputs of the mode `local`.
-    """
-
-    name: str
-    condition: Condition
-    shifts: tuple[int, ...]
-    mask: str | None = None  # None: the cell's own
-
-
-class RunAt(NamedTuple):
-    """A run of a cell: a stream's name, and one of its shifts."""
-
-    stream: str
-    shift: int
-
-
-@dataclass(frozen=True)
-class NamedPair:
-    """Two runs whose attentions are compared, as `engine.Pair`, and the name of their sample."""
-
-    name: str
-    a: RunAt
-    b: RunAt
-    mode: Mode
-    keep_columns: bool = False
-
-
-@dataclass(frozen=True)
-class NamedDivergence:
-    """Two runs, the outputs of `p` and those of `q` from which they diverge, and the name of their sample."""
-
-    name: str
-    p: RunAt
-    q: RunAt
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What is computed on one row.
-
-    documents: in a packed row, which always opens with the BOS.
-    """
-
-    experiment: str
-    model: str
-    number: int  # of the sequence
-    tokens: int
-    streams: tuple[RunsOf, ...]
-    pairs: tuple[NamedPair, ...]
-    divergences: tuple[NamedDivergence, ...] = ()
-    mask: str = "full"
-    documents: int | None = None
-    gap: int = 0  # between the positions of the row's two halves
-
-    def __post_init__(self) -> None:
-        for named in (self.streams, self.pairs, self.divergences):
-            assert len({one.name for one in named}) == len(named), "two of a cell have the same name"
-
-    @property
-    def conditions(self) -> list[str]:
-        """Names, for whoever waits."""
-        return list(dict.fromkeys(runs.condition.name for runs in self.streams))
-
-    def run(self, bench: "Bench") -> "CellResult":
-        """Compute it."""
-        return bench.compare(self)
-
-    def find(self, run: RunAt) -> Run:
-        """Return the index of a run's stream, and its own within the stream."""
-        place = [stream.name for stream in self.streams].index(run.stream)
-        return Run(place, self.streams[place].shifts.index(run.shift))
-
-
-class AnyCell(Protocol):
-    """What a bench runs and keeps: see `Cell`. Its repr and the bench's own say all that its numbers depend on."""
-
-    experiment: str
-    model: str
-    tokens: int
-    number: int
-
-    @property
-    def conditions(self) -> list[str]:
-        """Names, for whoever waits."""
-        ...
-
-    def run(self, bench: "Bench") -> "CellResult":
-        """Compute it."""
-        ...
 
 
 class CellResult(BaseModel):
@@ -138,20 +38,98 @@ class CellResult(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    samples: dict[str, Sample]
+    samples: dict[str, Sample] = {}
     divergences: dict[str, DivergenceSample]
-    lengths: tuple[int, ...]  # of the row's documents
+    lengths: tuple[int, ...] = ()  # tokens of the row's documents
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What every cell has. Its repr names all that its numbers depend on, apart from the model and the text."""
+
+    experiment: str
+    model: str
+    tokens: int
+
+    @property
+    def about(self) -> str:
+        """What is computed, for the line of progress."""
+        raise NotImplementedError
+
+    def compute(self, bench: "Bench") -> CellResult:
+        """Compute it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A stream of `engine.compare`: a condition at the row's positions plus each shift. `mask` None: the cell's own."""
+
+    condition: Condition
+    shifts: tuple[int, ...]
+    mask: str | None = None
+
+
+@dataclass(frozen=True)
+class AttentionCell(Cell):
+    """The attention of pairs of runs, and the outputs of others, on one row.
+
+    streams, pairs, divergences: see `engine.compare`.
+    columns_of: the pair whose columns are kept.
+    documents: in a packed row, which always opens with the BOS.
+    gap: between the positions of the row's two halves.
+    """
+
+    streams: tuple[Runs, ...]
+    pairs: dict[str, Pair]
+    divergences: dict[str, tuple[Run, Run]]
+    number: int = 0  # of the row
+    columns_of: str | None = None
+    mask: str = "full"
+    documents: int | None = None
+    gap: int = 0
+
+    @property
+    def about(self) -> str:
+        return f"sequence {self.number}: {', '.join(dict.fromkeys(runs.condition.name for runs in self.streams))}"
+
+    def compute(self, bench: "Bench") -> CellResult:
+        made, streams = self._row(bench, self.mask), []
+        for runs in self.streams:
+            base = made if runs.mask is None else self._row(bench, runs.mask)
+            assert np.array_equal(base.documents, made.documents), "runs of other documents are not the same function"
+            positions_T = text.open_gap(base.positions, self.gap)
+            streams.append(Stream(runs.condition, positions_T + np.array(runs.shifts)[:, None]))
+        row = Row(made.ids, made.documents, made.targets)
+        ends, block = list(self.divergences.values()), bench.config.block
+        sums, divergences = compare(bench.decoder(self.model), row, streams, list(self.pairs.values()), ends, block)
+        samples = {name: sample(one, made.documents) for name, one in zip(self.pairs, sums, strict=True)}
+        return CellResult(
+            samples={
+                name: one if name == self.columns_of else one.model_copy(update={"columns": {}})
+                for name, one in samples.items()
+            },
+            divergences=dict(zip(self.divergences, divergences, strict=True)),
+            lengths=made.lengths,
+        )
+
+    def _row(self, bench: "Bench", mask: str) -> text.RowArrays:
+        bos = bench.pretrained.bos
+        if self.documents is None:
+            return text.row(bench.pool, self.number, self.tokens, bos)
+        assert bos is not None
+        return text.packed_row(bench.pool, self.number, self.tokens, bos, self.documents, mask)
 
 
 class Question(NamedTuple):
     """Cells that answer one question of an experiment, and what makes records of their results, in the same order."""
 
-    cells: Sequence[Any]
-    make_records: Callable[[list[CellResult]], list[AnyRecord]]
+    cells: Sequence[Cell]
+    make_records: Callable[[list[CellResult]], Sequence[AnyRecord]]
 
 
-def per_sequence(cell: Cell, sequences: int) -> list[Cell]:
+def per_sequence(cell: AttentionCell, sequences: int) -> list[AttentionCell]:
     """Return the cell for each sequence."""
     return [replace(cell, number=number) for number in range(sequences)]
 
@@ -166,104 +144,53 @@ def divergence_of(results: Iterable[CellResult], name: str) -> OutputDivergence:
     return divergence([result.divergences[name] for result in results])
 
 
-class _Kept(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    key: str
-    result: CellResult
-
-
 class Bench:
-    """Computes cells: holds the model, its variants (the latest alone) and the text."""
+    """Computes cells and keeps them. It holds the text, the model, and the last of its variants that was used."""
 
     def __init__(self, config: StudyConfig, pretrained: Pretrained, pool: text.Pool):
         self.config, self.pretrained, self.pool = config, pretrained, pool
-        self._latest: tuple[str, Decoder] | None = None
+        self._variant: tuple[str, Decoder] | None = None
 
-    def run(self, cell: "AnyCell") -> CellResult:
+    def run(self, cell: Cell) -> CellResult:
         """Compute a cell."""
         started = time.perf_counter()
-        return cell.run(self).model_copy(update={"seconds": time.perf_counter() - started})
+        return cell.compute(self).model_copy(update={"seconds": time.perf_counter() - started})
 
-    def compare(self, cell: Cell) -> CellResult:
-        """Compare the attention of a cell's pairs."""
-        decoder, made = self.decoder(cell.model), self._row(cell, cell.mask)
-        streams = []
-        for runs in cell.streams:
-            base = made if runs.mask is None else self._row(cell, runs.mask)
-            assert np.array_equal(base.documents, made.documents), "runs of other documents are not the same function"
-            positions_T = text.open_gap(base.positions, cell.gap)
-            streams.append(Stream(runs.condition, positions_T + np.array(runs.shifts)[:, None]))
-        row = Row(made.ids, made.documents, made.targets)
-        pairs = [Pair(cell.find(one.a), cell.find(one.b), one.mode) for one in cell.pairs]
-        ends = [(cell.find(one.p), cell.find(one.q)) for one in cell.divergences]
-        sums, divergences = compare(decoder, row, streams, pairs, ends, self.config.block)
-        return CellResult(
-            samples={
-                one.name: _sample(found, made.documents, one.keep_columns)
-                for one, found in zip(cell.pairs, sums, strict=True)
-            },
-            divergences={one.name: found for one, found in zip(cell.divergences, divergences, strict=True)},
-            lengths=made.lengths,
-        )
+    def kept_or_run(self, cell: Cell, folder: Path) -> CellResult:
+        """Return the cell from its file, or compute it and write the file."""
+        path = folder / f"{cell.experiment}-{self.key(cell)}.json"
+        try:
+            return CellResult.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            result = self.run(cell)
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, result.model_dump_json().encode())
+            return result
 
-    def key(self, cell: "AnyCell") -> str:
+    def key(self, cell: Cell) -> str:
         """Return a hash of everything that the cell's numbers depend on."""
         digest = hashlib.sha256(f"{cell!r} {self.config.block} {self.config.seed}".encode())
-        digest.update(
-            f"{self.pretrained.sha256} {self.config.model.weights} {self.pretrained.bos} {fingerprint()}".encode()
-        )
+        digest.update(f"{self.pretrained.sha256} {self.pretrained.bos} {fingerprint()}".encode())
         for ids in self.pool.ids:
             digest.update(ids.tobytes())
-        return digest.hexdigest()
-
-    def kept_or_run(self, cell: "AnyCell", folder: Path) -> CellResult:
-        """Return the cell from its file, or compute it and write that."""
-        key = self.key(cell)
-        path = folder / f"{cell.experiment}-{key[:24]}.json"
-        try:
-            kept = _Kept.model_validate_json(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValidationError, UnicodeDecodeError):
-            kept = None
-        if kept is None or kept.key != key:
-            kept = _Kept(key=key, result=self.run(cell))
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, kept.model_dump_json().encode())
-        return kept.result
+        return digest.hexdigest()[:40]
 
     def decoder(self, name: str) -> Decoder:
         """Return a model by name."""
         if name == "pretrained":
             return self.pretrained.decoder
-        if self._latest is None or self._latest[0] != name:
-            self._latest = None  # before the next one is made: two would not fit where one does
-            self._latest = (name, variant(self.pretrained, name, self.config.seed))
-        return self._latest[1]
-
-    def _row(self, cell: Cell, mask: str) -> text.RowArrays:
-        bos_id = self.pretrained.bos
-        if cell.documents is None:
-            return text.row(self.pool, cell.number, cell.tokens, bos_id, self.config.text.bos)
-        assert bos_id is not None
-        return text.packed_row(self.pool, cell.number, cell.tokens, bos_id, cell.documents, mask)
-
-
-def _sample(sums: Sums, documents_T: np.ndarray, keep_columns: bool) -> Sample:
-    found = sample(sums, documents_T)
-    return found if keep_columns else found.model_copy(update={"columns": {}})
+        if self._variant is None or self._variant[0] != name:
+            self._variant = None  # first free the last one: two may not fit into memory
+            self._variant = (name, variant(self.pretrained, name, self.config.seed))
+        return self._variant[1]
 
 
 @cache
 def fingerprint() -> str:
     """Return a hash of the sources, the libraries and the device: a cell is computed again when one of them changes."""
     digest = hashlib.sha256(f"{versions(LIBRARIES)} {jax.devices()[0].device_kind}".encode())
-    for file in sources():
-        digest.update(file.read_bytes())
+    for root in (Path(package.__path__[0]) for package in (jaxref, ropestudy)):
+        for file in sorted(root.rglob("*.py")):
+            if not SHOWS_ONLY & set(file.relative_to(root).parts):
+                digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def sources() -> list[Path]:
-    """Return the files that a cell's numbers come out of: the oracle's and the study's, but for what shows or tests."""
-    roots = [Path(package.__path__[0]) for package in (jaxref, ropestudy)]
-    files = [(root, file) for root in roots for file in sorted(root.rglob("*.py"))]
-    return [file for root, file in files if not SHOWS_ONLY & set(file.relative_to(root).parts)]

@@ -1,6 +1,5 @@
-"""A study from its configuration to `results.json`: cells one after the other, each kept as soon as it is finished."""
+"""Run a study from its configuration to `results.json`. Each finished cell is kept, so an interrupted study continues."""
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,96 +9,88 @@ import jax
 import jaxref
 from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError
-from anchorline.files import MOST_JSON, read_file, replace_file
 from jaxref.weights import to_arrays
 from ropestudy.cells import LIBRARIES, Bench
 from ropestudy.experiments import make_questions
 from ropestudy.models import INITIALISATIONS, Pretrained, load_pretrained
-from ropestudy.schema import ModelDescription, Results, StudyEnvironment, TextDescription, write_results
-from ropestudy.spec import StudyConfig, longest
+from ropestudy.schema import (
+    RESULTS,
+    AnyRecord,
+    ModelDescription,
+    Results,
+    StudyEnvironment,
+    TextDescription,
+    read_results,
+    write_results,
+)
+from ropestudy.spec import StudyConfig
 from ropestudy.text import read_pool
-
-CONFIG, CELLS, RESULTS = "config.json", "cells", "results.json"
 
 OnCell = Callable[[str, int, int], None]  # what was done, cells done, cells in all
 
 
-def run_study(config: StudyConfig, out: Path, progress: OnCell | None = None, command: str = "") -> Results:
-    """Run a study, or what is left of it, and write `results.json` into `out`, after each
-    experiment with all that is finished.
+def run_study(config: StudyConfig, out: Path, progress: OnCell = lambda *_: None, command: str = "") -> Results:
+    """Run a study, or what is left of it. Write `results.json` into `out` whenever an experiment is finished.
 
-    Finished cells are kept in `out/cells`, each named by a hash of what its numbers depend on. An interrupted run
-    continues after the last of them. A run with other sources, another model or another device computes them again.
+    Finished cells are kept in `out/cells`, each named by a hash of what its numbers depend on. Other sources, another
+    model or another device are other cells.
 
-    Raises UserError, one line, before anything is computed: see `claim`, `models.load_pretrained` and `text.read_pool`.
+    Raises:
+        UserError: before anything is computed: `out` holds another study, or the model or the text cannot be used.
     """
-    created = datetime.now(UTC)
-    claim(config, out)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    _check_folder(config, out)
     pretrained = load_pretrained(config.model)
-    _check_bos(config, pretrained)
+    if pretrained.bos is None and config.masks is not None:
+        raise UserError(f"masks: needs a BOS, and the tokenizer of {config.model.source!r} has none; set masks: off")
     sections = config.experiments.values()
     count = max(max(section.sequences, getattr(section, "documents", 1)) for section in sections)
-    tokens = config.text.tokens or max(map(longest, sections))
+    tokens = config.text.tokens or max(section.longest for section in sections)
     pool = read_pool(config.text, pretrained.tokenizer, count, tokens, config.seed)
-    _check_vocabulary(pretrained, max(int(ids.max()) for ids in pool.ids))
+    if (largest := max(int(ids.max()) for ids in pool.ids)) >= pretrained.config.vocab_size:
+        raise UserError(
+            f"model.source: its tokenizer.json gives token {largest}, beyond its vocabulary of "
+            f"{pretrained.config.vocab_size}: they do not belong together"
+        )
 
-    bench = Bench(config, pretrained, pool)
-    found: Results | None = None
-    planned = make_questions(config)
-    counts = {name: (0, sum(len(task.cells) for task in tasks)) for name, tasks in planned.items()}
-    total, done, seconds, records = sum(whole for _, whole in counts.values()), 0, 0.0, []
-    write_config(config, out)  # last: a mistake found on the way must not mark the folder
-    for name, tasks in planned.items():
-        for task in tasks:
-            results = []
-            for cell in task.cells:
-                results.append(bench.kept_or_run(cell, out / CELLS))
-                done, seconds = done + 1, seconds + results[-1].seconds
-                if progress:
-                    names = ", ".join(cell.conditions)
-                    what = f"{cell.experiment} {cell.model}, {cell.tokens} tokens, sequence {cell.number}: {names}"
-                    progress(f"{what} ({results[-1].seconds:.1f} s)", done, total)
-            records += task.make_records(results)
-        counts[name] = (counts[name][1], counts[name][1])
-        # After each experiment: what was found so far can be read while the rest is computed.
-        found = Results(
+    bench, questions = Bench(config, pretrained, pool), make_questions(config)
+    out.mkdir(parents=True, exist_ok=True)
+    total, done, seconds = sum(len(one.cells) for some in questions.values() for one in some), 0, 0.0
+    records: list[AnyRecord] = []
+    results = None
+    for asked in questions.values():
+        for question in asked:
+            answers = []
+            for cell in question.cells:
+                answers.append(bench.kept_or_run(cell, out / "cells"))
+                done, seconds = done + 1, seconds + answers[-1].seconds
+                what = f"{cell.experiment} {cell.model}, {cell.tokens} tokens, {cell.about}"
+                progress(f"{what} ({answers[-1].seconds:.1f} s)", done, total)
+            records += question.make_records(answers)
+        results = Results(
             title=config.title,
-            created=created.isoformat(timespec="seconds"),
+            created=created,
             seconds=seconds,
             command=command,
-            environment=environment(),
+            environment=_describe_environment(),
             config=config.model_dump(mode="json"),
-            model=describe(config, pretrained, {record.model for record in records}),
+            model=_describe_model(config, pretrained, {record.model for record in records}),
             text=TextDescription(source=config.text.source, bos=pretrained.bos, documents=pool.names),
-            cells=dict(counts),
             records=list(records),
         )
-        write_results(found, out / RESULTS)
-    assert found is not None, "a study has an experiment"
-    return found
+        write_results(results, out)
+    assert results is not None, "a study has an experiment"
+    return results
 
 
-def claim(config: StudyConfig, out: Path) -> None:
-    """Check that `out` is new, empty, or this very study's. Raises UserError, one line, otherwise."""
+def _check_folder(config: StudyConfig, out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out: {out} is a file; give a folder")
-    if not out.exists() or not any(out.iterdir()):
-        return
-    file = out / CONFIG
-    if not file.is_file():
-        raise UserError(f"--out: {out} is not empty, and not a study's folder; give another")
-    if read_file(file, MOST_JSON) != _dump(config):
-        raise UserError(f"--out: {out} holds another study (its {CONFIG} differs); give another folder, or remove it")
+    if (out / RESULTS).exists() and read_results(out).config != config.model_dump(mode="json"):
+        raise UserError(f"--out: {out} holds another study (the config in its {RESULTS} differs); give another folder")
 
 
-def write_config(config: StudyConfig, out: Path) -> None:
-    """Mark the folder as this study's."""
-    out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / CONFIG, _dump(config))
-
-
-def environment() -> StudyEnvironment:
-    """Return where this process runs."""
+def _describe_environment() -> StudyEnvironment:
     commit, dirty = git_state(Path(jaxref.__file__).parents[1])
     return StudyEnvironment(
         versions=versions(LIBRARIES),
@@ -110,33 +101,12 @@ def environment() -> StudyEnvironment:
     )
 
 
-def describe(config: StudyConfig, pretrained: Pretrained, used: set[str]) -> ModelDescription:
-    """Return the model in words and numbers. used: names of the models that records are of."""
+def _describe_model(config: StudyConfig, pretrained: Pretrained, used: set[str]) -> ModelDescription:
+    """Describe the model in words and numbers. used: names of the models that records are of."""
     return ModelDescription(
         source=config.model.source,
         config=pretrained.config_json,
-        weights=config.model.weights,
         parameters=sum(int(array.size) for array in to_arrays(pretrained.decoder).values()),
         sha256=pretrained.sha256,
-        initialisations={name: words for name, words in INITIALISATIONS.items() if name in used},
+        initialisations={name: one.about for name, one in INITIALISATIONS.items() if name in used},
     )
-
-
-def _check_bos(config: StudyConfig, pretrained: Pretrained) -> None:
-    if pretrained.bos is None and (config.masks is not None or config.text.bos == "first"):
-        what = "masks: it" if config.masks is not None else "text.bos: 'first'"
-        raise UserError(
-            f"{what} needs a BOS, and the tokenizer of {config.model.source!r} has none; choose another model"
-        )
-
-
-def _check_vocabulary(pretrained: Pretrained, largest: int) -> None:
-    if largest >= pretrained.config.vocab_size:
-        raise UserError(
-            f"model.source: its tokenizer.json gives token {largest}, beyond its vocabulary of "
-            f"{pretrained.config.vocab_size}: they do not belong together"
-        )
-
-
-def _dump(config: StudyConfig) -> bytes:
-    return (json.dumps(config.model_dump(mode="json"), indent=1) + "\n").encode()

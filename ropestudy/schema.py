@@ -1,8 +1,7 @@
-"""`results.json`, version 2: what one study found. The report reads only this.
+"""The results of a study, and the two files that hold them: `results.json`, and a compact file for a repository.
 
-A study is a flat list of records. Each says which experiment it belongs to, which model and condition it is of, over
-how many sequences of how many tokens, and holds its numbers as `Stat`: the mean over sequences, their spread, and each
-one's own value (a single sample of the paper is `values[i]`).
+Results are a flat list of records. Each names its experiment, model and condition, the number of sequences and their
+length. It holds its numbers as `Stat`: the mean over the sequences, and the value of each one.
 
 What is compared is always the attention of two runs that are the same function in exact arithmetic. A run is a
 condition (roundings, and what `Rounding` cannot say) and the position ids; a shift d is added to all of these.
@@ -18,22 +17,25 @@ the queries that see it, so the last columns weigh most in D: both forms are rec
 Legend: T tokens of a row · L layers · H heads · j column (key) · i row (query).
 """
 
+import json
+import lzma
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from anchorline.errors import UserError
+from anchorline.errors import UserError, one_line, quoted
 from anchorline.files import replace_file
 
-VERSION = 2
-FORMER_KINDS = ("own_error", "emulation_check", "signed_bias", "by_frequency")
+RESULTS = "results.json"
+DIGITS = 7  # of a number in a compact file
 Mode = Literal["local", "propagated"]
-Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "first_token", "mask"]
+Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "mask"]
+OutcomeGroup = Literal["setup", "dose", "site"]
 
 
 class _Part(BaseModel):
-    # Kept studies may hold numbers that are no longer made.
+    # The kept studies hold numbers that are no longer made.
     model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
 
 
@@ -63,13 +65,10 @@ class Columns(_Part):
 
 
 class Record(_Part):
-    """What every record says of itself."""
+    """What every record says about itself."""
 
     model: str = Field(description="pretrained, shuffled, or an initialisation of `models.INITIALISATIONS`")
     condition: str = Field(description="name of the roundings: a preset, or `on table`, `hf_eager_bf16 - table`, ...")
-    attention_from: str = Field(
-        default="oracle", description="`oracle`, or the torch implementation that computed it, such as `torch eager`"
-    )
     tokens: int = Field(description="of each sequence")
     sequences: int
 
@@ -141,8 +140,7 @@ class OutputDivergence(_Part):
 
 
 class Score(Record):
-    """One condition on every scale: a row of the factorial, of the remedies, the controls, the first token's or the
-    masks'.
+    """One condition on every scale: a row of the factorial, of the remedies, the controls or the masks.
 
     `shift`: the condition at d1 against itself at d2. `error`: the condition at shift d1 against `exact` at d1, same
     mask and text. Keys of both are modes. KL is always propagated. The control of random phases has d2 == d1: its
@@ -156,8 +154,7 @@ class Score(Record):
         description="of on_alone and off_alone: the site of `Rounding`; `qk, scaled` are sites left out together, "
         "because each alone rounds what the other has rounded"
     )
-    text: str = Field(description="where the BOS is: first, none, middle")
-    mask: str = Field(description="full, intra, intra_reset, anchor, anchor_reset")
+    mask: str = Field(description="full, intra, intra_reset, anchor")
     about: str = Field(description="the condition in words")
     d1: int
     d2: int
@@ -171,9 +168,7 @@ class Score(Record):
 class MaskPair(Record):
     """Packed documents: the same tokens under two choices of position ids, or two masks.
 
-    `a` and `b` are names of masks; at shift 0. In `exact`, intra against intra_reset is zero to float64's own noise;
-    anchor against anchor_reset (documents restart at 1, after the anchor at 0) is not, because their distances to the
-    anchor differ: that is what the anchor changes mathematically.
+    `a` and `b` are names of masks; both runs are at shift 0. In `exact` the difference is float64's own noise.
     """
 
     kind: Literal["mask_pair"] = "mask_pair"
@@ -192,7 +187,7 @@ class Outcome(Record):
     """
 
     kind: Literal["outcome"] = "outcome"
-    group: Literal["setup", "dose", "site"]
+    group: OutcomeGroup
     task: Literal["text", "copy"]
     about: str
     start: int = Field(description="position of the row's first token")
@@ -223,7 +218,6 @@ class ModelDescription(_Part):
 
     source: str = Field(description="as the configuration names it")
     config: dict[str, Any] = Field(description="as config.json has it")
-    weights: str = Field(description="dtype to which every parameter was rounded before anything else")
     parameters: int
     sha256: str = Field(description="of the parameters as stored, in the order of their names")
     initialisations: dict[str, str] = Field(description="each random model that was used, in words")
@@ -240,7 +234,7 @@ class TextDescription(_Part):
 class Results(_Part):
     """The whole of a study."""
 
-    schema_version: Literal[2] = VERSION
+    schema_version: Literal[2] = 2
     title: str
     created: str = Field(description="ISO 8601, UTC")
     seconds: float = Field(description="of computing, all cells together, also those kept from an earlier run")
@@ -249,31 +243,52 @@ class Results(_Part):
     config: dict[str, Any] = Field(description="the resolved configuration, every default written out")
     model: ModelDescription
     text: TextDescription
-    cells: dict[str, tuple[int, int]] = Field(
-        default={}, description="by experiment: cells that were computed, and all; records are of finished ones alone"
-    )
-    records: list[AnyRecord]
+    records: list[AnyRecord] = Field(description="of the experiments that are finished")
 
     @field_validator("records", mode="before")
     @classmethod
-    def _leave_out_former_kinds(cls, records: Any) -> Any:
-        """Kept studies hold records of kinds that are no longer made."""
-        if not isinstance(records, list):
-            return records
-        return [one for one in records if not isinstance(one, dict) or one.get("kind") not in FORMER_KINDS]
+    def _leave_out_former_records(cls, records: list[Any]) -> list[Any]:
+        """The kept studies hold records of experiments that are no longer there."""
+        return [one for one in records if isinstance(one, BaseModel) or _is_known(one)]
 
 
-def write_results(results: Results, path: Path) -> None:
-    """Write `results.json`, whole or not at all."""
-    replace_file(path, (results.model_dump_json(indent=1) + "\n").encode())
+KINDS = {one.model_fields["kind"].default for one in get_args(get_args(AnyRecord)[0])}
+
+
+def _is_known(record: dict[str, Any]) -> bool:
+    by_the_oracle = record.get("attention_from", "oracle") == "oracle"
+    return record["kind"] in KINDS and by_the_oracle and record.get("group") != "first_token"
+
+
+def write_results(results: Results, folder: Path) -> None:
+    """Write `results.json` into a folder, whole or not at all."""
+    replace_file(folder / RESULTS, (results.model_dump_json(indent=1) + "\n").encode())
+
+
+def write_compact(results: Results, path: Path) -> None:
+    """Write a study into one file of some hundred kilobytes. The same results give the same bytes."""
+    text = json.dumps(_rounded(results.model_dump(mode="json")), separators=(",", ":"))
+    replace_file(path, lzma.compress(text.encode(), preset=9))
 
 
 def read_results(path: Path) -> Results:
-    """Read a study. Raises UserError, one line: no file, not JSON, not this version of the schema."""
-    if not path.is_file():
-        raise UserError(f"results {path}: no such file")
+    """Read a study: its folder, or its compact file.
+
+    Raises:
+        UserError: there is no such study, or the file is damaged or not one.
+    """
+    file = path / RESULTS if path.is_dir() else path
     try:
-        return Results.model_validate_json(path.read_text(encoding="utf-8"))
-    except (ValidationError, UnicodeDecodeError) as error:
-        first = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
-        raise UserError(f"results {path}: not of schema version {VERSION}: {' '.join(first.split())}") from None
+        content = file.read_bytes()
+        return Results.model_validate_json(content if path.is_dir() else lzma.decompress(content))
+    except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise UserError(f"{quoted(file)} does not hold the results of a study: {one_line(reason)}") from None
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [_rounded(held) for held in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Real text: documents of installed packages or the user's own files, tokenised, and the rows that a study computes.
+"""The text of a study: documents of installed packages or the user's own files, and the rows that are made of them.
 
 Legend: T tokens of a row.
 """
@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -18,11 +17,10 @@ from anchorline.files import expand
 from jaxref.layout import lay_out
 from ropestudy.spec import TextConfig
 
-Bos = Literal["first", "none"]
 DEMO: tuple[Name, ...] = ("speeches", "factbook_fields", "library_modules")
 
 NO_TARGET = -100
-CHARACTERS = 12  # per token asked for are given to the tokenizer: what is longer than any language needs
+CHARACTERS = 12  # that the tokenizer gets for each token that is wanted: more than any language needs
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def read_pool(text: TextConfig, tokenizer: Tokenizer, count: int, tokens: int, s
 
 @dataclass(frozen=True)
 class RowArrays:
-    """One row: int64 [T] each. `lengths`: tokens of each packed document, or of the whole."""
+    """One row: int64 [T] each. `lengths` has the tokens of each packed document, or of the whole row."""
 
     ids: np.ndarray
     documents: np.ndarray
@@ -72,13 +70,9 @@ class RowArrays:
         return following
 
 
-def row(pool: Pool, number: int, tokens: int, bos_id: int | None, bos: Bos) -> RowArrays:
-    """Return one document as one row under `full`, with the BOS first, or without one."""
-    own = pool.ids[number]
-    if bos_id is None or bos == "none":
-        ids = own[:tokens]
-    else:
-        ids = np.concatenate([[bos_id], own[: tokens - 1]])
+def row(pool: Pool, number: int, tokens: int, bos_id: int | None) -> RowArrays:
+    """Return one document as one row under `full`, after the BOS if there is one."""
+    ids = np.array([*([] if bos_id is None else [bos_id]), *pool.ids[number]], np.int64)[:tokens]
     return RowArrays(ids, np.ones(tokens, np.int64), np.arange(tokens), (tokens,))
 
 
@@ -125,13 +119,11 @@ def _documents(text: TextConfig, seed: int) -> Iterator[Document]:
         sources = [documents(name, "text.source: 'demo'") for name in DEMO]
     else:
         sources = [_files(text)]
-    random = np.random.default_rng((seed, 3))
-    for together in zip_longest(*(_shuffle(list(source), random) for source in sources)):
+    random, shuffled = np.random.default_rng((seed, 3)), []
+    for source in map(list, sources):
+        shuffled.append([source[i] for i in random.permutation(len(source))])
+    for together in zip_longest(*shuffled):
         yield from (document for document in together if document is not None)
-
-
-def _shuffle(items: list[Document], random: np.random.Generator) -> list[Document]:
-    return [items[i] for i in random.permutation(len(items))]
 
 
 def _files(text: TextConfig) -> Iterator[Document]:

@@ -1,5 +1,9 @@
-"""Conditions by name: a preset of roundings, or one with a change; and the lists that the experiments run through."""
+"""A condition is what a model is computed under: a preset of roundings, or one with a change.
 
+`CONDITIONS` holds those that a configuration may name. The functions make the lists that experiments go through.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anchorline.errors import UserError
@@ -17,6 +21,7 @@ class Condition:
     about: str = ""
     base: str | None = None  # the preset it starts from
     site: str | None = None  # the site that it switches
+    mantissa_bits: int | None = None  # of a dose
 
 
 # Sites that round the same number again: a sum, the rotated vector that it is, its copies; and so on. (`scaled` is `qk`
@@ -33,63 +38,48 @@ TF32_SITES = ("position", "inv_freq", "table")
 EXACT = Condition("exact", preset("exact"), about="float64, nothing rounded")
 
 
-def _name_conditions() -> dict[str, Condition]:
-    found = {name: Condition(name, rounding, about=f"the preset {name}") for name, rounding in PRESETS.items()}
-    found["fp32_angles64"] = Condition(
-        "fp32_angles64", preset("fp32"), Method(angles="float64"), "float32, but angles, cos and sin in float64", "fp32"
+def _list_conditions() -> Iterator[Condition]:
+    for name, rounding in PRESETS.items():
+        yield Condition(name, rounding, about=f"the preset {name}")
+    in_float64 = Method(angles="float64")
+    yield Condition(
+        "fp32_angles64", preset("fp32"), in_float64, "float32, but angles, cos and sin in float64", base="fp32"
     )
     for name in ("hf_eager_bf16", "flash_bf16"):
-        found[f"{name}_inv_freq"] = Condition(
-            f"{name}_inv_freq",
-            preset(name).replace(inv_freq="bf16"),
-            about="inverse frequencies rounded to bf16 as well, as model.to(bfloat16) does",
-            base=name,
-        )
+        rounding = preset(name).replace(inv_freq="bf16")
+        about = "inverse frequencies rounded to bf16 as well, as model.to(bfloat16) does"
+        yield Condition(f"{name}_inv_freq", rounding, about=about, base=name)
     for name in ("hf_eager_bf16", "flash_bf16", "paper_bf16"):
-        found[f"{name}_angles64"] = Condition(
-            f"{name}_angles64", preset(name), Method(angles="float64"), f"{name}, angles in float64", name
-        )
-        found[f"{name}_tf32"] = Condition(
-            f"{name}_tf32",
-            preset(name).replace(position="tf32", inv_freq="tf32"),
-            about="positions and inverse frequencies rounded to TF32 before they are multiplied, as where TF32 is on",
-            base=name,
-        )
+        yield Condition(f"{name}_angles64", preset(name), in_float64, f"{name}, angles in float64", name)
+        rounding = preset(name).replace(position="tf32", inv_freq="tf32")
+        about = "positions and inverse frequencies rounded to TF32 before they are multiplied, as where TF32 is on"
+        yield Condition(f"{name}_tf32", rounding, about=about, base=name)
     # The paper's rotation and nothing rounded after it: what kernels that take float32 q and k would give.
-    found["flash_bf16_fp32_qk"] = Condition(
-        "flash_bf16_fp32_qk",
-        preset("paper_bf16").replace(q_rotated="fp32", k_rotated="fp32", kv_heads=None),
-        about="flash_bf16 with rotation, q and k in float32",
-        base="flash_bf16",
+    unrounded = preset("paper_bf16").replace(q_rotated="fp32", k_rotated="fp32", kv_heads=None)
+    yield Condition(
+        "flash_bf16_fp32_qk", unrounded, about="flash_bf16 with rotation, q and k in float32", base="flash_bf16"
     )
     # q, k and v arrive in fp8 with a scale a head, P is rounded to fp8 times 2^8, sums are float32 (arXiv 2407.08608).
-    fp8 = {"kv_heads": None, "probs": "e4m3_probs"}
-    for name, rounding, when in (
-        ("fa3_fp8", preset("flash_bf16"), "after"),
-        ("fa3_fp8_before", preset("paper_bf16"), "before"),
-    ):
-        where = "after RoPE" if when == "after" else "before RoPE, which is then applied in float32 and rounded to bf16"
-        found[name] = Condition(
-            name,
-            rounding.replace(**fp8),
-            Method(per_head="e4m3_sat", per_head_when=when),  # type: ignore[arg-type]
-            f"FlashAttention-3 in fp8: q, k, v in e4m3 with a scale per head, q and k rounded {where}",
-            "flash_bf16",
-        )
+    before_rope = preset("paper_bf16").replace(kv_heads=None, probs="e4m3_probs")
+    after_rope = preset("flash_bf16").replace(kv_heads=None, probs="e4m3_probs")
+    about = "FlashAttention-3 in fp8: q, k, v in e4m3 with a scale per head, q and k rounded"
+    after = Method(per_head="e4m3_sat", per_head_when="after")
+    yield Condition("fa3_fp8", after_rope, after, f"{about} after RoPE", "flash_bf16")
+    yield Condition(
+        "fa3_fp8_before",
+        before_rope,
+        Method(per_head="e4m3_sat", per_head_when="before"),
+        f"{about} before RoPE, which is then applied in float32 and rounded to bf16",
+        "flash_bf16",
+    )
     # Tensor cores add fp8 products with fewer bits than float32's 24: 14 on Hopper (arXiv 2412.19437, section 3.5.2).
     for bits in (14, 22):
-        fp8_sums = found["fa3_fp8"]
-        found[f"fa3_fp8_acc{bits}"] = Condition(
-            f"fa3_fp8_acc{bits}",
-            fp8_sums.rounding.replace(accumulator=bits),
-            fp8_sums.method,
-            f"{fp8_sums.about}; running sums of QK^T and P V cut to {bits} significant bits every 32 terms",
-            "fa3_fp8",
-        )
-    return found
+        sums = f"running sums of QK^T and P V cut to {bits} significant bits every 32 terms"
+        rounding = after_rope.replace(accumulator=bits)
+        yield Condition(f"fa3_fp8_acc{bits}", rounding, after, f"{about} after RoPE; {sums}", "fa3_fp8")
 
 
-CONDITIONS = _name_conditions()
+CONDITIONS = {one.name: one for one in _list_conditions()}
 
 
 def condition(name: str) -> Condition:
@@ -99,21 +89,20 @@ def condition(name: str) -> Condition:
     return CONDITIONS[name]
 
 
-def on_alone(fmt: str) -> list[Condition]:
-    """Return every site of `Rounding` rounded to `fmt` and nothing else, in a float64 carrier.
+def on_alone() -> list[Condition]:
+    """Return every site of `Rounding` rounded to bf16 and nothing else, in a float64 carrier.
 
     Sites that transformers keeps in float32 are also there with that format; positions, frequencies and tables in TF32
     too, which is what a product of them becomes where TF32 is switched on.
     """
-    kept = preset(f"hf_eager_{fmt}")
-    found = []
+    kept, alone = preset("hf_eager_bf16"), []
     for site in SITES:
         tf32 = ("tf32",) if site in TF32_SITES else ()
-        for form in dict.fromkeys((fmt, getattr(kept, site), *tf32)):
-            name = f"on {site}" + (f" {form}" if form != fmt else "")
+        for form in dict.fromkeys(("bf16", getattr(kept, site), *tf32)):
+            name = f"on {site}" + (f" {form}" if form != "bf16" else "")
             rounding = EXACT.rounding.replace(**{site: form})
-            found.append(Condition(name, rounding, about=f"{site} alone in {form}", base="exact", site=site))
-    return found
+            alone.append(Condition(name, rounding, about=f"{site} alone in {form}", base="exact", site=site))
+    return alone
 
 
 def off_alone(base: str) -> list[Condition]:
@@ -122,7 +111,7 @@ def off_alone(base: str) -> list[Condition]:
     Where the preset rounds to fp32, a float32 carrier would round all the same: there the carrier is float64.
     """
     rounding = preset(base)
-    found = []
+    conditions = []
     for site in SITES:
         form = getattr(rounding, site)
         if form is None:
@@ -131,21 +120,23 @@ def off_alone(base: str) -> list[Condition]:
         if form == "fp32":
             without = without.replace(carrier="float64")
         about = f"{base} without rounding {site}" + (" (in a float64 carrier)" if form == "fp32" else "")
-        found.append(Condition(f"{base} - {site}", without, about=about, base=base, site=site))
-    return found
+        conditions.append(Condition(f"{base} - {site}", without, about=about, base=base, site=site))
+    return conditions
 
 
 def off_together(base: str) -> list[Condition]:
     """Return a preset without sites that round the same number in a row: left out one at a time, the others undo it."""
     rounding = preset(base)
-    found = []
+    conditions = []
     for sites in IN_A_ROW:
         rounded = [site for site in sites if getattr(rounding, site) is not None]
         if len(rounded) > 1:
             name = ", ".join(rounded)
             about = f"{base} without rounding {name}"
-            found.append(Condition(f"{base} - {name}", rounding.without(*rounded), about=about, base=base, site=name))
-    return found
+            conditions.append(
+                Condition(f"{base} - {name}", rounding.without(*rounded), about=about, base=base, site=name)
+            )
+    return conditions
 
 
 def remedies(base: str) -> list[Condition]:
@@ -199,8 +190,8 @@ def dose(site: str, mantissa_bits: int) -> Condition:
         "all of RoPE": ("table", "rope_product", "rope_sum", "q_rotated", "k_rotated"),
     }[site]
     before = form if site == "q and k before RoPE" else None
-    rounding = preset("fp32").replace(**dict.fromkeys(sites, form))
-    return Condition(name, rounding, Method(angles="float64", before=before), f"{name} of mantissa", "fp32", site)
+    rounding, method = preset("fp32").replace(**dict.fromkeys(sites, form)), Method(angles="float64", before=before)
+    return Condition(name, rounding, method, f"{name} of mantissa", "fp32", site, mantissa_bits)
 
 
 def before_and_after(base: str) -> list[Condition]:

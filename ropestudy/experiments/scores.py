@@ -1,29 +1,14 @@
 """The experiments whose rows are `schema.Score`: factorial, remedies, controls, masks.
 
-Every row is asked the same: how far are shifts d1 and d2 apart, how far is shift d1 from float64, and what do the
-outputs make of both. A few conditions share a cell, and with it one float64 run.
+Each row answers three questions. How far apart are shifts d1 and d2? How far is shift d1 from float64? What do both
+do to the outputs? A few conditions share a cell, and with it one float64 run.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ropestudy import schema
-from ropestudy.cells import (
-    ERROR,
-    SHIFT,
-    TRUTH,
-    Cell,
-    CellResult,
-    NamedDivergence,
-    NamedPair,
-    Question,
-    RunAt,
-    RunsOf,
-    difference_of,
-    divergence_of,
-    per_sequence,
-)
+from ropestudy.cells import AttentionCell, CellResult, Question, Runs, difference_of, divergence_of, per_sequence
 from ropestudy.compute.conditions import (
     EXACT,
     Condition,
@@ -34,6 +19,7 @@ from ropestudy.compute.conditions import (
     on_alone,
     remedies,
 )
+from ropestudy.compute.engine import Pair, Run
 from ropestudy.compute.methods import Method
 from ropestudy.schema import AnyRecord, Mode
 from ropestudy.spec import ControlsConfig, FactorialConfig, MasksConfig, RemediesConfig, RowPositions
@@ -41,6 +27,9 @@ from ropestudy.spec import ControlsConfig, FactorialConfig, MasksConfig, Remedie
 SHARING = 6  # conditions in a cell
 MODES: tuple[Mode, ...] = ("local", "propagated")
 OUTPUTS = "outputs"  # the name of a divergence
+CONTROLLED = "hf_eager_bf16"  # the preset that controls are made for
+
+_Section = FactorialConfig | RemediesConfig | ControlsConfig | MasksConfig
 
 
 @dataclass(frozen=True)
@@ -53,21 +42,25 @@ class Asked:
     mask: str = "full"
     partner: Condition | None = None
 
-    def name(self, what: str, mode: Mode | None = None) -> str:
-        """Return the name of one of its pairs or, without a mode, of its divergences."""
-        return f"{self.condition.name}: {what}" + (f", {mode}" if mode else "")
+    def shift(self, mode: str = OUTPUTS) -> str:
+        """Return the name of the pair of shifts in a mode, or of the divergence of their outputs."""
+        return f"{self.condition.name}: shift, {mode}"
+
+    def error(self, mode: str = OUTPUTS) -> str:
+        """Return the name of the pair with float64 in a mode, or of the divergence of their outputs."""
+        return f"{self.condition.name}: error, {mode}"
 
 
-def factorial(section: FactorialConfig) -> Iterator[Question]:
+def factorial(section: FactorialConfig, seed: int) -> Iterator[Question]:
     """Every rounding site alone, and every site left out of each preset."""
-    rows = [Asked("baseline", EXACT), *(Asked("on_alone", one) for one in on_alone(section.format))]
+    rows = [Asked("baseline", EXACT), *(Asked("on_alone", one) for one in on_alone())]
     for base in section.off_from:
         rows.append(Asked("baseline", replace(condition(base), base=base)))
         rows += [Asked("off_alone", one) for one in (*off_alone(base), *off_together(base))]
     return _score("factorial", section, rows)
 
 
-def remedy(section: RemediesConfig) -> Iterator[Question]:
+def remedy(section: RemediesConfig, seed: int) -> Iterator[Question]:
     """Each preset, and what is done against it."""
     rows = []
     for base in section.bases:
@@ -80,9 +73,9 @@ def remedy(section: RemediesConfig) -> Iterator[Question]:
 
 def controls(section: ControlsConfig, seed: int) -> Iterator[Question]:
     """What must hold, or must not, if rounding is the cause. seed: of the random phases."""
-    base, still = condition(section.base), Method(angles="float64")
+    base, still = condition(CONTROLLED), Method(angles="float64")
     rows = [Asked("baseline", replace(base, base=base.name))]
-    rows += [Asked("control", one) for one in before_and_after(section.base)]
+    rows += [Asked("control", one) for one in before_and_after(CONTROLLED)]
     rows += [Asked("control", condition(name)) for name in ("fp32", "fp32_angles64")]
     about = "a constant random phase per rotary pair, against none: as neutral as a shift"
     for start in (EXACT, base):
@@ -95,16 +88,16 @@ def controls(section: ControlsConfig, seed: int) -> Iterator[Question]:
     return _score("controls", section, rows)
 
 
-def masks(section: MasksConfig) -> Iterator[Question]:
+def masks(section: MasksConfig, seed: int) -> Iterator[Question]:
     """Packed documents under every mask; and the same tokens with and without reset positions."""
     conditions = [condition(name) for name in section.conditions]
-    rows = [Asked("mask", replace(one, base=one.name), mask=mask) for mask in section.masks for one in conditions]
-    yield from _score("masks", section, rows, section.documents)
-    if {"intra", "intra_reset"} <= set(section.masks):
-        yield from (_reset(section, name) for name in section.conditions)
+    variants = ("full", "intra", "intra_reset", "anchor")
+    rows = [Asked("mask", replace(one, base=one.name), mask=mask) for mask in variants for one in conditions]
+    yield from _score("masks", section, rows)
+    yield from (_reset(section, name) for name in section.conditions)
 
 
-def _score(name: str, section: Any, rows: Iterable[Asked], documents: int | None = None) -> Iterator[Question]:
+def _score(name: str, section: _Section, rows: Iterable[Asked]) -> Iterator[Question]:
     """Yield cells that rows of one model and mask share, at each of the section's positions."""
     shared: dict[tuple[str, str], list[Asked]] = {}
     for row in rows:
@@ -112,30 +105,31 @@ def _score(name: str, section: Any, rows: Iterable[Asked], documents: int | None
     for positions in section.positions:
         for together in shared.values():
             for start in range(0, len(together), SHARING):
-                yield _score_rows(name, section, together[start : start + SHARING], positions, documents)
+                yield _score_rows(name, section, together[start : start + SHARING], positions)
 
 
-def _score_rows(name: str, section: Any, rows: list[Asked], at: RowPositions, documents: int | None) -> Question:
-    truth = RunAt(TRUTH, at.d1)
-    streams, pairs, divergences = [RunsOf(TRUTH, EXACT, (at.d1,))], [], []
+def _score_rows(name: str, section: _Section, rows: list[Asked], at: RowPositions) -> Question:
+    truth = Run(0, 0)
+    streams, pairs, divergences = [Runs(EXACT, (at.d1,))], dict[str, Pair](), dict[str, tuple[Run, Run]]()
     # A condition may be asked for twice, such as a baseline that is a control too: it is computed once.
     for one in {row.condition.name: row for row in rows}.values():
-        own = RunAt(one.condition.name, at.d1)
         if one.partner is None:
-            streams.append(RunsOf(own.stream, one.condition, (at.d1, at.d2)))
-            a, b = own, RunAt(own.stream, at.d2)
+            streams.append(Runs(one.condition, (at.d1, at.d2)))
+            own = a = Run(len(streams) - 1, 0)
+            b = Run(len(streams) - 1, 1)
         else:
-            a, b = RunAt(f"{own.stream}, partner", at.d1), own
-            streams += [RunsOf(a.stream, one.partner, (at.d1,)), RunsOf(own.stream, one.condition, (at.d1,))]
-        pairs += [NamedPair(one.name(SHIFT, mode), a, b, mode) for mode in MODES]
-        pairs += [NamedPair(one.name(ERROR, mode), own, truth, mode) for mode in MODES]
-        divergences += [NamedDivergence(one.name(SHIFT), a, b), NamedDivergence(one.name(ERROR), truth, own)]
-    cell = Cell(
-        name, rows[0].model, 0, section.tokens, tuple(streams), tuple(pairs), tuple(divergences),
-        mask=rows[0].mask, documents=documents, gap=at.gap,
+            streams += [Runs(one.partner, (at.d1,)), Runs(one.condition, (at.d1,))]
+            a, b = Run(len(streams) - 2, 0), Run(len(streams) - 1, 0)
+            own = b
+        pairs |= {one.shift(mode): Pair(a, b, mode) for mode in MODES}
+        pairs |= {one.error(mode): Pair(own, truth, mode) for mode in MODES}
+        divergences |= {one.shift(): (a, b), one.error(): (truth, own)}
+    cell = AttentionCell(
+        name, rows[0].model, section.tokens, tuple(streams), pairs, divergences,
+        mask=rows[0].mask, documents=getattr(section, "documents", None), gap=at.gap,
     )  # fmt: skip
 
-    def record(row: Asked, found: list[CellResult]) -> schema.Score:
+    def record(row: Asked, results: list[CellResult]) -> schema.Score:
         return schema.Score(
             model=row.model,
             condition=row.condition.name,
@@ -144,32 +138,30 @@ def _score_rows(name: str, section: Any, rows: list[Asked], at: RowPositions, do
             group=row.group,
             base=row.condition.base,
             site=row.condition.site,
-            text="first",
             mask=row.mask,
             about=row.condition.about,
             d1=at.d1,
             d2=at.d1 if row.partner is not None else at.d2,
             gap=at.gap,
-            shift={mode: difference_of(found, row.name(SHIFT, mode)) for mode in MODES},
-            error={mode: difference_of(found, row.name(ERROR, mode)) for mode in MODES},
-            kl_shift=divergence_of(found, row.name(SHIFT)),
-            kl_error=divergence_of(found, row.name(ERROR)),
+            shift={mode: difference_of(results, row.shift(mode)) for mode in MODES},
+            error={mode: difference_of(results, row.error(mode)) for mode in MODES},
+            kl_shift=divergence_of(results, row.shift()),
+            kl_error=divergence_of(results, row.error()),
         )
 
-    return Question(per_sequence(cell, section.sequences), lambda found: [record(row, found) for row in rows])
+    return Question(per_sequence(cell, section.sequences), lambda results: [record(row, results) for row in rows])
 
 
 def _reset(section: MasksConfig, name: str) -> Question:
     a, b = "intra", "intra_reset"
-    ends = RunAt(a, 0), RunAt(b, 0)
-    streams = tuple(RunsOf(mask, condition(name), (0,), mask) for mask in (a, b))
-    pairs = tuple(NamedPair(mode, *ends, mode) for mode in MODES)
-    cell = Cell(
-        "masks", "pretrained", 0, section.tokens, streams, pairs, (NamedDivergence(OUTPUTS, *ends),),
-        mask=a, documents=section.documents,
-    )  # fmt: skip
+    streams = tuple(Runs(condition(name), (0,), mask) for mask in (a, b))
+    pairs = {mode: Pair(Run(0, 0), Run(1, 0), mode) for mode in MODES}
+    ends = {OUTPUTS: (Run(0, 0), Run(1, 0))}
+    cell = AttentionCell(
+        "masks", "pretrained", section.tokens, streams, dict(pairs), ends, mask=a, documents=section.documents
+    )
 
-    def make(found: list[CellResult]) -> list[AnyRecord]:
+    def make(results: list[CellResult]) -> list[AnyRecord]:
         return [
             schema.MaskPair(
                 model="pretrained",
@@ -179,9 +171,9 @@ def _reset(section: MasksConfig, name: str) -> Question:
                 mode=mode,
                 a=a,
                 b=b,
-                documents=list(found[0].lengths),
-                difference=difference_of(found, mode),
-                kl=divergence_of(found, OUTPUTS),
+                documents=list(results[0].lengths),
+                difference=difference_of(results, mode),
+                kl=divergence_of(results, OUTPUTS),
             )
             for mode in MODES
         ]

@@ -44,7 +44,7 @@ FEWER = [
     "controls.models=[pretrained, shuffled, kaiming_sqrt5]",
     "masks.conditions=[exact, hf_eager_bf16]",
     "setups.conditions=[hf_eager_bf16]",
-    "dose.sites=[table]",
+    ,
     "remedies.positions=[{d1: 0}, {d1: 100, d2: 116, gap: 50}]",
     *(f"{name}.sequences=1" for name in ("factorial", "remedies", "controls")),
 ]
