@@ -92,9 +92,11 @@ class AttentionCell(Cell):
 
     @property
     def about(self) -> str:
+        """The sequence and the conditions."""
         return f"sequence {self.number}: {', '.join(dict.fromkeys(runs.condition.name for runs in self.streams))}"
 
     def compute(self, bench: "Bench") -> CellResult:
+        """Compare the attention of its pairs, and the outputs of its divergences."""
         made, streams = self._row(bench, self.mask), []
         for runs in self.streams:
             base = made if runs.mask is None else self._row(bench, runs.mask)

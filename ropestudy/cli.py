@@ -36,7 +36,8 @@ def study(
 
     resolved = load_study(config, overrides or [])
     from ropestudy.report import write_report
-    from ropestudy.run import RESULTS, run_study
+    from ropestudy.run import run_study
+    from ropestudy.schema import RESULTS
 
     console = Console(stderr=True)
     columns = (TextColumn("study"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -87,7 +88,7 @@ def ring(
         zigzag(tokens, size)  # raises before a model is loaded
     pretrained = load_pretrained(ModelConfig(source=model))
     pool = read_pool(TextConfig(source=text), pretrained.tokenizer, 1, tokens, seed)
-    ids_T = row(pool, 0, tokens, pretrained.bos, "none" if pretrained.bos is None else "first").ids
+    ids_T = row(pool, 0, tokens, pretrained.bos).ids
     table = Table(title=f"{model}, {tokens:,} tokens ({pool.names[0]}), {rounding}: logits of a zigzag ring")
     for title in (
         "ranks",

@@ -1,4 +1,4 @@
-"""Run a study from its configuration to `results.json`. Each finished cell is kept, so an interrupted study continues."""
+"""Run a study from its configuration to `results.json`. Each finished cell is kept, so a study can continue."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -140,6 +140,7 @@ class LengthsConfig(Experiment):
 
     @property
     def longest(self) -> int:
+        """The longest of the lengths."""
         return max(self.lengths)
 
 

@@ -144,12 +144,12 @@ def compare(
         for place, run in enumerate(advanced[i])
     }
     outputs = _divergences(decoder, ends, divergences, row.documents_T, row.targets_T)
-    found = {
+    totals = {
         pair: _over_layers(sums, place, decoder.config.num_attention_heads)
         for group, sums in zip(groups, layers, strict=True)
         for place, pair in enumerate(group.pairs)
     }
-    return [found[pair] for pair in range(len(pairs))], outputs
+    return [totals[pair] for pair in range(len(pairs))], outputs
 
 
 def final_hidden(
@@ -184,14 +184,13 @@ def divergences_of_rows(
     documents_T: of the outputs that count; the others have `PADDING`.
     """
     pairs = [(Run(0, 0), Run(i, 0)) for i in range(1, len(hidden))]
-    found: list[list[DivergenceSample]] = [[] for _ in pairs]
+    by_row = []
     for number, targets_T in enumerate(targets_ST):
         ends = {
             Run(i, 0): (x_STM[number], restrict(condition, ("logits",))) for i, (x_STM, condition) in enumerate(hidden)
         }
-        for one, samples in zip(_divergences(decoder, ends, pairs, documents_T, targets_T), found, strict=True):
-            samples.append(one)
-    return found
+        by_row.append(_divergences(decoder, ends, pairs, documents_T, targets_T))
+    return [list(samples) for samples in zip(*by_row, strict=True)]
 
 
 @jax.jit
@@ -221,13 +220,13 @@ def _groups(pairs: Sequence[Pair]) -> list[_Group]:
     for number, pair in enumerate(pairs):
         source = pair.a[0] if pair.mode == "local" else None
         keys.setdefault((source, tuple(sorted({pair.a[0], pair.b[0]}))), []).append(number)
-    found = []
+    groups = []
     for (source, used), numbers in keys.items():
         ends = sorted({end for number in numbers for end in (pairs[number].a, pairs[number].b)})
         runs = {i: [run for stream, run in ends if stream == i] for i in used}
         index = np.array([[ends.index(pairs[number].a), ends.index(pairs[number].b)] for number in numbers])
-        found.append(_Group(source, runs, numbers, index))
-    return found
+        groups.append(_Group(source, runs, numbers, index))
+    return groups
 
 
 def _list_runs(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) -> dict[int, list[int]]:
@@ -247,13 +246,10 @@ def _list_runs(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) 
 
 def _over_layers(layers: Sequence[LayerSums], place: int, heads: int) -> Sums:
     """Add all layers of one pair together."""
-    return Sums(
-        column_T=np.array([layer.column_PT[place] for layer in layers]).sum(0),
-        logit_T=np.array([layer.logit_PT[place] for layer in layers]).sum(0),
-        row_T=np.array([layer.row_PT[place] for layer in layers]).sum(0),
-        mass_T=np.array([layer.mass_PT[place] for layer in layers]).sum(0),
-        heads=heads * len(layers),
+    column_T, logit_T, row_T, mass_T = (
+        np.array([sums_PT[place] for sums_PT in of_layers]).sum(0) for of_layers in zip(*layers, strict=True)
     )
+    return Sums(column_T, logit_T, row_T, mass_T, heads * len(layers))
 
 
 def _divergences(
@@ -282,11 +278,11 @@ def _divergences(
             for end, total in of_ends.items():
                 total += np.array(losses(logs[end], jnp.asarray(targets_T[rows])))
     count = int((documents_T != PADDING).sum())
-    found = [DivergenceSample(kl=kl / count, argmax_differs=differs / count) for kl, differs in totals]
+    samples = [DivergenceSample(kl=kl / count, argmax_differs=differs / count) for kl, differs in totals]
     if targets_T is None or not known:
-        return found
+        return samples
     (*means,) = ([of_ends[end] / (targets_T >= 0).sum() for end in pair] for pair in pairs)
     return [
         one.model_copy(update={"nll_p": p[0], "nll_q": q[0], "right_p": p[1], "right_q": q[1]})
-        for one, (p, q) in zip(found, means, strict=True)
+        for one, (p, q) in zip(samples, means, strict=True)
     ]

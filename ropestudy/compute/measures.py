@@ -114,7 +114,7 @@ def divergence(samples: Sequence[DivergenceSample]) -> OutputDivergence:
         for name in DivergenceSample.model_fields
         if all(getattr(one, name) is not None for one in samples)
     }
-    return OutputDivergence(**{name: stat(found) for name, found in values.items()})
+    return OutputDivergence(**{name: stat(each) for name, each in values.items()})
 
 
 def _quotient(x: float, y: float) -> float:

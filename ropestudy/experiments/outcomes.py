@@ -34,6 +34,7 @@ class OutcomeCell(Cell):
 
     @property
     def about(self) -> str:
+        """The conditions."""
         return f"all sequences: {', '.join(one.name for one in self.conditions)}"
 
     def compute(self, bench: Bench) -> CellResult:

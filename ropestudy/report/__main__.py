@@ -1,5 +1,5 @@
-"""`python -m ropestudy.report STUDY...`: make a study's tables and figures again, keep the study in a compact file, or
-fill a page that is written by hand with the numbers of kept studies.
+"""`python -m ropestudy.report`: make a study's tables and figures again, keep the study in a compact file, or fill
+docs/precision.md with the numbers of the kept studies. Nothing is computed.
 """
 
 from pathlib import Path
@@ -10,16 +10,12 @@ import typer
 from anchorline.command import Command
 from anchorline.files import replace_file
 from ropestudy.report import write_report
-from ropestudy.report.compact import read_study, write_compact
 from ropestudy.report.numbers import Numbers, fill_page, make_numbers
 from ropestudy.report.training import training_numbers
-from ropestudy.schema import Results
+from ropestudy.schema import read_results, write_compact
 
-KEPT = {
-    "": "precision.json.xz",
-    "second.": "precision-second.json.xz",
-    "fp8.": "precision-fp8.json.xz",
-}  # prefix of the keys, and the kept study they are made from
+# The prefix of keys, and the kept study that they are made from.
+KEPT = {"": "precision.json.xz", "second.": "precision-second.json.xz", "fp8.": "precision-fp8.json.xz"}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -35,31 +31,23 @@ def report(
 ) -> None:
     """Make a study's report again; nothing is computed."""
     if study is not None:
-        results = read_study(study)
+        results = read_results(study)
         if compact is not None:
             write_compact(results, compact)
-        folder = out or (study if study.is_dir() else None)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_report(results, folder)
-    if keys or page is not None:
-        numbers = kept_numbers()
-        if keys:
-            for key, text in numbers.items():
-                print(f"{key}: {text}")
-        if page is not None:
-            replace_file(page, fill_page(page.read_text(encoding="utf-8"), numbers).encode())
+        if out is not None or study.is_dir():
+            write_report(results, out or study)
+    if page is not None:
+        replace_file(page, fill_page(page.read_text(encoding="utf-8"), kept_numbers()).encode())
+    for key, text in kept_numbers().items() if keys else ():
+        print(f"{key}: {text}")
 
 
 def kept_numbers() -> Numbers:
     """Return the numbers of all kept studies and of the training experiment in benchmarks/results."""
-    studies = {key: text for prefix in KEPT for key, text in make_numbers(read_kept(prefix), prefix).items()}
-    return studies | training_numbers(RESULTS / "training-experiment.json")
-
-
-def read_kept(prefix: str) -> Results:
-    """Read the kept study of a prefix."""
-    return read_study(RESULTS / KEPT[prefix])
+    numbers = training_numbers(RESULTS / "training-experiment.json")
+    for prefix, name in KEPT.items():
+        numbers |= make_numbers(read_results(RESULTS / name), prefix)
+    return numbers
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The study's figures, by matplotlib alone: each function draws one from a study's records, or returns None."""
+"""The study's figures: each function draws one from a study's records, or returns None where there are none."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ MODES = ("local", "propagated")
 FORMATS = {2: "e5m2", 3: "e4m3", 7: "bf16", 10: "fp16, TF32"}
 SMALLEST = 1e-30  # a logarithmic axis cannot show exact zeros
 PANEL = (4.8, 3.4)  # inches
+SHIFT = 16  # the paper's, which the others are compared with
+POINTS = {"marker": "o", "markersize": 3}
 
 
 def write_figures(results: Results, folder: Path) -> None:
@@ -30,55 +32,44 @@ def write_figures(results: Results, folder: Path) -> None:
 
 def draw_shift(results: Results) -> Figure | None:
     """The paper's figure 1, left: D between shift d1 and shift 16."""
-    records = [one for one in results.records if isinstance(one, ShiftPairs)]
 
-    colours = _colours(records)
+    def draw(axes: Any, record: ShiftPairs, style: dict[str, str]) -> None:
+        points = sorted(  # D is symmetric
+            (one.d1 if one.d2 == SHIFT else one.d2, mean_of(one.difference.d.values))
+            for one in record.pairs
+            if SHIFT in (one.d1, one.d2)
+        )
+        y = [max(one.value, SMALLEST) for _, one in points]
+        bars = [min(one.high - one.value, value * 0.9) for (_, one), value in zip(points, y, strict=True)]
+        axes.errorbar([d for d, _ in points], y, bars, linewidth=1, **POINTS, **style)
 
-    def panel(axes: Any, mode: str) -> None:
-        for record in (one for one in records if one.mode == mode):
-            points = _against(record, _paper_shift(results))
-            values = [mean_of(one.d.values) for _, one in points]
-            y = [max(one.value, SMALLEST) for one in values]
-            bars = [min(one.high - one.value, value * 0.9) for one, value in zip(values, y, strict=True)]
-            style = {"color": colours[_label(record)], "marker": "o", "markersize": 3, "linewidth": 1}
-            axes.errorbar([d for d, _ in points], y, bars, label=_label(record), **style)
-        axes.set(xscale="symlog", yscale="log", xlabel=f"d1 (d2 = {_paper_shift(results)})", ylabel="D (eq. 5)")
-
-    return _by_mode(records, panel)
+    axes = {"xscale": "symlog", "yscale": "log", "xlabel": f"d1 (d2 = {SHIFT})", "ylabel": "D (eq. 5)"}
+    return _by_mode(results, ShiftPairs, draw, axes)
 
 
 def draw_tokens(results: Results) -> Figure | None:
     """The paper's figure 1, middle: D of each column."""
-    records = [one for one in results.records if isinstance(one, PerToken)]
 
-    colours = _colours(records)
+    def draw(axes: Any, record: PerToken, style: dict[str, str]) -> None:
+        y = [max(one, SMALLEST) for one in record.columns.d]
+        axes.plot(range(1, len(y) + 1), y, linewidth=0.9, **style)
 
-    def panel(axes: Any, mode: str) -> None:
-        for record in (one for one in records if one.mode == mode):
-            y = [max(one, SMALLEST) for one in record.columns.d]
-            axes.plot(range(1, len(y) + 1), y, color=colours[_label(record)], linewidth=0.9, label=_label(record))
-        axes.set(xscale="log", yscale="log", xlabel="column (token), from 1", ylabel="D of the column")
-
-    return _by_mode(records, panel)
+    axes = {"xscale": "log", "yscale": "log", "xlabel": "column (token), from 1", "ylabel": "D of the column"}
+    return _by_mode(results, PerToken, draw, axes)
 
 
 def draw_length(results: Results) -> Figure | None:
     """The paper's figure 1, right: D_logit of the first column (full lines) and the mean of all others (broken)."""
-    records = [one for one in results.records if isinstance(one, ByLength)]
 
-    colours = _colours(records)
+    def draw(axes: Any, record: ByLength, style: dict[str, str]) -> None:
+        x = [one.tokens for one in record.points]
+        first = [max(one.shift.d_logit_first.mean, SMALLEST) for one in record.points]
+        rest = [max(one.shift.d_logit_rest.mean, SMALLEST) for one in record.points]
+        axes.plot(x, first, **POINTS, **style)
+        axes.plot(x, rest, color=style["color"], linestyle="--", marker="s", markersize=3)
 
-    def panel(axes: Any, mode: str) -> None:
-        for record in (one for one in records if one.mode == mode):
-            x = [one.tokens for one in record.points]
-            first = [max(one.shift.d_logit_first.mean, SMALLEST) for one in record.points]
-            rest = [max(one.shift.d_logit_rest.mean, SMALLEST) for one in record.points]
-            axes.plot(x, first, color=colours[_label(record)], marker="o", markersize=3, label=_label(record))
-            axes.plot(x, rest, color=colours[_label(record)], linestyle="--", marker="s", markersize=3)
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="D_logit (eq. 6)")
-        axes.set_title(f"{mode}; broken: mean of the other columns", fontsize=9)
-
-    return _by_mode(records, panel)
+    axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": "D_logit (eq. 6)"}
+    return _by_mode(results, ByLength, draw, axes, "; broken: mean of the other columns")
 
 
 def draw_dose(results: Results) -> Figure | None:
@@ -105,40 +96,29 @@ def draw_dose(results: Results) -> Figure | None:
     return figure
 
 
-FIGURES = {
-    "shift": draw_shift,
-    "tokens": draw_tokens,
-    "length": draw_length,
-    "dose": draw_dose,
-}
+FIGURES = {"shift": draw_shift, "tokens": draw_tokens, "length": draw_length, "dose": draw_dose}
 
 
-def _by_mode(records: Sequence[Any], panel: Callable[[Any, str], None]) -> Figure | None:
+def _by_mode(
+    results: Results, kind: Any, draw: Callable[[Any, Any, dict[str, str]], None], axes: dict[str, str], note: str = ""
+) -> Figure | None:
+    """Draw the records of a kind, a panel for each mode, a colour for each model and condition."""
+    records: list[Any] = [one for one in results.records if isinstance(one, kind)]
     modes = [mode for mode in MODES if any(one.mode == mode for one in records)]
     if not modes:
         return None
+    labels = [_label(one) for one in records]
+    colours = {label: f"C{place}" for place, label in enumerate(dict.fromkeys(labels))}
     figure = Figure(figsize=(PANEL[0] * len(modes), PANEL[1] + 0.6), layout="constrained")
-    for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):
-        axes.set_title(mode, fontsize=9)
-        panel(axes, mode)
-    named = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    for panel, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):
+        panel.set_title(mode + note, fontsize=9)
+        for record, label in zip(records, labels, strict=True):
+            if record.mode == mode:
+                draw(panel, record, {"color": colours[label], "label": label})
+        panel.set(**axes)
+    named = {name: line for panel in figure.axes for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     return figure
-
-
-def _colours(records: Sequence[Record]) -> dict[str, str]:
-    """Return one colour for each label, the same in every panel."""
-    return {name: f"C{place}" for place, name in enumerate(dict.fromkeys(_label(one) for one in records))}
-
-
-def _against(record: ShiftPairs, end: int) -> list[tuple[int, Any]]:
-    """Return (other shift, difference) of every pair that has `end`; D is symmetric."""
-    found = [(one.d1 if one.d2 == end else one.d2, one.difference) for one in record.pairs if end in (one.d1, one.d2)]
-    return sorted(found, key=lambda point: point[0])
-
-
-def _paper_shift(results: Results) -> int:
-    return int((results.config.get("shift_pairs") or {}).get("d2", 16))
 
 
 def _label(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""A study's records as plain tables, one for each kind of record.
+"""A study's records as plain tables, one CSV file for each kind of record.
 
 A number over texts becomes three columns: its mean (of KL the geometric one) and the ends of its interval.
 """
@@ -9,21 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from anchorline.files import replace_file
 from ropestudy.report.effects import mean_of, typical_of
-from ropestudy.schema import AnyRecord, Results, Stat
+from ropestudy.schema import Results
 
-TableRow = dict[str, Any]
 SKIPPED = ("kind", "about")
 
 
 def write_tables(results: Results, folder: Path) -> None:
     """Write `<kind>.csv` of each kind of record with every digit, UTF-8."""
-    tables: dict[str, list[TableRow]] = {}
+    tables: dict[str, list[dict[str, Any]]] = {}
     for record in results.records:
-        tables.setdefault(record.kind, []).extend(_rows(record))
+        tables.setdefault(record.kind, []).extend(_rows(record.model_dump()))
     folder.mkdir(parents=True, exist_ok=True)
     for kind, rows in tables.items():
         text = io.StringIO()
@@ -33,27 +30,20 @@ def write_tables(results: Results, folder: Path) -> None:
         replace_file(folder / f"{kind}.csv", text.getvalue().encode())
 
 
-def _rows(record: AnyRecord) -> Iterator[TableRow]:
-    """Yield a row for the record, or one for each of its pairs, points or groups."""
-    row = dict(_cells("", record))
-    parts = [part for name in type(record).model_fields for part in _models(getattr(record, name))]
-    yield from ([row | dict(_cells("", part)) for part in parts] or [row])
-
-
-def _models(value: Any) -> list[BaseModel]:
-    return [one for one in value if isinstance(one, BaseModel)] if isinstance(value, list) else []
+def _rows(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for the record, or one for each of its pairs or points."""
+    parts = [part for value in record.values() if isinstance(value, list) for part in value if isinstance(part, dict)]
+    for part in parts or [{}]:
+        yield dict(_cells("", record)) | dict(_cells("", part))
 
 
 def _cells(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (column, cell) of everything inside a value that is no list."""
-    if isinstance(value, Stat):
-        effect = (typical_of if name.endswith("kl") else mean_of)(value.values)
+    if isinstance(value, dict) and value.keys() == {"mean", "values"}:
+        effect = (typical_of if name.endswith("kl") else mean_of)(value["values"])
         yield from ((name, effect.value), (f"{name}, from", effect.low), (f"{name}, to", effect.high))
-    elif isinstance(value, BaseModel | dict):
-        inside = (
-            {key: getattr(value, key) for key in type(value).model_fields} if isinstance(value, BaseModel) else value
-        )
-        for key, held in inside.items():
+    elif isinstance(value, dict):
+        for key, held in value.items():
             if key not in SKIPPED:
                 yield from _cells(f"{name} {key}".strip(), held)
     elif not isinstance(value, list | tuple):

@@ -55,7 +55,7 @@ def twin(decoder, documents, positions, mode) -> dict[str, np.ndarray]:
         inner = gate / (1 + np.exp(-gate)) * (h @ p[layer + "mlp.up_proj.weight"].T)
         return probs, logits, x + inner @ p[layer + "mlp.down_proj.weight"].T
 
-    found = {
+    sums = {
         "column_T": np.zeros(T, np.longdouble),
         "logit_T": np.zeros(T, np.longdouble),
         "row_T": np.zeros(T, np.longdouble),
@@ -71,11 +71,11 @@ def twin(decoder, documents, positions, mode) -> dict[str, np.ndarray]:
             for i in range(T):
                 for j in range(T):
                     gap, logit_gap = abs(pa[head, i, j] - pb[head, i, j]), abs(la[head, i, j] - lb[head, i, j])
-                    found["column_T"][j] += gap
-                    found["row_T"][i] += gap
-                    found["mass_T"][j] += pa[head, i, j]
-                    found["logit_T"][j] += logit_gap
-    return found
+                    sums["column_T"][j] += gap
+                    sums["row_T"][i] += gap
+                    sums["mass_T"][j] += pa[head, i, j]
+                    sums["logit_T"][j] += logit_gap
+    return sums
 
 
 @pytest.mark.parametrize("mode", ["local", "propagated"])
@@ -110,7 +110,7 @@ def test_in_exact_arithmetic_a_shift_is_nothing():
         assert d["fp32"].d < d["hf_eager_bf16"].d
 
 
-def test_the_first_layer_cannot_tell_the_modes_apart():
+def test_the_modes_are_the_same_in_the_first_layer():
     decoder, shifted = tiny("llama"), np.arange(TOKENS) + np.array([[0], [16]])
     pairs = [Pair((0, 0), (0, 1), "local"), Pair((0, 0), (0, 1), "propagated")]
     (local, propagated), _ = compare(decoder, Row(IDS, FULL), [Stream(CONDITIONS["hf_eager_bf16"], shifted)], pairs)

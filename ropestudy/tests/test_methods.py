@@ -94,8 +94,8 @@ def test_rounding_before_the_rotation_leaves_nothing_to_a_shift():
 def test_every_site_is_switched_on_and_off_alone():
     """A site that someone adds to `Rounding` is in the factorial without a word."""
     sites = {field.name for field in fields(Rounding)} - set(NO_SITES)
-    assert {one.site for one in on_alone("bf16")} == sites
-    for one in on_alone("bf16"):
+    assert {one.site for one in on_alone()} == sites
+    for one in on_alone():
         changed = {site for site in SITES if getattr(one.rounding, site) is not None}
         assert changed == {one.site}
         assert one.rounding.carrier == "float64"
@@ -121,13 +121,13 @@ def test_without_all_of_ropes_roundings_two_shifts_agree(base):
     """And without those behind the sum alone they do not: the table and the products round as well."""
     decoder, shifted = tiny("llama"), np.arange(TOKENS) + np.array([[0], [16]])
     last, all_of_them = (one for one in off_together(base) if "q_rotated" in str(one.site))
-    found = []
+    each = []
     for one in (Condition(base, preset(base)), last, all_of_them):
         # In a float64 carrier: what it rounds itself, in the angles too, is far below the half precision's.
         carried = Condition(one.name, one.rounding.replace(carrier="float64", angle=None))
         sums, _ = compare(decoder, Row(IDS, FULL), [Stream(carried, shifted)], [Pair((0, 0), (0, 1), "local")])
-        found.append(sample(sums[0], FULL).d)
-    whole, behind_the_sum, nothing = found
+        each.append(sample(sums[0], FULL).d)
+    whole, behind_the_sum, nothing = each
     assert nothing < 2.0**-40 * whole < behind_the_sum
 
 

@@ -31,7 +31,7 @@ def test_no_number_of_a_result_is_written_by_hand(page):
     prose = MARKER.sub("", page.split("## Methods")[0])
     prose = re.sub(r"\(?arXiv \d+\.\d+|https?://\S+|`[^`]*`|section [\d.]+", "", prose)
     quoted = {"95%", "80%", "91%", "13%"}  # the levels of intervals and power, and another engine's measurement
-    assert [found for found in RESULT.findall(prose) if found not in quoted] == []
+    assert [number for number in RESULT.findall(prose) if number not in quoted] == []
 
 
 def test_an_unknown_key_is_refused():
@@ -41,9 +41,9 @@ def test_an_unknown_key_is_refused():
 
 def test_what_the_prose_says_in_words_holds():
     """Sentences without a number: all, none, least, less."""
-    found = kept_numbers()
+    numbers = kept_numbers()
     for key in ("first.largest", "first.least_logits"):
-        assert found[key] == found["first.cases"]
-    assert found["unrounded.near.excludes_1"] == found["unrounded.near.cases"]
-    assert (found["first.above_half"], found["inv_freq.far.trained.loss_moved"]) == ("0", "0")
-    assert found["rotate32.near.loss_moved"] == "0"
+        assert numbers[key] == numbers["first.cases"]
+    assert numbers["unrounded.near.excludes_1"] == numbers["unrounded.near.cases"]
+    assert (numbers["first.above_half"], numbers["inv_freq.far.trained.loss_moved"]) == ("0", "0")
+    assert numbers["rotate32.near.loss_moved"] == "0"
