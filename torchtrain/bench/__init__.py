@@ -1,1 +1,1 @@
-"""`torchtrain bench`: what attention, a step and a GPU's memory give, beside what people would use instead."""
+"""`torchtrain bench`: time attention and training steps against what people would use instead."""

@@ -1,8 +1,9 @@
-"""`torchtrain bench attention`: time(variant) / time(full), and how close that comes to what the live pairs allow.
+"""`torchtrain bench attention`: how much less time attention takes under a mask than full causal attention.
 
-All that is compared runs on the same tensors of one row of real documents, in turns, forward and backward; each turn
-gives a ratio to full causal attention in the same turn. Before that, all are judged against float64 on a shorter row.
-An engine of torchtrain that is not right is not timed; what others give is timed, and its error is in the result.
+The time is also compared with the share of query-key pairs that the mask leaves. All cases run on the same tensors of
+one row of real documents, in turns, forward and backward. Each turn gives a ratio to full causal attention in the same
+turn. First, all cases are judged against float64 on a shorter row. An engine of torchtrain that breaks the error rule
+is not timed. What people would use instead (a rival) is timed, and its error is in the result.
 
 Legend: T tokens of a row · U tokens where each document begins with a BOS of its own · H query heads · K key/value
 heads · D head_dim.
@@ -28,6 +29,7 @@ from torchtrain.bench.measure import Clock, error_ratio, spread_of
 from torchtrain.bench.rows import Corpus, Which
 
 YARDSTICK = "causal SDPA"  # full attention, as everyone calls it: the denominator of all ratios
+VARIANTS = ("full", "intra", "anchor")  # masks under which engines run
 # Forward: 4 D for each live pair and head; backward, with the scores computed again, two and a half times that.
 WORK = {"forward": 4, "backward": 10}
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,7 +88,7 @@ def measure_attention(
 
 def list_cases(bench: AttentionBench) -> list[Case]:
     """Return all cases of a config, the yardstick first."""
-    ours = [Case(f"{engine}, {variant}", variant, engine) for engine in bench.engines for variant in bench.variants]
+    ours = [Case(f"{engine}, {variant}", variant, engine) for engine in bench.engines for variant in VARIANTS]
     rivals = [Case(name, "anchor" if name in ("dense mask", "BOS per document") else "intra") for name in bench.rivals]
     return [Case(YARDSTICK, "full"), *ours, *rivals]
 
@@ -186,7 +188,7 @@ def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock
     """Judge each case by the error rule; a case that cannot run says why."""
     bench = config.attention
     ids_T = _document_ids(corpus, bench.check_tokens, "least", clock.device)
-    inputs = _draw(config, bench.check_tokens, dtype, clock.device)
+    inputs = _draw(config.attention, bench.check_tokens, dtype, clock.device)
 
     @cache
     def references(variant: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -194,24 +196,24 @@ def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock
         dense = Prepared(_engine(plan, "dense"), plan.live_pairs)
         return _run(dense, [x.double() for x in inputs]), _run(dense, inputs)
 
-    found = dict[str, dict[str, Any]]()
+    errors = dict[str, dict[str, Any]]()
     for case in list_cases(bench):
         try:
             prepared = prepare_case(case, ids_T, bench, dtype)
         except UserError as error:
-            found[case.name] = {"not_run": one_line(error)}
+            errors[case.name] = {"not_run": one_line(error)}
             continue
         # Each copy of a BOS has a gradient of its own; those of the documents' tokens are compared.
         own = slice(None) if prepared.own is None else slice(1, None)
         results = zip(("out", "dq", "dk", "dv"), _run(prepared, inputs), *references(case.variant), strict=False)
         ratios = {name: error_ratio(x[:, own], y[:, own], z[:, own], dtype) for name, x, y, z in results}
         worst = max(ratios, key=lambda name: ratios[name])
-        found[case.name] = {"error_ratio": ratios[worst]}
+        errors[case.name] = {"error_ratio": ratios[worst]}
         if case.engine is not None and ratios[worst] > 1:
-            found[case.name]["not_run"] = (
+            errors[case.name]["not_run"] = (
                 f"{worst} errs {ratios[worst]:.3g} times what the one rule allows, so it is not the same computation"
             )
-    return found
+    return errors
 
 
 def _run(prepared: Prepared, inputs: list[Tensor]) -> list[Tensor]:
@@ -242,8 +244,8 @@ def _time(
 ) -> Iterator[dict[str, Any]]:
     bench, cases = config.attention, list_cases(config.attention)
     ids_T = _document_ids(corpus, tokens, which, clock.device)
-    inputs = _draw(config, tokens, dtype, clock.device)
-    missing: dict[str, str] = {name: found["not_run"] for name, found in errors.items() if "not_run" in found}
+    inputs = _draw(config.attention, tokens, dtype, clock.device)
+    missing: dict[str, str] = {name: error["not_run"] for name, error in errors.items() if "not_run" in error}
     ready = dict[str, Prepared]()
     seconds: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases}
     for turn, case in product(range(config.repeats), cases):
@@ -309,12 +311,11 @@ def _summarise(
 
 
 def _document_ids(corpus: Corpus, tokens: int, which: Which, device: torch.device) -> dict[str, Tensor]:
-    variants = ("full", "intra", "anchor")
-    return {name: torch.from_numpy(corpus.row(tokens, name, which)["document_ids"]).to(device) for name in variants}
+    return {name: torch.from_numpy(corpus.row(tokens, name, which)["document_ids"]).to(device) for name in VARIANTS}
 
 
-def _draw(config: BenchConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _draw(bench: AttentionBench, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Draw q, k, v and the gradient of the output."""
-    bench, generator = config.attention, torch.Generator(device).manual_seed(config.seed)
+    generator = torch.Generator(device).manual_seed(0)
     heads = (bench.heads, bench.kv_heads, bench.kv_heads, bench.heads)
     return [torch.randn(1, tokens, n, bench.head_dim, device=device, generator=generator).to(dtype) for n in heads]

@@ -1,4 +1,4 @@
-"""What `torchtrain bench` measures. YAML in, a strict schema out."""
+"""The settings of `torchtrain bench`, read from YAML."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from anchorline import settings
 from torchtrain.config import (
     MOST_TOKENS,
-    Count,
     DataConfig,
     ModelConfig,
     Real,
@@ -24,7 +23,6 @@ EXAMPLE = "repeats=5"  # of an override, for messages
 Tokens = Annotated[int, Field(ge=64, le=MOST_TOKENS)]
 Lengths = Annotated[list[Tokens], Field(min_length=1, max_length=64)]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Variant = Literal["full", "intra", "anchor"]
 Engine = Literal["flash", "flash3", "flash4", "flex", "sdpa", "dense"]
 Rival = Literal["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"]
 Loop = Literal[
@@ -39,7 +37,7 @@ LOOPS: list[Loop] = ["torchtrain, anchor", "torchtrain, full", "transformers, fu
 
 
 class AttentionBench(Section):
-    """`bench attention`: which calls of which shape."""
+    """What `bench attention` measures: calls of one shape, at several lengths."""
 
     lengths: Lengths = Field(default=[2048, 4096, 8192], description="tokens a row")
     rows: list[Literal["mean", "least"]] = Field(
@@ -49,9 +47,6 @@ class AttentionBench(Section):
         description="which of the corpus's rows: the one nearest to the mean of live pairs, or the one with the fewest",
     )
     dtypes: list[Dtype] = Field(default=["bfloat16"], min_length=1, max_length=3, description="of q, k and v")
-    variants: list[Variant] = Field(
-        default=["full", "intra", "anchor"], min_length=1, max_length=3, description="masks under which engines run"
-    )
     engines: list[Engine] = Field(
         default=["flash", "flash3", "flash4", "flex", "sdpa", "dense"],
         max_length=6,
@@ -76,7 +71,7 @@ class AttentionBench(Section):
 class StepBench(Section):
     """`bench step`: whole training steps of one row, in loops that are compared."""
 
-    model: ModelConfig
+    model: ModelConfig = Field(description="the model that is trained")
     layers: SmallCount | None = Field(default=None, description="only the model's first so many; default: all")
     lengths: Lengths = Field(default=[1024, 2048, 4096], description="tokens a row")
     loops: list[Loop] = Field(
@@ -86,7 +81,6 @@ class StepBench(Section):
         description="what is compared; `compiled` runs with model.fused: compile",
     )
     learning_rate: Real = Field(default=1e-5, description="of AdamW")
-    loss_chunk: Count = Field(default=2048, description="as train.loss_chunk")
     ceiling: Annotated[int, Field(ge=64, le=2**15)] = Field(
         default=2048, description="rows and columns of the matrices whose product is the device's ceiling"
     )
@@ -99,18 +93,17 @@ class StepBench(Section):
 
 
 class BenchConfig(Section):
-    """The whole of `torchtrain bench`; each of its verbs reads its own section."""
+    """All settings. `bench attention` and `bench step` read a section each."""
 
-    tokenizer: TokenizerConfig
-    data: DataConfig
+    tokenizer: TokenizerConfig = Field(description="which tokenises the documents")
+    data: DataConfig = Field(description="the documents that rows are made of")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
     threads: SmallCount | None = Field(default=1, description="of a CPU; 1 lets its time be counted, not the clock's")
     repeats: Annotated[int, Field(ge=3, le=1000)] = Field(
         default=5, description="turns; in each, all that is compared runs once"
     )
-    seed: int = Field(default=0, ge=0, lt=2**32, description="draws rows and tensors")
-    attention: AttentionBench = AttentionBench()
-    step: StepBench | None = None
+    attention: AttentionBench = Field(default=AttentionBench(), description="what `bench attention` measures")
+    step: StepBench | None = Field(default=None, description="what `bench step` measures")
 
 
 def load_bench(path: str | Path, overrides: Sequence[str] = ()) -> BenchConfig:

@@ -1,6 +1,5 @@
 """How `torchtrain bench` measures: on which device, how long a call takes, how far it is from the truth."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -58,11 +57,6 @@ def open_clock(device: str, threads: int | None) -> Clock:
 def spread_of(values: Sequence[float]) -> Spread:
     """Return median, least and most."""
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
-
-
-def noise_of(spread: Spread) -> float:
-    """Return how far a turn was from the median at most, as the logarithm of a ratio."""
-    return max(math.log(spread["most"] / spread["median"]), math.log(spread["median"] / spread["least"]))
 
 
 def format_spread(spread: Spread) -> str:

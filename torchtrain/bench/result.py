@@ -1,8 +1,7 @@
-"""A result of `torchtrain bench`: written as JSON and Markdown, shown, and compared with an earlier one."""
+"""Run `torchtrain bench`: measure, and write the result as JSON and as tables in Markdown."""
 
 import datetime
 import json
-import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,58 +13,44 @@ import torch
 import torchtrain
 from anchorline.environment import git_state, processor, versions
 from anchorline.errors import UserError, disk_fault, quoted
-from anchorline.files import read_json, replace_file, resolve_folder
+from anchorline.files import replace_file, resolve_folder
 from torchtrain.bench.attention import measure_attention
 from torchtrain.bench.config import BenchConfig
-from torchtrain.bench.measure import Clock, format_spread, noise_of, open_clock
+from torchtrain.bench.measure import Clock, format_spread, open_clock
 from torchtrain.bench.step import measure_step
 
 What = Literal["attention", "step"]
 MEASURE = {"attention": measure_attention, "step": measure_step}
 PACKAGES = ("torch", "transformers", "flash-attn", "flash-attn-4", "triton", "numpy")
-# The names of a row that identify it, and its ratio that is compared.
-_KEYS = {"attention": (("dtype", "tokens", "row", "name"), "of_full"), "step": (("tokens", "loop"), "of_yardstick")}
 
 
-def run_bench(what: What, config: BenchConfig, out: Path, check: Path | None, say: Callable[[str], None]) -> list[str]:
-    """Measure, and write OUT/WHAT.json and OUT/WHAT.md, each time a row is done: what was cut off is kept so far.
+def run_bench(what: What, config: BenchConfig, out: Path, say: Callable[[str], None]) -> None:
+    """Measure, and write OUT/WHAT.json and OUT/WHAT.md each time a row is done: an interruption keeps what is there.
 
     Args:
         what: which measurement.
         config: its settings.
         out: the folder.
-        check: an earlier result to compare with.
         say: takes one line at a time on what begins.
 
-    Returns:
-        What moved against the earlier result by more than both measured as noise, a line each.
-
     Raises:
-        UserError: a setting, the folder or the earlier result cannot be used; nothing was measured.
+        UserError: a setting or the folder cannot be used.
     """
     folder = resolve_folder("--out", out)
-    before = None if check is None else read_json(check, f"--check {quoted(check)}")
-    if before is not None and (before.get("what") != what or not isinstance(before.get("rows"), list)):
-        raise UserError(
-            f"--check {quoted(check)}: is no result of `torchtrain bench {what}`; give a {what}.json of one"
-        )
     clock = open_clock(config.device, config.threads)
-    settings = config.model_dump(
-        mode="json", include={"data", "tokenizer", "device", "threads", "repeats", "seed", what}
-    )
+    settings = config.model_dump(mode="json", include={"data", "tokenizer", "device", "threads", "repeats", what})
     head = {"what": what, "environment": _describe_environment(clock), "settings": settings}
 
-    def keep(found: dict[str, Any]) -> None:
+    def keep(result: dict[str, Any]) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / f"{what}.json", (json.dumps(head | found, indent=1) + "\n").encode())
-            replace_file(folder / f"{what}.md", to_markdown(head | found).encode())
+            replace_file(folder / f"{what}.json", (json.dumps(head | result, indent=1) + "\n").encode())
+            replace_file(folder / f"{what}.md", to_markdown(head | result).encode())
         except OSError as error:
             raise UserError(f"--out {quoted(folder)}: {disk_fault(error)}") from None
 
-    result = head | MEASURE[what](config, clock, say, keep)
-    print(to_markdown(result))
-    return [] if before is None else compare(before, result)
+    print(to_markdown(head | MEASURE[what](config, clock, say, keep)))
+    print(f"results in {folder}")
 
 
 def _describe_environment(clock: Clock) -> dict[str, Any]:
@@ -82,35 +67,6 @@ def _describe_environment(clock: Clock) -> dict[str, Any]:
         "versions": versions(PACKAGES),
         "command": shlex.join(["torchtrain", *sys.argv[1:]]),
     }
-
-
-def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return a line for each ratio that moved by more than the noise that both measured, and for each that is gone.
-
-    Raises:
-        UserError: the two have nothing in common, or the earlier one is damaged.
-    """
-    names, ratio = _KEYS[after["what"]]
-    try:
-        earlier = {tuple(str(row[name]) for name in names): row.get(ratio) for row in before["rows"]}
-        pairs = [(key, earlier.get(key), row) for row in after["rows"] if (key := tuple(str(row[n]) for n in names))]
-        shared = [(key, old, row) for key, old, row in pairs if old is not None]
-        moved = [f"{', '.join(key)}: {said}" for key, old, row in shared if (said := _moved(old, row, ratio))]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError("--check: the earlier result is damaged or of another version; make it anew") from None
-    if not shared:
-        raise UserError("--check: the earlier result has nothing that was measured here; give one of the same config")
-    return moved
-
-
-def _moved(old: dict[str, float], row: dict[str, Any], ratio: str) -> str:
-    if (new := row.get(ratio)) is None:
-        return f"was measured, and is not any more: {row.get('not_run', 'no reason is known')}"
-    change, noise = math.log(new["median"] / old["median"]), noise_of(old) + noise_of(new)
-    if abs(change) <= noise:
-        return ""
-    ratios = f"{format_spread(old)} before, {format_spread(new)} now"
-    return f"{ratios}: {math.exp(change) - 1:+.0%}, noise {math.exp(noise) - 1:.0%}"
 
 
 def to_markdown(result: dict[str, Any]) -> str:

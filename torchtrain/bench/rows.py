@@ -1,4 +1,4 @@
-"""Rows of real documents from the corpus of a config: what is timed has the lengths that a corpus has."""
+"""Rows of real documents from the corpus of a config, so that attention is timed on lengths as they occur."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -34,7 +34,6 @@ class Corpus:
         self.tokenizer: PreTrainedTokenizerFast = open_tokenizer(source, trusted)
         check_tokenizer(self.tokenizer, len(self.tokenizer))
         self.store: TokenStore = prepare(config.data, self.tokenizer)
-        self.seed = config.seed
 
     def row(self, tokens: int, variant: str, which: Which = "mean") -> dict[str, np.ndarray]:
         """Return the five arrays [tokens] of a row of the first epoch: the one whose live pairs are nearest to their
@@ -50,6 +49,6 @@ class Corpus:
             )
         pack = PackConfig(sequence_length=tokens, variant=variant, last="drop")
         anchor, padding = anchor_ids(self.tokenizer, pack), pad_id(self.tokenizer)
-        rows = PackedRows(self.store, np.arange(len(self.store)), pack, self.seed, anchor, {}, padding)
+        rows = PackedRows(self.store, np.arange(len(self.store)), pack, 0, anchor, {}, padding)
         pairs = rows.plan(0).live_pairs()
         return rows[int(np.argmin(pairs if which == "least" else np.abs(pairs - pairs.mean())))]

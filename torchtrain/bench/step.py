@@ -1,7 +1,7 @@
-"""`torchtrain bench step`: whole training steps of one row, torchtrain's beside what people write instead.
+"""`torchtrain bench step`: whole training steps of one row, by torchtrain and by what people write instead.
 
-Losses are compared first: those of each token, before anything is learned, against the same weights in a wider dtype.
-Then the loops take turns, and with them a product of large matrices, whose speed is the ceiling that MFU is a share of.
+First the loss of each token is compared with that of the same weights in a wider dtype, before anything is learned.
+Then the loops take turns. A product of large matrices takes a turn too: MFU is a share of its speed.
 
 Legend: T tokens of a row · V vocabulary.
 """
@@ -51,9 +51,7 @@ class Ours:
         if compiled or bench.model.fused == "compile":
             check_compiler(device)
             set_up_layers(self.model, bench.model.model_copy(update={"fused": "compile"}))
-        self.train = TrainConfig(
-            sequences_per_step=1, learning_rate=bench.learning_rate, loss_chunk=bench.loss_chunk, steps=2**20
-        )
+        self.train = TrainConfig(sequences_per_step=1, learning_rate=bench.learning_rate, steps=2**20)
         self.strategy = Replicated(self.model, self.train, self.world)
 
     def step(self, row: Row) -> float:
@@ -194,7 +192,7 @@ def _check_losses(
 ) -> dict[str, Any]:
     """Judge each loop's losses, token by token, against transformers' own with the same weights in a wider dtype."""
     wider = torch.float64 if model.dtype == torch.float32 else torch.float32
-    found = dict[str, Any]()
+    judged = dict[str, Any]()
     for name, loop in loops.items():
         row = row_of(corpus, bench.lengths[0], name)
         coarse = Plain(model, bench, clock.device, masked=not name.endswith("full"))
@@ -205,8 +203,8 @@ def _check_losses(
         ratio = error_ratio(own, truth, reference, model.dtype)
         if ratio > 1 and name.startswith("torchtrain"):
             raise UserError(f"step: the losses of {name} err {ratio:.3g} times what the one rule allows: a bug of ours")
-        found[name] = {"tokens": bench.lengths[0], "mean": own.double().mean().item(), "error_ratio": ratio}
-    return found
+        judged[name] = {"tokens": bench.lengths[0], "mean": own.double().mean().item(), "error_ratio": ratio}
+    return judged
 
 
 def _time(

@@ -1,4 +1,4 @@
-"""What the differences between an experiment's runs come to: contrasts of paired runs, each with an interval.
+"""The effects in an experiment: contrasts of paired runs, each with an interval, and what they were agreed to mean.
 
 Runs of one seed begin from the same base and read the same rows in the same order, and all are measured on the same
 rows. So a contrast is taken within a seed, and its interval is Student's over seeds: it says nothing of other bases.
@@ -7,6 +7,7 @@ rows. So a contrast is taken within a seed, and its interval is Student's over s
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 from scipy import stats
@@ -15,6 +16,8 @@ from torchtrain.experiment.measuring import Measurement
 from torchtrain.experiment.spec import Run
 
 CONFIDENCE, POWER = 0.95, 0.8
+MARGIN = 0.03  # nats: less counts as no effect
+NOT_RUN = "not yet run"
 
 Outcome = Callable[[Measurement], float]
 
@@ -70,12 +73,12 @@ OTHERS = (
 
 def recall_at(number: int | None = None) -> Outcome:
     """Return the outcome: recall at a distance, the mean over a run's last checkpoints. None: over all distances."""
-    return lambda found: _at(found.recall, number)
+    return lambda measured: _at(measured.recall, number)
 
 
 def log_probability_at(number: int | None = None) -> Outcome:
     """Return the outcome: log-probability of the answers, as `recall_at`. Unlike recall it has no ceiling at 1."""
-    return lambda found: -_at(found.nats, number)
+    return lambda measured: -_at(measured.nats, number)
 
 
 def _at(values: Sequence[Sequence[float]], number: int | None) -> float:
@@ -111,30 +114,39 @@ def seeds_for_power(deviation: float, effect: float, most: int = 10_000) -> int:
     return most
 
 
-def read_relativity(effect: Estimate | None, control: Estimate | None, margin: float) -> str:
-    """Read the primary contrast as was written down before the runs."""
-    if effect is None or control is None or len(effect.each) < 2:
-        return "not yet run"
+def read_relativity(effect: Estimate | None, control: Estimate | None) -> str:
+    """Read the primary contrast as was agreed before the runs."""
+    if not _is_run(effect) or not _is_run(control):
+        return NOT_RUN
     if not control.high < 0:
         return "inconclusive: the positive control was missed"
     if effect.low > 0:
         return "broken relativity matters"
-    if -margin <= effect.low and effect.high <= margin:
+    if effect.low >= -MARGIN and effect.high <= MARGIN:
         return "broken relativity as the cause is refuted at this size"
     return "not settled: the interval is wider than the margin"
 
 
+def read_control(effect: Estimate | None) -> str:
+    """Read the positive control."""
+    return NOT_RUN if effect is None else "detected" if effect.high < 0 else "not detected"
+
+
 def read_sink(effect: Estimate | None) -> str:
-    """Read what the anchor does in exact arithmetic as was written down before the runs."""
-    if effect is None or len(effect.each) < 2:
-        return "not yet run"
+    """Read what the anchor does in exact arithmetic as was agreed before the runs."""
+    if not _is_run(effect):
+        return NOT_RUN
     if effect.low > 0:
         return "the anchor helps without any rounding"
     return "the anchor hurts" if effect.high < 0 else "the anchor was not shown to help in exact arithmetic"
 
 
 def read_precision(effect: Estimate | None) -> str:
-    """Read what the anchor does more where relativity is broken, as was written down before those runs."""
-    if effect is None or len(effect.each) < 2:
-        return "not yet run"
+    """Read what the anchor does more where relativity is broken, as was agreed before those runs."""
+    if not _is_run(effect):
+        return NOT_RUN
     return "part of its help is precision" if effect.low > 0 else "no part of its help was shown to be precision"
+
+
+def _is_run(effect: Estimate | None) -> TypeGuard[Estimate]:
+    return effect is not None and len(effect.each) > 1

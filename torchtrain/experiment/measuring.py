@@ -48,12 +48,12 @@ def measure(folders: Sequence[Path], arithmetic: str, rows: RecallRows) -> tuple
         arithmetic: in which they are run.
         rows: what they are given.
     """
-    found = []
+    measured = []
     for folder in folders:
         config = ModelConfig(source=str(folder), dtype="float32", **ARITHMETICS[arithmetic])
         model = load_for_training(str(folder), open_config(str(folder)), config, "sdpa", torch.device("cpu")).eval()
-        found.append(recall(model, rows))
-    return [shares for shares, _ in found], [nats for _, nats in found]
+        measured.append(recall(model, rows))
+    return [shares for shares, _ in measured], [nats for _, nats in measured]
 
 
 @torch.no_grad()

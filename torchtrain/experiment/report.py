@@ -1,6 +1,6 @@
-"""What an experiment came to: report.md and recall.svg in its folder, and the same inside a document.
+"""The report of an experiment: report.md and recall.svg in its folder, and the same inside a document.
 
-A report is made of whatever has been measured; it says how far that is.
+It is made of the runs that have been measured, and says how many these are.
 """
 
 import io
@@ -16,13 +16,16 @@ from anchorline.page import figure_style
 from anchorline.page.figures import SERIES
 from torchtrain.experiment.effects import (
     CONTROL,
+    MARGIN,
     OTHERS,
     PRECISION,
     RELATIVITY,
     SINK,
     Estimate,
+    Outcome,
     estimate,
     log_probability_at,
+    read_control,
     read_precision,
     read_relativity,
     read_sink,
@@ -31,7 +34,6 @@ from torchtrain.experiment.effects import (
     summarise,
 )
 from torchtrain.experiment.measuring import Measurement
-from torchtrain.experiment.running import Folder, check_folder
 from torchtrain.experiment.spec import Run, TrainingExperiment
 
 ANSWER = MarkedPlace("<!-- answer made by torchtrain experiment -->", "<!-- end of the answer -->")
@@ -41,49 +43,44 @@ FIGURE = "recall.svg"
 Measured = Mapping[Run, Measurement]
 
 
-def write_report(experiment: TrainingExperiment, folder: Folder, document: Path | None = None) -> Path:
+def write_report(experiment: TrainingExperiment, measured: Measured, folder: Path, document: Path | None) -> Path:
     """Write the report of what has been measured; return report.md.
 
     Args:
         experiment: whose.
-        folder: its own.
+        measured: of its runs.
+        folder: where report.md and recall.svg go.
         document: a Markdown file with the marks of answer and results; its figure goes into `figures/` next to it.
 
     Raises:
-        UserError: the folder is of another experiment, or the document lacks the marks.
+        UserError: the document lacks the marks.
     """
-    check_folder(experiment, folder)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    measured = folder.measured(experiment)
+    folder.mkdir(parents=True, exist_ok=True)
     drawn = _draw(experiment, measured).encode()
-    answer = "\n".join(_answer(experiment, measured))
+    answer = "\n".join(_answer(measured))
     if document is not None:
         text, figure = read_marked(document, [ANSWER, RESULTS]), Path("figures") / f"{document.stem}.svg"
         (document.parent / figure).parent.mkdir(exist_ok=True)
         save(document.parent / figure, drawn)
         text = RESULTS.put(ANSWER.put(text, answer), "\n".join(_results(experiment, measured, str(figure))))
         save(document, text.encode())
-    replace_file(folder.path / FIGURE, drawn)
+    replace_file(folder / FIGURE, drawn)
     parts = [f"# {experiment.title}", "", answer, "", *_results(experiment, measured, FIGURE), ""]
-    replace_file(folder.path / "report.md", "\n".join(parts).encode())
-    return folder.path / "report.md"
+    replace_file(folder / "report.md", "\n".join(parts).encode())
+    return folder / "report.md"
 
 
-def _answer(experiment: TrainingExperiment, measured: Measured) -> Iterator[str]:
+def _answer(measured: Measured) -> Iterator[str]:
     contrasts = (RELATIVITY, SINK, PRECISION, CONTROL)
     relativity, sink, precision, control = (estimate(one, measured, log_probability_at()) for one in contrasts)
     rows = [
-        ("Does broken relativity hurt?", relativity, read_relativity(relativity, control, experiment.margin)),
+        ("Does broken relativity hurt?", relativity, read_relativity(relativity, control)),
         ("Does an anchor help in exact arithmetic?", sink, read_sink(sink)),
         ("Does it help more in bfloat16, where relativity is broken?", precision, read_precision(precision)),
-        ("Positive control: 1 bit against exact", control, "detected" if _is_below(control) else "not detected"),
+        ("Positive control: 1 bit against exact", control, read_control(control)),
     ]
-    shown = [[question, "-" if of is None else str(of), said if of else "not yet run"] for question, of, said in rows]
+    shown = [[question, "-" if of is None else str(of), reading] for question, of, reading in rows]
     yield from _table(["question", "effect on the answers' log-probability, 95% interval", "answer"], shown)
-
-
-def _is_below(of: Estimate | None) -> bool:
-    return of is not None and of.high < 0
 
 
 def _results(experiment: TrainingExperiment, measured: Measured, figure: str) -> Iterator[str]:
@@ -96,14 +93,8 @@ def _results(experiment: TrainingExperiment, measured: Measured, figure: str) ->
     distances = sorted(experiment.measure.distances)
     numbers = range(len(distances))
     yield ""
-    head = [
-        "arithmetic",
-        "mask",
-        "seeds",
-        *(f"recall at {distance}" for distance in distances),
-        "mean",
-        "log-probability",
-    ]
+    recalls = (f"recall at {distance}" for distance in distances)
+    head = ["arithmetic", "mask", "seeds", *recalls, "mean", "log-probability"]
     yield from _table(head, [_cell(measured, cell, numbers) for cell in _cells(experiment, measured)])
     yield ""
     rows = []
@@ -112,9 +103,9 @@ def _results(experiment: TrainingExperiment, measured: Measured, figure: str) ->
         taken = [of for outcome in outcomes if (of := estimate(contrast, measured, outcome)) is not None]
         if taken and len(taken[0].each) > 1:
             spread = taken[0].deviation
-            power = f"{spread:.4f}, {seeds_for_power(spread, experiment.margin)}"
+            power = f"{spread:.4f}, {seeds_for_power(spread, MARGIN)}"
             rows.append([contrast.name, str(taken[0]), str(taken[1]), power, *(f"{of.mean:+.4f}" for of in taken[2:])])
-    power = f"deviation, seeds for 80% power at {experiment.margin:g}"
+    power = f"deviation, seeds for 80% power at {MARGIN:g}"
     at = (f"at {distance}" for distance in distances)
     yield from _table(["contrast", "log-probability", "recall", power, *at], rows)
 
@@ -124,14 +115,14 @@ def _cells(experiment: TrainingExperiment, measured: Measured) -> list[tuple[str
     return [cell for cell in cells if any(run[:2] == cell for run in measured)]
 
 
-def _over_seeds(measured: Measured, cell: tuple[str, str], number: int | None = None) -> Estimate:
-    return summarise("", [recall_at(number)(found) for run, found in measured.items() if run[:2] == cell])
+def _over_seeds(measured: Measured, cell: tuple[str, str], outcome: Outcome) -> Estimate:
+    return summarise("", [outcome(one) for run, one in measured.items() if run[:2] == cell])
 
 
 def _cell(measured: Measured, cell: tuple[str, str], numbers: Sequence[int]) -> list[str]:
-    found = [_over_seeds(measured, cell, number) for number in (*numbers, None)]
-    nats = summarise("", [log_probability_at()(of) for run, of in measured.items() if run[:2] == cell])
-    return [*cell, f"{len(found[0].each)}", *(f"{of.mean:.3f}" for of in found), f"{nats.mean:.4f}"]
+    recalls = [_over_seeds(measured, cell, recall_at(number)) for number in (*numbers, None)]
+    nats = _over_seeds(measured, cell, log_probability_at())
+    return [*cell, f"{len(nats.each)}", *(f"{of.mean:.3f}" for of in recalls), f"{nats.mean:.4f}"]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -153,10 +144,10 @@ def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
                 if cell[0] != arithmetic:
                     continue
                 number = variants.index(cell[1])
-                found = [_over_seeds(measured, cell, place) for place in range(len(distances))]
-                half = [of.high - of.mean if len(of.each) > 1 else 0.0 for of in found]
+                recalls = [_over_seeds(measured, cell, recall_at(place)) for place in range(len(distances))]
+                half = [of.high - of.mean if len(of.each) > 1 else 0.0 for of in recalls]
                 shifted = [distance + 8 * (number - 1.5) for distance in distances]
-                means = [of.mean for of in found]
+                means = [of.mean for of in recalls]
                 style = {"color": SERIES[number], "label": cell[1], "marker": "o", "markersize": 3, "capsize": 2}
                 axes.errorbar(shifted, means, yerr=half, linewidth=1.2, **style)
             axes.set_title(arithmetic, fontsize=8.5)

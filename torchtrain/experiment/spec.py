@@ -1,5 +1,5 @@
-"""What an experiment is: a small model, synthetic documents, stages of training, and runs that differ in arithmetic,
-mask and seed alone.
+"""The settings of an experiment: a small model, synthetic documents, stages of training, and runs that differ only in
+arithmetic, mask and seed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,22 +44,24 @@ class Run(NamedTuple):
 class ShapeConfig(Section):
     """A LLaMA's shape; its vocabulary is the documents'."""
 
-    layers: Count = 2
-    width: Count = 128
-    heads: Count = 4
-    inner: Count = 352
+    layers: Count = Field(default=2, description="decoder layers")
+    width: Count = Field(default=128, description="of the residual stream")
+    heads: Count = Field(default=4, description="of queries, keys and values")
+    inner: Count = Field(default=352, description="width of the MLP")
 
 
 class FactsConfig(Section):
     """What documents are made of."""
 
-    keys: Count = 128
+    keys: Count = Field(default=128, description="that facts may be about")
     values: Count = Field(default=64, description="of each key, its own")
     filler: Annotated[int, Field(ge=4, le=65_536)] = Field(default=61, description="words of the Markov chain")
     fact_share: Share = Field(default=0.7, description="how often a fact or a question is drawn instead of filler")
     new_share: Share = Field(default=0.3, description="share of facts among these")
     absent_share: Share = Field(default=0.25, description="share of questions about keys without a fact among these")
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="of the documents and of the rows in which recall is measured"
+    )
 
 
 class StageConfig(Section):
@@ -107,18 +109,24 @@ class StageConfig(Section):
         return settings.validate(Config, tree, "run")
 
 
+Distances = Annotated[
+    list[Annotated[int, Field(ge=8, multiple_of=4)]],
+    Field(min_length=1, description="tokens from a fact to its question"),
+]
+
+
 class MeasureConfig(Section):
     """How recall is measured, in plain causal rows of one document each."""
 
-    distances: list[Annotated[int, Field(ge=8, multiple_of=4)]] = Field(min_length=1)
-    rows: Count = 32
+    distances: Distances
+    rows: Count = Field(default=32, description="that are read")
     queries: Count = Field(default=7, description="of each distance, in each row")
 
 
 class GateConfig(Section):
     """What a base must do before anything else is run."""
 
-    distances: list[Annotated[int, Field(ge=8, multiple_of=4)]] = Field(min_length=1)
+    distances: Distances
     recall: Share = Field(default=0.9, description="least mean recall over the distances")
     bos_mass: Share = Field(
         default=0.3, description="least share of attention on BOS, in the head that gives it most, mean over queries"
@@ -128,17 +136,16 @@ class GateConfig(Section):
 class TrainingExperiment(Section):
     """The whole of an experiment."""
 
-    title: Name
-    model: ShapeConfig = ShapeConfig()
-    facts: FactsConfig = FactsConfig()
+    title: Name = Field(description="of the report")
+    model: ShapeConfig = Field(default=ShapeConfig(), description="the model that is trained")
+    facts: FactsConfig = Field(default=FactsConfig(), description="what its documents are made of")
     pretrain: list[StageConfig] = Field(min_length=1, description="stages of a base, one after another")
-    extend: StageConfig
+    extend: StageConfig = Field(description="the stage in which runs differ")
     bases: Count = Field(default=2, description="models that are pretrained; seed s extends base s mod bases")
-    cells: dict[Arithmetic, list[Variant]] = Field(min_length=1)
+    cells: dict[Arithmetic, list[Variant]] = Field(min_length=1, description="masks that are tried in each arithmetic")
     seeds: Count = Field(description="runs of each cell")
-    gate: GateConfig
-    measure: MeasureConfig
-    margin: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.03, description="nats; less counts as no effect")
+    gate: GateConfig = Field(description="what a base must do")
+    measure: MeasureConfig = Field(description="how recall is measured")
 
     @model_validator(mode="after")
     def _queries_fit(self) -> Self:
@@ -156,20 +163,18 @@ class TrainingExperiment(Section):
         """All stages, the extension last."""
         return [*self.pretrain, self.extend]
 
-    def runs(self, seeds: int | None = None) -> Iterator[Run]:
+    def runs(self) -> Iterator[Run]:
         """Yield the runs in the order in which they are taken: all cells of a seed, then of the next."""
-        for seed in range(self.seeds if seeds is None else seeds):
+        for seed in range(self.seeds):
             for arithmetic, variants in self.cells.items():
                 for variant in variants:
                     yield Run(arithmetic, variant, seed)
 
 
-def other_setting(experiment: TrainingExperiment, found: Mapping[str, Any]) -> str | None:
+def other_setting(experiment: TrainingExperiment, dumped: Mapping[str, Any]) -> str | None:
     """Return the first setting in which a dumped experiment is another; cells, seeds and title may differ."""
-    wanted = experiment.model_dump(mode="json")
-    return next(
-        (k for k, v in wanted.items() if k not in ("cells", "seeds", "title", "margin") and found.get(k) != v), None
-    )
+    wanted = experiment.model_dump(mode="json", exclude={"cells", "seeds", "title"})
+    return next((name for name, value in wanted.items() if dumped.get(name) != value), None)
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperiment:

@@ -1,4 +1,4 @@
-"""`torchtrain experiment`: its documents and rows, a whole tiny experiment, and what stands on its page."""
+"""`torchtrain experiment`: its documents and rows, a whole tiny experiment, and its page."""
 
 import json
 import shutil
@@ -12,7 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from torchtrain.cli import app
+from torchtrain.errors import TasksUnfinished
 from torchtrain.experiment.facts import make_rows, vocabulary, write_documents
+from torchtrain.experiment.measuring import Measurement
+from torchtrain.experiment.results import read_results
+from torchtrain.experiment.running import check_gate
 from torchtrain.experiment.spec import FactsConfig, Run, StageConfig, load_experiment
 
 ROOT = Path(__file__).parents[2]
@@ -51,11 +55,6 @@ TINY = {
 }
 
 
-def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtrain", "experiment", str(config), "--out", str(out), *options]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-
-
 def test_a_query_has_one_fact_at_its_distance():
     rows = make_rows(FACTS, 128, [16, 64], 3, 2)
     again = make_rows(FACTS, 128, [16, 64], 3, 2)
@@ -79,12 +78,12 @@ def test_documents_are_drawn_alike_and_only_a_fact_gives_an_answer(tmp_path):
         words = json.loads(line)["text"].split()
         assert set(words) <= set(vocabulary(FACTS))
         lengths.add(len(words))
-        told: dict[str, str] = {}
+        facts: dict[str, str] = {}
         for word, after in pairwise(words):
             if word[0] == "k":
-                assert after == told.get(word, "<unk>")
+                assert after == facts.get(word, "<unk>")
             elif word[0] == "v":
-                assert told.setdefault(word.split(".")[0].replace("v", "k"), word) == word
+                assert facts.setdefault(word.split(".")[0].replace("v", "k"), word) == word
     assert min(lengths) >= 20
     assert max(lengths) == 127  # a row but for its BOS
     assert max(lengths - {127}) <= 80
@@ -92,7 +91,7 @@ def test_documents_are_drawn_alike_and_only_a_fact_gives_an_answer(tmp_path):
 
 def test_runs_differ_in_arithmetic_mask_and_seed_alone(tmp_path):
     experiment = load_experiment(CONFIG)
-    runs = list(experiment.runs(1))
+    runs = list(load_experiment(CONFIG, ["seeds=1"]).runs())
     assert len(runs) == len(set(runs))
     configs = [experiment.extend.config(one, *[tmp_path] * 4).model_dump() for one in runs]
     for one, config in zip(runs, configs, strict=True):
@@ -102,40 +101,48 @@ def test_runs_differ_in_arithmetic_mask_and_seed_alone(tmp_path):
         assert config == configs[0]
 
 
-def test_an_experiment_is_run_kept_and_gone_on_with_elsewhere(tmp_path):
-    config, kept = tmp_path / "tiny.yaml", tmp_path / "kept.json"
+def test_an_experiment_is_run_kept_and_continued(tmp_path):
+    config, kept, out = tmp_path / "tiny.yaml", tmp_path / "kept.json", tmp_path / "out"
     config.write_text(json.dumps(TINY))
-    first = run(config, tmp_path / "one", "--results", str(kept))
+    command = [sys.executable, "-m", "torchtrain", "experiment", str(config), "--out", str(out), "--results", str(kept)]
+    first = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert first.returncode == 0, first.stderr
     measured = json.loads(kept.read_text())["measured"]
     assert set(measured) == {"exact-intra-0", "exact-anchor-0", "bf16_after-intra-0"}
     assert np.array(measured["exact-intra-0"]["recall"]).shape == (2, 2)  # checkpoints, distances
     assert np.array(measured["exact-intra-0"]["nats"]).min() > 0
-    assert not list((tmp_path / "one" / "runs").iterdir())
+    assert not list((out / "runs").iterdir())
+    assert "3 of 3 runs are measured." in (out / "report.md").read_text()
 
-    elsewhere = run(config, tmp_path / "two", "seeds=2", "--only-report", "--results", str(kept))
-    assert elsewhere.returncode == 0, elsewhere.stderr
-    assert "3 of 6 runs are measured." in (tmp_path / "two" / "report.md").read_text()
-
-    content = json.loads(kept.read_text())
-    del content["measured"]["exact-anchor-0"]
-    kept.write_text(json.dumps(content))
-    partial = run(config, tmp_path / "three", "--only-report", "--results", str(kept))
-    assert partial.returncode == 0, partial.stderr
-    assert "0 of 3 runs are measured." in (tmp_path / "three" / "report.md").read_text()
-
-    other = run(config, tmp_path / "one", "measure.rows=3", "--only-report")
-    assert other.returncode == 2
+    command = ["experiment", str(config), "--out", str(out)]
+    again = CliRunner().invoke(app, [*command, "--results", str(kept)])
+    assert (again.exit_code, again.stderr) == (0, "")  # nothing is left to run
+    other = CliRunner().invoke(app, [*command, "measure.rows=3"])
+    assert other.exit_code == 2
     assert "holds an experiment with another measure" in other.stderr
 
 
-def test_a_base_that_does_not_recall_ends_it(tmp_path):
+def test_a_seed_is_measured_on_the_bases_of_one_folder(tmp_path):
+    """Each folder pretrains its own bases. So a new folder keeps only the seeds that are complete."""
     config = tmp_path / "tiny.yaml"
-    config.write_text(json.dumps(TINY | {"gate": {"distances": [24], "recall": 1.0}}))
-    ended = run(config, tmp_path / "out")
-    assert ended.returncode == 1
-    assert "base 0: recall" in ended.stderr
-    assert not (tmp_path / "out" / "measured").exists()
+    config.write_text(json.dumps(TINY))
+    experiment = load_experiment(config, ["seeds=2"])
+    one = Measurement(recall=[[0.5]], nats=[[1.0]], losses=[1.0], seconds=1.0)
+    results = read_results(experiment, tmp_path / "kept.json")
+    results.measured = {run.name: one for run in experiment.runs() if run != Run("exact", "anchor", 1)}
+    results.save()
+    results = read_results(experiment, tmp_path / "kept.json")
+    results.forget_unfinished_seeds(experiment)
+    assert {run.seed for run in results.of(experiment)} == {0}
+    assert len(results.measured) == 3
+
+
+@pytest.mark.parametrize("base", [{"recall": [0.8], "bos_mass": [[0.5]]}, {"recall": [1.0], "bos_mass": [[0.1]]}])
+def test_a_base_that_does_not_recall_ends_it(base):
+    experiment = load_experiment(CONFIG, ["gate.bos_mass=0.3"])
+    with pytest.raises(TasksUnfinished, match="pretrain longer, or more layers"):
+        check_gate(experiment, {"bases": [base]}, print)
+    check_gate(experiment, {"bases": [{"recall": [1.0], "bos_mass": [[0.1, 0.4]]}]}, print)
 
 
 @pytest.mark.parametrize(
@@ -147,20 +154,16 @@ def test_a_base_that_does_not_recall_ends_it(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, override, message):
-    told = CliRunner().invoke(app, ["experiment", str(CONFIG), override, "--out", str(tmp_path / "new")])
-    assert told.exit_code == 2
-    assert message in told.stderr
+    ended = CliRunner().invoke(app, ["experiment", str(CONFIG), override, "--out", str(tmp_path / "new")])
+    assert ended.exit_code == 2
+    assert message in ended.stderr
     assert not (tmp_path / "new").exists()
-
-
-def test_a_run_is_named_by_what_it_is():
-    assert Run("exact", "anchor", 3).name == "exact-anchor-3"
 
 
 def test_the_page_is_what_its_measurements_give(tmp_path):
     page, kept = ROOT / "docs" / "training-experiment.md", ROOT / "benchmarks" / "results" / "training-experiment.json"
     copy = Path(shutil.copy(page, tmp_path))
-    options = ["--results", str(shutil.copy(kept, tmp_path)), "--document", str(copy), "--only-report"]
+    options = ["--results", str(shutil.copy(kept, tmp_path)), "--document", str(copy)]
     made = CliRunner().invoke(app, ["experiment", str(CONFIG), "--out", str(tmp_path / "out"), *options])
     assert made.exit_code == 0, made.output
     assert copy.read_text() == page.read_text()
@@ -168,11 +171,11 @@ def test_the_page_is_what_its_measurements_give(tmp_path):
     assert (tmp_path / drawn).read_bytes() == (page.parent / drawn).read_bytes()
 
 
-def test_a_sceptic_recomputes_the_same():
+def test_a_script_with_numpy_and_scipy_alone_recomputes_the_same():
     kept = [ROOT / "benchmarks" / "results" / f"training-experiment{part}.json" for part in ("", "-control", "-cost")]
     command = [sys.executable, str(ROOT / "benchmarks" / "sceptic.py"), *map(str, kept)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     page = (ROOT / "docs" / "training-experiment.md").read_text()
-    assert len(said) == 9
-    for line in said:
+    assert len(lines) == 9
+    for line in lines:
         assert line.split(": ", 1)[1] in page, line
