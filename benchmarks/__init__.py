@@ -1,1 +1,1 @@
-"""Timings, sweeps and long tests: each has a command of its own, none is part of what is installed."""
+"""Programs for developers: timings, sweeps and long tests. Each is a command of its own; none is installed."""

@@ -1,4 +1,4 @@
-"""Put results of `torchtrain bench` on a page, each between marks of its own: every number is from the JSON.
+"""Put results of `torchtrain bench` on a page of Markdown. Each result has a section between two marks.
 
 python -m benchmarks.bench_page --write docs/benchmarks.md benchmarks/results/attention-cpu.json ...
 """
@@ -57,10 +57,10 @@ def _attention(result: dict[str, Any]) -> str:
     )
     cells = [
         (
-            name_of(next(row for row in found if row)),
-            *("" if row is None else f"{row['of_full']['median']:.2f}" for row in found),
+            name_of(next(row for row in own if row)),
+            *("" if row is None else f"{row['of_full']['median']:.2f}" for row in own),
         )
-        for name, found in live.items()
+        for own in live.values()
     ]
     return format_table(("", *(f"{tokens:,} {which}" for tokens, which in columns)), [share, *cells])
 

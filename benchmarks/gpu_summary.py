@@ -1,5 +1,5 @@
-"""Say in Markdown what `benchmarks/gpu.sh` left in a folder, for who was not there: what ran, passed, failed, why what
-was skipped, what was measured.
+"""Summarise in Markdown the results that `benchmarks/gpu.sh` left in a folder: each test with its result, and what was
+measured.
 
     python benchmarks/gpu_summary.py benchmarks/results/gpu
 """
@@ -37,16 +37,16 @@ def _tests(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.xml")):
         yield from ("", f"## {path.stem}", "", "| test | result | s | measured, or why |", "| --- | --- | ---: | --- |")
         for case in ElementTree.parse(path).iter("testcase"):
-            if not case.get("name"):  # what Ctrl-C found at work, of which pytest says nothing more
-                yield f"| the next one | cut off | | their time was over; {path.stem}.txt has which |"
+            if not case.get("name"):  # the test that Ctrl-C interrupted, whose name pytest leaves out
+                yield f"| the next one | cut off | | its time was over; {path.stem}.txt names it |"
                 continue
             kind, why = "passed", ""
             for child in case:
                 if child.tag in ("failure", "error", "skipped"):
                     kind, why = child.tag, (child.get("message") or "").split("\n")[0]
             measured = [f"{item.get('name')} {item.get('value')}" for item in case.iter("property")]
-            name, said = case.get("name", ""), "; ".join([*measured, why] if why else measured)
-            yield f"| {_cell(name)} | {kind} | {float(case.get('time', 0)):.1f} | {_cell(said)} |"
+            name, notes = case.get("name", ""), "; ".join([*measured, why] if why else measured)
+            yield f"| {_cell(name)} | {kind} | {float(case.get('time', 0)):.1f} | {_cell(notes)} |"
 
 
 def _bench(folder: Path) -> Iterator[str]:

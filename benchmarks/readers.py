@@ -1,11 +1,11 @@
-"""What each reader makes of an export of every RoPE type: the tables of docs/exports.md.
+"""Make the tables of docs/exports.md: how older transformers and llama.cpp read an export of every RoPE type.
 
     make readers
     python benchmarks/readers.py [--llama-cpp FOLDER --llama-cpp-version TEXT] [--write docs/exports.md]
 
 FOLDER holds llama.cpp's sources (`convert_hf_to_gguf.py`, `conversion/`, `gguf-py/`); its converter runs in the
-environment of transformers 4.57.3, and what it wrote is read back and turned into frequencies by llama.cpp's rule,
-written down below. Logits of a GGUF are not computed here. vLLM is not run: its table was read in its sources.
+environment of transformers 4.57.3. The GGUF is read back and turned into frequencies by llama.cpp's rule, which is
+written down below. Logits of a GGUF are not computed. The table of vLLM is written by hand: vLLM is not run.
 """
 
 import argparse
@@ -27,37 +27,6 @@ from torchtrain.tests.readers import CASES, LENGTH, environment, export_case, re
 
 FAMILIES = ("llama", "qwen3")
 PLACE = MarkedPlace("<!-- made by benchmarks/readers.py -->", "<!-- end -->")
-
-# Read, not run: the source distribution of vLLM 0.33.0 (vllm/transformers_utils/config.py, `get_rope` and its classes
-# in vllm/model_executor/layers/rotary_embedding, `_get_and_verify_max_len` of vllm/config/model.py), and where a
-# version is named, those of 0.11 to 0.32 in which it changes.
-VLLM_READ = {
-    "theta raised": ("same", "same", "same", "same"),
-    "ntk": ("same", "same", "same", "same"),
-    "linear": ("same", "same", "4 times: set --max-model-len", "same"),
-    "dynamic": (
-        "same",
-        "none; at every length before 0.22",
-        "2 times: set --max-model-len",
-        "same up to its length; another model before 0.22",
-    ),
-    "yarn": ("same", "same", "same", "same"),
-    "yarn, factor 8": ("same", "same", "same; 2 times before 0.30", "same"),
-    "yarn, all given": ("same", "same; no attention_factor before 0.30", "same", "same; another model before 0.30"),
-    "llama3": ("same", "same", "same", "same"),
-    "longrope": (
-        "same",
-        "long factors where the served length is beyond the original one",
-        "the original one (from 0.12): set --max-model-len",
-        "same beyond the original length",
-    ),
-    "longrope, factor 8": (
-        "same",
-        "as longrope; attention factor from the lengths",
-        "the original one (from 0.12): set --max-model-len",
-        "another model: see its note",
-    ),
-}
 
 CONVERT = """
 import runpy, sys
@@ -104,8 +73,6 @@ def main() -> None:
             ]
             title = f"llama.cpp's GGUF by its converter ({arguments.llama_cpp_version}), converter run"
             parts.append(_table(title, ours["version"], rows))
-        rows = [(("llama", case), VLLM_READ[case]) for case in CASES]
-        parts.append(_table("vLLM 0.33.0, read and not run", ours["version"], rows))
     text = "\n\n".join(parts)
     print(text)
     if arguments.write:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.fuzz.inputs import KINDS
+from benchmarks.fuzz_inputs import KINDS
 
 ROOT = Path(__file__).parents[2]
 EACH = 4  # inputs of a kind

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.sh` measured is told to who was not there."""
+"""The summary of what `benchmarks/gpu.sh` measured."""
 
 import json
 
@@ -14,9 +14,9 @@ JUNIT = """<testsuites><testsuite>
 
 def test_every_test_and_figure_is_in_the_summary(tmp_path, capsys):
     (tmp_path / "runs.xml").write_text(JUNIT)
-    told = {"variant": "anchor", "dtype": "bfloat16", "tokens": 8192, "row": "mean", "documents": [4096, 4096]}
+    row = {"variant": "anchor", "dtype": "bfloat16", "tokens": 8192, "row": "mean", "documents": [4096, 4096]}
     spread = {"median": 0.3, "least": 0.25, "most": 0.35}
-    measured = told | {"name": "flash, anchor", "engine": "flash", "error_ratio": 0.3, "live_ratio": 0.25}
+    measured = row | {"name": "flash, anchor", "engine": "flash", "error_ratio": 0.3, "live_ratio": 0.25}
     measured |= {
         "forward": spread,
         "backward": spread,
@@ -24,7 +24,7 @@ def test_every_test_and_figure_is_in_the_summary(tmp_path, capsys):
         "over_the_law": spread,
         "flops_per_second": 2e14,
     }
-    skipped = told | {"name": "flash3, anchor", "engine": "flash3", "not_run": "needs a Hopper"}
+    skipped = row | {"name": "flash3, anchor", "engine": "flash3", "not_run": "needs a Hopper"}
     environment = {"date": "2026-11-22", "device": "a GPU", "threads": None, "seconds": "the clock's", "commit": None}
     environment |= {"changed": None, "versions": {"torch": "2"}, "command": "torchtrain bench"}
     result = {"what": "attention", "environment": environment, "settings": {"repeats": 3}, "rows": [measured, skipped]}

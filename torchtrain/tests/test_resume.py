@@ -83,7 +83,7 @@ def killer(place) -> kills.Killer:
 
 @pytest.mark.skipif(not kills.CAN, reason="needs strace")
 def test_runs_killed_as_a_thread_writes_a_checkpoint_end_the_same(killer):
-    """Some of the places of `benchmarks/soak.sh --saves`: files of the state half-written, a rename, a removal."""
+    """Some of the places of `python -m benchmarks.soak --saves`: files of the state half-written, a rename, a removal."""
     places = killer.places_of_saves("alone")
     assert {"mkdir", "openat", "write", "fsync", "rename", "unlinkat"} <= {call for _, call, _ in places}
     drawn = [random.Random(0).choice([place for place in places if place[1] == call]) for call in ("write", "fsync")]
@@ -93,7 +93,7 @@ def test_runs_killed_as_a_thread_writes_a_checkpoint_end_the_same(killer):
 
 @pytest.mark.skipif(not kills.CAN, reason="needs strace")
 def test_runs_killed_at_counted_system_calls_end_the_same(killer):
-    """A small, seeded part of benchmarks/soak.sh."""
+    """A small, seeded part of benchmarks/soak.py."""
     runs = [killer.run(number, per_run=4) for number in (2, 5)]
     assert [run.fault for run in runs] == [None, None]
     assert sum(run.kills for run in runs) >= 2, "the calls that are drawn are made"

@@ -1,9 +1,10 @@
-"""Damaged inputs for every command: a user's file or option gives one line, never a traceback, never a hang.
+"""Damaged inputs for every command: a user's mistake gives one line, never a traceback, never a hang.
 
-python -m benchmarks.fuzz                        # 3,000 inputs
-python -m benchmarks.fuzz --seed 7 --count 200   # others, and fewer
+    python -m benchmarks.fuzz                        # 3,000 inputs
+    python -m benchmarks.fuzz --seed 7 --count 200   # others, and fewer
 
-Hypothesis draws the inputs and makes one that shows a fault as small as it can.
+Hypothesis draws the inputs and makes one that shows a fault as small as it can. The valid files and the kinds of damage
+are in `benchmarks.fuzz_inputs`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 import hypothesis
 from hypothesis import strategies as st
 
-from benchmarks.fuzz.inputs import KINDS, QUICK, Input, make_files
+from benchmarks.fuzz_inputs import KINDS, QUICK, Input, make_files
 from parity_tests.commands import load_apps
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -30,7 +31,8 @@ IMPORTED = (
     *("transformers", "jaxref.convert", "ropestudy.run", "parity_tests.check", "parity_tests.gate.run"),
     *("torchtrain.run.recipe", "torchtrain.planning.budget", "torchtrain.run.status", "torchtrain.run.verify"),
 )
-GIB = 16  # of addresses, so that a size without a bound fails and the machine does not
+SECONDS = 120.0  # for one input
+BYTES = 16 * 2**30  # of addresses, so that a size without a bound fails and the machine does not
 
 
 def main() -> None:
@@ -38,7 +40,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=3000)
-    parser.add_argument("--seconds", type=float, default=120.0, help="for one input")
     parser.add_argument("--quick", action="store_true", help="only commands that neither train nor compile")
     given = parser.parse_args()
     os.environ |= ENVIRONMENT
@@ -53,8 +54,8 @@ def main() -> None:
         valid.mkdir()
 
         def run_valid(command: list[str]) -> None:
-            fault, said = run((command, {}, ""), valid, 1200.0)
-            assert not fault, said
+            fault, output = run((command, {}, ""), valid)
+            assert not fault, output
 
         make_files(valid, run_valid)
 
@@ -65,64 +66,62 @@ def main() -> None:
         @hypothesis.given(st.sampled_from(list(KINDS)), st.randoms(use_true_random=False))
         def check(kind: str, draw: random.Random) -> None:
             with tempfile.TemporaryDirectory(dir=name) as own:
-                # Deep enough that what climbs out of it stays in what is thrown away.
+                # Deep enough that a path with `..` stays in the temporary folder.
                 folder = Path(own) / "a" / "b" / "work"
                 shutil.copytree(valid, folder, symlinks=True, copy_function=_copy)
                 drawn = KINDS[kind](draw, folder)
                 hypothesis.assume(not given.quick or tuple(drawn[0][:2]) in QUICK)
-                fault, said = run(drawn, folder, given.seconds)
-                assert not fault, f"{kind}: {fault}: {drawn[2]}; {drawn[1]} {drawn[0]!r:.300}\n{said[-2000:]}"
+                fault, output = run(drawn, folder)
+                assert not fault, f"{kind}: {fault}: {drawn[2]}; {drawn[1]} {drawn[0]!r:.300}\n{output[-2000:]}"
 
         check()
     print(f"{given.count} inputs, no fault")
 
 
 def _copy(source: str, target: str) -> None:
-    if os.path.islink(source):
-        os.symlink(os.readlink(source), target)
-    elif Path(source).is_fifo():
+    if Path(source).is_fifo():
         os.mkfifo(target)
     else:
-        shutil.copy2(source, target)
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
-def run(drawn: Input, folder: Path, seconds: float) -> tuple[str, str]:
+def run(drawn: Input, folder: Path) -> tuple[str, str]:
     """Run a command in a process of its own; return what is wrong with how it ended, or nothing, and its output."""
     command, environment, _ = drawn
-    started, log = time.monotonic(), folder.parent / "said"
+    started, log = time.monotonic(), folder.parent / "output"
     child = os.fork()
     if not child:
         _be_the_command(command, environment, folder, log)
     code = None
-    while code is None and time.monotonic() - started < seconds:
+    while code is None and time.monotonic() - started < SECONDS:
         ended, status = os.waitpid(child, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if ended else None
         time.sleep(0.01)
     if code is None:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    said = log.read_text(errors="backslashreplace") if log.exists() else ""
-    explained = "Usage" in said or any(line.startswith(f"{command[0]}: ") for line in said.splitlines())
+    output = log.read_text(errors="backslashreplace") if log.exists() else ""
+    explained = "Usage" in output or any(line.startswith(f"{command[0]}: ") for line in output.splitlines())
     faults = {
-        f"hangs: no end after {seconds:g} s": code is None,
+        f"hangs: no end after {SECONDS:g} s": code is None,
         f"exit code {code}": code not in (None, 0, 1, 2),
-        "a traceback": "Traceback (most recent call last)" in said,
+        "a traceback": "Traceback (most recent call last)" in output,
         "exit code 2 without a line that says why": code == 2 and not explained,
-        f"{len(said):,} characters of output": len(said) > 20_000,
+        f"{len(output):,} characters of output": len(output) > 20_000,
     }
-    return next((fault for fault, found in faults.items() if found), ""), said
+    return next((fault for fault, shown in faults.items() if shown), ""), output
 
 
 def _be_the_command(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> None:
     code = 99
-    os.setsid()  # so that what it starts ends with it
+    os.setsid()  # so that the processes that it starts end with it
     try:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         os.chdir(folder)
         os.environ.update(environment)
-        resource.setrlimit(resource.RLIMIT_AS, (GIB * 2**30, GIB * 2**30))
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
         try:
             load_apps()[command[0]](args=command[1:])

@@ -1,16 +1,33 @@
-"""The valid files that every input starts from, and the kinds of input: each damages a copy and names a command."""
+"""The inputs of `benchmarks.fuzz`: valid files, and kinds of input. Each kind damages a copy and names a command."""
 
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.fuzz.damage import PATHS, TEXTS, VALUES, damage_file, damage_folder, damage_tree
 from parity_tests.commands import load_apps
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**53 + 1, 2**63 - 1, -(2**63), 10**18, 10**400),
+    *(0.0, 0.5, -1.5, 1e-9, 5e-324, 1e308, float("inf"), float("nan")),
+    *("", " ", "x", "auto", "12:30", "é", "{domain}", "%s", "x" * 300, "a\nb", "\x1b[31m", "nul\0", "half \ud800"),
+    *([], {}, [1], [[]], {"a": 1}, {"": 1}, ["x"] * 3000, {"rope_type": "yarn"}),
+]
+PATHS = [
+    *("", ".", "..", "/dev/null/x", "/proc/self/mem", "/dev/zero", "~nobody-at-all", "no/such", "a//b/../c", "-x"),
+    *("config.yaml", "loop", "pipe", "dangling", "model", "orbax", "a\0b", "a\ud800b", "a\nb", "x" * 300, "y/" * 2500),
+]
+TEXTS = [
+    *("", "0", "1", "-1", "1e400", "nan", "-inf", "5e-324", "0x10", "1_0", "x", "é", "١", "9" * 25, "9" * 5000),
+    *("a\0b", "\ud800", "\n", "a,b", ",", "1,-1", "1," * 3000 + "1", "anchor", "full+tag", "+", "yarn", "smollm2"),
+    *("[", "{", "!!int ''", "!!python/name:os.system", "&a [*a]", "*a", "|", "'", "{[1]: 2}", "[" * 3000, "<<: 1"),
+]
+INSERTED = (b"\0", b"\xff", b"\n", b"[" * 3000, b'"', b"{", b"9" * 5000, b"\xed\xa0\x80")
 
 CONFIGS = {
     "gate.yaml": """
@@ -22,7 +39,7 @@ matrix: [{model: llama, tokens: 48, dtype: float32, stages: [forward]}]
 title: t
 model: {source: model}
 text: {source: text.jsonl}
-lengths: {contestants: [{condition: flash_bf16}], lengths: [8], sequences: 1, columns: [0]}
+lengths: {contestants: [{condition: flash_bf16}], lengths: [8], sequences: 1}
 """,
     "config.yaml": """
 run: {folder: run, seed: 3}
@@ -105,13 +122,85 @@ def damaged(draw: random.Random, folder: Path) -> Input:
     path, command = folder / name, draw.choice(DAMAGED[name]).split()
     if name in CONFIGS and draw.random() < 0.75:
         tree = yaml.safe_load(path.read_text())
-        done = damage_tree(draw, tree)
+        change = damage_tree(draw, tree)
         try:
             path.write_text(yaml.safe_dump(tree))
         except (yaml.YAMLError, UnicodeError):
             path.write_text(json.dumps(tree))
-        return command, {}, f"{name}: {done}"
-    return command, {}, f"{name}: {(damage_folder if path.is_dir() else damage_file)(draw, path)}"
+        return command, {}, f"{name}: {change}"
+    if path.is_dir():
+        # A file, and sometimes a folder, that is in it.
+        kind = Path.is_dir if draw.random() < 0.1 and any(map(Path.is_dir, path.rglob("*"))) else Path.is_file
+        path = draw.choice(sorted(filter(kind, path.rglob("*"))))
+    return command, {}, f"{path.name}: {damage_path(draw, path)}"
+
+
+def damage_path(draw: random.Random, path: Path) -> str:
+    """Damage what a file is, a place of the JSON that it holds, or its bytes. Of a folder, damage what it is."""
+    if path.is_dir() or draw.randrange(12) == 0:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        kind = draw.choice(["nothing", "a pipe", "a folder", "/no/such", path.name, "/dev/zero"])
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a folder":
+            path.mkdir()
+        elif kind != "nothing":
+            path.symlink_to(kind)
+        return f"replaced by {kind}"
+    content = path.read_bytes()
+    lines = content.split(b"\n") if path.suffix == ".jsonl" else [content]
+    number = draw.randrange(len(lines))
+    try:
+        tree = {"whole": json.loads(lines[number])}
+    except ValueError:
+        tree = None
+    if tree is not None and draw.random() < 0.7:
+        change = damage_tree(draw, tree if draw.random() < 0.1 else tree["whole"])
+        lines[number] = json.dumps(tree.get("whole")).encode()
+        path.write_bytes(b"\n".join(lines))
+        return change
+    at, length = draw.randrange(len(content) + 1), draw.randrange(1, 200)
+    before, after = content[:at], content[at:]
+    ways = {
+        "cut": before,
+        "emptied": b"",
+        "a bit flipped": before + bytes(b ^ (1 << draw.randrange(8)) for b in after[:1]) + after[1:],
+        "bytes inserted": before + draw.choice(INSERTED) + after,
+        "bytes removed": before + after[length:],
+        "bytes twice": before + after[:length] + after,
+        "random bytes": before + draw.randbytes(length) + after[length:],
+    }
+    way = draw.choice(list(ways))
+    path.write_bytes(ways[way])
+    return f"{way} at {at}"
+
+
+def damage_tree(draw: random.Random, tree: Any) -> str:
+    """Change one place of a tree of dicts and lists."""
+    places: list[tuple[Any, Any, str]] = []
+
+    def walk(node: Any, name: str) -> None:
+        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for key, value in items:
+            places.append((node, key, f"{name}.{key}"))
+            if not (isinstance(value, list | dict) and len(value) > 40):  # else most draws would fall on a vocabulary
+                walk(value, f"{name}.{key}")
+
+    walk(tree, "")
+    if not places:
+        return "nothing changed"
+    node, key, name = draw.choice(places)
+    how, value, old = draw.randrange(8), draw.choice(VALUES), node[key]
+    if how == 0:
+        del node[key]
+        return f"{name} removed"
+    if how == 1 and isinstance(node, dict):
+        node[draw.choice(["x", "", f"{key}_", "half \ud800"])] = node.pop(key)
+        return f"{name} renamed"
+    if how == 2 and isinstance(old, int | float):
+        value = draw.choice([-old, old + 1, old * 1000, old - 1, old + 0.5, str(old), [old]])
+    node[key] = value
+    return f"{name} = {value!r:.80}"
 
 
 def override(draw: random.Random, folder: Path) -> Input:
@@ -141,13 +230,8 @@ def option(draw: random.Random, folder: Path) -> Input:
     verbs: Any = typer.main.get_command(load_apps()[command])
     name = draw.choice(sorted(verbs.commands))
     file = {"torchtrain": "config.yaml", "jaxref": "study.yaml", "parity": "gate.yaml"}[command]
-    given = {
-        "resume": ["run"],
-        "status": ["run"],
-        "verify": ["run"],
-        "convert": ["model", "new"],
-        "zoo": [file, "none"],
-    }
+    given = {name: ["run"] for name in ("resume", "status", "verify")}
+    given |= {"convert": ["model", "new"], "zoo": [file, "none"]}
     arguments = [command, name, *given.get(name, [file] if name in ("train", "plan", "config", "study") else [])]
     options = [one for one in verbs.commands[name].params if one.param_type_name == "option" and one.name != "help"]
     for parameter in draw.sample(options, min(len(options), 1)):
@@ -168,7 +252,7 @@ def environment(draw: random.Random, folder: Path) -> Input:
     """Variables that torchrun and others set."""
     words = [text[:200] for text in TEXTS if "\0" not in text and "\ud800" not in text] + ["no.such.invalid"]
     given = {name: draw.choice(words) for name in draw.sample(VARIABLES, draw.choice([1, 2, 3]))}
-    given["MASTER_PORT"] = "x"  # with a right one, processes that never come would be waited for
+    given["MASTER_PORT"] = "x"  # with a right one the command would wait for processes that never come
     return draw.choice([TRAIN, PLAN, "jaxref mask", "parity run gate.yaml"]).split(), given, "environment"
 
 
