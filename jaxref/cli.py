@@ -1,6 +1,6 @@
-"""The command `jaxref`: print or draw what the oracle holds, convert models; and the verbs that other packages add.
+"""The command `jaxref`: print masks and RoPE's frequencies, convert models. Packages above this one may add verbs.
 
-How a verb ends is `anchorline.command`'s.
+`anchorline.command` decides how a verb ends.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from anchorline.command import finite, make_app
-from anchorline.errors import UserError, quoted, quoted_reason
+from anchorline.errors import UserError, quoted
 from anchorline.files import read_json
 
 PLUGINS = ("ropestudy.cli",)  # modules above this package that add verbs to `app` when they are imported
@@ -45,19 +45,16 @@ def mask(
         int, typer.Option(min=1, max=MOST_TOKENS, help="pieces that +interleave cuts a document into")
     ] = 4,
     seed: Annotated[int, typer.Option(min=0, help="of the order in which +interleave merges the pieces")] = 0,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="also draw all four variants side by side into this file")
-    ] = None,
 ) -> None:
     """Draw who sees whom in one packed row.
 
-    A line is a query, a column a key: it is seen if it stands before the query, in the same document or in the anchor.
+    A line is a query, a column is a key. A query sees a key at its place or before it, in its document or the anchor.
     A is the anchor (document 0, a prefix that every document sees), - is padding, which neither sees nor is seen.
     Variants differ in document ids and positions alone: both are printed.
 
-    Example: jaxref mask --documents 3,5,2 --variant anchor --padding 2 --png masks.png
+    Example: jaxref mask --documents 3,5,2 --variant anchor --padding 2
     """
-    from jaxref.layout import VARIANTS, draw, lay_out
+    from jaxref.layout import draw, lay_out
     from jaxref.mask import live_pairs
 
     lengths = whole_numbers("documents", documents)
@@ -69,26 +66,11 @@ def mask(
         raise UserError(
             f"documents: the row has {tokens} tokens, a drawing at most {MOST_TOKENS}; give shorter documents"
         )
-    rest: dict[str, Any] = {"anchor": anchor, "padding": padding, "tag": tag, "chunks": chunks, "seed": seed}
-    row = lay_out(lengths, variant, **rest)
-    if png is not None:
-        from jaxref.mask_figure import save_figure
-
-        extra = variant.removeprefix(variant.split("+")[0])
-        rows = {base: lay_out(lengths, base + extra, **rest) for base in VARIANTS}
-        origin = lay_out(lengths, "anchor", **rest).document_ids
-        in_document_1 = origin + (origin == 0)
-        origins = {base: (origin if base == "anchor" else in_document_1)[rows[base].source] for base in VARIANTS}
-        try:
-            save_figure({base: (rows[base], origins[base]) for base in VARIANTS}, png)
-        except ValueError as error:  # matplotlib knows its formats by the name's ending
-            raise UserError(f"png: {quoted(png)}: {quoted_reason(error)}") from None
+    row = lay_out(lengths, variant, anchor=anchor, padding=padding, tag=tag, chunks=chunks, seed=seed)
     live, causal = live_pairs(row.document_ids[None]), tokens * (tokens + 1) // 2
     print(draw(row.document_ids))
     print(f"\npositions  {' '.join(map(str, row.position_ids))}")
     print(f"pairs      {live} of {causal} causal ones are live ({live / causal:.0%})")
-    if png is not None:
-        print(f"figure     {png}")
 
 
 @app.command()
@@ -118,7 +100,7 @@ def rope(
 
     One line for each rotated pair: its inverse frequency in radians a token, its wavelength in tokens, its exact angle
     and cos at the position, and how far cos is from that under each preset of roundings. Presets that agree share a
-    column. An error near 1 means that the pair no longer tells positions apart.
+    column. An error near 1 means that the pair no longer distinguishes positions.
 
     The last column is what model.to(bfloat16) does to a transformers model: it rounds the inverse frequencies
     themselves. Llama 3's low and high frequency factors are 1 and 4, as published.
@@ -195,8 +177,8 @@ def convert(
 ) -> None:
     """Convert a Hugging Face folder to an Orbax checkpoint, or back, without changing a bit of a parameter.
 
-    What SOURCE is tells the direction. Parameters are carried, and what of config.json computes with them; tokenizers,
-    other files and an optimizer's state are not.
+    The direction follows from SOURCE. Parameters are converted, and the part of config.json that computes with them.
+    Tokenizers, other files and the state of an optimizer are not.
 
     \b
     Examples:

@@ -29,7 +29,7 @@ from ropestudy.schema import AnyRecord, Difference, OutputDivergence
 from ropestudy.spec import StudyConfig
 
 # Files and folders of the two packages that only show numbers or test them.
-SHOWS_ONLY = {"tests", "report", "cli.py", "mask_figure.py"}
+SHOWS_ONLY = {"tests", "report", "cli.py"}
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tokenizers", "gguf", "pydantic", "anchorline")
 
 

@@ -18,7 +18,6 @@ from ropestudy.schema import (
     AnyRecord,
     ModelDescription,
     Results,
-    StudyEnvironment,
     TextDescription,
     read_results,
     write_results,
@@ -56,6 +55,7 @@ def run_study(config: StudyConfig, out: Path, progress: OnCell = lambda *_: None
     bench, questions = Bench(config, pretrained, pool), make_questions(config)
     out.mkdir(parents=True, exist_ok=True)
     total, done, seconds = sum(len(one.cells) for some in questions.values() for one in some), 0, 0.0
+    commit, dirty = git_state(Path(jaxref.__file__).parents[1])
     records: list[AnyRecord] = []
     results = None
     for asked in questions.values():
@@ -72,7 +72,13 @@ def run_study(config: StudyConfig, out: Path, progress: OnCell = lambda *_: None
             created=created,
             seconds=seconds,
             command=command,
-            environment=_describe_environment(),
+            environment={
+                "versions": versions(LIBRARIES),
+                "hardware": processor(),
+                "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
+                "git_commit": commit,
+                "git_dirty": dirty,
+            },
             config=config.model_dump(mode="json"),
             model=_describe_model(config, pretrained, {record.model for record in records}),
             text=TextDescription(source=config.text.source, bos=pretrained.bos, documents=pool.names),
@@ -88,17 +94,6 @@ def _check_folder(config: StudyConfig, out: Path) -> None:
         raise UserError(f"--out: {out} is a file; give a folder")
     if (out / RESULTS).exists() and read_results(out).config != config.model_dump(mode="json"):
         raise UserError(f"--out: {out} holds another study (the config in its {RESULTS} differs); give another folder")
-
-
-def _describe_environment() -> StudyEnvironment:
-    commit, dirty = git_state(Path(jaxref.__file__).parents[1])
-    return StudyEnvironment(
-        versions=versions(LIBRARIES),
-        hardware=processor(),
-        device=f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
-        git_commit=commit,
-        git_dirty=dirty,
-    )
 
 
 def _describe_model(config: StudyConfig, pretrained: Pretrained, used: set[str]) -> ModelDescription:

@@ -206,16 +206,6 @@ AnyRecord = Annotated[
 ]
 
 
-class StudyEnvironment(_Part):
-    """Where the study took place."""
-
-    versions: dict[str, str] = Field(description="python, jax, jaxlib, flax, numpy, ..., anchorline")
-    hardware: str
-    device: str = Field(description="what JAX computes on: cpu, gpu")
-    git_commit: str | None
-    git_dirty: bool | None
-
-
 class ModelDescription(_Part):
     """The model that was studied."""
 
@@ -242,7 +232,9 @@ class Results(_Part):
     created: str = Field(description="ISO 8601, UTC")
     seconds: float = Field(description="of computing, all cells together, also those kept from an earlier run")
     command: str
-    environment: StudyEnvironment
+    environment: dict[str, Any] = Field(
+        description="versions, hardware, device (what JAX computes on), git_commit, git_dirty"
+    )
     config: dict[str, Any] = Field(description="the resolved configuration, every default written out")
     model: ModelDescription
     text: TextDescription

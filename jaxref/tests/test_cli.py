@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-from matplotlib import image
 
 from jaxref.cli import app
 
@@ -53,17 +52,6 @@ def test_mask_with_tags(jaxref, extra):
     assert three.startswith("  A 1 1 1 1 1 2 2 2 2\n")
 
 
-def test_mask_as_a_picture(jaxref, tmp_path):
-    file = tmp_path / "masks.png"
-    code, out, _ = jaxref("mask", "--documents", "3,5,2", "--padding", "1", "--png", str(file))
-    assert (code, out.splitlines()[-1]) == (0, f"figure     {file}")
-    picture = image.imread(file)
-    assert picture.shape[1] == 2400
-    colours = {tuple(round(255 * x) for x in pixel) for pixel in picture[::7, ::7, :3].reshape(-1, 3)}
-    # Anchor, three documents, padding.
-    assert {(242, 176, 30), (63, 111, 181), (47, 158, 143), (209, 73, 91), (185, 190, 198)} <= colours
-
-
 def cells(out: str, pair: int) -> list[str]:
     line = next(line for line in out.splitlines() if line.startswith(f"│ {pair:4d} │"))
     return [cell.strip() for cell in line.strip("│").split("│")]
@@ -104,8 +92,6 @@ def test_rope_of_a_config(jaxref, tmp_path):
         ("mask --documents 3,0", "lengths [3, 0], anchor 1"),
         ("mask --documents 30,40", "documents: the row has 71 tokens, a drawing at most 64; give shorter documents"),
         ("mask --variant causal", "variant: 'causal'; give full, intra, intra_reset, anchor, each alone, with +tag, "),
-        ("mask --png {tmp}/no/such/folder.png", "no such file or directory ({tmp}/no/such/folder.png)"),
-        ("mask --png {tmp}/masks.xyz", "png: {tmp}/masks.xyz: Format 'xyz' is not supported"),
         ("rope --theta ten", "theta: 'ten' is neither a number nor one of paper-32k"),
         ("rope --type linear", "factor: missing, and rope_type 'linear' needs it"),
         ("rope --original 4096", "original_max_position_embeddings: rope_type 'default' does not use it"),

@@ -35,12 +35,12 @@ def experiment(
 
         asked = load_experiment(file, overrides or [])
 
+        from torchtrain.experiment.measurements import read_measurements
         from torchtrain.experiment.report import write_report
-        from torchtrain.experiment.results import read_results
         from torchtrain.experiment.running import Folder, run_experiment
 
         folder = Folder(resolve_folder("--out", out))
-        measured = read_results(asked, resolve("--results", results or folder.path / "results.json"))
+        measured = read_measurements(asked, resolve("--results", results or folder.path / "results.json"))
         run_experiment(asked, folder, measured, workers, lambda line: print(line, file=sys.stderr, flush=True))
         print(f"report: {write_report(asked, measured.of(asked), folder.path, document)}")
 

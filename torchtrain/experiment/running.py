@@ -21,8 +21,8 @@ from anchorline.files import replace_file
 from torchtrain.config import Config
 from torchtrain.errors import TasksUnfinished
 from torchtrain.experiment.facts import BOS, EOS, UNKNOWN, make_rows, vocabulary, write_documents
+from torchtrain.experiment.measurements import Gate, Measurements
 from torchtrain.experiment.measuring import Measurement, bos_masses, measure
-from torchtrain.experiment.results import Gate, Results
 from torchtrain.experiment.spec import Run, TrainingExperiment, other_setting
 from torchtrain.run.lock import hold
 
@@ -59,7 +59,7 @@ class Folder:
 
 
 def run_experiment(
-    experiment: TrainingExperiment, folder: Folder, results: Results, workers: int, say: Callable[[str], None]
+    experiment: TrainingExperiment, folder: Folder, results: Measurements, workers: int, say: Callable[[str], None]
 ) -> None:
     """Pretrain the bases, check them, then train and measure every run that the results lack.
 
@@ -104,7 +104,7 @@ def run_experiment(
 def _take_runs(
     experiment: TrainingExperiment,
     folder: Folder,
-    results: Results,
+    results: Measurements,
     left: Sequence[Run],
     pool: ProcessPoolExecutor,
     say: Callable[[str], None],

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from torchtrain.cli import app
 from torchtrain.errors import TasksUnfinished
 from torchtrain.experiment.facts import make_rows, vocabulary, write_documents
+from torchtrain.experiment.measurements import read_measurements
 from torchtrain.experiment.measuring import Measurement
-from torchtrain.experiment.results import read_results
 from torchtrain.experiment.running import check_gate
 from torchtrain.experiment.spec import FactsConfig, Run, StageConfig, load_experiment
 
@@ -128,10 +128,10 @@ def test_a_seed_is_measured_on_the_bases_of_one_folder(tmp_path):
     config.write_text(json.dumps(TINY))
     experiment = load_experiment(config, ["seeds=2"])
     one = Measurement(recall=[[0.5]], nats=[[1.0]], losses=[1.0], seconds=1.0)
-    results = read_results(experiment, tmp_path / "kept.json")
+    results = read_measurements(experiment, tmp_path / "kept.json")
     results.measured = {run.name: one for run in experiment.runs() if run != Run("exact", "anchor", 1)}
     results.save()
-    results = read_results(experiment, tmp_path / "kept.json")
+    results = read_measurements(experiment, tmp_path / "kept.json")
     results.forget_unfinished_seeds(experiment)
     assert {run.seed for run in results.of(experiment)} == {0}
     assert len(results.measured) == 3

@@ -14,7 +14,7 @@ Gate = dict[str, Any]  # `bases`: recall and attention on BOS of each
 
 
 @dataclass
-class Results:
+class Measurements:
     """What has been measured so far. `experiment` is dumped: cells and seeds may become more."""
 
     file: Path
@@ -42,7 +42,7 @@ class Results:
         replace_file(self.file, "\n".join(["{", *about, '"measured": {', ",\n".join(lines), "}}", ""]).encode())
 
 
-def read_results(experiment: TrainingExperiment, file: Path) -> Results:
+def read_measurements(experiment: TrainingExperiment, file: Path) -> Measurements:
     """Read an experiment's file, or begin one where there is none.
 
     Raises:
@@ -50,7 +50,7 @@ def read_results(experiment: TrainingExperiment, file: Path) -> Results:
     """
     dumped = experiment.model_dump(mode="json")
     if not file.is_file():
-        return Results(file, dumped, {})
+        return Measurements(file, dumped, {})
     content = read_json(file, "--results")
     if other := other_setting(experiment, content.get("experiment", {})):
         raise UserError(f"--results {quoted(file)}: is of an experiment with another {other}; choose another file")
@@ -58,4 +58,4 @@ def read_results(experiment: TrainingExperiment, file: Path) -> Results:
         measured = {name: Measurement.model_validate(one) for name, one in content.get("measured", {}).items()}
     except ValueError as error:
         raise UserError(f"--results {quoted(file)}: is damaged ({quoted_reason(error)})") from None
-    return Results(file, dumped, measured, content.get("gate"))
+    return Measurements(file, dumped, measured, content.get("gate"))
