@@ -83,7 +83,7 @@ def killer(place) -> kills.Killer:
 
 @pytest.mark.skipif(not kills.CAN, reason="needs strace")
 def test_runs_killed_as_a_thread_writes_a_checkpoint_end_the_same(killer):
-    """Some of the places of `python -m benchmarks.soak --saves`: files of the state half-written, a rename, a removal."""
+    """Some places of `python -m benchmarks.soak --saves`: files of the state half-written, a rename, a removal."""
     places = killer.places_of_saves("alone")
     assert {"mkdir", "openat", "write", "fsync", "rename", "unlinkat"} <= {call for _, call, _ in places}
     drawn = [random.Random(0).choice([place for place in places if place[1] == call]) for call in ("write", "fsync")]
