@@ -1,4 +1,5 @@
-"""The base package, which all others import: files, settings, errors. It computes nothing: no numpy, torch or jax.
+"""The base package, which all others import: files, settings, errors, commands, and the error rule.
 
-Code that computes nothing cannot make both sides wrong alike. So the oracle, the trainer and the judge may share it.
+Apart from the rule (`tolerance`) it computes nothing. So the oracle, the trainer and the judge may share it: it cannot
+make two of them wrong in the same way.
 """

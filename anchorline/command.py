@@ -1,4 +1,4 @@
-"""How the commands end, once for all of them: what is said on standard error, and the exit code.
+"""How every command ends: its line on standard error, and its exit code.
 
     0    done
     1    a verdict of "no"; or a fault of the machine: memory that ran out, a process that is gone
@@ -132,7 +132,7 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
         _leave(name, f"the package {package} is not installed: pip install 'anchorline[{_EXTRAS[name]}]'", MISTAKE)
     except OSError as error:
         if error.errno == errno.EPIPE:
-            _leave(name, "", 1)  # who reads our output has seen enough
+            _leave(name, "", 1)  # the reader of our output has closed it
         if error.filename is None and error.errno not in _DISK_FAULTS:
             _bug(name)
         _leave(name, disk_fault(error), MISTAKE)
@@ -165,7 +165,7 @@ def _bug(name: str) -> NoReturn:
     known = ", ".join(f"{package} {number}" for package in _REPORTED if (number := version(package)))
     _leave(
         name,
-        "this is a bug of Anchorline, not a mistake of yours; please open an issue with all that stands above, the "
+        "this is a bug of Anchorline, not a mistake of yours; please open an issue with all lines above, the "
         f"command and its configuration ({known}, Python {platform.python_version()})",
         BUG,
     )
@@ -174,7 +174,7 @@ def _bug(name: str) -> NoReturn:
 def _leave(name: str, message: str, code: int) -> NoReturn:
     try:
         sys.stdout.flush()
-    except OSError:  # nobody reads it, or its disk is full: then it must not be tried again at the end
+    except OSError:  # nobody reads it, or its disk is full: Python must not try again at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if message:
         print(f"{name}: {one_line(message)}", file=sys.stderr)

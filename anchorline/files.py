@@ -1,5 +1,7 @@
-"""Files that survive a crash: written once, flushed to the disk, committed by a rename. Only what is listed is
-removed."""
+"""Read and write files so that a crash leaves each whole: written once, flushed to the disk, committed by a rename.
+
+Removing a folder removes only the files that a list names.
+"""
 
 import errno
 import hashlib
@@ -47,13 +49,15 @@ def expand(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{quoted(str(path))}: ~ stands for the folder of nobody here; write the path out") from None
+        raise UserError(
+            f"{quoted(str(path))}: ~ names the folder of a user who is not here; write the path out"
+        ) from None
 
 
 def resolve(field: str, path: str | Path) -> Path:
-    """Return a folder of the user's as an absolute path without links and `..`: what is checked is what is used.
+    """Return a folder of the user's as an absolute path without links and `..`.
 
-    `a/../b` is `b` even where there is no `a`, and making folders on the way cannot change what a path means any more.
+    `a/../b` is `b` even where there is no `a`. Making folders later cannot change what the path means.
 
     Args:
         field: what the message names, such as `run.folder`.
@@ -70,10 +74,10 @@ def resolve(field: str, path: str | Path) -> Path:
                 raise UserError(
                     f"{said}: {quoted(place)} is a link to what is not there; mount its disk, or remove the link"
                 )
-        found = Path(os.path.realpath(written))
-        with suppress(FileNotFoundError, NotADirectoryError):  # NotADirectory: who wants to write there says so
-            os.lstat(found / ("0" * _ROOM_BELOW))
-        return found
+        real = Path(os.path.realpath(written))
+        with suppress(FileNotFoundError, NotADirectoryError):  # a later write reports that it is not a folder
+            os.lstat(real / ("0" * _ROOM_BELOW))
+        return real
     except OSError as error:
         raise UserError(f"{said}: {one_line(error.strerror).lower()}; choose another") from None
     except ValueError as error:  # NUL, or half a surrogate pair
@@ -83,15 +87,15 @@ def resolve(field: str, path: str | Path) -> Path:
 
 
 def resolve_folder(field: str, path: str | Path) -> Path:
-    """Return the same of a folder that is there, or can come there.
+    """Return the path as `resolve` does, of a folder that exists or can be made.
 
     Raises:
         UserError: as `resolve`; or a file has this name.
     """
-    found = resolve(field, path)
-    if os.path.lexists(found) and not found.is_dir():
+    real = resolve(field, path)
+    if os.path.lexists(real) and not real.is_dir():
         raise UserError(f"{field} {quoted(str(path))}: is a file; give the name of a folder")
-    return found
+    return real
 
 
 def open_file(path: Path) -> FileIO:
@@ -101,7 +105,7 @@ def open_file(path: Path) -> FileIO:
         OSError: what the system says; or it is not a regular file, or a file cannot have its name.
     """
     try:
-        file = FileIO(str(path), "rb", opener=_open_without_waiting)
+        file = FileIO(str(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except ValueError:  # NUL, or half a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -164,10 +168,6 @@ def parse_json(text: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def write_file(path: Path, *parts: bytes | memoryview) -> FileEntry:
     """Write a file that does not exist yet, one part after another, and flush it to the disk.
 
@@ -176,26 +176,17 @@ def write_file(path: Path, *parts: bytes | memoryview) -> FileEntry:
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        write_all(handle, *parts)
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                left = left[os.write(handle, left) :]
+        os.fsync(handle)
     finally:
         os.close(handle)
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     return FileEntry(bytes=sum(map(len, parts)), sha256=digest.hexdigest())
-
-
-def write_all(handle: int, *parts: bytes | memoryview) -> None:
-    """Write parts of a content to an open file, one after another, and flush it to the disk.
-
-    Raises:
-        OSError: what the system says.
-    """
-    for part in parts:
-        left = memoryview(part)
-        while left:
-            left = left[os.write(handle, left) :]
-    os.fsync(handle)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -240,8 +231,8 @@ def entry_of(path: Path, length: int | None = None) -> FileEntry:
 
 def entries_of(folder: Path) -> dict[str, FileEntry]:
     """Return what every file below a folder is, by its path from there."""
-    found = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    return {path.relative_to(folder).as_posix(): entry_of(path) for path in sorted(found)}
+    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return {path.relative_to(folder).as_posix(): entry_of(path) for path in sorted(paths)}
 
 
 def differs(path: Path, entry: FileEntry, whole: bool = True) -> str | None:
@@ -313,19 +304,14 @@ def build_folder(folder: Path) -> Generator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def name_aside(folder: Path) -> Path:
-    """Return the name under which a folder no longer counts, and which nothing has."""
-    names = (f"{folder.name}{DELETED}" + (f"-{number}" if number else "") for number in itertools.count())
-    return next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
-
-
-def set_aside(folder: Path, aside: Path | None = None) -> Path:
-    """Rename a folder so that it no longer counts; return the name, by default that of `name_aside`.
+def set_aside(folder: Path) -> Path:
+    """Rename a folder so that it no longer counts; return its new name, which nothing had.
 
     Raises:
         OSError: what the system says.
     """
-    aside = name_aside(folder) if aside is None else aside
+    names = (f"{folder.name}{DELETED}" + (f"-{number}" if number else "") for number in itertools.count())
+    aside = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
     os.rename(folder, aside)
     sync(folder.parent)
     return aside

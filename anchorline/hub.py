@@ -6,11 +6,12 @@ The hub is asked first what the model consists of, with a time limit. `snapshot_
 
 import fnmatch
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from anchorline.errors import UserError, one_line, quoted, quoted_reason
+from anchorline.errors import UserError, quoted, quoted_reason
 
 ANSWER_SECONDS = 10.0  # for the hub to say what a model consists of
 CONFIGS = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -23,9 +24,7 @@ _MOST_ID = 96  # characters, by the hub's own rule
 logger = logging.getLogger(__name__)
 
 
-def find_model(
-    source: str, field: str, patterns: Sequence[str], say: Callable[[str], None] = logger.info, special: str = "smollm2"
-) -> Path:
+def find_model(source: str, field: str, patterns: Sequence[str], say: Callable[[str], None] = logger.info) -> Path:
     """Return the folder that holds a model's files: the one that `source` names, or a copy of the hub's in its cache.
 
     Args:
@@ -33,34 +32,21 @@ def find_model(
         field: opens messages.
         patterns: of the files that are needed.
         say: takes a line when the hub is asked, and when its cache is used because it did not answer.
-        special: a name that the caller takes besides, for the message.
 
     Raises:
         UserError: neither a folder with a config.json nor an id, or an id that the hub does not know; without the model
         in the cache, no answer within `ANSWER_SECONDS` or a download that fails.
     """
-    folder = _expand(source)
-    try:
-        if folder is not None and (folder / "config.json").is_file():
-            return folder
-        there = folder is not None and folder.exists()
-    except OSError as error:  # a name that is too long, a folder that may not be searched
-        raise UserError(f"{field} {quoted(source)}: {one_line(error.strerror).lower()}; give a folder") from None
-    looked = f"{field} {quoted(source)}: no folder with a config.json here"
-    if there:
+    folder, looked = os.path.expanduser(source), f"{field} {quoted(source)}: no folder with a config.json here"
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        return Path(folder)
+    if os.path.exists(folder):
         raise UserError(
-            f"{field} {quoted(source)}: is there, but is not a folder with a config.json, and thus not a hub id"
+            f"{field} {quoted(source)}: is there, but has no config.json that can be read; give another folder"
         )
     if not _ID.fullmatch(source) or len(source) > _MOST_ID:
-        raise UserError(f"{looked}, and no hub id such as name/model; give one of them, or {special}")
+        raise UserError(f"{looked}, and no hub id such as name/model; give one of them, or smollm2")
     return _from_hub(source, looked, patterns, say)
-
-
-def _expand(source: str) -> Path | None:
-    try:
-        return Path(source).expanduser()
-    except RuntimeError:  # ~ of somebody who does not exist
-        return None
 
 
 def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[str], None]) -> Path:

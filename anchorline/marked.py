@@ -1,4 +1,4 @@
-"""Places of a Markdown file that programs write, each between two lines; a person writes the rest."""
+"""Places in a Markdown file that programs fill, each between two marked lines. A person writes the rest."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ class MarkedPlace(NamedTuple):
     end: str
 
     def within(self, text: str) -> bool:
-        """Tell whether a file has both lines, once and in order."""
+        """Whether a file has both lines, once and in order."""
         return text.count(self.begin) == text.count(self.end) == 1 and text.index(self.begin) < text.index(self.end)
 
     def put(self, text: str, content: str) -> str:
@@ -27,7 +27,7 @@ class MarkedPlace(NamedTuple):
             text: which has the place.
             content: Markdown; empty lines around it do not count.
         """
-        assert self.within(text), "who writes a file looks for the place first"
+        assert self.within(text), "the caller checks that the file has the place"
         before, _, rest = text.partition(self.begin)
         between = content.strip("\n")
         return f"{before}{self.begin}\n\n{between}\n\n{self.end}{rest.partition(self.end)[2]}"

@@ -1,4 +1,4 @@
-"""Read settings: strict YAML and `section.key=value` overrides in, a validated pydantic model out. All commands do.
+"""Read settings for every command: from strict YAML and `section.key=value` overrides to a validated pydantic model.
 
 Strict means: keys are text, each once; values are plain (no tags, dates or merge keys); integers have 64 bits.
 """
@@ -86,7 +86,7 @@ def find_file(path: str | Path) -> Path:
         return path
     named = SHIPPED.joinpath(*parts)
     with suppress(OSError):  # such as a name that is too long
-        return next((found for found in (named, Path(f"{named}.yaml")) if found.is_file()), path)
+        return next((file for file in (named, Path(f"{named}.yaml")) if file.is_file()), path)
     return path
 
 
@@ -113,7 +113,7 @@ def load(
     """
     name = quoted(Path(path))
     try:
-        found = _parse(read_file(find_file(path), MOST_BYTES).decode("utf-8-sig"))
+        content = _parse(read_file(find_file(path), MOST_BYTES).decode("utf-8-sig"))
     except OSError as error:
         reason = one_line(error.strerror or error).lower()
         raise UserError(f"config {name}: {reason}; give a YAML file that can be read") from None
@@ -121,11 +121,11 @@ def load(
         raise UserError(f"config {name}: byte {error.start:,} is not UTF-8; save the file as UTF-8") from None
     except ValueError as error:
         raise UserError(f"config {name}: {one_line(error)}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         sections = " and ".join(f"`{field}:`" for field in list(schema.model_fields)[:2])
-        held = "is empty" if found is None else f"holds {_kind_of(found)}"
+        held = "is empty" if content is None else f"holds {_KINDS.get(type(cast('object', content)), 'a value')}"
         raise UserError(f"config {name}: {held}; give sections such as {sections}")
-    tree = cast("Tree", found)
+    tree = cast("Tree", content)
     for override in overrides:
         _override(tree, override, example)
     tree = prepare(tree)
@@ -261,10 +261,6 @@ _WANTED = {  # by pydantic's name of a mistake
 }
 
 
-def _kind_of(value: object) -> str:
-    return _KINDS.get(type(value), "a value")
-
-
 def _as_typed(value: Any) -> str:
     """Return a value as YAML has it where Python's word is another."""
     return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else quoted(value)
@@ -275,10 +271,10 @@ def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str
     location: list[str] = []
     kinds: list[Any] = [schema]
     for part in loc:
-        found = [kind for held in kinds for kind in _inside(held, part)]
-        if found:
+        inner = [kind for held in kinds for kind in _inside(held, part)]
+        if inner:
             location.append(quoted(str(part))[1:-1])
-            kinds = [member for kind in found for member in members_of(kind)]
+            kinds = [member for kind in inner for member in members_of(kind)]
     models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
     return location, models[0] if models else None
 

@@ -34,7 +34,7 @@ def render(
         command: what makes the report again.
         facts: where and how it was made: a name and its text.
         versions: of packages.
-        values: what the template asks for besides.
+        values: the other names that the template uses.
     """
     loader = ChoiceLoader([PackageLoader("anchorline.page", "."), PackageLoader(package, ".")])
     environment = Environment(

@@ -1,4 +1,4 @@
-"""How commands end: what is said, once, and with which exit code."""
+"""How commands end: the line on standard error, and the exit code."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from anchorline.command import Command, Leave, finite, make_app
+from anchorline.command import Leave, finite, make_app
 from anchorline.errors import UserError
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
@@ -45,7 +45,7 @@ def test_done(call):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "printed"),
     [
         (UserError("speed: 3; give 2\nor 1"), 2, "ship: speed: 3; give 2 or 1\n"),
         (Leave("stopped", 143), 143, "ship: stopped\n"),
@@ -58,30 +58,25 @@ def test_done(call):
         (MemoryError(), 1, "ship: memory ran out: the system gives no more; ask for less, or take a larger machine\n"),
     ],
 )
-def test_ways_to_end(call, error, code, said):
-    assert call(error) == (code, "under sail ■\n", said)
+def test_ways_to_end(call, error, code, printed):
+    assert call(error) == (code, "under sail ■\n", printed)
 
 
 @pytest.mark.parametrize(
     "error",
     [
         ValueError("x"),
-        KeyError("x"),
         AssertionError(),
-        RecursionError(),
-        ZeroDivisionError(),
         OSError("odd"),
-        EOFError(),
-        UnicodeError(),
     ],
 )
 def test_a_bug_of_ours_says_so_and_how_to_report_it(call, error):
-    code, _, said = call(error)
+    code, _, printed = call(error)
     assert code == 70
-    assert said.lstrip().startswith("Traceback (most recent call last):\n")
-    last = said.splitlines()[-1]
+    assert printed.lstrip().startswith("Traceback (most recent call last):\n")
+    last = printed.splitlines()[-1]
     assert last.startswith(
-        "ship: this is a bug of Anchorline, not a mistake of yours; please open an issue with all that stands"
+        "ship: this is a bug of Anchorline, not a mistake of yours; please open an issue with all lines above"
     )
     assert "Python 3." in last
 
@@ -92,7 +87,6 @@ def test_a_bug_of_ours_says_so_and_how_to_report_it(call, error):
         (["sail", "--speed", "inf"], "inf is not a finite number"),
         (["sail", "--speed", "nan"], "nan is not a finite number"),
         (["sail", "--speed", "x"], "Invalid value for '--speed'"),
-        (["sail", "--knots", "9" * 25], "Invalid value for '--knots'"),
         (["sail", "--knots", "9" * 5000], "Invalid value for '--knots'"),
         (["sial"], "No such command 'sial'"),
         (["sail", "--depth", "1"], "No such option: --depth"),
@@ -100,8 +94,8 @@ def test_a_bug_of_ours_says_so_and_how_to_report_it(call, error):
     ],
 )
 def test_mistakes_in_arguments(call, arguments, message):
-    code, said, wrong = call(None, *arguments)
-    assert (code, said, wrong.count("\n")) == (2, "", 1)
+    code, printed, wrong = call(None, *arguments)
+    assert (code, printed, wrong.count("\n")) == (2, "", 1)
     assert wrong.startswith("ship: ")
     assert message in wrong
 
@@ -137,13 +131,9 @@ def test_an_output_that_cannot_be_written_is_one_line():
     assert (ended.returncode, ended.stderr) == (2, "ship: no space left on device\n")
 
 
-def test_whoever_stops_reading_is_not_told():
+def test_no_message_for_a_reader_that_has_closed_the_output():
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
         ended = program("--lines", "100000", stdout=nobody)
     assert (ended.returncode, ended.stderr) == (1, "")
-
-
-def test_a_single_command_has_its_name():
-    assert Command.main is not typer.core.TyperCommand.main

@@ -1,4 +1,4 @@
-"""Where a process runs: what records say of the commit, the machine and the packages."""
+"""Where a process runs: the commit, the machine, the packages."""
 
 import importlib.metadata
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anchorline import environment
-from anchorline.environment import git_state, packaged_file, processor, usable_cores, version, versions
+from anchorline.environment import git_state, packaged_file, processor, usable_cores, versions
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -39,23 +39,18 @@ def test_a_checkout_has_a_commit_and_is_clean_or_not(tmp_path, monkeypatch):
     assert git_state(folder) == (None, None)
 
 
-def test_the_processor_is_named_with_its_cores():
+def test_the_processor_has_its_cores_and_versions_are_of_installed_packages():
     name, _, cores = processor().rpartition(", ")
     assert name
     assert cores == f"{os.cpu_count()} cores"
-
-
-def test_versions_are_of_what_is_installed():
-    assert version("none-of-this-name") is None
-    found = versions(["pydantic", "none-of-this-name"])
-    assert found == {"python": platform.python_version(), "pydantic": importlib.metadata.version("pydantic")}
-    assert list(found) == ["python", "pydantic"]
+    known = versions(["pydantic", "none-of-this-name"])
+    assert known == {"python": platform.python_version(), "pydantic": importlib.metadata.version("pydantic")}
 
 
 def test_a_file_of_a_package_is_found_without_importing_it(monkeypatch, tmp_path):
-    found = packaged_file("pydantic", "main.py")
-    assert found is not None
-    assert found.name == "main.py"
+    file = packaged_file("pydantic", "main.py")
+    assert file is not None
+    assert file.name == "main.py"
     assert packaged_file("pydantic", ".gguf") is None
     assert packaged_file("none-of-this-name", ".py") is None
     gone = importlib.metadata.PathDistribution(tmp_path)
@@ -71,8 +66,6 @@ def test_a_file_of_a_package_is_found_without_importing_it(monkeypatch, tmp_path
         ("0::/", {"cpu.max": "max 100000"}, 8),
         ("0::/", {"cpu.max": "250000 100000"}, 2),  # a container's
         ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, 1),  # of a group above
-        ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
-        ("3:cpu:/\n0::/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
         ("9:name=systemd:/", {}, 8),
         (None, {}, 8),  # no Linux
     ],

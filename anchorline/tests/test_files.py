@@ -25,20 +25,13 @@ from anchorline.files import (
 
 
 def test_a_file_is_read_whole(tmp_path, monkeypatch):
-    (tmp_path / "a").write_bytes(bytes(range(256)) * 10)
-    assert read_file(tmp_path / "a", 2560) == bytes(range(256)) * 10
     monkeypatch.setattr(files, "_BLOCK", 100)  # a system may give less than it is asked for
+    (tmp_path / "a").write_bytes(bytes(range(256)) * 10)
     assert read_file(tmp_path / "a", 2560) == bytes(range(256)) * 10
     with pytest.raises(OSError, match="longer than 2,559 bytes"):
         read_file(tmp_path / "a", 2559)
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
-def test_a_file_whose_size_nobody_knows_is_read_whole():
-    """Of /proc, files have size 0, and one read gives a page."""
-    assert read_file(Path("/proc/self/maps"), 1 << 24).endswith(b"\n")
-    with pytest.raises(OSError, match="longer than 10 bytes"):
-        read_file(Path("/proc/self/maps"), 10)
+    if Path("/proc/self/maps").exists():  # its size is 0, and one read gives a page
+        assert read_file(Path("/proc/self/maps"), 1 << 24).endswith(b"\n")
 
 
 def test_nothing_is_waited_for(tmp_path):
@@ -65,12 +58,9 @@ def test_nothing_is_waited_for(tmp_path):
     [
         (b"[1]", "holds no values by name, but a list"),
         (b"{", "is not JSON"),
-        (b"", "is not JSON"),
         (b"[" * 100_000, "nested too deep"),
-        (b'{"a": ' * 100_000, "nested too deep"),
         (b'{"a": ' + b"1" * 5_000 + b"}", "is not JSON"),
         (b"\xff", "is not JSON"),
-        (b"\xef\xbb\xbf{}", "is not JSON"),
     ],
 )
 def test_json_that_is_none(tmp_path, content, message):
@@ -81,18 +71,13 @@ def test_json_that_is_none(tmp_path, content, message):
     assert "a.json" in str(refused.value)
 
 
-def test_the_folder_of_nobody(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert files.expand("~/a") == Path("/home/me/a")
-    with pytest.raises(UserError, match="~ stands for the folder of nobody here"):
-        files.expand("~nobody-at-all/a")
-
-
-def test_json(tmp_path):
+def test_json_and_the_folder_of_a_user_who_is_not_here(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"a": [1, "é"]}))
     assert read_json(tmp_path / "a.json", "what") == {"a": [1, "é"]}
     with pytest.raises(UserError, match=r"what: .*none: no such file or directory"):
         read_json(tmp_path / "none", "what")
+    with pytest.raises(UserError, match="~ names the folder of a user who is not here"):
+        files.expand("~nobody-at-all/a")
 
 
 @pytest.mark.parametrize("write", [replace_file, save])
@@ -155,17 +140,17 @@ def test_writing_and_committing(tmp_path):
 def test_a_folder_is_built_whole_or_not_at_all_in_the_mode_of_this_process(tmp_path):
     before = os.umask(0o077)
     try:
-        with build_folder(tmp_path / "built") as beside:
-            beside.mkdir()
-            (beside / "a").write_text("a")
-            (beside / "a").chmod(0o644)  # as a library may
+        with build_folder(tmp_path / "built") as partial:
+            partial.mkdir()
+            (partial / "a").write_text("a")
+            (partial / "a").chmod(0o644)  # as a library may
             assert not (tmp_path / "built").exists()
     finally:
         os.umask(before)
     assert [path.stat().st_mode & 0o777 for path in (tmp_path / "built", tmp_path / "built" / "a")] == [0o700, 0o600]
-    with suppress(ZeroDivisionError), build_folder(tmp_path / "failed") as beside:
-        beside.mkdir()
+    with suppress(ZeroDivisionError), build_folder(tmp_path / "failed") as partial:
+        partial.mkdir()
         raise ZeroDivisionError
-    with pytest.raises(OSError, match="not empty"), build_folder(tmp_path / "built") as beside:
-        beside.mkdir()
+    with pytest.raises(OSError, match="not empty"), build_folder(tmp_path / "built") as partial:
+        partial.mkdir()
     assert [path.name for path in tmp_path.iterdir()] == ["built"]

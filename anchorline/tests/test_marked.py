@@ -8,7 +8,7 @@ from anchorline.marked import MarkedPlace, read_marked
 PLACE = MarkedPlace("<!-- made -->", "<!-- end -->")
 
 
-def test_only_what_stands_between_the_lines_is_replaced():
+def test_only_the_text_between_the_lines_is_replaced():
     text = "# Mine\n\n<!-- made -->\nold\n<!-- end -->\n\nmine too, \\1\n"
     made = PLACE.put(text, "\nnew \\1\n")
     assert made == "# Mine\n\n<!-- made -->\n\nnew \\1\n\n<!-- end -->\n\nmine too, \\1\n"
@@ -23,10 +23,8 @@ def test_a_file_without_the_place_gets_it_at_its_end():
     "text",
     [
         "",
-        "<!-- made -->",
         "<!-- end -->\n<!-- made -->",
         "<!-- made -->\n<!-- made -->\n<!-- end -->",
-        "<!-- made -->\n<!-- end -->\n<!-- end -->",
     ],
 )
 def test_a_document_without_the_place_once_is_refused(tmp_path, text):

@@ -1,4 +1,4 @@
-"""The page that every report stands on: text is text, colours have names, drawings are images."""
+"""The frame of every report: text is text, colours have names, drawings are images."""
 
 import re
 from html import unescape
@@ -17,7 +17,7 @@ def page(**fields: object) -> str:
     return render("anchorline.page", "base.html.j2", **plain | fields)
 
 
-def test_whatever_is_said_is_text():
+def test_text_in_a_report_is_no_markup():
     text = page(title=HOSTILE, created=HOSTILE, command=HOSTILE, facts={HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE})
     assert (text.count("<script"), text.count("</style"), text.count("<img")) == (1, 1, 0)
     assert unescape(text).count(HOSTILE.replace("\0", "\ufffd").replace("\ud800", "\ufffd")) == 9
@@ -51,5 +51,5 @@ def test_a_name_breaks_after_its_separators_and_holds_no_markup():
         ("9999-12-31T23:59:59-12:00", "9999-12-31T23:59:59-12:00"),
     ],
 )
-def test_a_date_is_told_in_utc(created, shown):
+def test_a_date_is_shown_in_utc(created, shown):
     assert day(created) == shown

@@ -1,6 +1,4 @@
-"""Strict YAML: whatever a file or an override holds, it is read or refused in one short line, in a moment."""
-
-import time
+"""Strict YAML: a file or an override is read, or refused in one short line."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +9,6 @@ from anchorline import settings
 from anchorline.errors import UserError
 
 LONGEST = 1_000  # characters of a message
-SECONDS = 20.0  # a fault takes minutes; a machine may be busy
 
 
 class Part(BaseModel):
@@ -42,18 +39,13 @@ def load(file):
 
     def load(text: str | bytes = "{}", *overrides: str) -> Whole:
         file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-        started = time.monotonic()
-        found = refused = None
         try:
-            found = settings.load(Whole, file, overrides, example="part.count=2")
+            return settings.load(Whole, file, overrides, example="part.count=2")
         except UserError as error:
-            refused = error
-        assert time.monotonic() - started < SECONDS
-        if refused is None:
-            return found
-        assert str(refused).isprintable()
-        assert len(str(refused)) < LONGEST
-        raise refused
+            message = str(error)
+        assert message.isprintable()
+        assert len(message) < LONGEST
+        raise UserError(message)
 
     return load
 
@@ -79,10 +71,6 @@ def test_what_only_looks_like_a_number_or_a_date_is_text(load, text):
     assert load(f"part: {{name: {text}}}").part.name == text
 
 
-def test_an_alias_stands_for_its_value(load):
-    assert load("part: {numbers: &few [1, 2]}\nparts: [{numbers: *few}]").parts[0].numbers == [1, 2]
-
-
 @pytest.mark.parametrize(("text", "value"), [("0x1f", 31), ("0b11", 3), ("1_000", 1000), ("+5", 5), ("0", 0)])
 def test_whole_numbers(load, text, value):
     assert load(f"part: {{count: {text}}}").part.count == value
@@ -94,24 +82,18 @@ def test_whole_numbers(load, text, value):
         ("- " * 30_000, "nested too deep"),
         ("x" * 70_000, "longer than 65,536 bytes"),
         ("part: {count: !!int ''}", "not valid YAML"),
-        ("part: {count: !!bool x}", "not valid YAML"),
-        ("part: {count: !!timestamp abc}", "could not determine a constructor for the tag"),
         ("part: {count: !!python/object/apply:os.system [ls]}", "could not determine a constructor for the tag"),
         ("part: !!map [1]", "expected a mapping node"),
         ("{[1]: 2}", "is not a name"),
         ("on: 1", "key 'on' is not a name; quote it"),
         ("part: {count: 1}\npart: {count: 2}", "line 2: key 'part' appears twice"),
         ("<<: {part: {count: 1}}", "<<: unknown key"),
-        ("part: {count: 0x_}", "not valid YAML: invalid literal"),
         ("part: {count: 010}", "count: '010': give an integer"),
         ("part: {count: 9999999999999999999999999}", "does not fit into 64 bits"),
-        (f"part: {{count: {'1' * 50_000}}}", "not valid YAML"),
         ("part: {share: 1e400}", "finite number"),
         ("part: {share: .nan}", "finite number"),
         ('part: {name: "\\0"}', "holds NUL or half a surrogate pair"),
-        ('part: {name: "\\ud800"}', "holds NUL or half a surrogate pair"),
         (b"part: {name: \xff}", "byte 13 is not UTF-8; save the file as UTF-8"),
-        ("part: {}".encode("utf-16"), "byte 0 is not UTF-8"),
         ("a: 1\n---\nb: 2", "single document"),
         ("".join(f"k{i}: 1\n" for i in range(5_000)), "and 4992 more"),
         (f"part: {{count: {'x' * 50_000}}}", "give an integer"),
@@ -127,10 +109,7 @@ def test_files_that_are_refused(load, text, message):
     [
         ("", "write section.key=value"),
         ("=1", "write section.key=value"),
-        ("part", "write section.key=value"),
-        (".=1", "unknown key"),
         ("parts.0.count=1", "'0' is not an index of a list of 0"),
-        ("parts.-1=1", "'-1' is not an index"),
         ("parts.\u0663=1", "is not an index"),
         ("part.name=[", "not valid YAML.*; quote it if it is text$"),
         ("part.count=" + "9" * 25, "'9{25}' does not fit into 64 bits; give a smaller number"),
@@ -169,13 +148,11 @@ def test_anything_else_is_read_or_refused(load, text, override):
             continue
 
 
-def test_a_file_that_is_none(tmp_path):
+def test_a_file_that_cannot_be_read(tmp_path):
     for path, message in (
         (tmp_path / "none", "no such file or directory; give a YAML file"),
         (tmp_path, "is a directory; give a YAML file"),
-        (tmp_path / ("x" * 300), "file name too long; give a YAML file"),
         (tmp_path / "a\0b", "no file can have this name"),
-        (tmp_path / "a\ud800b", "no file can have this name"),
     ):
         with pytest.raises(UserError, match=message):
             settings.load(Whole, path, example="")

@@ -41,7 +41,7 @@ def test_the_working_directory_is_never_replaced(fresh, monkeypatch):
         ("/", "is the root of all folders"),
         ("run\0", "no folder can have this name"),
         ("r" * 256, "file name too long"),
-        ("~nobody-of-this-name/run", "~ stands for the folder of nobody here"),
+        ("~nobody-of-this-name/run", "~ names the folder of a user who is not here"),
         ("dangling/run", "is a link to what is not there"),
         ("dangling", "is a link to what is not there"),
         ("/etc/passwd/run", "Not a directory"),
