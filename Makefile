@@ -33,12 +33,12 @@ gate: setup  ## judge the trainer against the oracle, then let the gate catch ev
 	@echo "==> running the gate against the zoo"
 	@$(BIN)/parity zoo configs/parity/ci.yaml
 
-# transformers 4 with its own tokenizers and huggingface_hub, gguf for llama.cpp's converter; torch is shared by the .pth, never installed.
+# transformers 4 with its own tokenizers and huggingface_hub; torch is shared by the .pth, never installed.
 readers: setup  ## put older transformers into .venv-readers: the tests then read exports with them, too
 	@for version in 4.57.3 4.51.3; do \
 		env=.venv-readers/transformers-$$version; test -f $$env/.installed && continue; \
 		echo "==> creating $$env"; rm -rf $$env; $(BIN)/python -m venv $$env \
-		&& $$env/bin/python -m pip install --quiet --no-compile --disable-pip-version-check transformers==$$version gguf sentencepiece protobuf \
+		&& $$env/bin/python -m pip install --quiet --no-compile --disable-pip-version-check transformers==$$version sentencepiece protobuf \
 		&& $(BIN)/python -c 'import sys, sysconfig; from pathlib import Path; Path(sys.argv[1], "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")' \
 			"$$($$env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		&& touch $$env/.installed || exit 1; \

@@ -4,14 +4,12 @@ measured.
     python benchmarks/gpu_summary.py benchmarks/results/gpu
 """
 
-import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
 from anchorline.environment import git_state, versions
-from torchtrain.bench.result import to_markdown
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "flash-attn", "flash-attn-4", "jax", "numpy")
 
@@ -51,21 +49,15 @@ def _tests(folder: Path) -> Iterator[str]:
 
 def _bench(folder: Path) -> Iterator[str]:
     for what in ("attention", "step"):
-        path = folder / f"{what}.json"
+        path = folder / f"{what}.md"
         if path.exists():
-            yield from ("", f"## torchtrain bench {what}", "")
-            yield from to_markdown(json.loads(path.read_text(encoding="utf-8"))).splitlines()
+            yield from ("", f"## torchtrain bench {what}", "", *path.read_text(encoding="utf-8").splitlines())
 
 
 def _missing(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.txt")):
         if not any(path.with_suffix(suffix).exists() for suffix in (".xml", ".json")):
-            yield from (
-                "",
-                f"## {path.stem}",
-                "",
-                f"Left no results: cut off or broken; the end of {path.name} says why.",
-            )
+            yield from ("", f"## {path.stem}", "", f"No results: cut off or broken; see the end of {path.name}.")
 
 
 def _cell(text: str) -> str:

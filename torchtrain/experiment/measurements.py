@@ -10,7 +10,7 @@ from anchorline.files import read_json, replace_file
 from torchtrain.experiment.measuring import Measurement
 from torchtrain.experiment.spec import Run, TrainingExperiment, other_setting
 
-Gate = dict[str, Any]  # `bases`: recall and attention on BOS of each
+Gate = dict[str, Any]  # `bases`: the recall of each
 
 
 @dataclass

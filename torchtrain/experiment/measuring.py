@@ -19,7 +19,7 @@ from torchtrain.attention import make_plan
 from torchtrain.config import ModelConfig
 from torchtrain.experiment.facts import RecallRows
 from torchtrain.experiment.spec import ARITHMETICS
-from torchtrain.modeling.load import load_for_evaluation, load_for_training
+from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.parts import head_of, hidden_states
 from torchtrain.modeling.source import open_config
 
@@ -84,11 +84,3 @@ def batch_of(ids_NT: Tensor) -> dict[str, Tensor]:
         "position_ids": torch.arange(ids_NT.shape[1]).expand(ids_NT.shape),
         "document_ids": torch.ones_like(ids_NT),
     }
-
-
-@torch.no_grad()
-def bos_masses(folder: Path, rows: RecallRows) -> list[list[float]]:
-    """Return the share of attention on the first token [layers][heads], mean over all tokens but the first."""
-    model = load_for_evaluation(str(folder), "eager", torch.float32)
-    out = model(torch.from_numpy(rows.input_ids[:_ROWS_AT_A_TIME]), output_attentions=True, use_cache=False)
-    return [x_NHTT[:, :, 1:, 0].mean((0, 2)).tolist() for x_NHTT in out.attentions]

@@ -128,9 +128,6 @@ class GateConfig(Section):
 
     distances: Distances
     recall: Share = Field(default=0.9, description="least mean recall over the distances")
-    bos_mass: Share = Field(
-        default=0.3, description="least share of attention on BOS, in the head that gives it most, mean over queries"
-    )
 
 
 class TrainingExperiment(Section):
