@@ -1,4 +1,4 @@
-"""A user's mistake, in one line, for every command."""
+"""How messages to a user are written: a mistake is one printable line, and values in it are quoted and short."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The contrasts of docs/training-experiment.md, recomputed with nothing of Anchorline's: numpy and scipy alone.
+"""Recompute the contrasts of docs/training-experiment.md with numpy and scipy alone, and nothing of Anchorline.
 
 cd benchmarks/results && python ../sceptic.py training-experiment.json training-experiment-{control,cost}.json
 """

@@ -1,7 +1,4 @@
-"""The command `jaxref`: print masks and RoPE's frequencies, convert models. Packages above this one may add verbs.
-
-`anchorline.command` decides how a verb ends.
-"""
+"""The command `jaxref`: print masks and RoPE's frequencies, convert models. Plug-ins add further verbs."""
 
 import importlib
 import importlib.util

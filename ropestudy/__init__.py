@@ -2,7 +2,7 @@
 
     jaxref study configs/study/demo.yaml --out runs/study
 
-`spec` is the configuration, `schema` the results. `compute` runs a model and compares attention; `experiments` say
-which `cells` are computed and what becomes of them; `run` keeps each finished one; `report` shows them. JAX
-alone: a GPU is used where JAX has one.
+`spec` has the settings, `schema` the results. `run` goes through the `experiments`. Each asks for `cells`, which are
+computed by `compute` and kept as files, and makes records of them. `report` shows the records. All of it uses JAX, on a
+GPU where JAX has one.
 """

@@ -1,4 +1,4 @@
-"""Verbs that this package adds to the command `jaxref`: the study, and what a ring of processes does to a model."""
+"""The verbs `jaxref study` and `jaxref ring`. The command `jaxref` loads this file as a plug-in."""
 
 import shlex
 import sys

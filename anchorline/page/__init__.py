@@ -1,4 +1,4 @@
-"""One self-contained HTML page for every report: `html` renders a template, `figures` shows what matplotlib drew."""
+"""The HTML pages of reports, each in one file: `html` renders a template, `figures` puts a drawing into a page."""
 
 from anchorline.page.figures import figure_style, inline
 from anchorline.page.html import count, printable, render

@@ -1,4 +1,4 @@
-"""matplotlib's settings for every figure, and the way in which a page shows one."""
+"""One look for all figures: matplotlib's settings, and how a page includes a drawing."""
 
 import base64
 from typing import Any

@@ -1,6 +1,6 @@
-"""Render a template as one self-contained HTML page. Jinja2 escapes all that a report holds.
+"""Render a template as one HTML page that needs no other file. Jinja2 escapes all text of a report.
 
-Without its script a page says the same.
+A page shows the same with scripts switched off.
 """
 
 import re

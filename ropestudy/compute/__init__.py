@@ -1,3 +1,5 @@
-"""What is computed of one row: `conditions` names what is compared, `methods` holds what a `Rounding` cannot say,
-`engine` runs a model under several conditions out of the compiled `pieces`, and `measures` are the paper's.
+"""Compute attention and outputs under several conditions.
+
+`conditions` names what is compared. `methods` holds changes that a `Rounding` cannot express. `pieces` are compiled
+parts of a layer, `engine` runs a model with them, and `measures` are the paper's.
 """

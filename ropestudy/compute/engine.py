@@ -1,9 +1,8 @@
 """Run a decoder under several conditions at once, layer by layer, and sum how far their attentions are apart.
 
-Nothing of size T x T outlives a block of queries: per layer and block, the probabilities of every run are computed side
-by side, compared pair by pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles
-nothing. Projections, rotation, softmax and the rest of a layer are the oracle's own (`jaxref.model`,
-`jaxref.attention`), so a rounding acts here where it acts there.
+No array of size T x T is kept: the probabilities of all runs are computed for a block of queries, compared pair by
+pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles nothing. Projections, rotation,
+softmax and the rest of a layer are the oracle's own functions, so a rounding has the same place here and there.
 
 Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · H heads · D head_dim · M model width
 · L layers.

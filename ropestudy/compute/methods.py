@@ -1,4 +1,4 @@
-"""What is done to q, k and the tables that no `Rounding` can say: controls and remedies, one small function each.
+"""Controls and remedies that change q, k or the tables in a way that a `Rounding` cannot express.
 
 Legend: S runs of one row (each with its own positions) · T tokens of a row · H query heads · K key/value heads · D
 head_dim · C = D / 2 rotated pairs.

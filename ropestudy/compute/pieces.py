@@ -1,6 +1,6 @@
-"""The compiled pieces of a layer, each from the oracle's own functions, and the sums of a pair block by block.
+"""The parts of a layer, compiled one by one from the oracle's own functions, and the sums over a pair of runs.
 
-Conditions that round alike at the sites of a piece share what is compiled for it; positions are arguments.
+Conditions that round alike at the sites of a part share the compiled code; positions are arguments.
 
 Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · Q queries of a block · n blocks · H
 query heads · K key/value heads · G = H / K · D head_dim · M model width.

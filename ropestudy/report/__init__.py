@@ -1,7 +1,6 @@
-"""What becomes of a study's `results.json`: tables and figures. Nothing here computes attention.
+"""Show a study's results as tables and figures, and fill docs/precision.md with their numbers.
 
-`python -m ropestudy.report runs/study` makes them again from the file alone. `numbers` fills a page that is written by
-hand, docs/precision.md, with the numbers of kept studies.
+`python -m ropestudy.report runs/study` makes tables and figures again from `results.json` alone.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Effects with their intervals: what other texts like the study's would give.
+"""Means and quotients over texts, each with an interval: which values other texts of this kind would give.
 
-Every interval is over texts, 95 per cent, Student's, and paired where two numbers are of the same texts. Quotients are
-taken as logarithms, so a few texts cannot rule them. An interval says nothing of another model.
+Intervals are Student's, 95 per cent, over texts. They are paired where two numbers are of the same texts. Quotients are
+averaged as logarithms, so that a few texts cannot dominate. An interval says nothing about another model.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Numbers of the training experiment for docs/precision.md, from its kept measurements.
+"""The numbers of the training experiment in docs/precision.md, from its kept measurements.
 
-`torchtrain experiment` makes that experiment's own page; nothing of `torchtrain` is imported here.
+They are computed here because this package may not import `torchtrain`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How `torchtrain bench` measures: on which device, how long a call takes, how far it is from the truth."""
+"""How `torchtrain bench` measures: the device, the time of a call, and its error by the one rule."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""The commands that measure many things at once: experiment, bench."""
+"""The verbs `torchtrain experiment` and `torchtrain bench`."""
 
 import sys
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Experiments of many runs that differ in what is asked: arithmetic, mask variant, seed. Everything else is paired."""
+"""Train many small runs that differ only in arithmetic, mask and seed, and compare what they recall."""

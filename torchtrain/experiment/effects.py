@@ -1,7 +1,7 @@
-"""The effects in an experiment: contrasts of paired runs, each with an interval, and what they were agreed to mean.
+"""The effects in an experiment: contrasts of paired runs, each with an interval, and how each is read.
 
-Runs of one seed begin from the same base and read the same rows in the same order, and all are measured on the same
-rows. So a contrast is taken within a seed, and its interval is Student's over seeds: it says nothing of other bases.
+Runs of one seed begin from the same base and read the same rows in the same order. All are measured on the same rows.
+So a contrast is taken within a seed, and its interval is Student's over seeds. It says nothing about other bases.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import TypeGuard
 import numpy as np
 from scipy import stats
 
-from torchtrain.experiment.measuring import Measurement
+from torchtrain.experiment.recall import Measurement
 from torchtrain.experiment.spec import Run
 
 CONFIDENCE, POWER = 0.95, 0.8

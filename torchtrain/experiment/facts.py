@@ -1,4 +1,4 @@
-"""Synthetic documents: key-value facts in Markov filler, and the rows in which recall is measured.
+"""Make synthetic documents of facts and questions, and the rows in which recall is measured.
 
 A document is words: filler (`f3`), facts (`v17.5`: key 17 has its value number 5), and questions: a key, and its value
 if a fact has given it, else `<unk>` (`k17 v17.5`, `k20 <unk>`). A key has one value in a document, drawn for that

@@ -7,7 +7,7 @@ from typing import Any
 
 from anchorline.errors import UserError, quoted, quoted_reason
 from anchorline.files import read_json, replace_file
-from torchtrain.experiment.measuring import Measurement
+from torchtrain.experiment.recall import Measurement
 from torchtrain.experiment.spec import Run, TrainingExperiment, other_setting
 
 Gate = dict[str, Any]  # `bases`: the recall of each

@@ -33,7 +33,7 @@ from torchtrain.experiment.effects import (
     seeds_for_power,
     summarise,
 )
-from torchtrain.experiment.measuring import Measurement
+from torchtrain.experiment.recall import Measurement
 from torchtrain.experiment.spec import Run, TrainingExperiment
 
 ANSWER = MarkedPlace("<!-- answer made by torchtrain experiment -->", "<!-- end of the answer -->")

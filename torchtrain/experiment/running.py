@@ -1,6 +1,6 @@
-"""All runs of an experiment, seed after seed, by worker processes that take one run after another.
+"""Train and measure all runs of an experiment, seed after seed, in worker processes.
 
-Every run is a run of `torchtrain train`. Of a run only its measurement is kept, in the file of results.
+Every run is a run of `torchtrain train`. Only its measurement is kept.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ from torchtrain.config import Config
 from torchtrain.errors import TasksUnfinished
 from torchtrain.experiment.facts import BOS, EOS, UNKNOWN, make_rows, vocabulary, write_documents
 from torchtrain.experiment.measurements import Gate, Measurements
-from torchtrain.experiment.measuring import Measurement, measure
+from torchtrain.experiment.recall import Measurement, measure
 from torchtrain.experiment.spec import Run, TrainingExperiment, other_setting
 from torchtrain.run.lock import hold
 

@@ -16,7 +16,7 @@ from torchtrain.experiment.effects import (
     seeds_for_power,
     summarise,
 )
-from torchtrain.experiment.measuring import Measurement
+from torchtrain.experiment.recall import Measurement
 from torchtrain.experiment.spec import Run
 
 

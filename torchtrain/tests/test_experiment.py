@@ -15,7 +15,7 @@ from torchtrain.cli import app
 from torchtrain.errors import TasksUnfinished
 from torchtrain.experiment.facts import make_rows, vocabulary, write_documents
 from torchtrain.experiment.measurements import read_measurements
-from torchtrain.experiment.measuring import Measurement
+from torchtrain.experiment.recall import Measurement
 from torchtrain.experiment.running import check_gate
 from torchtrain.experiment.spec import FactsConfig, Run, StageConfig, load_experiment
 

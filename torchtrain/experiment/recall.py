@@ -1,7 +1,7 @@
-"""What a trained model recalls: how well it answers, by the distance to the fact.
+"""Measure how well a trained model answers questions, by the distance from the question to the fact.
 
-Rows are one document each under plain causal attention, BOS in front, positions running on. They are read in the
-arithmetic that the model was trained in.
+A row is one document after a BOS, under plain causal attention, with positions that do not restart. The model computes
+in the arithmetic that it was trained in.
 
 Legend: N rows · T tokens of a row · Q queries of a row · H heads.
 """
