@@ -1,8 +1,8 @@
 """Run a decoder under several conditions at once, layer by layer, and sum how far their attentions are apart.
 
 No array of size T x T is kept: the probabilities of all runs are computed for a block of queries, compared pair by
-pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles nothing. Projections, rotation,
-softmax and the rest of a layer are the oracle's own functions, so a rounding has the same place here and there.
+pair, and dropped. Positions are arguments of the compiled functions, so a shift compiles nothing. Projections,
+rotation, softmax and the rest of a layer are the oracle's own functions: a rounding has the same place here and there.
 
 Legend: S runs of a stream · R runs of a comparison · P pairs · T tokens of a row · H heads · D head_dim · M model width
 · L layers.
