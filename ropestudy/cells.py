@@ -1,18 +1,14 @@
-"""A cell is the smallest piece of a study that is computed and kept. An experiment asks for cells and makes records.
-
-Pairs and divergences of a cell have names. The experiment that gave the names looks its results up by them.
-"""
+"""A cell is the smallest piece of a study that is computed and kept. An experiment asks for cells and makes records."""
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import jaxref
@@ -21,11 +17,9 @@ from anchorline.environment import versions
 from anchorline.files import replace_file
 from jaxref.model import Decoder
 from ropestudy import text
-from ropestudy.compute.conditions import Condition
-from ropestudy.compute.engine import Pair, Row, Run, Stream, compare
-from ropestudy.compute.measures import DivergenceSample, Sample, difference, divergence, sample
+from ropestudy.compute.measures import DivergenceSample, Sample
 from ropestudy.models import Pretrained, variant
-from ropestudy.schema import AnyRecord, Difference, OutputDivergence
+from ropestudy.schema import AnyRecord
 from ropestudy.spec import StudyConfig
 
 # Files and folders of the two packages that only show numbers or test them.
@@ -34,13 +28,12 @@ LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tokenizers", "gguf"
 
 
 class CellResult(BaseModel):
-    """A sample of each pair and of each divergence, by name."""
+    """A sample of each pair of runs whose attention is compared, and of each whose outputs are, in the cell's order."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    samples: dict[str, Sample] = {}
-    divergences: dict[str, DivergenceSample]
-    lengths: tuple[int, ...] = ()  # tokens of the row's documents
+    samples: list[Sample] = []
+    divergences: list[DivergenceSample]
     seconds: float = 0.0
 
 
@@ -62,88 +55,11 @@ class Cell:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Runs:
-    """A stream of `engine.compare`: a condition at the row's positions plus each shift. `mask` None: the cell's own."""
-
-    condition: Condition
-    shifts: tuple[int, ...]
-    mask: str | None = None
-
-
-@dataclass(frozen=True)
-class AttentionCell(Cell):
-    """The attention of pairs of runs, and the outputs of others, on one row.
-
-    streams, pairs, divergences: see `engine.compare`.
-    columns_of: the pair whose columns are kept.
-    documents: in a packed row, which always opens with the BOS.
-    gap: between the positions of the row's two halves.
-    """
-
-    streams: tuple[Runs, ...]
-    pairs: dict[str, Pair]
-    divergences: dict[str, tuple[Run, Run]]
-    number: int = 0  # of the row
-    columns_of: str | None = None
-    mask: str = "full"
-    documents: int | None = None
-    gap: int = 0
-
-    @property
-    def about(self) -> str:
-        """The sequence and the conditions."""
-        return f"sequence {self.number}: {', '.join(dict.fromkeys(runs.condition.name for runs in self.streams))}"
-
-    def compute(self, bench: "Bench") -> CellResult:
-        """Compare the attention of its pairs, and the outputs of its divergences."""
-        made, streams = self._row(bench, self.mask), []
-        for runs in self.streams:
-            base = made if runs.mask is None else self._row(bench, runs.mask)
-            assert np.array_equal(base.documents, made.documents), "runs of other documents are not the same function"
-            positions_T = text.open_gap(base.positions, self.gap)
-            streams.append(Stream(runs.condition, positions_T + np.array(runs.shifts)[:, None]))
-        row = Row(made.ids, made.documents, made.targets)
-        ends, block = list(self.divergences.values()), bench.config.block
-        sums, divergences = compare(bench.decoder(self.model), row, streams, list(self.pairs.values()), ends, block)
-        samples = {name: sample(one, made.documents) for name, one in zip(self.pairs, sums, strict=True)}
-        return CellResult(
-            samples={
-                name: one if name == self.columns_of else one.model_copy(update={"columns": {}})
-                for name, one in samples.items()
-            },
-            divergences=dict(zip(self.divergences, divergences, strict=True)),
-            lengths=made.lengths,
-        )
-
-    def _row(self, bench: "Bench", mask: str) -> text.RowArrays:
-        bos = bench.pretrained.bos
-        if self.documents is None:
-            return text.row(bench.pool, self.number, self.tokens, bos)
-        assert bos is not None
-        return text.packed_row(bench.pool, self.number, self.tokens, bos, self.documents, mask)
-
-
 class Question(NamedTuple):
     """Cells that answer one question of an experiment, and what makes records of their results, in the same order."""
 
     cells: Sequence[Cell]
     make_records: Callable[[list[CellResult]], Sequence[AnyRecord]]
-
-
-def per_sequence(cell: AttentionCell, sequences: int) -> list[AttentionCell]:
-    """Return the cell for each sequence."""
-    return [replace(cell, number=number) for number in range(sequences)]
-
-
-def difference_of(results: Iterable[CellResult], pair: str) -> Difference:
-    """Return one pair over all sequences."""
-    return difference([result.samples[pair] for result in results])
-
-
-def divergence_of(results: Iterable[CellResult], name: str) -> OutputDivergence:
-    """Return one divergence over all sequences."""
-    return divergence([result.divergences[name] for result in results])
 
 
 class Bench:

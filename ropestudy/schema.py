@@ -1,7 +1,7 @@
 """The results of a study, and the two files that hold them: `results.json`, and a compact file for a repository.
 
-Results are a flat list of records. Each names its experiment, model and condition, the number of sequences and their
-length. It holds its numbers as `Stat`: the mean over the sequences, and the value of each one.
+Results are a flat list of records of two kinds: how far attention is apart, and how far outputs are apart. A number is
+a `Stat`: the mean over the sequences, and the value of each one.
 
 What is compared is always the attention of two runs that are the same function in exact arithmetic. A run is a
 condition (roundings, and what `Rounding` cannot say) and the position ids; a shift d is added to all of these.
@@ -20,9 +20,9 @@ Legend: T tokens of a row · L layers · H heads · j column (key) · i row (que
 import json
 import lzma
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anchorline.errors import UserError, one_line, quoted
 from anchorline.files import replace_file
@@ -30,13 +30,14 @@ from anchorline.files import replace_file
 RESULTS = "results.json"
 DIGITS = 7  # of a number in a compact file
 Mode = Literal["local", "propagated"]
-Group = Literal["on_alone", "off_alone", "baseline", "remedy", "control", "mask"]
-OutcomeGroup = Literal["setup", "dose", "site"]
+AttentionGroup = Literal["shift_pairs", "lengths", "baseline", "on_alone", "off_alone", "remedy", "control", "mask"]
+OutputsGroup = Literal["setup", "dose", "site"]
+Group = AttentionGroup | OutputsGroup
+Against = Literal["shift", "exact", "phases", "reset"]
 
 
 class _Part(BaseModel):
-    # The kept studies hold numbers that are no longer made.
-    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class Stat(_Part):
@@ -64,69 +65,6 @@ class Columns(_Part):
     d_logit: list[float] = Field(description="n_j sum_i |dLOGIT_ij|")
 
 
-class Record(_Part):
-    """What every record says about itself."""
-
-    model: str = Field(description="pretrained, shuffled, or an initialisation of `models.INITIALISATIONS`")
-    condition: str = Field(description="name of the roundings: a preset, or `on table`, `hf_eager_bf16 - table`, ...")
-    attention_from: str = Field(
-        default="oracle", description="`oracle`; in a kept study also an implementation that it was compared with"
-    )
-    tokens: int = Field(description="of each sequence")
-    sequences: int
-
-
-class PairDifference(_Part):
-    """One pair of shifts."""
-
-    d1: int
-    d2: int
-    difference: Difference
-
-
-class ShiftPairs(Record):
-    """The paper's figure 1, left, and the appendix: D of many pairs of shifts.
-
-    `d2 == 16` are the paper's points; `d1 == 0` the same with d2 varied; all together the grid over d1 and d2. Every
-    pair is there once with d1 < d2: D is symmetric, and a reader takes it from either side. Pairs of equal shifts are
-    left out, theirs is 0.
-    """
-
-    kind: Literal["shift_pairs"] = "shift_pairs"
-    mode: Mode
-    pairs: list[PairDifference]
-
-
-class PerToken(Record):
-    """Figure 1, middle: the difference of one pair of shifts, token by token."""
-
-    kind: Literal["per_token"] = "per_token"
-    mode: Mode
-    d1: int
-    d2: int
-    difference: Difference
-    columns: Columns
-
-
-class LengthPoint(_Part):
-    """One length."""
-
-    tokens: int
-    sequences: int
-    shift: Difference = Field(description="shift d1 against d2")
-    error: Difference | None = Field(description="the condition against float64, both at d1; None of `exact` itself")
-
-
-class ByLength(Record):
-    """Figure 1, right: what grows with the length. `tokens` is the longest."""
-
-    kind: Literal["by_length"] = "by_length"
-    mode: Mode
-    d1: int
-    d2: int
-    points: list[LengthPoint]
-
-
 class OutputDivergence(_Part):
     """Of two output distributions p, q: mean over positions of sum p log(p / q), in nats, and how often the argmax
     differs.
@@ -142,68 +80,58 @@ class OutputDivergence(_Part):
     right_q: Stat | None = None
 
 
-class Score(Record):
-    """One condition on every scale: a row of the factorial, of the remedies, the controls or the masks.
+class Record(_Part):
+    """What is compared: a condition with something else, on rows of one length."""
 
-    `shift`: the condition at d1 against itself at d2. `error`: the condition at shift d1 against `exact` at d1, same
-    mask and text. Keys of both are modes. KL is always propagated. The control of random phases has d2 == d1: its
-    `shift` compares the condition without the phases (a) and with them (b).
-    """
-
-    kind: Literal["score"] = "score"
-    group: Group
-    base: str | None = Field(description="preset the condition starts from; None where there is none")
-    site: str | None = Field(
-        description="of on_alone and off_alone: the site of `Rounding`; `qk, scaled` are sites left out together, "
-        "because each alone rounds what the other has rounded"
-    )
-    mask: str = Field(description="full, intra, intra_reset, anchor")
+    group: Group = Field(description="which question of which experiment the record answers")
+    model: str = Field(description="pretrained, shuffled, or an initialisation of `models.INITIALISATIONS`")
+    condition: str = Field(description="name of the roundings: a preset, or `on table`, `hf_eager_bf16 - table`, ...")
     about: str = Field(description="the condition in words")
-    d1: int
-    d2: int
+    base: str | None = Field(default=None, description="preset the condition starts from; None where there is none")
+    site: str | None = Field(
+        default=None,
+        description="of on_alone, off_alone, dose and site: the site of `Rounding`; `qk, scaled` are sites left out "
+        "together, because each alone rounds what the other has rounded",
+    )
+    mantissa_bits: int | None = Field(
+        default=None, description="of a dose: bits of the format; its exponent is float32's"
+    )
+    tokens: int = Field(description="of each sequence")
+    sequences: int
+    mask: str = Field(default="full", description="full, intra, intra_reset, anchor")
     gap: int = Field(default=0, description="between the positions of the row's two halves")
-    shift: dict[Mode, Difference]
-    error: dict[Mode, Difference]
-    kl_shift: OutputDivergence = Field(description="of the outputs at d1 from those at d2")
-    kl_error: OutputDivergence = Field(description="of `exact`'s outputs from the condition's, at d1")
+    d1: int = Field(description="shift of the condition: the position of a row's first token")
+    against: Against = Field(
+        description="what the condition is compared with: itself at the shift d2; `exact` at d1 (same mask and text); "
+        "itself without random phases; or itself under intra_reset"
+    )
+    d2: int = Field(description="shift of the other run")
 
 
-class MaskPair(Record):
-    """Packed documents: the same tokens under two choices of position ids, or two masks.
+class AttentionRecord(Record):
+    """How far the attention of the two runs is apart."""
 
-    `a` and `b` are names of masks; both runs are at shift 0. In `exact` the difference is float64's own noise.
-    """
-
-    kind: Literal["mask_pair"] = "mask_pair"
+    kind: Literal["attention"] = "attention"
+    attention_from: str = Field(
+        default="oracle", description="`oracle`; in a kept study also an implementation that it was compared with"
+    )
     mode: Mode
-    a: str
-    b: str
-    documents: list[int] = Field(description="tokens of each document of the first sequence")
     difference: Difference
-    kl: OutputDivergence = Field(description="of the outputs under a from those under b; propagated in either mode")
+    columns: Columns | None = Field(default=None, description="of shifts 0 and 16 in the group shift_pairs")
 
 
-class Outcome(Record):
-    """The outputs of one condition against those of `exact`, for plain text or for copying a key seen long before.
+class OutputsRecord(Record):
+    """How far the outputs of the two runs are apart. Each run is a forward pass of its own.
 
-    Sequences are computed together; `outputs.p` is `exact`, `outputs.q` the condition, both at the same positions.
+    `outputs.p` is `exact`, and `outputs.q` the condition. Where `exact` is no part of it, p is the condition at d1.
     """
 
-    kind: Literal["outcome"] = "outcome"
-    group: OutcomeGroup
-    task: Literal["text", "copy"]
-    about: str
-    start: int = Field(description="position of the row's first token")
-    gap: int = Field(description="between the positions of the row's two halves")
-    site: str | None = Field(default=None, description="of dose and site: what is rounded")
-    mantissa_bits: int | None = Field(default=None, description="of dose: of the format, whose exponent is float32's")
+    kind: Literal["outputs"] = "outputs"
+    task: Literal["text", "copy"] = Field(default="text", description="plain text, or copying a key seen long before")
     outputs: OutputDivergence
 
 
-AnyRecord = Annotated[
-    ShiftPairs | PerToken | ByLength | Score | MaskPair | Outcome,
-    Field(discriminator="kind"),
-]
+AnyRecord = Annotated[AttentionRecord | OutputsRecord, Field(discriminator="kind")]
 
 
 class ModelDescription(_Part):
@@ -227,7 +155,7 @@ class TextDescription(_Part):
 class Results(_Part):
     """The whole of a study."""
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     title: str
     created: str = Field(description="ISO 8601, UTC")
     seconds: float = Field(description="of computing, all cells together, also those kept from an earlier run")
@@ -239,19 +167,6 @@ class Results(_Part):
     model: ModelDescription
     text: TextDescription
     records: list[AnyRecord] = Field(description="of the experiments that are finished")
-
-    @field_validator("records", mode="before")
-    @classmethod
-    def _leave_out_former_records(cls, records: list[Any]) -> list[Any]:
-        """The kept studies hold records of experiments that are no longer there."""
-        return [one for one in records if isinstance(one, BaseModel) or _is_known(one)]
-
-
-KINDS = {one.model_fields["kind"].default for one in get_args(get_args(AnyRecord)[0])}
-
-
-def _is_known(record: dict[str, Any]) -> bool:
-    return record["kind"] in KINDS and record.get("group") != "first_token"
 
 
 def write_results(results: Results, folder: Path) -> None:

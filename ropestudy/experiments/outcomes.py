@@ -8,7 +8,7 @@ Legend: S rows · T tokens of a row.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ropestudy.cells import Bench, Cell, CellResult, Question
 from ropestudy.compute.conditions import DOSES, EXACT, Condition, condition, dose, on_alone
 from ropestudy.compute.engine import divergences_of_rows, final_hidden
 from ropestudy.compute.measures import divergence
+from ropestudy.experiments.attention import describe
 from ropestudy.spec import DoseConfig, OutcomesConfig, Placement, SitesConfig
 from ropestudy.text import NO_TARGET, copy_row, open_gap, row
 
@@ -38,19 +39,14 @@ class OutcomeCell(Cell):
         return f"all sequences: {', '.join(one.name for one in self.conditions)}"
 
     def compute(self, bench: Bench) -> CellResult:
-        """Return the divergence from `exact` of each condition on each row."""
+        """Return the divergence from `exact` of each condition, row by row."""
         decoder, rows = bench.decoder(self.model), RowsOfText.make(bench, self.tokens, self.sequences, self.setting)
         hidden = [
             (final_hidden(decoder, rows.ids, rows.positions, rows.documents_T, one, bench.config.block), one)
             for one in (EXACT, *self.conditions)
         ]
         diverged = divergences_of_rows(decoder, hidden, rows.counted_T, rows.targets)
-        divergences = {
-            name_of(one, number): sample
-            for one, samples in zip(self.conditions, diverged, strict=True)
-            for number, sample in enumerate(samples)
-        }
-        return CellResult(divergences=divergences)
+        return CellResult(divergences=[sample for samples in diverged for sample in samples])
 
 
 class RowsOfText(NamedTuple):
@@ -82,11 +78,6 @@ class RowsOfText(NamedTuple):
         return RowsOfText(ids, positions, targets, documents_T, np.where(counts_T, documents_T, PADDING))
 
 
-def name_of(one: Condition, number: int) -> str:
-    """Return the name of a condition's divergence on a row."""
-    return f"{one.name}: row {number}"
-
-
 def setups(section: OutcomesConfig, seed: int) -> Iterator[Question]:
     """What whole setups do to the outputs."""
     return _outcomes("setups", "setup", section, [[condition(name) for name in dict.fromkeys(section.conditions)]])
@@ -105,7 +96,7 @@ def sites(section: SitesConfig, seed: int) -> Iterator[Question]:
 
 def _outcomes(
     name: str,
-    group: schema.OutcomeGroup,
+    group: schema.OutputsGroup,
     section: OutcomesConfig | DoseConfig | SitesConfig,
     asked: list[list[Condition]],
 ) -> Iterator[Question]:
@@ -118,22 +109,19 @@ def _outcomes(
                 yield Question([cell], partial(_records, group, cell))
 
 
-def _records(group: schema.OutcomeGroup, cell: OutcomeCell, results: list[CellResult]) -> list[schema.Outcome]:
-    (result,) = results
+def _records(group: schema.OutputsGroup, cell: OutcomeCell, results: list[CellResult]) -> list[schema.OutputsRecord]:
+    (result,), setting = results, cell.setting
+    about: dict[str, Any] = {
+        "group": group,
+        "model": cell.model,
+        "tokens": cell.tokens,
+        "sequences": cell.sequences,
+        "gap": setting.gap,
+    }
+    about |= {"d1": setting.start, "against": "exact", "d2": setting.start, "task": setting.task}
     return [
-        schema.Outcome(
-            model=cell.model,
-            condition=one.name,
-            tokens=cell.tokens,
-            sequences=cell.sequences,
-            group=group,
-            task=cell.setting.task,
-            about=one.about,
-            start=cell.setting.start,
-            gap=cell.setting.gap,
-            site=one.site,
-            mantissa_bits=one.mantissa_bits,
-            outputs=divergence([result.divergences[name_of(one, number)] for number in range(cell.sequences)]),
+        schema.OutputsRecord(
+            **about | describe(one), outputs=divergence(result.divergences[first : first + cell.sequences])
         )
-        for one in cell.conditions
+        for one, first in zip(cell.conditions, range(0, len(result.divergences), cell.sequences), strict=True)
     ]

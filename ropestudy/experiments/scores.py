@@ -1,14 +1,14 @@
-"""The experiments whose rows are `schema.Score`: factorial, remedies, controls, masks.
+"""The experiments that put one condition on every scale: factorial, remedies, controls, masks.
 
-Each row answers three questions. How far apart are shifts d1 and d2? How far is shift d1 from float64? What do both
-do to the outputs? A few conditions share a cell, and with it one float64 run.
+Each condition answers three questions. How far apart are shifts d1 and d2? How far is shift d1 from float64? What do
+both do to the outputs? A few conditions share a cell, and with it one float64 run.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ropestudy import schema
-from ropestudy.cells import AttentionCell, CellResult, Question, Runs, difference_of, divergence_of, per_sequence
+from ropestudy.cells import Question
 from ropestudy.compute.conditions import (
     EXACT,
     Condition,
@@ -19,14 +19,13 @@ from ropestudy.compute.conditions import (
     on_alone,
     remedies,
 )
-from ropestudy.compute.engine import Pair, Run
+from ropestudy.compute.engine import Run
 from ropestudy.compute.methods import Method
-from ropestudy.schema import AnyRecord, Mode
+from ropestudy.experiments.attention import Comparison, Runs, ask
+from ropestudy.experiments.shifts import MODES
 from ropestudy.spec import ControlsConfig, FactorialConfig, MasksConfig, RemediesConfig, RowPositions
 
 SHARING = 6  # conditions in a cell
-MODES: tuple[Mode, ...] = ("local", "propagated")
-OUTPUTS = "outputs"  # the name of a divergence
 CONTROLLED = "hf_eager_bf16"  # the preset that controls are made for
 
 _Section = FactorialConfig | RemediesConfig | ControlsConfig | MasksConfig
@@ -34,21 +33,13 @@ _Section = FactorialConfig | RemediesConfig | ControlsConfig | MasksConfig
 
 @dataclass(frozen=True)
 class Asked:
-    """A row of the table. `partner`: the other end of the shift, in place of the condition at d2."""
+    """A condition that is asked about. `partner`: the other end of the shift, in place of the condition at d2."""
 
-    group: schema.Group
+    group: schema.AttentionGroup
     condition: Condition
     model: str = "pretrained"
     mask: str = "full"
     partner: Condition | None = None
-
-    def shift(self, mode: str = OUTPUTS) -> str:
-        """Return the name of the pair of shifts in a mode, or of the divergence of their outputs."""
-        return f"{self.condition.name}: shift, {mode}"
-
-    def error(self, mode: str = OUTPUTS) -> str:
-        """Return the name of the pair with float64 in a mode, or of the divergence of their outputs."""
-        return f"{self.condition.name}: error, {mode}"
 
 
 def factorial(section: FactorialConfig, seed: int) -> Iterator[Question]:
@@ -109,73 +100,33 @@ def _score(name: str, section: _Section, rows: Iterable[Asked]) -> Iterator[Ques
 
 
 def _score_rows(name: str, section: _Section, rows: list[Asked], at: RowPositions) -> Question:
-    truth = Run(0, 0)
-    streams, pairs, divergences = [Runs(EXACT, (at.d1,))], dict[str, Pair](), dict[str, tuple[Run, Run]]()
-    # A condition may be asked for twice, such as a baseline that is a control too: it is computed once.
-    for one in {row.condition.name: row for row in rows}.values():
-        if one.partner is None:
-            streams.append(Runs(one.condition, (at.d1, at.d2)))
-            own = a = Run(len(streams) - 1, 0)
-            b = Run(len(streams) - 1, 1)
+    truth, streams = Run(0, 0), [Runs(EXACT, (at.d1,))]
+    runs: dict[str, tuple[Run, Run, Run]] = {}  # by condition: its own run at d1, and the two ends of its shift
+    comparisons = []
+    for row in rows:
+        one, new = row.condition, len(streams)
+        if one.name in runs:
+            pass
+        elif row.partner is None:
+            streams.append(Runs(one, (at.d1, at.d2)))
+            runs[one.name] = (Run(new, 0), Run(new, 0), Run(new, 1))
         else:
-            streams += [Runs(one.partner, (at.d1,)), Runs(one.condition, (at.d1,))]
-            a, b = Run(len(streams) - 2, 0), Run(len(streams) - 1, 0)
-            own = b
-        pairs |= {one.shift(mode): Pair(a, b, mode) for mode in MODES}
-        pairs |= {one.error(mode): Pair(own, truth, mode) for mode in MODES}
-        divergences |= {one.shift(): (a, b), one.error(): (truth, own)}
-    cell = AttentionCell(
-        name, rows[0].model, section.tokens, tuple(streams), pairs, divergences,
-        mask=rows[0].mask, documents=getattr(section, "documents", None), gap=at.gap,
-    )  # fmt: skip
-
-    def record(row: Asked, results: list[CellResult]) -> schema.Score:
-        return schema.Score(
-            model=row.model,
-            condition=row.condition.name,
-            tokens=section.tokens,
-            sequences=section.sequences,
-            group=row.group,
-            base=row.condition.base,
-            site=row.condition.site,
-            mask=row.mask,
-            about=row.condition.about,
-            d1=at.d1,
-            d2=at.d1 if row.partner is not None else at.d2,
-            gap=at.gap,
-            shift={mode: difference_of(results, row.shift(mode)) for mode in MODES},
-            error={mode: difference_of(results, row.error(mode)) for mode in MODES},
-            kl_shift=divergence_of(results, row.shift()),
-            kl_error=divergence_of(results, row.error()),
-        )
-
-    return Question(per_sequence(cell, section.sequences), lambda results: [record(row, results) for row in rows])
+            streams += [Runs(row.partner, (at.d1,)), Runs(one, (at.d1,))]
+            runs[one.name] = (Run(new + 1, 0), Run(new, 0), Run(new + 1, 0))
+        own, a, b = runs[one.name]
+        against, d2 = ("shift", at.d2) if row.partner is None else ("phases", at.d1)
+        comparisons += [
+            Comparison(row.group, one, against, at.d1, d2, a, b, MODES, (a, b)),
+            Comparison(row.group, one, "exact", at.d1, at.d1, own, truth, MODES, (truth, own)),
+        ]
+    rest = {"mask": rows[0].mask, "documents": getattr(section, "documents", None), "gap": at.gap}
+    return ask(name, rows[0].model, section.tokens, section.sequences, streams, comparisons, **rest)
 
 
 def _reset(section: MasksConfig, name: str) -> Question:
-    a, b = "intra", "intra_reset"
-    streams = tuple(Runs(condition(name), (0,), mask) for mask in (a, b))
-    pairs = {mode: Pair(Run(0, 0), Run(1, 0), mode) for mode in MODES}
-    ends = {OUTPUTS: (Run(0, 0), Run(1, 0))}
-    cell = AttentionCell(
-        "masks", "pretrained", section.tokens, streams, dict(pairs), ends, mask=a, documents=section.documents
-    )
-
-    def make(results: list[CellResult]) -> list[AnyRecord]:
-        return [
-            schema.MaskPair(
-                model="pretrained",
-                condition=name,
-                tokens=section.tokens,
-                sequences=section.sequences,
-                mode=mode,
-                a=a,
-                b=b,
-                documents=list(results[0].lengths),
-                difference=difference_of(results, mode),
-                kl=divergence_of(results, OUTPUTS),
-            )
-            for mode in MODES
-        ]
-
-    return Question(per_sequence(cell, section.sequences), make)
+    """The same tokens with and without reset positions."""
+    one, ends = condition(name), (Run(0, 0), Run(1, 0))
+    streams = [Runs(one, (0,), mask) for mask in ("intra", "intra_reset")]
+    comparison = Comparison("mask", replace(one, base=one.name), "reset", 0, 0, *ends, MODES, ends)
+    rest = {"mask": "intra", "documents": section.documents}
+    return ask("masks", "pretrained", section.tokens, section.sequences, streams, [comparison], **rest)

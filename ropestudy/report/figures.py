@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from anchorline.files import replace_file
 from ropestudy.report.effects import mean_of, typical_of
-from ropestudy.schema import ByLength, Outcome, PerToken, Record, Results, ShiftPairs
+from ropestudy.schema import AttentionRecord, OutputsRecord, Results
 
 MODES = ("local", "propagated")
 FORMATS = {2: "e5m2", 3: "e4m3", 7: "bf16", 10: "fp16, TF32"}
@@ -33,48 +33,46 @@ def write_figures(results: Results, folder: Path) -> None:
 def draw_shift(results: Results) -> Figure | None:
     """The paper's figure 1, left: D between shift d1 and shift 16."""
 
-    def draw(axes: Any, record: ShiftPairs, style: dict[str, str]) -> None:
-        points = sorted(  # D is symmetric
-            (one.d1 if one.d2 == SHIFT else one.d2, mean_of(one.difference.d.values))
-            for one in record.pairs
-            if SHIFT in (one.d1, one.d2)
-        )
+    def draw(axes: Any, records: list[AttentionRecord], style: dict[str, str]) -> None:
+        points = sorted((one.d1 if one.d2 == SHIFT else one.d2, mean_of(one.difference.d.values)) for one in records)
         y = [max(one.value, SMALLEST) for _, one in points]
         bars = [min(one.high - one.value, value * 0.9) for (_, one), value in zip(points, y, strict=True)]
         axes.errorbar([d for d, _ in points], y, bars, linewidth=1, **POINTS, **style)
 
+    records = [one for one in _shifts(results, "shift_pairs") if SHIFT in (one.d1, one.d2)]  # D is symmetric
     axes = {"xscale": "symlog", "yscale": "log", "xlabel": f"d1 (d2 = {SHIFT})", "ylabel": "D (eq. 5)"}
-    return _by_mode(results, ShiftPairs, draw, axes)
+    return _by_mode(records, draw, axes)
 
 
 def draw_tokens(results: Results) -> Figure | None:
     """The paper's figure 1, middle: D of each column."""
 
-    def draw(axes: Any, record: PerToken, style: dict[str, str]) -> None:
-        y = [max(one, SMALLEST) for one in record.columns.d]
+    def draw(axes: Any, records: list[AttentionRecord], style: dict[str, str]) -> None:
+        y = [max(d, SMALLEST) for one in records if one.columns for d in one.columns.d]
         axes.plot(range(1, len(y) + 1), y, linewidth=0.9, **style)
 
+    records = [one for one in _shifts(results, "shift_pairs") if one.columns]
     axes = {"xscale": "log", "yscale": "log", "xlabel": "column (token), from 1", "ylabel": "D of the column"}
-    return _by_mode(results, PerToken, draw, axes)
+    return _by_mode(records, draw, axes)
 
 
 def draw_length(results: Results) -> Figure | None:
     """The paper's figure 1, right: D_logit of the first column (full lines) and the mean of all others (broken)."""
 
-    def draw(axes: Any, record: ByLength, style: dict[str, str]) -> None:
-        x = [one.tokens for one in record.points]
-        first = [max(one.shift.d_logit_first.mean, SMALLEST) for one in record.points]
-        rest = [max(one.shift.d_logit_rest.mean, SMALLEST) for one in record.points]
+    def draw(axes: Any, records: list[AttentionRecord], style: dict[str, str]) -> None:
+        x = [one.tokens for one in records]
+        first = [max(one.difference.d_logit_first.mean, SMALLEST) for one in records]
+        rest = [max(one.difference.d_logit_rest.mean, SMALLEST) for one in records]
         axes.plot(x, first, **POINTS, **style)
         axes.plot(x, rest, color=style["color"], linestyle="--", marker="s", markersize=3)
 
     axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": "D_logit (eq. 6)"}
-    return _by_mode(results, ByLength, draw, axes, "; broken: mean of the other columns")
+    return _by_mode(_shifts(results, "lengths"), draw, axes, "; broken: mean of the other columns")
 
 
 def draw_dose(results: Results) -> Figure | None:
     """KL from float64 by the mantissa bits of one site; the dotted lines are formats."""
-    records = [one for one in results.records if isinstance(one, Outcome) and one.group == "dose"]
+    records = [one for one in results.records if isinstance(one, OutputsRecord) and one.group == "dose"]
     if not records:
         return None
     gaps = list(dict.fromkeys((one.task, one.gap) for one in records))
@@ -99,28 +97,35 @@ def draw_dose(results: Results) -> Figure | None:
 FIGURES = {"shift": draw_shift, "tokens": draw_tokens, "length": draw_length, "dose": draw_dose}
 
 
+def _shifts(results: Results, group: str) -> list[AttentionRecord]:
+    attention = (one for one in results.records if isinstance(one, AttentionRecord))
+    return [one for one in attention if (one.group, one.against) == (group, "shift")]
+
+
 def _by_mode(
-    results: Results, kind: Any, draw: Callable[[Any, Any, dict[str, str]], None], axes: dict[str, str], note: str = ""
+    records: list[AttentionRecord],
+    draw: Callable[[Any, list[AttentionRecord], dict[str, str]], None],
+    axes: dict[str, str],
+    note: str = "",
 ) -> Figure | None:
-    """Draw the records of a kind, a panel for each mode, a colour for each model and condition."""
-    records: list[Any] = [one for one in results.records if isinstance(one, kind)]
+    """Draw records, a panel for each mode, a colour for each model and condition."""
     modes = [mode for mode in MODES if any(one.mode == mode for one in records)]
     if not modes:
         return None
-    labels = [_label(one) for one in records]
-    colours = {label: f"C{place}" for place, label in enumerate(dict.fromkeys(labels))}
+    colours = {label: f"C{place}" for place, label in enumerate(dict.fromkeys(map(_label, records)))}
     figure = Figure(figsize=(PANEL[0] * len(modes), PANEL[1] + 0.6), layout="constrained")
     for panel, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):
         panel.set_title(mode + note, fontsize=9)
-        for record, label in zip(records, labels, strict=True):
-            if record.mode == mode:
-                draw(panel, record, {"color": colours[label], "label": label})
+        for label, colour in colours.items():
+            own = [one for one in records if (one.mode, _label(one)) == (mode, label)]
+            if own:
+                draw(panel, own, {"color": colour, "label": label})
         panel.set(**axes)
     named = {name: line for panel in figure.axes for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     return figure
 
 
-def _label(record: Record) -> str:
-    model = "" if record.model == "pretrained" else f"{record.model} "
-    return model + record.condition + ("" if record.attention_from == "oracle" else f" ({record.attention_from})")
+def _label(one: AttentionRecord) -> str:
+    model = "" if one.model == "pretrained" else f"{one.model} "
+    return model + one.condition + ("" if one.attention_from == "oracle" else f" ({one.attention_from})")

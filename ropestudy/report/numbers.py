@@ -7,14 +7,13 @@ key has one effect its text is the effect with its interval; where it has severa
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from anchorline.errors import UserError
 from ropestudy.report.effects import Effect, difference_of, exponent_of, fold_of, format_number, mean_of, typical_of
-from ropestudy.schema import ByLength, MaskPair, Outcome, PerToken, Record, Results, Score, ShiftPairs
+from ropestudy.schema import Against, AttentionRecord, OutputsRecord, Record, Results
 
 MARKER = re.compile(r"<!--n:(?P<key>[^ >]+)-->.*?<!--/n-->", re.DOTALL)
 EAGER, FLASH, PAPER, FP8 = "hf_eager_bf16", "flash_bf16", "paper_bf16", "fa3_fp8"
@@ -36,7 +35,6 @@ MOST_POSITION, TRAINED = 2**20, 8192  # beyond a million positions float32's own
 Numbers = dict[str, str]
 Effects = Iterator[tuple[str, Effect]]  # a key, and one effect of it
 Place = tuple[object, ...]
-R = TypeVar("R", bound=Record)
 
 
 def fill_page(page: str, numbers: Numbers) -> str:
@@ -98,11 +96,10 @@ def _actions(results: Results) -> Effects:
     """What each action leaves of the KL (`.left`), how many times larger the KL is without it (`.times`), what it adds
     to the loss (`.loss`) and what its absence adds (`.harm`). Labels name an action and a place, or all of a side.
     """
-    by_place: dict[tuple[str, int], dict[str, Outcome]] = {}
-    for one in _of(results, Outcome):
-        if (one.group, one.task) == ("setup", "text"):
-            place = ("far" if one.gap else "near", one.start + one.gap + one.tokens)
-            by_place.setdefault(place, {})[one.condition] = one
+    by_place: dict[tuple[str, int], dict[str, OutputsRecord]] = {}
+    for one in _outputs(results, "setup"):
+        if one.task == "text":
+            by_place.setdefault(("far" if one.gap else "near", one.d1 + one.gap + one.tokens), {})[one.condition] = one
     for (side, end), here in by_place.items():
         any_outcome = next(iter(here.values()))
         if any_outcome.outputs.nll_p:
@@ -126,7 +123,7 @@ def _actions(results: Results) -> Effects:
 
 def _fp8_sums(results: Results) -> Effects:
     """What shorter sums do to fp8 attention."""
-    setups = [one for one in _of(results, Outcome) if one.group == "setup"]
+    setups = _outputs(results, "setup")
     exact_sums = {_place(one): one for one in setups if one.condition == FP8}
     for one in setups:
         if one.condition.startswith(f"{FP8}_acc") and _place(one) in exact_sums:
@@ -136,8 +133,8 @@ def _fp8_sums(results: Results) -> Effects:
 
 def _doses(results: Results) -> Effects:
     """How much of a copied key float64 gives (`.before`), and which share of that a number of bits loses (`.lost`)."""
-    for one in _of(results, Outcome):
-        if one.group == "dose" and one.outputs.right_p and one.outputs.right_q and one.task == "copy":
+    for one in _outputs(results, "dose"):
+        if one.outputs.right_p and one.outputs.right_q and one.task == "copy":
             key = f"copy.{(one.site or '').replace(' ', '_')}.{one.mantissa_bits}.{one.gap}"
             before, after = np.array(one.outputs.right_p.values), np.array(one.outputs.right_q.values)
             yield f"{key}.before", mean_of(before.tolist())
@@ -147,39 +144,38 @@ def _doses(results: Results) -> Effects:
 
 def _sites(results: Results) -> Effects:
     """KL of each site that is rounded alone, and what is left of a preset's shift error without one site."""
-    for one in _of(results, Outcome):
-        if one.group == "site":
-            place = f"{'far' if one.gap else 'near'}.{one.start + one.gap + one.tokens}"
-            yield f"site.{one.condition.replace(' ', '_')}.{place}", typical_of(one.outputs.kl.values)
-    scores = _of(results, Score)
-    whole = _baselines(scores)
-    for one in (one for one in scores if one.group == "off_alone" and _far_from_0(one)):
+    for one in _outputs(results, "site"):
+        place = f"{'far' if one.gap else 'near'}.{one.d1 + one.gap + one.tokens}"
+        yield f"site.{one.condition.replace(' ', '_')}.{place}", typical_of(one.outputs.kl.values)
+    shifts = _attention(results, "shift")
+    whole = _baselines(shifts)
+    for one in (one for one in shifts if one.group == "off_alone" and _far_from_0(one)):
         if (one.base, *_place(one)) in whole:
             several = ", " in (one.site or "")
-            yield f"left_out.{'row' if several else 'one'}", fold_of(_moved(one), _moved(whole[one.base, *_place(one)]))
+            yield f"left_out.{'row' if several else 'one'}", _fold(one, whole[one.base, *_place(one)])
 
 
 def _shifts(results: Results) -> Effects:
     """How much probability a shift moves."""
-    for one in _of(results, ShiftPairs):
-        form = "bf16" if one.condition in BF16 else one.condition
-        for pair in one.pairs:
-            if one.model == "pretrained" and one.mode == "propagated" and 16 in (pair.d1, pair.d2):
-                yield f"moved.{form}", mean_of(pair.difference.row.values)
+    for one in _attention(results, "shift"):
+        if one.group == "shift_pairs" and one.model == "pretrained" and 16 in (one.d1, one.d2):
+            yield f"moved.{'bf16' if one.condition in BF16 else one.condition}", mean_of(_moved(one))
 
 
 def _first_token(results: Results) -> Numbers:
     """Two tests of "the first token contributes most": its column is the largest, and it holds more than half."""
-    records = [one for one in _of(results, PerToken) if one.model == "pretrained" and one.condition in BF16]
+    shifts = [one for mode in ("local", "propagated") for one in _attention(results, "shift", mode)]
+    records = [one for one in shifts if one.columns and one.model == "pretrained" and one.condition in BF16]
     if not records:
         return {}
-    shown = next((one for one in records if (one.condition, one.mode) == (EAGER, "propagated")), records[0])
-    d, logits = shown.columns.d, shown.columns.d_logit
+    columns = [one.columns for one in records if one.columns]
+    place = next((i for i, one in enumerate(records) if (one.condition, one.mode) == (EAGER, "propagated")), 0)
+    shown, d, logits = records[place], columns[place].d, columns[place].d_logit
     return {
         "first.cases": str(len(records)),
-        "first.largest": str(sum(max(one.columns.d) == one.columns.d[0] for one in records)),
+        "first.largest": str(sum(max(one.d) == one.d[0] for one in columns)),
         "first.above_half": str(sum(one.difference.first_share.mean > 0.5 for one in records)),
-        "first.least_logits": str(sum(min(one.columns.d_logit) == one.columns.d_logit[0] for one in records)),
+        "first.least_logits": str(sum(min(one.d_logit) == one.d_logit[0] for one in columns)),
         "first.columns": str(len(d)),
         "first.share": _percent([mean_of(one.difference.first_share.values) for one in records]),
         "first.rest": _percent([mean_of([1 - x for x in one.difference.first_share.values]) for one in records]),
@@ -191,27 +187,37 @@ def _first_token(results: Results) -> Numbers:
     }
 
 
+def _by_length(results: Results) -> dict[str, list[AttentionRecord]]:
+    """Return what shows growth with the length, by condition and mode; the lengths rise."""
+    series: dict[str, list[AttentionRecord]] = {}
+    for mode in ("local", "propagated"):
+        for one in _attention(results, "shift", mode):
+            if one.group == "lengths":
+                series.setdefault(f"length.{one.condition}.{mode}", []).append(one)
+    return series
+
+
 def _lengths(results: Results) -> Effects:
     """How D_logit grows with the length: of the first column, and of the others."""
-    for one in (one for one in _of(results, ByLength) if one.condition in BF16):
-        first, key = [point.shift.d_logit_first.values for point in one.points], f"length.{one.condition}.{one.mode}"
-        rest = [point.shift.d_logit_rest.values for point in one.points]
-        growth = fold_of(first[-1], first[0])
-        yield from (("length.growth", growth), (f"{key}.growth", growth))
-        yield "length.others", fold_of(rest[-1], rest[0])
-        yield f"{key}.exponent", exponent_of([point.tokens for point in one.points], first)
+    for key, points in _by_length(results).items():
+        if points[0].condition in BF16:
+            first = [one.difference.d_logit_first.values for one in points]
+            rest = [one.difference.d_logit_rest.values for one in points]
+            growth = fold_of(first[-1], first[0])
+            yield from (("length.growth", growth), (f"{key}.growth", growth))
+            yield "length.others", fold_of(rest[-1], rest[0])
+            yield f"{key}.exponent", exponent_of([one.tokens for one in points], first)
 
 
 def _sizes(results: Results) -> Numbers:
     """Sizes of the study, and single numbers without an interval."""
     seconds = results.seconds
     numbers = {"seconds": f"{seconds / 3600:.1f}" if seconds > 7200 else f"{seconds / 60:.0f}"}
-    for one in _of(results, ByLength):
-        key = f"length.{one.condition}.{one.mode}"
-        numbers[f"{key}.texts"] = str(one.sequences)
-        for point in one.points:
-            numbers[f"{key}.{point.tokens}"] = format_number(point.shift.d_logit_first.mean, 4)
-    for one in _of(results, Outcome):
+    for key, points in _by_length(results).items():
+        numbers[f"{key}.texts"] = str(points[0].sequences)
+        for one in points:
+            numbers[f"{key}.{one.tokens}"] = format_number(one.difference.d_logit_first.mean, 4)
+    for one in _outputs(results, "setup"):
         if one.condition.startswith(f"{FP8}_acc"):
             numbers |= {"sums.tokens": f"{one.tokens:,}", "sums.texts": str(one.sequences)}
     return numbers
@@ -219,73 +225,82 @@ def _sizes(results: Results) -> Numbers:
 
 def _models(results: Results) -> Effects:
     """How many times more a shift moves the pretrained model than each of the other weights."""
-    controls = [one for one in _of(results, Score) if one.condition in BF16 and one.group in ("control", "baseline")]
+    shifts = [one for one in _attention(results, "shift") if one.condition in BF16]
+    controls = [one for one in shifts if one.group in ("control", "baseline")]
     for one in controls:
         for own in controls:
             if own.model == "pretrained" != one.model and own.condition == one.condition and _place(own) == _place(one):
-                yield f"pretrained_over.{one.model}", fold_of(_moved(own), _moved(one))
+                yield f"pretrained_over.{one.model}", _fold(own, one)
 
 
 def _masks(results: Results) -> Effects:
     """Errors under one mask over those under another; and what resetting positions moves."""
-    scores = [one for one in _of(results, Score) if one.group == "mask" and one.condition in BF16 and _far_from_0(one)]
-    by_mask = {(one.mask, one.condition, one.d1): one for one in scores}
-    for one in scores:
-        for mask, over in MASKS:
-            other = by_mask.get((over, one.condition, one.d1))
-            if one.mask == mask and other:
-                yield f"mask.{mask}.{over}.error", fold_of(_erred(one), _erred(other))
-                yield f"mask.{mask}.{over}.kl", fold_of(one.kl_error.kl.values, other.kl_error.kl.values)
-    for one in _of(results, MaskPair):
-        if (one.a, one.b, one.mode) == ("intra", "intra_reset", "propagated"):
-            form = "bf16" if one.condition in BF16 else one.condition
-            yield f"reset.moved.{form}", mean_of(one.difference.row.values)
+    attention = [one for one in _attention(results, "exact") if one.group == "mask"]
+    outputs = [one for one in _outputs(results, "mask") if one.against == "exact"]
+    for name, records in (("error", attention), ("kl", outputs)):
+        by_mask = {(one.mask, one.condition, one.d1): one for one in records}
+        for one in (one for one in records if one.condition in BF16 and _far_from_0(one)):
+            for mask, over in MASKS:
+                other = by_mask.get((over, one.condition, one.d1))
+                if one.mask == mask and other:
+                    yield f"mask.{mask}.{over}.{name}", _fold(one, other)
+    for one in _attention(results, "reset"):
+        yield f"reset.moved.{'bf16' if one.condition in BF16 else one.condition}", mean_of(_moved(one))
 
 
 def _causes(results: Results) -> Effects:
     """Controls and remedies, away from position 0 and propagated."""
-    scores = [one for one in _of(results, Score) if _far_from_0(one) and one.model == "pretrained"]
-    whole = _baselines(scores)
-    after = {_place(one): one for one in scores if one.condition == "q, k rounded after RoPE"}
-    for one in scores:
-        if one.condition == "q, k rounded before RoPE" and _place(one) in after:
-            other = after[_place(one)]
-            yield "before_rope.error", fold_of(_erred(one), _erred(other))
-            yield "before_rope.moved", mean_of(_moved(one))
-            yield "after_rope.moved", mean_of(_moved(other))
-        base = whole.get((one.base, one.tokens, one.mask, one.d1, one.d1 + 16, one.gap))
-        if base and "random phases" in one.condition and one.base in BF16:
-            yield "phases", fold_of(_moved(one), _moved(base))
-        if base and one.group == "remedy" and "inverse" not in one.condition:
-            yield "remedy.moved", fold_of(_moved(one), _moved(base))
-            yield "remedy.error", fold_of(_erred(one), _erred(base))
+    kinds: tuple[tuple[str, Against], ...] = (("moved", "shift"), ("error", "exact"))
+    for name, against in kinds:
+        own = [one for one in _attention(results, against) if _far_from_0(one) and one.model == "pretrained"]
+        whole = _baselines(own)
+        after = {_place(one): one for one in own if one.condition == "q, k rounded after RoPE"}
+        for one in own:
+            if one.condition == "q, k rounded before RoPE":
+                if name == "error":
+                    yield "before_rope.error", _fold(one, after[_place(one)])
+                else:
+                    yield "before_rope.moved", mean_of(_moved(one))
+                    yield "after_rope.moved", mean_of(_moved(after[_place(one)]))
+            if one.group == "remedy" and "inverse" not in one.condition and (one.base, *_place(one)) in whole:
+                yield f"remedy.{name}", _fold(one, whole[one.base, *_place(one)])
+    whole = {key[:-1]: one for key, one in _baselines(_attention(results, "shift")).items()}
+    for one in _attention(results, "phases"):
+        base = whole.get((one.base, *_place(one)[:-1]))
+        if base and base.d2 == one.d1 + 16 and one.base in BF16 and _far_from_0(one):
+            yield "phases", _fold(one, base)
 
 
-def _of(results: Results, kind: type[R]) -> list[R]:
-    return [one for one in results.records if isinstance(one, kind) and one.attention_from == "oracle"]
+def _attention(results: Results, against: Against, mode: str = "propagated") -> list[AttentionRecord]:
+    kinds = (one for one in results.records if isinstance(one, AttentionRecord) and one.attention_from == "oracle")
+    return [one for one in kinds if (one.against, one.mode) == (against, mode)]
 
 
-def _place(one: Score | Outcome) -> Place:
-    """Return what must be the same for two scores to be compared."""
-    if isinstance(one, Outcome):
-        return (one.tokens, one.task, one.start, one.gap)
-    return (one.tokens, one.mask, one.d1, one.d2, one.gap)
+def _outputs(results: Results, group: str) -> list[OutputsRecord]:
+    return [one for one in results.records if isinstance(one, OutputsRecord) and one.group == group]
 
 
-def _baselines(scores: Iterable[Score]) -> dict[Place, Score]:
-    """Return the score of each whole preset, by its name and place."""
-    return {(one.condition, *_place(one)): one for one in scores if one.group == "baseline"}
+def _place(one: Record) -> Place:
+    """Return what must be the same for two records to be compared."""
+    task = one.task if isinstance(one, OutputsRecord) else "text"
+    return (one.tokens, task, one.mask, one.gap, one.d1, one.d2)
 
 
-def _far_from_0(one: Score) -> bool:
+def _baselines(records: Sequence[AttentionRecord]) -> dict[Place, AttentionRecord]:
+    """Return the record of each whole preset, by its name and place."""
+    return {(one.condition, *_place(one)): one for one in records if one.group == "baseline"}
+
+
+def _far_from_0(one: Record) -> bool:
     return one.d1 > 0 or one.gap > 0
 
 
-def _moved(one: Score) -> list[float]:
-    """Return the probability that a shift moves, text by text."""
-    return one.shift["propagated"].row.values
+def _moved(one: AttentionRecord) -> list[float]:
+    """Return how much probability differs between the two runs, text by text."""
+    return one.difference.row.values
 
 
-def _erred(one: Score) -> list[float]:
-    """Return attention's distance from float64, text by text."""
-    return one.error["propagated"].row.values
+def _fold(one: AttentionRecord | OutputsRecord, other: AttentionRecord | OutputsRecord) -> Effect:
+    """Return how many times as far apart one is as the other."""
+    a, b = (x.outputs.kl.values if isinstance(x, OutputsRecord) else _moved(x) for x in (one, other))
+    return fold_of(a, b)

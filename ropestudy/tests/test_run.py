@@ -85,30 +85,34 @@ def of(results, kind, **wanted):
 def test_every_record_is_there_and_reads_back(finished, tmp_path):
     results, out = finished
     assert read_results(out) == results
-    assert {one.kind for one in results.records} == {
-        *("shift_pairs", "per_token", "by_length", "score", "mask_pair"),
-        "outcome",
+    assert {one.group for one in of(results, "attention")} == {
+        *("shift_pairs", "lengths", "baseline", "on_alone", "remedy", "control", "mask"),
     }
-    assert {one.group for one in of(results, "score")} == {*("baseline", "on_alone", "remedy", "control", "mask")}
-    local = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="local")[0]
-    assert [(one.d1, one.d2) for one in local.pairs] == [(0, 2), (0, 16), (0, 100), (2, 16), (16, 100)]
-    assert [len(one.difference.d.values) for one in local.pairs] == [2] * 5
-    propagated = of(results, "shift_pairs", model="pretrained", condition="hf_eager_bf16", mode="propagated")[0]
-    assert [(one.d1, one.d2) for one in propagated.pairs] == [(0, 16)]
+    assert {one.group for one in of(results, "outputs", against="exact")} == {
+        *("baseline", "on_alone", "remedy", "control", "mask", "setup", "dose", "site"),
+    }
+    one = {"group": "shift_pairs", "model": "pretrained", "condition": "hf_eager_bf16"}
+    local = of(results, "attention", mode="local", **one)
+    assert [(one.d1, one.d2) for one in local] == [(0, 2), (0, 16), (0, 100), (2, 16), (16, 100)]
+    assert [len(one.difference.d.values) for one in local] == [2] * 5
+    assert [one.columns is not None for one in local] == [False, True, False, False, False]
+    propagated = of(results, "attention", mode="propagated", **one)
+    assert [(one.d1, one.d2) for one in propagated] == [(0, 16)]
     assert results.model.initialisations.keys() == {"kaiming", "kaiming_sqrt5"}
-    exact = of(results, "score", group="baseline", condition="exact")[0]
-    assert exact.error["propagated"].d.mean == exact.kl_error.kl.mean == 0
+    exact = of(results, "attention", group="baseline", condition="exact", against="exact")
+    assert {one.difference.d.mean for one in exact} == {0}
+    assert of(results, "outputs", group="baseline", condition="exact", against="exact")[0].outputs.kl.mean == 0
 
     write_report(results, tmp_path)
-    assert {file.stem for file in (tmp_path / "tables").iterdir()} == {one.kind for one in results.records}
     assert {file.stem for file in (tmp_path / "figures").iterdir()} == FIGURES.keys()
-    with (tmp_path / "tables" / "outcome.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(of(results, "outcome"))
+    for kind in ("attention", "outputs"):
+        with (tmp_path / "tables" / f"{kind}.csv").open(newline="") as file:
+            assert len(list(csv.DictReader(file))) == len(of(results, kind))
     compact = tmp_path / "kept.json.xz"
     write_compact(results, compact)
     kept = read_results(compact)
     assert len(kept.records) == len(results.records)
-    assert of(kept, "outcome")[0].outputs.kl.mean == pytest.approx(of(results, "outcome")[0].outputs.kl.mean, rel=1e-6)
+    assert of(kept, "outputs")[0].outputs.kl.mean == pytest.approx(of(results, "outputs")[0].outputs.kl.mean, rel=1e-6)
     compact.write_bytes(compact.read_bytes()[:-10])
     with pytest.raises(ValueError, match="does not hold the results of a study"):
         read_results(compact)
@@ -128,7 +132,7 @@ def test_every_site_alone_does_something():
 
 def test_reset_positions_change_nothing_in_exact_arithmetic(finished):
     exact, half = (
-        of(finished[0], "mask_pair", mode="propagated", condition=name)[0].difference.d.mean
+        of(finished[0], "attention", against="reset", mode="propagated", condition=name)[0].difference.d.mean
         for name in ("exact", "hf_eager_bf16")
     )
     assert exact <= half * 2.0**-40  # what is left is float64's rounding, 2^-45 of bf16's
@@ -148,7 +152,7 @@ def test_an_interrupted_study_continues_and_ends_the_same(given, finished, tmp_p
     assert not (tmp_path / "results.json").exists()
     resumed = run_study(config, tmp_path)
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}.items()
-    assert resumed.records == of(finished[0], "by_length")
+    assert resumed.records == of(finished[0], "attention", group="lengths")
 
 
 def test_a_cell_that_is_damaged_or_of_other_sources_is_computed_again(given, tmp_path, monkeypatch):
@@ -213,7 +217,7 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     few = [*given, *ONE_LENGTH]
     code, printed, log = jaxref(*few, "--out", str(out))
-    assert (code, printed) == (0, f"1 records in {out / 'results.json'}\ntables and figures in {out}\n")
+    assert (code, printed) == (0, f"2 records in {out / 'results.json'}\ntables and figures in {out}\n")
     assert log.count("\n") == 2  # a line for each cell
 
     model, text = given
