@@ -1,11 +1,9 @@
-"""Shapes checked while testing: a name such as `q_BTHD` promises a shape, and here a function is held to it.
+"""Check shapes while testing: a name such as `q_BTHD` promises a shape, and functions are held to it.
 
-The names say it already, so nothing is annotated twice and nobody pays outside tests: modules named to `install` are
-compiled with a check in front of every `return`. There all arguments and variables of that function whose names end in
-axes must agree: one letter is one size, a digit is that size, the number of axes is the number of letters. In front of
-the return, not at the call, because a function that refuses a user's shape by a message of its own shall get to it.
-
-jaxtyping decides whether a shape fits.
+Modules named to `install` are compiled with a check in front of every `return`. There all arguments and variables of
+the function whose names end in axes must agree: a letter is one size, a digit is that size, and the number of axes is
+the number of letters. The check is at the return and not at the call, because a function may refuse a user's shape with
+a message of its own. Outside tests nothing is checked.
 """
 
 import ast
@@ -16,20 +14,17 @@ from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxtyping import Shaped, jaxtyped
-
-_AXES = re.compile(
-    r"_?[a-z][a-z0-9_]*_(?=[a-z0-9]*[A-Z])([A-Za-z0-9]+)"
-)  # `index_P2`, `q_nHD`; no constants, no classes
+# `index_P2`, `q_nHD`; no constants, no classes
+_AXES = re.compile(r"_?[a-z][a-z0-9_]*_(?=[a-z0-9]*[A-Z])([A-Za-z0-9]+)")
 _CHECK = "_check_shapes_of_names"
 
 
 def axes(name: str) -> str | None:
-    """Return the axes that a name promises, as jaxtyping spells them: `q_BTHD` is "B T H D"; None promises nothing."""
-    found = _AXES.fullmatch(name)
-    return " ".join(found[1]) if found else None
+    """Return the axes that a name promises: "BTHD" of `q_BTHD`; None promises nothing."""
+    match = _AXES.fullmatch(name)
+    return match[1] if match else None
 
 
 def check_shapes(function: str, names: Sequence[str], values: Mapping[str, Any]) -> None:
@@ -37,26 +32,21 @@ def check_shapes(function: str, names: Sequence[str], values: Mapping[str, Any])
 
     Raises TypeError: the name, its shape and those of the names before it.
     """
-    # What is not yet set on this way out, or None, or a list of arrays, has no shape.
+    # A variable that is not yet set, None or a list of arrays has no shape.
     _check_once(
         function, tuple((name, tuple(values[name].shape)) for name in names if hasattr(values.get(name), "shape"))
     )
 
 
-class _Array(NamedTuple):
-    """What jaxtyping asks of an array; without the array, each set of shapes is judged once."""
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-
-
 @cache
 def _check_once(function: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    with jaxtyped("context"):
-        for i, (name, shape) in enumerate(shapes):
-            if not isinstance(_Array(shape), Shaped[Any, axes(name)]):  # type: ignore[arg-type]
-                seen = ", ".join(f"{name} {list(shape)}" for name, shape in shapes[: i + 1])
-                raise TypeError(f"{function}: {name} has shape {list(shape)}; {seen}")
+    sizes: dict[str, int] = {}
+    for i, (name, shape) in enumerate(shapes):
+        letters = axes(name) or ""
+        known = [int(one) if one.isdigit() else sizes.setdefault(one, size) for one, size in zip(letters, shape)]  # noqa: B905
+        if len(letters) != len(shape) or known != list(shape):
+            seen = ", ".join(f"{name} {list(shape)}" for name, shape in shapes[: i + 1])
+            raise TypeError(f"{function}: {name} has shape {list(shape)}; {seen}")
 
 
 def install(modules: Sequence[str]) -> None:

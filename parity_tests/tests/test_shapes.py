@@ -14,9 +14,9 @@ class _Array:
 
 
 def test_names_promise_axes():
-    assert axes("q_BTHD") == "B T H D"
-    assert axes("k_1KnD") == "1 K n D"
-    assert axes("index_P2") == "P 2"
+    assert axes("q_BTHD") == "BTHD"
+    assert axes("k_1KnD") == "1KnD"
+    assert axes("index_P2") == "P2"
     assert [axes(name) for name in ("document_q", "MOST_THETA", "cu_seqlens_q", "B", "_Group")] == [None] * 5
 
 
@@ -55,10 +55,6 @@ def test_the_trainer_is_held_to_its_names():
         gather_queries(torch.ones(1, 4, 6), plan)  # heads and head_dim not yet apart
 
 
-def test_outside_tests_nothing_is_checked_and_neither_library_is_imported():
-    code = (
-        "import sys, jaxref.mask, torchtrain.data.rows\n"
-        "assert not {'jaxtyping', 'beartype'} & set(sys.modules)\n"
-        "assert '_check_shapes_of_names' not in vars(jaxref.mask)"
-    )
+def test_outside_tests_nothing_is_checked():
+    code = "import jaxref.mask, torchtrain.data.rows\nassert '_check_shapes_of_names' not in vars(jaxref.mask)"
     subprocess.run([sys.executable, "-c", code], check=True)
