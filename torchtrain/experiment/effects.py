@@ -7,7 +7,6 @@ So a contrast is taken within a seed, and its interval is Student's over seeds. 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import numpy as np
 from scipy import stats
@@ -114,39 +113,20 @@ def seeds_for_power(deviation: float, effect: float, most: int = 10_000) -> int:
     return most
 
 
+def read(effect: Estimate | None, above: str, below: str, neither: str) -> str:
+    """Return what an effect means if its interval is above 0, below 0, or neither."""
+    if effect is None or len(effect.each) < 2:
+        return NOT_RUN
+    return above if effect.low > 0 else below if effect.high < 0 else neither
+
+
 def read_relativity(effect: Estimate | None, control: Estimate | None) -> str:
     """Read the primary contrast as was agreed before the runs."""
-    if not _is_run(effect) or not _is_run(control):
+    if effect is None or control is None or len(effect.each) < 2:
         return NOT_RUN
     if not control.high < 0:
         return "inconclusive: the positive control was missed"
-    if effect.low > 0:
-        return "broken relativity matters"
-    if effect.low >= -MARGIN and effect.high <= MARGIN:
+    if effect.low >= -MARGIN and effect.high <= MARGIN and not effect.low > 0:
         return "broken relativity as the cause is refuted at this size"
-    return "not settled: the interval is wider than the margin"
-
-
-def read_control(effect: Estimate | None) -> str:
-    """Read the positive control."""
-    return NOT_RUN if effect is None else "detected" if effect.high < 0 else "not detected"
-
-
-def read_sink(effect: Estimate | None) -> str:
-    """Read what the anchor does in exact arithmetic as was agreed before the runs."""
-    if not _is_run(effect):
-        return NOT_RUN
-    if effect.low > 0:
-        return "the anchor helps without any rounding"
-    return "the anchor hurts" if effect.high < 0 else "the anchor was not shown to help in exact arithmetic"
-
-
-def read_precision(effect: Estimate | None) -> str:
-    """Read what the anchor does more where relativity is broken, as was agreed before those runs."""
-    if not _is_run(effect):
-        return NOT_RUN
-    return "part of its help is precision" if effect.low > 0 else "no part of its help was shown to be precision"
-
-
-def _is_run(effect: Estimate | None) -> TypeGuard[Estimate]:
-    return effect is not None and len(effect.each) > 1
+    missed = "not settled: the interval is wider than the margin"
+    return read(effect, "broken relativity matters", missed, missed)

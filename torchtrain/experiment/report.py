@@ -25,10 +25,8 @@ from torchtrain.experiment.effects import (
     Outcome,
     estimate,
     log_probability_at,
-    read_control,
-    read_precision,
+    read,
     read_relativity,
-    read_sink,
     recall_at,
     seeds_for_power,
     summarise,
@@ -39,6 +37,14 @@ from torchtrain.experiment.spec import Run, TrainingExperiment
 ANSWER = MarkedPlace("<!-- answer made by torchtrain experiment -->", "<!-- end of the answer -->")
 RESULTS = MarkedPlace("<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->")
 FIGURE = "recall.svg"
+# What an effect above 0, below 0, or neither means, as was agreed before the runs.
+SINK_READINGS = (
+    *("the anchor helps without any rounding", "the anchor hurts"),
+    "the anchor was not shown to help in exact arithmetic",
+)
+NO_PRECISION = "no part of its help was shown to be precision"
+PRECISION_READINGS = ("part of its help is precision", NO_PRECISION, NO_PRECISION)
+CONTROL_READINGS = ("not detected", "detected", "not detected")
 
 Measured = Mapping[Run, Measurement]
 
@@ -75,9 +81,9 @@ def _answer(measured: Measured) -> Iterator[str]:
     relativity, sink, precision, control = (estimate(one, measured, log_probability_at()) for one in contrasts)
     rows = [
         ("Does broken relativity hurt?", relativity, read_relativity(relativity, control)),
-        ("Does an anchor help in exact arithmetic?", sink, read_sink(sink)),
-        ("Does it help more in bfloat16, where relativity is broken?", precision, read_precision(precision)),
-        ("Positive control: 1 bit against exact", control, read_control(control)),
+        ("Does an anchor help in exact arithmetic?", sink, read(sink, *SINK_READINGS)),
+        ("Does it help more in bfloat16, where relativity is broken?", precision, read(precision, *PRECISION_READINGS)),
+        ("Positive control: 1 bit against exact", control, read(control, *CONTROL_READINGS)),
     ]
     shown = [[question, "-" if of is None else str(of), reading] for question, of, reading in rows]
     yield from _table(["question", "effect on the answers' log-probability, 95% interval", "answer"], shown)

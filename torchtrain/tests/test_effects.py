@@ -1,4 +1,4 @@
-"""Contrasts of paired runs: their arithmetic, their intervals, and what was written down that they would mean."""
+"""Contrasts of paired runs: their arithmetic, their intervals, and how they are read."""
 
 import pytest
 from scipy import stats
@@ -6,12 +6,10 @@ from scipy import stats
 from torchtrain.experiment.effects import (
     CONTROL,
     RELATIVITY,
-    SINK,
     estimate,
     log_probability_at,
-    read_precision,
+    read,
     read_relativity,
-    read_sink,
     recall_at,
     seeds_for_power,
     summarise,
@@ -66,17 +64,12 @@ def test_the_reading_needs_the_positive_control(effect, control, reading):
     assert reading in read_relativity(summarise("", effect), summarise(CONTROL.name, control))
 
 
-def test_the_anchor_is_read_in_exact_arithmetic():
-    assert "helps without" in read_sink(summarise(SINK.name, [0.1, 0.11, 0.12]))
-    assert "hurts" in read_sink(summarise(SINK.name, [-0.1, -0.11, -0.12]))
-    assert "not shown" in read_sink(summarise(SINK.name, [-0.1, 0.1, 0.0]))
-    assert read_sink(None) == "not yet run"
-
-
-def test_the_anchors_help_is_precision_only_if_it_is_larger_in_bf16():
-    assert read_precision(summarise("", [0.1, 0.11, 0.12])) == "part of its help is precision"
-    assert "no part" in read_precision(summarise("", [-0.1, 0.1, 0.0]))
-    assert read_precision(None) == "not yet run"
+def test_an_effect_is_read_by_the_side_of_its_interval():
+    words = ("above", "below", "neither")
+    assert read(summarise("", [0.1, 0.11, 0.12]), *words) == "above"
+    assert read(summarise("", [-0.1, -0.11, -0.12]), *words) == "below"
+    assert read(summarise("", [-0.1, 0.1, 0.0]), *words) == "neither"
+    assert read(None, *words) == read(summarise("", [0.1]), *words) == "not yet run"
 
 
 def test_no_difference_at_all_has_no_interval():
