@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What a GPU should show, in under 9 minutes, the most valuable part first, each with a time of its own: whole steps beside
-# transformers', the engines against the oracle, attention's speed, whole runs (killed and resumed, memory against the plan), and
-# last FlexAttention, which compiles for every shape. What a part has shown when its time is over is kept.
+# Test and measure on a GPU in under 9 minutes. The most valuable part is first, and each part has a time limit: whole steps
+# against transformers', the engines against the oracle, attention's speed, whole runs (killed and resumed, memory against the
+# plan), and last FlexAttention, which compiles for every shape. A part that is cut off keeps the results that it has.
 #     benchmarks/gpu.sh [FOLDER]      results land in FOLDER (default: benchmarks/results/gpu); begin with summary.md
 # PYTHON chooses the interpreter; the packages of the extras torch, jax and dev must be importable from it.
 set -euo pipefail
@@ -11,7 +11,7 @@ python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 mkdir -p "$out"
 rm -f "$out"/{engines,runs,flex}.{xml,txt} "$out"/{attention,step}.{json,md,txt} "$out/summary.md"  # of an earlier time
 
-# JAX takes three quarters of the GPU at start unless told not to; torch needs its share.
+# JAX takes three quarters of the GPU at start unless it is switched off; torch needs its share.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 
