@@ -28,7 +28,7 @@ for _command in (
     *(corpora.prepare, corpora.stats),
     *(plans.plan, plans.config),
     *(results.evaluate, results.compare),
-    *(trials.experiment, trials.bench),
+    trials.bench,
 ):
     app.command(name=_command.__name__.replace("_", "-"))(_command)
 

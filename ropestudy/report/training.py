@@ -1,6 +1,6 @@
 """The numbers of the training experiment in docs/precision.md, from its kept measurements.
 
-They are computed here because this package may not import `torchtrain`.
+`benchmarks.experiment` makes that experiment's own page.
 """
 
 import math

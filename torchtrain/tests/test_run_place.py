@@ -72,10 +72,9 @@ def test_an_out_that_is_a_file_is_refused_and_named(tmp_path):
     file = str(tmp_path / "file")
     for command in (
         ["bench", "attention", "configs/bench/cpu.yaml"],
-        ["experiment", "configs/experiments/relativity.yaml"],
         ["prepare", "configs/data/slimpajama-128k.yaml"],
     ):
-        told = CliRunner().invoke(app, [*command, "--out", file])
-        assert told.exit_code == 2, command
-        assert f"--out {quoted(file)}: is a file; give the name of a folder" in told.stderr
+        ended = CliRunner().invoke(app, [*command, "--out", file])
+        assert ended.exit_code == 2, command
+        assert f"--out {quoted(file)}: is a file; give the name of a folder" in ended.stderr
     assert (tmp_path / "file").read_text() == "mine"

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from anchorline.files import replace_file
+from benchmarks.experiment.spec import FactsConfig, StageConfig
 from torchtrain.data.packing import random_stream
-from torchtrain.experiment.spec import FactsConfig, StageConfig
 
 _SPECIAL = BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
 _UNKNOWN = _SPECIAL.index(UNKNOWN)

@@ -3,7 +3,7 @@
 import pytest
 from scipy import stats
 
-from torchtrain.experiment.effects import (
+from benchmarks.experiment.effects import (
     CONTROL,
     RELATIVITY,
     estimate,
@@ -14,8 +14,8 @@ from torchtrain.experiment.effects import (
     seeds_for_power,
     summarise,
 )
-from torchtrain.experiment.recall import Measurement
-from torchtrain.experiment.spec import Run
+from benchmarks.experiment.recall import Measurement
+from benchmarks.experiment.spec import Run
 
 
 def measurement(recall: float) -> Measurement:

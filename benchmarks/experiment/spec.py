@@ -2,18 +2,15 @@
 arithmetic, mask and seed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from anchorline import settings
-from anchorline.errors import UserError
 from torchtrain.config import Config
 from torchtrain.config.section import Count, Name, Section, Share
-
-EXAMPLE = "seeds=10"  # of an override, for messages
 
 Variant = Literal["full", "intra", "intra_reset", "anchor"]
 Arithmetic = Literal["exact", "bf16_before", "bf16_after", "bits1_before", "bits1_after"]
@@ -90,7 +87,7 @@ class StageConfig(Section):
             cache: of tokens.
 
         Raises:
-            UserError: `run` does not fit a run's schema, or sets what the experiment sets.
+            UserError: `run` does not fit a run's schema.
         """
         ours: dict[str, dict[str, Any]] = {
             "run": {"folder": str(folder), "seed": cell.seed},
@@ -98,14 +95,7 @@ class StageConfig(Section):
             "pack": {"variant": cell.variant},
             "data": {"sources": [{"files": str(corpus)}], "cache": str(cache), "append_eos": False},
         }
-        tree = {name: dict(section) if isinstance(section, dict) else section for name, section in self.run.items()}
-        for section, values in ours.items():
-            given = tree.setdefault(section, {})
-            if not isinstance(given, dict):
-                raise UserError(f"run.{section}: expected a section, found {type(given).__name__}")
-            if stray := sorted(set(given) & set(values)):
-                raise UserError(f"run.{section}.{stray[0]}: the experiment sets it; remove it")
-            given.update(values)
+        tree = self.run | {section: self.run.get(section, {}) | values for section, values in ours.items()}
         return settings.validate(Config, tree, "run")
 
 
@@ -144,16 +134,10 @@ class TrainingExperiment(Section):
     gate: GateConfig = Field(description="what a base must do")
     measure: MeasureConfig = Field(description="how recall is measured")
 
-    @model_validator(mode="after")
-    def _queries_fit(self) -> Self:
-        asked = ((self.pretrain[-1], self.gate.distances), (self.extend, self.measure.distances))
-        for stage, distances in asked:
-            slots = 4 * len(distances) * self.measure.queries
-            if stage.row_tokens - slots <= max(distances) or 4 * self.measure.queries > min(distances):
-                raise ValueError(f"distances {distances}: their queries do not fit rows of {stage.row_tokens} tokens")
-        if "last" not in self.extend.run.get("save", {}):
-            raise ValueError("extend.run.save.last: say how many checkpoints recall is averaged over")
-        return self
+    @property
+    def same(self) -> dict[str, Any]:
+        """The settings in which runs must agree to be compared."""
+        return self.model_dump(mode="json", exclude={"cells", "seeds", "title"})
 
     @property
     def stages(self) -> list[StageConfig]:
@@ -168,19 +152,13 @@ class TrainingExperiment(Section):
                     yield Run(arithmetic, variant, seed)
 
 
-def other_setting(experiment: TrainingExperiment, dumped: Mapping[str, Any]) -> str | None:
-    """Return the first setting in which a dumped experiment is another; cells, seeds and title may differ."""
-    wanted = experiment.model_dump(mode="json", exclude={"cells", "seeds", "title"})
-    return next((name for name, value in wanted.items() if dumped.get(name) != value), None)
-
-
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperiment:
     """Read an experiment's YAML file, apply `section.key=value` overrides, validate.
 
     Raises:
         UserError: one line that names what does not fit, what `run` says among it.
     """
-    experiment = settings.load(TrainingExperiment, path, overrides, example=EXAMPLE)
+    experiment = settings.load(TrainingExperiment, path, overrides, example="seeds=10")
     for stage in experiment.stages:
         stage.config(next(experiment.runs()), *map(Path, ("runs/experiment", "model", "documents.jsonl", "cache")))
     return experiment

@@ -15,10 +15,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from benchmarks.experiment.facts import RecallRows
+from benchmarks.experiment.spec import ARITHMETICS
 from torchtrain.attention import make_plan
 from torchtrain.config import ModelConfig
-from torchtrain.experiment.facts import RecallRows
-from torchtrain.experiment.spec import ARITHMETICS
 from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.parts import head_of, hidden_states
 from torchtrain.modeling.source import open_config

@@ -1,7 +1,4 @@
-"""The report of an experiment: report.md and recall.svg in its folder, and the same inside a document.
-
-It is made of the runs that have been measured, and says how many these are.
-"""
+"""The tables and the figure of an experiment, made of the runs that have been measured."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,11 +7,11 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from anchorline.files import replace_file, save
+from anchorline.files import save
 from anchorline.marked import MarkedPlace, read_marked
 from anchorline.page import figure_style
 from anchorline.page.figures import SERIES
-from torchtrain.experiment.effects import (
+from benchmarks.experiment.effects import (
     CONTROL,
     MARGIN,
     OTHERS,
@@ -31,12 +28,11 @@ from torchtrain.experiment.effects import (
     seeds_for_power,
     summarise,
 )
-from torchtrain.experiment.recall import Measurement
-from torchtrain.experiment.spec import Run, TrainingExperiment
+from benchmarks.experiment.recall import Measurement
+from benchmarks.experiment.spec import Run, TrainingExperiment
 
-ANSWER = MarkedPlace("<!-- answer made by torchtrain experiment -->", "<!-- end of the answer -->")
-RESULTS = MarkedPlace("<!-- made by torchtrain experiment -->", "<!-- end of torchtrain experiment -->")
-FIGURE = "recall.svg"
+ANSWER = MarkedPlace("<!-- answer made by benchmarks.experiment -->", "<!-- end of the answer -->")
+RESULTS = MarkedPlace("<!-- made by benchmarks.experiment -->", "<!-- end of benchmarks.experiment -->")
 # What an effect above 0, below 0, or neither means, as was agreed before the runs.
 SINK_READINGS = (
     *("the anchor helps without any rounding", "the anchor hurts"),
@@ -49,31 +45,26 @@ CONTROL_READINGS = ("not detected", "detected", "not detected")
 Measured = Mapping[Run, Measurement]
 
 
-def write_report(experiment: TrainingExperiment, measured: Measured, folder: Path, document: Path | None) -> Path:
-    """Write the report of what has been measured; return report.md.
+def write_report(experiment: TrainingExperiment, measured: Measured, document: Path | None) -> None:
+    """Print the tables of what has been measured, or write them and a figure into a document.
 
     Args:
         experiment: whose.
         measured: of its runs.
-        folder: where report.md and recall.svg go.
         document: a Markdown file with the marks of answer and results; its figure goes into `figures/` next to it.
 
     Raises:
         UserError: the document lacks the marks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = _draw(experiment, measured).encode()
     answer = "\n".join(_answer(measured))
-    if document is not None:
-        text, figure = read_marked(document, [ANSWER, RESULTS]), Path("figures") / f"{document.stem}.svg"
-        (document.parent / figure).parent.mkdir(exist_ok=True)
-        save(document.parent / figure, drawn)
-        text = RESULTS.put(ANSWER.put(text, answer), "\n".join(_results(experiment, measured, str(figure))))
-        save(document, text.encode())
-    replace_file(folder / FIGURE, drawn)
-    parts = [f"# {experiment.title}", "", answer, "", *_results(experiment, measured, FIGURE), ""]
-    replace_file(folder / "report.md", "\n".join(parts).encode())
-    return folder / "report.md"
+    if document is None:
+        print("\n".join([answer, "", *_results(experiment, measured, "")]))
+        return
+    text, figure = read_marked(document, [ANSWER, RESULTS]), Path("figures") / f"{document.stem}.svg"
+    (document.parent / figure).parent.mkdir(exist_ok=True)
+    save(document.parent / figure, _draw(experiment, measured).encode())
+    text = RESULTS.put(ANSWER.put(text, answer), "\n".join(_results(experiment, measured, str(figure))))
+    save(document, text.encode())
 
 
 def _answer(measured: Measured) -> Iterator[str]:

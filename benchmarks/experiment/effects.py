@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from torchtrain.experiment.recall import Measurement
-from torchtrain.experiment.spec import Run
+from benchmarks.experiment.recall import Measurement
+from benchmarks.experiment.spec import Run
 
 CONFIDENCE, POWER = 0.95, 0.8
 MARGIN = 0.03  # nats: less counts as no effect

@@ -1,1 +1,0 @@
-"""Train many small runs that differ only in arithmetic, mask and seed, and compare what they recall."""
