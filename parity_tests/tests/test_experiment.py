@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Executor, Future
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.experiment import running
 from benchmarks.experiment.__main__ import app
 from benchmarks.experiment.facts import make_rows, vocabulary, write_documents
 from benchmarks.experiment.recall import Measurement
@@ -99,13 +101,22 @@ def test_runs_differ_in_arithmetic_mask_and_seed_alone(tmp_path):
         assert config == configs[0]
 
 
-def test_an_experiment_is_run_kept_and_continued(tmp_path):
+class Here(Executor):
+    """Runs everything in this process, at once."""
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def test_an_experiment_is_run_kept_and_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "ProcessPoolExecutor", lambda *_: Here())
     config, kept = tmp_path / "tiny.yaml", tmp_path / "kept.json"
     config.write_text(json.dumps(TINY))
     options = [str(config), "--out", str(tmp_path / "out"), "--results", str(kept)]
-    command = [sys.executable, "-m", "benchmarks.experiment", *options]
-    first = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert first.returncode == 0, first.stderr
+    first = CliRunner().invoke(app, options)
+    assert first.exit_code == 0, first.output
     assert "3 of 3 runs are measured." in first.stdout
     measured = json.loads(kept.read_text())["measured"]
     assert set(measured) == {"exact-intra-0", "exact-anchor-0", "bf16_after-intra-0"}
