@@ -27,7 +27,7 @@ from anchorline.errors import UserError, disk_fault, one_line, quoted
 
 MISTAKE, BUG, INTERRUPTED = 2, 70, 130
 
-# What a disk or the system may answer to anyone's write or read, with a file's name or without one.
+# Errors of a disk or of the system that any write or read may raise.
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE}
 _EXTRAS = {"torchtrain": "torch", "jaxref": "jax", "parity": "jax,torch"}  # that each command is installed with
 _REPORTED = ("anchorline", "torch", "transformers", "jax")
@@ -42,7 +42,7 @@ class Leave(Exception):  # noqa: N818 - it may be a good end
 
 
 class _Ends:
-    """A command or a group of commands: however it ends, it ends in one of the ways above."""
+    """A command or a group of commands that ends in one of the ways above."""
 
     name: str | None
 
@@ -137,7 +137,7 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
             _bug(name)
         _leave(name, disk_fault(error), MISTAKE)
     except Exception as error:
-        # What typer says of arguments; its exceptions are click's own or not, by its version.
+        # typer's errors about arguments. In some versions their classes are click's.
         describe = getattr(error, "format_message", None)
         if describe is None:
             _bug(name)
@@ -146,7 +146,7 @@ def _end(name: str, run: Callable[..., Any], args: Sequence[str] | None, *rest: 
 
 
 def _has_no_platform() -> bool:
-    """Whether JAX cannot start on the platform that JAX_PLATFORMS names. JAX says so in many ways, an assertion too."""
+    """Whether JAX cannot start on the platform that JAX_PLATFORMS names. JAX raises many kinds of error then."""
     jax = sys.modules.get("jax")
     if jax is None or not os.environ.get("JAX_PLATFORMS"):
         return False

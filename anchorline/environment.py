@@ -34,7 +34,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     Args:
         root: where /proc and /sys are found.
     """
-    # The first exists on Linux alone.
+    # sched_getaffinity exists on Linux alone.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, *map(int, _quotas(root)), cores))
 

@@ -11,25 +11,25 @@ class UserError(ValueError):
 
 
 def disk_fault(error: OSError) -> str:
-    """Return what the system says of a file, in words: "no space left on device (PATH)"."""
+    """Return the message of an error of the system with the file's name: "no space left on device (PATH)"."""
     said = one_line(error.strerror).lower() if error.strerror else one_line(error)
     return f"{said} ({quoted(Path(os.fsdecode(error.filename)))})" if isinstance(error.filename, str | bytes) else said
 
 
 def quoted(value: object, most: int = _MOST_QUOTED) -> str:
-    """Return a value as a message may quote it: on one line, printable, at most `most` characters; the cut is shown."""
+    """Return a value for a message: on one line, printable, cut after `most` characters with `...`."""
     text = one_line(value if hasattr(value, "__fspath__") else repr(value))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def quoted_reason(error: object) -> str:
-    """Return why a library refuses something, on one line and not at the length of what it refuses."""
+    """Return the message of a library's error on one line, cut where it is long."""
     reason = one_line(error) or type(error).__name__
     return reason if len(reason) <= _MOST_OF_A_REASON else f"{reason[: _MOST_OF_A_REASON - 3]}..."
 
 
 def one_line(message: object) -> str:
-    """Return a text as one line for any terminal: white space folded, what cannot be printed as an escape."""
+    """Return a text as one line for any terminal: white space is folded, unprintable characters are escaped."""
     return "".join(_printable(c) for c in " ".join(str(message).split()))
 
 

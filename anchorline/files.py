@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from anchorline.errors import UserError, one_line, quoted, quoted_reason
 
-# What a folder or file is called before it counts, and while it is removed.
+# Endings of names: of what is not yet complete, and of what is being removed.
 PARTIAL, DELETED = ".partial", ".deleted"
 _BLOCK = 1 << 22
 MOST_JSON = 1 << 26  # bytes: more than the settings of any model, and its tokenizer
@@ -32,7 +32,7 @@ _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES
 
 
 class FileEntry(BaseModel):
-    """What a file must be: its size in bytes and the SHA-256 of its content, as hex."""
+    """The size of a file in bytes, and the SHA-256 of its content as hex."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -99,7 +99,7 @@ def resolve_folder(field: str, path: str | Path) -> Path:
 
 
 def open_file(path: Path) -> FileIO:
-    """Open a file to read: a regular one (a pipe would make us wait).
+    """Open a regular file to read. A pipe is refused, because reading it could wait for ever.
 
     Raises:
         OSError: what the system says; or it is not a regular file, or a file cannot have its name.
@@ -115,7 +115,7 @@ def open_file(path: Path) -> FileIO:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a user's file whole, of at most `most` bytes, also one whose size the system does not know.
+    """Read a whole file of at most `most` bytes, also one whose size the system does not know.
 
     Raises:
         OSError: as `open_file`; or it is longer.
@@ -156,7 +156,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     """Return the JSON object that a text is.
 
     Raises:
-        ValueError: it is none, or nested too deep: says so, in the words that follow a file's name.
+        ValueError: it is none, or is nested too deep. The message continues a sentence that begins with the file.
     """
     try:
         content = json.loads(text.decode("utf-8"))
@@ -190,7 +190,7 @@ def write_file(path: Path, *parts: bytes | memoryview) -> FileEntry:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give a file a new content, or make it: anyone sees the old or the new, never a part."""
+    """Make a file or replace its content. A reader sees the old content or the new one, never a part."""
     partial = path.with_name(path.name + PARTIAL)
     partial.unlink(missing_ok=True)
     write_file(partial, content)
@@ -199,7 +199,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def save(path: Path, content: bytes) -> None:
-    """Give a file that a user names a new content, as `replace_file`; a link stays, a device is written into.
+    """Replace the content of a file that a user names. A link stays a link, and a device is written to.
 
     Raises:
         OSError: what the system says; of a file, the old content is still there.
@@ -216,7 +216,7 @@ def save(path: Path, content: bytes) -> None:
 
 
 def entry_of(path: Path, length: int | None = None) -> FileEntry:
-    """Return what a file is, or its first `length` bytes are (fewer where it is shorter).
+    """Return the size and the digest of a file, or of its first `length` bytes.
 
     Raises:
         OSError: as `open_file`.
@@ -230,18 +230,18 @@ def entry_of(path: Path, length: int | None = None) -> FileEntry:
 
 
 def entries_of(folder: Path) -> dict[str, FileEntry]:
-    """Return what every file below a folder is, by its path from there."""
+    """Return the size and the digest of every file below a folder, by its path from the folder."""
     paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
     return {path.relative_to(folder).as_posix(): entry_of(path) for path in sorted(paths)}
 
 
 def differs(path: Path, entry: FileEntry, whole: bool = True) -> str | None:
-    """Return, in words, how a file is not what it must be, or None.
+    """Return in words how a file differs from its entry, or None.
 
     Args:
         path: the file.
-        entry: what it must be.
-        whole: read its content, too, and not only its size.
+        entry: its size and digest as they were written down.
+        whole: compare the content too, and not only the size.
 
     Raises:
         OSError: it cannot be read.
@@ -256,7 +256,7 @@ def differs(path: Path, entry: FileEntry, whole: bool = True) -> str | None:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give all files below a folder the mode of what this process makes: libraries make some of theirs private."""
+    """Give all files below a folder the mode that this process gives to new files. Some libraries make private ones."""
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for place, _, names in os.walk(folder):
         for name in names:
@@ -273,10 +273,10 @@ def sync(path: Path) -> None:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Rename a folder, everything in it flushed first, to the name under which it counts.
+    """Flush everything in a folder to the disk, then rename the folder to its final name.
 
     Raises:
-        OSError: what the system says; something has the name already. Nothing is ever removed for it.
+        OSError: what the system says; or something has the name already. It is never removed.
     """
     for folder, _, names in os.walk(partial):
         for name in names:
@@ -288,12 +288,12 @@ def commit(partial: Path, final: Path) -> None:
 
 @contextmanager
 def build_folder(folder: Path) -> Generator[Path]:
-    """Yield a path at which to make a folder; it takes its name when the block ends, whole or not at all.
+    """Yield a path at which to make a folder. It gets its final name when the block ends without an error.
 
-    Its mode and its files' are what this process makes, whatever libraries chose.
+    Its files get the modes that this process gives to new files.
 
     Raises:
-        OSError: what the system says; something has the name by then. What fails leaves nothing behind.
+        OSError: what the system says; or something has the name by then. A failure leaves nothing behind.
     """
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
     try:
@@ -305,7 +305,7 @@ def build_folder(folder: Path) -> Generator[Path]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a folder so that it no longer counts; return its new name, which nothing had.
+    """Rename a folder to a name that nothing has, to show that it is no longer valid. Return the new name.
 
     Raises:
         OSError: what the system says.
@@ -318,8 +318,9 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(folder: Path, names: Iterable[str]) -> bool:
-    """Remove files of a folder, then the folders that are empty without them, as far as the system lets them go;
-    nothing else, and nothing behind a link.
+    """Remove files of a folder, then the folders that are empty without them, if the system allows it.
+
+    Nothing else is removed, and nothing behind a link.
 
     Args:
         folder: where they are.

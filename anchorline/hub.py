@@ -50,7 +50,7 @@ def find_model(source: str, field: str, patterns: Sequence[str], say: Callable[[
 
 
 def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[str], None]) -> Path:
-    """Return the folder of a model's copy: what the hub lists, fetched; or the cache, where the hub does not answer."""
+    """Download the files that the hub lists, and return their folder. Use the cache where the hub does not answer."""
     from huggingface_hub import HfApi, snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -69,7 +69,7 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
         raise UserError(f"{looked}, and the hub wants an account that may read it; run `hf auth login`") from None
     except RepositoryNotFoundError:
         raise UserError(f"{looked}, and the hub has none of that name, or not for you; give another id") from None
-    except Exception as error:  # what a network, a hub or its library may say
+    except Exception as error:  # any error of a network, a hub or its library
         late = "Timeout" in type(error).__name__  # httpx's or requests', by huggingface_hub's version
         reason = (
             "the hub did not answer in time" if late else quoted_reason(str(error).partition("\n")[0] or type(error))
@@ -81,12 +81,12 @@ def _from_hub(source: str, looked: str, patterns: Sequence[str], say: Callable[[
 
 
 def _in_cache(source: str, patterns: Sequence[str], wanted: Sequence[str]) -> Path | None:
-    """Return the folder of a model in the cache if it is all there: what the hub listed, if it did."""
+    """Return the folder of a model in the cache if it is complete, by the hub's list where there is one."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     try:
         folder = Path(snapshot_download(source, allow_patterns=list(patterns), local_files_only=True))
-    except Exception:  # LocalEntryNotFoundError, or what a damaged cache makes of it: it does not hold the model
+    except Exception:  # LocalEntryNotFoundError, or another error from a damaged cache
         return None
     whole = all((folder / name).is_file() for name in (wanted or ["config.json"]))
     weights = not set(WEIGHTS) <= set(patterns) or any(folder.glob("*.safetensors"))

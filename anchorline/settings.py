@@ -155,7 +155,7 @@ def validate(schema: type[Schema], tree: Any, what: str) -> Schema:
 
 
 def explain(schema: type[BaseModel], error: ValidationError) -> str:
-    """Return one line for all of a ValidationError: the field, the value, what is allowed."""
+    """Return a ValidationError in one line: each field, its value and what is allowed."""
     fixes_of: dict[str, list[str]] = {}  # a union has one error for each member
     for item in error.errors(include_url=False):
         what, fix = _explain_one(schema, item)
@@ -166,7 +166,7 @@ def explain(schema: type[BaseModel], error: ValidationError) -> str:
 
 
 def _either(fixes: Sequence[str]) -> str:
-    """`give 'auto', an integer or a list`; other fixes are listed alone."""
+    """Join fixes into `give 'auto', an integer or a list`; fixes of another form come first."""
     *first, last = [fix.removeprefix(_GIVE) for fix in dict.fromkeys(fixes) if fix.startswith(_GIVE)] or [""]
     others = [fix for fix in dict.fromkeys(fixes) if not fix.startswith(_GIVE)]
     given = f"{_GIVE}{', '.join(first)}{' or ' if first else ''}{last}" if last else ""
@@ -216,10 +216,10 @@ def _index(items: list[Any], name: str, said: str) -> int:
 
 
 def _explain_one(schema: type[BaseModel], item: Any) -> tuple[str, str]:
-    """Return the place and the value, and what is allowed there."""
+    """Return the place with its value, and what is allowed there."""
     kind, loc = item["type"], item["loc"]
     location, inner = _locate(schema, loc[:-1] if kind == "extra_forbidden" else loc)
-    # A model that a validator made has fields of its own, which the schema does not name.
+    # A validator may validate another model, whose fields the schema does not have.
     where = ".".join(location or map(str, loc))
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), list(inner.model_fields) if inner else []
@@ -262,12 +262,14 @@ _WANTED = {  # by pydantic's name of a mistake
 
 
 def _as_typed(value: Any) -> str:
-    """Return a value as YAML has it where Python's word is another."""
+    """Return a value as YAML writes it."""
     return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else quoted(value)
 
 
 def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the fields and indices of a place, without pydantic's names of a union's members, and its model."""
+    """Return the fields and indices of a place, without the names that pydantic gives to members of unions, and the
+    model there.
+    """
     location: list[str] = []
     kinds: list[Any] = [schema]
     for part in loc:
@@ -280,7 +282,7 @@ def _locate(schema: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str
 
 
 def _inside(kind: Any, part: str | int) -> Iterator[Any]:
-    """Yield the type of what a type holds under a field's name, an index or a key."""
+    """Yield the type that a type holds under a field's name, an index or a key."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         if isinstance(part, str) and part in kind.model_fields:
             yield kind.model_fields[part].annotation

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def write(page: Path, sources: list[Path]) -> None:
-    """Write a section for each result; one that the page has already is replaced where it is."""
+    """Write a section for each result. A section that the page already has is replaced."""
     text = page.read_text(encoding="utf-8") if page.exists() else "# Benchmarks\n"
     for source in sources:
         result = json.loads(source.read_text(encoding="utf-8"))
@@ -44,7 +44,7 @@ def _section(result: dict[str, Any], source: Path, folder: Path) -> str:
 
 
 def _attention(result: dict[str, Any]) -> str:
-    """Time over full attention's, a column for each row of documents."""
+    """Return a table of time over that of full attention, with a column for each length and row."""
     rows = {(row["tokens"], row["row"], row["name"]): row for row in result["rows"] if "of_full" in row}
     columns = list(dict.fromkeys((tokens, which) for tokens, which, _ in rows))
     names = dict.fromkeys(
@@ -83,7 +83,7 @@ _TABLES = {"attention": _attention, "step": _step}
 
 
 def _draw(result: dict[str, Any], path: Path) -> None:
-    """Draw time over full attention's by length, for the rows of mean live pairs."""
+    """Draw time over that of full attention by length, for the rows with a mean number of live pairs."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in result["rows"]:
         if "of_full" in row and row["row"] == "mean" and row["variant"] != "full":

@@ -136,7 +136,7 @@ def damaged(draw: random.Random, folder: Path) -> Input:
 
 
 def damage_path(draw: random.Random, path: Path) -> str:
-    """Damage what a file is, a place of the JSON that it holds, or its bytes. Of a folder, damage what it is."""
+    """Damage a file: replace it by something else, or change its JSON or its bytes. A folder is replaced."""
     if path.is_dir() or draw.randrange(12) == 0:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         kind = draw.choice(["nothing", "a pipe", "a folder", "/no/such", path.name, "/dev/zero"])

@@ -25,7 +25,7 @@ PLACE = MarkedPlace("<!-- made by benchmarks/readers.py -->", "<!-- end -->")
 
 
 def main() -> None:
-    """Export, read, print; with --write put the tables between the marks of that file."""
+    """Export models, read them, print the tables. With --write put the tables between the marks of that file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()

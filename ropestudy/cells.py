@@ -28,7 +28,7 @@ LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tokenizers", "gguf"
 
 
 class CellResult(BaseModel):
-    """A sample of each pair of runs whose attention is compared, and of each whose outputs are, in the cell's order."""
+    """The samples of all comparisons of attention, and of all comparisons of outputs, in the order of the cell."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -31,8 +31,8 @@ OnCell = Callable[[str, int, int], None]  # what was done, cells done, cells in 
 def run_study(config: StudyConfig, out: Path, progress: OnCell = lambda *_: None, command: str = "") -> Results:
     """Run a study, or what is left of it. Write `results.json` into `out` whenever an experiment is finished.
 
-    Finished cells are kept in `out/cells`, each named by a hash of what its numbers depend on. Other sources, another
-    model or another device are other cells.
+    Finished cells are kept in `out/cells`, each named by a hash of what its numbers depend on. With other sources,
+    another model or another device the cells are computed again.
 
     Raises:
         UserError: before anything is computed: `out` holds another study, or the model or the text cannot be used.
@@ -97,7 +97,7 @@ def _check_folder(config: StudyConfig, out: Path) -> None:
 
 
 def _describe_model(config: StudyConfig, pretrained: Pretrained, used: set[str]) -> ModelDescription:
-    """Describe the model in words and numbers. used: names of the models that records are of."""
+    """Describe the model in words and numbers. used: names of the models in the records."""
     return ModelDescription(
         source=config.model.source,
         config=pretrained.config_json,

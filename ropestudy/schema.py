@@ -66,8 +66,8 @@ class Columns(_Part):
 
 
 class OutputDivergence(_Part):
-    """Of two output distributions p, q: mean over positions of sum p log(p / q), in nats, and how often the argmax
-    differs.
+    """How far two output distributions p, q are apart: mean over positions of sum p log(p / q), in nats; how often the
+    argmax differs; and the losses of both.
     """
 
     kl: Stat
@@ -81,7 +81,7 @@ class OutputDivergence(_Part):
 
 
 class Record(_Part):
-    """What is compared: a condition with something else, on rows of one length."""
+    """A comparison of a condition with something else, on rows of one length."""
 
     group: Group = Field(description="which question of which experiment the record answers")
     model: str = Field(description="pretrained, shuffled, or an initialisation of `models.INITIALISATIONS`")
@@ -123,7 +123,7 @@ class AttentionRecord(Record):
 class OutputsRecord(Record):
     """How far the outputs of the two runs are apart. Each run is a forward pass of its own.
 
-    `outputs.p` is `exact`, and `outputs.q` the condition. Where `exact` is no part of it, p is the condition at d1.
+    `outputs.p` is `exact`, and `outputs.q` the condition. Where `exact` is not compared, p is the condition at d1.
     """
 
     kind: Literal["outputs"] = "outputs"

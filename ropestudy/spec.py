@@ -104,7 +104,7 @@ class _OutputsAlone(_OneLength):
 
 
 class OutcomesConfig(_OutputsAlone):
-    """What whole setups make of the outputs: loss, divergence from float64, whether a key is copied."""
+    """What whole setups do to the outputs: loss, divergence from float64, whether a key is copied."""
 
     conditions: list[ConditionName] = Field(
         default=[*BF16_PRESETS], min_length=1, description="names of `conditions.CONDITIONS`"

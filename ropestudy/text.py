@@ -82,7 +82,7 @@ def open_gap(positions_T: np.ndarray, gap: int) -> np.ndarray:
 
 
 def copy_row(pool: Pool, number: int, tokens: int, bos_id: int | None, seed: int) -> tuple[RowArrays, np.ndarray]:
-    """Return a row whose second half repeats the first half's key, and the targets of what is to be copied.
+    """Return a row whose second half repeats the key of its first half, and the targets: the tokens to be copied.
 
     The key is tokens of the text in a random order, so that only a copy predicts them: `BOS key BOS key`
     (or the document's first token where there is no BOS). The targets are the second key's tokens but the first, which
@@ -104,7 +104,7 @@ def copy_row(pool: Pool, number: int, tokens: int, bos_id: int | None, seed: int
 
 
 def packed_row(pool: Pool, number: int, tokens: int, bos_id: int, documents: int, mask: str) -> RowArrays:
-    """Return several documents of unequal lengths after one BOS, the anchor, under a mask of `spec.MaskName`."""
+    """Return several documents of unequal lengths after one BOS, the anchor, under a mask such as `anchor`."""
     shares = np.arange(1, documents + 1)
     lengths = [int(n) for n in (tokens - 1) * shares // shares.sum()]
     lengths[-1] += tokens - 1 - sum(lengths)

@@ -31,6 +31,6 @@ def figure_style(name: str) -> dict[Any, Any]:
 
 
 def inline(drawn: str, label: str) -> Markup:
-    """Return an SVG file's text as an `<img>` of a page. label: what a screen reader says of it."""
+    """Return an SVG file's text as an `<img>` of a page. label: for screen readers."""
     data = base64.b64encode(drawn.encode()).decode()
     return Markup('<img src="data:image/svg+xml;base64,{}" alt="{}">').format(data, escape(label))

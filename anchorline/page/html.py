@@ -61,7 +61,7 @@ def render(
 
 
 def _printable(value: object) -> object:
-    """What an expression of a template gives, before it is escaped."""
+    """Make the value of a template's expression printable, before it is escaped."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -70,22 +70,22 @@ def _asset(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text in which what neither HTML, XML nor UTF-8 can hold is a replacement character."""
+    """Return a text with a replacement character for each one that HTML, XML or UTF-8 cannot hold."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
 
 
 def breakable(name: str) -> Markup:
-    """Return a long name that may go on in the next line after its separators."""
+    """Return a long name that may be broken into lines after its separators."""
     return Markup("<wbr>").join(re.findall(r"[^-._+/]*[-._+/]+|[^-._+/]+", printable(name)))
 
 
 def count(amount: int, noun: str) -> str:
-    """`1 sequence`, `3 sequences`."""
+    """Return `1 sequence` or `3 sequences`."""
     return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
 
 
 def day(created: str) -> str:
-    """`20 November 2026, 12:34 UTC`; what is not ISO 8601 as it is."""
+    """Return `20 November 2026, 12:34 UTC`; a text that is not ISO 8601 stays as it is."""
     try:
         return f"{datetime.fromisoformat(created).astimezone(UTC):%d %B %Y, %H:%M} UTC"
     except (ValueError, OverflowError):

@@ -31,7 +31,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A contrast over seeds. The interval is infinite of one seed."""
+    """A contrast over seeds. With one seed the interval is infinite."""
 
     name: str
     each: tuple[float, ...]  # of each seed
@@ -41,7 +41,7 @@ class Estimate:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation over seeds; infinite of one."""
+        """Standard deviation over seeds; infinite with one seed."""
         return float(np.std(self.each, ddof=1)) if len(self.each) > 1 else math.inf
 
     def __str__(self) -> str:
@@ -71,12 +71,12 @@ OTHERS = (
 
 
 def recall_at(number: int | None = None) -> Outcome:
-    """Return the outcome: recall at a distance, the mean over a run's last checkpoints. None: over all distances."""
+    """Return a function of a measurement: recall at a distance (None: at all), averaged over the last checkpoints."""
     return lambda measured: _at(measured.recall, number)
 
 
 def log_probability_at(number: int | None = None) -> Outcome:
-    """Return the outcome: log-probability of the answers, as `recall_at`. Unlike recall it has no ceiling at 1."""
+    """Return the same of the log-probability of the answers, which unlike recall has no ceiling at 1."""
     return lambda measured: -_at(measured.nats, number)
 
 
@@ -86,7 +86,7 @@ def _at(values: Sequence[Sequence[float]], number: int | None) -> float:
 
 
 def estimate(contrast: Contrast, measured: Mapping[Run, Measurement], outcome: Outcome) -> Estimate | None:
-    """Take a contrast over the seeds of which all its runs are measured; None if there is no such seed."""
+    """Return a contrast over the seeds whose runs are all measured; None if there is no such seed."""
     each = []
     for seed in sorted({run.seed for run in measured}):
         runs = {Run(*of, seed): weight for of, weight in contrast.weights.items()}
@@ -96,7 +96,7 @@ def estimate(contrast: Contrast, measured: Mapping[Run, Measurement], outcome: O
 
 
 def summarise(name: str, each: list[float]) -> Estimate:
-    """Return mean and Student's interval of one number a seed."""
+    """Return the mean of one number for each seed, and Student's interval."""
     mean, half = float(np.mean(each)), math.inf
     if len(each) > 1:
         error = float(np.std(each, ddof=1)) / math.sqrt(len(each))
@@ -105,7 +105,7 @@ def summarise(name: str, each: list[float]) -> Estimate:
 
 
 def seeds_for_power(deviation: float, effect: float, most: int = 10_000) -> int:
-    """Return how many seeds detect an effect with 80% power, of paired differences with a standard deviation."""
+    """Return how many seeds detect an effect with 80% power, if paired differences have this standard deviation."""
     for seeds in range(3, most):
         needed = stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1) + stats.t.ppf(POWER, seeds - 1)
         if needed * deviation / math.sqrt(seeds) <= effect:

@@ -27,7 +27,7 @@ _SPACING = 4  # tokens between two queries of a row
 
 @dataclass(frozen=True)
 class RecallRows:
-    """Rows of one document each, and where they ask for a value again."""
+    """Rows of one document each, and the places of their questions."""
 
     input_ids: np.ndarray  # int64 [N, T]
     queries: np.ndarray  # int64 [N, Q], the key whose value comes next
@@ -45,9 +45,9 @@ def write_documents(facts: FactsConfig, stage: StageConfig, number: int, path: P
     """Write a stage's documents, a line of JSON each.
 
     Args:
-        facts: what they are made of.
-        stage: their lengths, and how many tokens in all.
-        number: of the stage, which draws other documents than another.
+        facts: what the documents are made of.
+        stage: the lengths of the documents, and the number of all tokens.
+        number: of the stage; each stage draws other documents.
         path: the file.
     """
     random, words = random_stream(facts.seed, _DOCUMENTS, number), np.array(vocabulary(facts))
@@ -63,14 +63,14 @@ def write_documents(facts: FactsConfig, stage: StageConfig, number: int, path: P
 
 
 def make_rows(facts: FactsConfig, tokens: int, distances: Sequence[int], rows: int, each: int) -> RecallRows:
-    """Return rows that end in queries, `each` of every distance, in drawn order.
+    """Return rows that end in questions, `each` of every distance, in an order that is drawn.
 
     Args:
-        facts: what they are made of.
+        facts: what the rows are made of.
         tokens: T.
-        distances: from a query to its fact, the one earlier word about its key; each a multiple of 4.
+        distances: from a question to its fact, which is the one earlier word about its key; multiples of 4.
         rows: N.
-        each: queries of a distance in a row.
+        each: questions of one distance in a row.
     """
     slots = len(distances) * each
     first = tokens - slots * _SPACING

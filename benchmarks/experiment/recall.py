@@ -30,7 +30,7 @@ _ROWS_AT_A_TIME = 8
 
 
 class Measurement(BaseModel):
-    """Recall of one run: a number for each checkpoint, the last ones of the run, and each distance."""
+    """What was measured of one run: a number for each of its last checkpoints and each distance."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -44,9 +44,9 @@ def measure(folders: Sequence[Path], arithmetic: str, rows: RecallRows) -> tuple
     """Return recall and loss at the answers, [models][distances] each, distances in rising order.
 
     Args:
-        folders: the models.
-        arithmetic: in which they are run.
-        rows: what they are given.
+        folders: of the models.
+        arithmetic: that the models compute in.
+        rows: the input.
     """
     measured = []
     for folder in folders:
@@ -58,7 +58,7 @@ def measure(folders: Sequence[Path], arithmetic: str, rows: RecallRows) -> tuple
 
 @torch.no_grad()
 def recall(model: "PreTrainedModel", rows: RecallRows) -> tuple[list[float], list[float]]:
-    """Return the share of queries that a model under `anchor` answers, and the loss there, by rising distance."""
+    """Return the share of questions that a model answers, and the loss at the answers, by rising distance."""
     right, loss = [], []
     for first in range(0, len(rows.input_ids), _ROWS_AT_A_TIME):
         part = slice(first, first + _ROWS_AT_A_TIME)

@@ -49,8 +49,8 @@ def write_report(experiment: TrainingExperiment, measured: Measured, document: P
     """Print the tables of what has been measured, or write them and a figure into a document.
 
     Args:
-        experiment: whose.
-        measured: of its runs.
+        experiment: its settings.
+        measured: its measurements.
         document: a Markdown file with the marks of answer and results; its figure goes into `figures/` next to it.
 
     Raises:
@@ -130,7 +130,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _draw(experiment: TrainingExperiment, measured: Measured) -> str:
-    """Draw recall by distance, an arithmetic to a panel, a mask to a line, with intervals."""
+    """Draw recall by distance with intervals: a panel for each arithmetic, a line for each mask."""
     drawn, distances = io.StringIO(), sorted(experiment.measure.distances)
     variants = list(dict.fromkeys(variant for of in experiment.cells.values() for variant in of))
     with matplotlib.rc_context(figure_style("experiment")):

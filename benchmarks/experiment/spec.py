@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder and of its measurement."""
         return f"{self.arithmetic}-{self.variant}-{self.seed}"
 
 
@@ -69,7 +69,7 @@ class StageConfig(Section):
     )
     full_share: Share = Field(default=0.0, description="share of the documents that fill a row")
     corpus_tokens: Count = Field(description="of all documents; every seed reads others of them, in another order")
-    run: dict[str, Any] = Field(description="a run's config but for what the experiment sets")
+    run: dict[str, Any] = Field(description="a run's config, without the settings that the experiment makes")
 
     @property
     def row_tokens(self) -> int:
@@ -156,7 +156,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> TrainingExperi
     """Read an experiment's YAML file, apply `section.key=value` overrides, validate.
 
     Raises:
-        UserError: one line that names what does not fit, what `run` says among it.
+        UserError: one line that names what does not fit, also in `run`.
     """
     experiment = settings.load(TrainingExperiment, path, overrides, example="seeds=10")
     for stage in experiment.stages:

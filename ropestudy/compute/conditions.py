@@ -140,7 +140,7 @@ def off_together(base: str) -> list[Condition]:
 
 
 def remedies(base: str) -> list[Condition]:
-    """Return the preset, and what people do about it."""
+    """Return a preset with each of the changes that people make against its rounding."""
     rounding = preset(base)
     half = rounding.q_rotated
     rotation = rounding.replace(table="fp32", rope_product="fp32", rope_sum="fp32")
@@ -171,7 +171,7 @@ def remedies(base: str) -> list[Condition]:
         ),
         change("bf16 inverse frequencies", rounding.replace(inv_freq="bf16"), "what .to(bfloat16) does: no remedy"),
     ]
-    # FlashAttention keeps its logits in float32: what a preset does anyway does not remedy it.
+    # A change that changes nothing is no remedy: FlashAttention keeps its logits in float32 anyway.
     return [one for one in changes if (one.rounding, one.method) != (rounding, AS_THE_ORACLE)]
 
 
@@ -179,8 +179,9 @@ DOSES = ("table", "q and k", "q and k before RoPE", "all of RoPE")
 
 
 def dose(site: str, mantissa_bits: int) -> Condition:
-    """Return a site of `DOSES` rounded to so many mantissa bits with float32's exponents; angles are float64's and all
-    else is float32. `all of RoPE` is the tables, products, sums, q and k.
+    """Return a condition that rounds a site of `DOSES` to so many mantissa bits, with the exponents of float32.
+
+    Angles are float64, and everything else is float32. `all of RoPE` is the tables, products, sums, q and k.
     """
     form, name = f"e8m{mantissa_bits}", f"{site}, {mantissa_bits} bits"
     sites = {
@@ -195,7 +196,7 @@ def dose(site: str, mantissa_bits: int) -> Condition:
 
 
 def before_and_after(base: str) -> list[Condition]:
-    """Return conditions that round q and k, and nothing else, before the rotation and after it."""
+    """Return two conditions that round only q and k: before the rotation, and after it."""
     half = preset(base).q_rotated
     exact = EXACT.rounding
     return [

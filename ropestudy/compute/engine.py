@@ -42,7 +42,7 @@ HEAD_NUMBERS = 10_000_000  # logits over the vocabulary that are held at a time,
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: what every run of a comparison shares."""
+    """One sequence, which all runs of a comparison share."""
 
     ids_T: np.ndarray  # int64
     documents_T: np.ndarray  # int64, the contract's document_ids
@@ -58,7 +58,7 @@ class Stream:
 
 
 class Run(NamedTuple):
-    """A run of a comparison: the place of its stream, and its own among the runs of that."""
+    """A run of a comparison: the place of its stream, and its place in the stream."""
 
     stream: int
     number: int
@@ -83,12 +83,12 @@ def compare(
 ) -> tuple[list[Sums], list[DivergenceSample]]:
     """Compare the attention of pairs of runs over all layers, and the output distributions of `divergences`' pairs.
 
-    RoPE's frequencies are those of the row's own length, whatever is added to the positions: types that look at the
-    largest position (`dynamic`, `longrope`) would otherwise not be the same function at two shifts.
+    RoPE's frequencies are those of the row's length, without the shift. The types that look at the largest position
+    (`dynamic`, `longrope`) would otherwise be two functions at two shifts.
 
     Args:
         decoder: parameters that every carrier holds exactly.
-        row, streams, pairs: see there.
+        row, streams, pairs: see the classes.
         divergences: pairs (p, q) of runs; each is a forward pass of its own.
         query_block: queries at a time; memory is R H query_block T.
 
@@ -101,7 +101,7 @@ def compare(
     advanced = _list_runs(len(streams), pairs, divergences)
     documents_T = jnp.asarray(row.documents_T)
     layers: list[list[LayerSums]] = [[] for _ in groups]
-    # What no layer changes is taken once: outside of compiled code every indexing costs more than what it takes.
+    # Indexing outside of compiled code is slow, so it is done once and not in every layer.
     own_tables = {i: ready[i].take(runs) for i, runs in advanced.items()}
     group_tables = [{i: ready[i].take(runs) for i, runs in group.runs.items()} for group in groups]
     group_places = [
@@ -177,7 +177,7 @@ def divergences_of_rows(
     documents_T: np.ndarray,
     targets_ST: np.ndarray,
 ) -> list[list[DivergenceSample]]:
-    """Return, for each of `hidden` but the first, the divergence of its outputs from the first one's, row by row.
+    """Return the divergence of the outputs of each of `hidden` from those of the first, row by row.
 
     hidden: (`final_hidden` [S, T, M], its condition).
     documents_T: of the outputs that count; the others have `PADDING`.

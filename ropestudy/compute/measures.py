@@ -15,7 +15,7 @@ from ropestudy.schema import Columns, Difference, OutputDivergence, Stat
 
 @dataclass(frozen=True)
 class Sums:
-    """|a - b| of the attention of two runs of one row, summed. All float64."""
+    """Sums of |a - b|, the difference of the attention of two runs of one row. All are float64."""
 
     column_T: np.ndarray  # sum over layers, heads, queries of |dATTN|
     logit_T: np.ndarray  # the same of logits, visible pairs
@@ -25,7 +25,7 @@ class Sums:
 
 
 class Sample(BaseModel):
-    """`Difference` of one sequence, a number each, and its columns."""
+    """The numbers of `Difference` for one sequence, and its columns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,7 +39,7 @@ class Sample(BaseModel):
 
 
 class DivergenceSample(BaseModel):
-    """`OutputDivergence` of one sequence."""
+    """The numbers of `OutputDivergence` for one sequence."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -90,25 +90,25 @@ def sample(sums: Sums, document_ids_T: np.ndarray) -> Sample:
 
 
 def stat(values: Sequence[float]) -> Stat:
-    """Return one number over the sequences."""
+    """Return the mean of a number over the sequences, with its values."""
     array = np.asarray(values, np.float64)
     return Stat(mean=float(array.mean()), values=array.tolist())
 
 
 def difference(samples: Sequence[Sample]) -> Difference:
-    """Return the sequences together."""
+    """Return the difference over all sequences."""
     scalars = [name for name, field in Sample.model_fields.items() if field.annotation is float]
     return Difference(**{name: stat([getattr(one, name) for one in samples]) for name in scalars})
 
 
 def columns(samples: Sequence[Sample]) -> Columns:
-    """Return the sequences together, token by token."""
+    """Return the difference token by token, the mean over all sequences."""
     together = {name: np.array([one.columns[name] for one in samples]) for name in samples[0].columns}
     return Columns(**{name: x.mean(0).tolist() for name, x in together.items()})
 
 
 def divergence(samples: Sequence[DivergenceSample]) -> OutputDivergence:
-    """Return the sequences together."""
+    """Return the divergence over all sequences."""
     values = {
         name: [getattr(one, name) for one in samples]
         for name in DivergenceSample.model_fields

@@ -17,12 +17,12 @@ from jaxref.rounding import Format, Rounding, find_format, round_to
 
 @dataclass(frozen=True)
 class Method:
-    """How q and k are rotated, apart from the roundings. Hashable. The default is the oracle's own way.
+    """How q and k are rotated, apart from the roundings. Hashable. The default is what the oracle does.
 
     angles: `float64` computes angles, cos and sin in float64 in any carrier; `inv_freq` and `angle` then round nothing.
     phases: seed of one constant random phase per rotary pair, added to every angle of q and k alike: it cancels in each
         dot product as a shift does. With float64 angles only.
-    before: q and k are rounded to this format before they are rotated. What is not rounded after, the rounding says.
+    before: q and k are rounded to this format before they are rotated. `Rounding` decides what is rounded after.
     split: rotated q and k are kept as hi + lo, each of this format: the operands of a product in several terms. The
         four products hi hi + hi lo + lo hi + lo lo are one product of the sums here.
     per_head: q, k and v are rounded to this format, each key/value head (and the query heads that read it) with one
@@ -53,7 +53,7 @@ class Tables(NamedTuple):
     sin: jax.Array
 
     def take(self, runs: list[int]) -> "Tables":
-        """Return the tables of these runs alone."""
+        """Return the tables of some of the runs."""
         index = np.asarray(runs)
         return Tables(self.cos[index], self.sin[index])
 

@@ -29,7 +29,7 @@ REST = (*SOFTMAX, "pv", "attn_out", "proj", "residual", "norm", "mlp")
 
 
 class QKV(NamedTuple):
-    """What attention takes, [S, T, heads, D] each."""
+    """The inputs of attention, [S, T, heads, D] each."""
 
     q: jax.Array
     k: jax.Array
@@ -62,7 +62,7 @@ class _BlockSums(NamedTuple):
 
 
 def restrict(condition: Condition, sites: tuple[str, ...]) -> Rounding:
-    """Return the condition's rounding as far as it acts at these sites."""
+    """Return the condition's rounding at these sites alone."""
     order = condition.rounding.normalise if "probs" in sites else "before_pv"
     return condition.rounding.only(*sites).replace(normalise=order)
 

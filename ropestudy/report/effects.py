@@ -15,7 +15,7 @@ LEVEL = 0.95
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits: `0.0123`, `1.23e-5`, `1,230`."""
+    """Return a number with this many significant digits: `0.0123`, `1.23e-5`, `1,230`."""
     if not math.isfinite(value):
         return str(value)
     value = float(f"{value:.{digits}g}") if abs(value) < 1000 else round(value)
@@ -29,14 +29,14 @@ def format_number(value: float, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Effect:
-    """A number and its interval; of a single text the interval is everything."""
+    """A number and its interval. With a single text the interval is infinite."""
 
     value: float
     low: float
     high: float
 
     def written(self, digits: int = 3) -> str:
-        """Return `0.0123 (0.01 to 0.02)` with so many significant digits."""
+        """Return `0.0123 (0.01 to 0.02)` with this many significant digits."""
         value, low, high = (format_number(x, digits) for x in (self.value, self.low, self.high))
         if math.isinf(self.low) and math.isinf(self.high) and not math.isinf(self.value):
             return f"{value} (one text)"

@@ -18,7 +18,7 @@ from ropestudy.schema import Against, AttentionRecord, OutputsRecord, Record, Re
 MARKER = re.compile(r"<!--n:(?P<key>[^ >]+)-->.*?<!--/n-->", re.DOTALL)
 EAGER, FLASH, PAPER, FP8 = "hf_eager_bf16", "flash_bf16", "paper_bf16", "fa3_fp8"
 BF16 = (EAGER, FLASH, PAPER)
-# What somebody may do: from one condition to another.
+# Actions that a reader may take: from one condition to another.
 ACTIONS = {
     "flash": (EAGER, FLASH),
     "inv_freq": (f"{EAGER}_inv_freq", EAGER),
@@ -79,7 +79,7 @@ def _percent(effects: Sequence[Effect]) -> str:
 
 
 def _counts(effects: dict[str, list[Effect]]) -> Numbers:
-    """Return what follows from an action's effects: in how many cases an interval excludes no change."""
+    """Return in how many cases of each action an interval excludes no change."""
     numbers = {}
     for key, several in effects.items():
         label, _, kind = key.rpartition(".")
@@ -188,7 +188,7 @@ def _first_token(results: Results) -> Numbers:
 
 
 def _by_length(results: Results) -> dict[str, list[AttentionRecord]]:
-    """Return what shows growth with the length, by condition and mode; the lengths rise."""
+    """Return the records of rising lengths, by condition and mode."""
     series: dict[str, list[AttentionRecord]] = {}
     for mode in ("local", "propagated"):
         for one in _attention(results, "shift", mode):
@@ -301,6 +301,6 @@ def _moved(one: AttentionRecord) -> list[float]:
 
 
 def _fold(one: AttentionRecord | OutputsRecord, other: AttentionRecord | OutputsRecord) -> Effect:
-    """Return how many times as far apart one is as the other."""
+    """Return the quotient of the differences in two records, text by text."""
     a, b = (x.outputs.kl.values if isinstance(x, OutputsRecord) else _moved(x) for x in (one, other))
     return fold_of(a, b)

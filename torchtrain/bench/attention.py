@@ -37,7 +37,7 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A computation that is timed: its name, the mask that it computes, and torchtrain's engine; None: a rival."""
+    """A computation that is timed: its name, its mask, and the engine of torchtrain (None: what people use instead)."""
 
     name: str
     variant: str
@@ -65,13 +65,13 @@ def measure_attention(
     """Measure every case at every length.
 
     Args:
-        config: what.
+        config: the settings.
         clock: of the device.
-        say: takes one line at a time on what begins.
+        say: takes a line when a part begins.
         keep: takes the result so far, each time a row is done.
 
     Returns:
-        What the result holds besides its environment.
+        The result, without its environment.
     """
     bench, corpus, rows = config.attention, Corpus(config), list[dict[str, Any]]()
     result = {"heads": [bench.heads, bench.kv_heads, bench.head_dim], "rows": rows}
@@ -97,13 +97,13 @@ def prepare_case(case: Case, ids_T: dict[str, Tensor], bench: AttentionBench, dt
     """Make a case ready on a row.
 
     Args:
-        case: which.
+        case: the case.
         ids_T: the row's document ids under each variant, on the device.
         bench: how long a dense mask may be.
-        dtype: of the tensors that it will get.
+        dtype: of q, k and v.
 
     Raises:
-        UserError: it cannot run here, in this dtype, or at this length: why.
+        UserError: the reason why it cannot run here, in this dtype, or at this length.
     """
     ids_1T = ids_T[case.variant][None]
     T, device = ids_1T.shape[1], ids_1T.device
@@ -166,14 +166,14 @@ def _compiled() -> Any:
 
 
 def copy_bos(ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay a row out as the authors' FlashAttention does: the anchor's token once more in front of each document.
+    """Lay a row out as the authors' FlashAttention does, with a copy of the anchor's token in front of each document.
 
     Args:
         ids_T: document ids of a row whose anchor is its first token alone.
 
     Returns:
-        The row's token that each of the U copies [U]; their document ids [1, U]; where among them the row's own tokens
-        are [T], the anchor's among the first document.
+        The index in the row of each of the U tokens [U]; their document ids [1, U]; the places of the row's tokens
+        among them [T].
     """
     counts = ids_T[1:].unique_consecutive(return_counts=True)[1].tolist()
     bos = torch.zeros(1, dtype=torch.long)
@@ -185,7 +185,7 @@ def copy_bos(ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock) -> dict[str, dict[str, Any]]:
-    """Judge each case by the error rule; a case that cannot run says why."""
+    """Judge each case by the error rule, or give the reason why it cannot run."""
     bench = config.attention
     ids_T = _document_ids(corpus, bench.check_tokens, "least", clock.device)
     inputs = _draw(config.attention, bench.check_tokens, dtype, clock.device)
@@ -294,7 +294,7 @@ def _summarise(
     full: Prepared,
     bench: AttentionBench,
 ) -> dict[str, Any]:
-    """Sum up a case's turns; one without a backward pass is compared with the yardstick's forward pass alone."""
+    """Sum up the turns of a case. Without a backward pass it is compared with the forward pass of the yardstick."""
     parts, live = list(seconds[0]), prepared.live_pairs / full.live_pairs
     own = [sum(turn.values()) for turn in seconds]
     whole = [sum(turn[part] for part in parts) for turn in yardstick]

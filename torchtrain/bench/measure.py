@@ -29,11 +29,11 @@ class Clock:
 
     @property
     def counts_cpu_time(self) -> bool:
-        """Whether its seconds are the CPU's, of one thread; else they are the wall clock's."""
+        """Whether seconds are those of one CPU thread, and not those of the wall clock."""
         return self.device.type == "cpu" and self.threads == 1
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Return how long a call takes, after two that warm it up, with the device waited for."""
+        """Return how long a call takes, after two calls that warm it up. It waits for the device."""
         timer: dict[str, Any] = {"timer": time.process_time} if self.counts_cpu_time else {}
         measured = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads(), **timer)
         return measured.timeit(1).median

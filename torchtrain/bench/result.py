@@ -25,13 +25,13 @@ PACKAGES = ("torch", "transformers", "flash-attn", "flash-attn-4", "triton", "nu
 
 
 def run_bench(what: What, config: BenchConfig, out: Path, say: Callable[[str], None]) -> None:
-    """Measure, and write OUT/WHAT.json and OUT/WHAT.md each time a row is done: an interruption keeps what is there.
+    """Measure. Write OUT/WHAT.json and OUT/WHAT.md each time a row is done, so that an interruption loses little.
 
     Args:
         what: which measurement.
         config: its settings.
         out: the folder.
-        say: takes one line at a time on what begins.
+        say: takes a line when a part begins.
 
     Raises:
         UserError: a setting or the folder cannot be used.
@@ -54,7 +54,7 @@ def run_bench(what: What, config: BenchConfig, out: Path, say: Callable[[str], N
 
 
 def _describe_environment(clock: Clock) -> dict[str, Any]:
-    """Return when, where and with what a result is made."""
+    """Return the date, the machine and the versions of a result."""
     cuda = clock.device.type == "cuda"
     commit, changed = git_state(Path(torchtrain.__file__).parents[1])
     return {

@@ -43,7 +43,7 @@ Row = dict[str, Tensor]  # the five arrays [1, T], on the host
 
 
 class Ours:
-    """`torchtrain`, as a run's step goes, with a copy of the model's weights."""
+    """A step of `torchtrain train`, with a copy of the model's weights."""
 
     def __init__(self, model: "PreTrainedModel", bench: StepBench, device: torch.device, compiled: bool) -> None:
         self.model, self.world = copy.deepcopy(model), World(device=device)
@@ -70,9 +70,9 @@ class Ours:
 
 
 class Plain:
-    """transformers' model with its SDPA, and torch's AdamW over a copy of the model's own parameters.
+    """A step as people write it: transformers' model with its SDPA, and torch's AdamW, with a copy of the weights.
 
-    With a mask [1, 1, T, T] documents are kept apart as they are without an engine for it.
+    `masked` keeps documents apart by a dense mask [1, 1, T, T].
     """
 
     def __init__(self, model: "PreTrainedModel", bench: StepBench, device: torch.device, masked: bool) -> None:
@@ -118,7 +118,7 @@ def open_loop(name: str, model: "PreTrainedModel", bench: StepBench, device: tor
 
 
 def row_of(corpus: Corpus, tokens: int, loop: str) -> Row:
-    """Return the row that a loop learns: of the mask that it computes."""
+    """Return the row that a loop trains on, in the variant that it computes."""
     return collate([corpus.row(tokens, "full" if loop.endswith("full") else "anchor")])
 
 
