@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from anchorline import environment
 from anchorline.environment import git_state, packaged_file, processor, usable_cores, versions
 
 
@@ -47,17 +46,12 @@ def test_the_processor_has_its_cores_and_versions_are_of_installed_packages():
     assert known == {"python": platform.python_version(), "pydantic": importlib.metadata.version("pydantic")}
 
 
-def test_a_file_of_a_package_is_found_without_importing_it(monkeypatch, tmp_path):
+def test_a_file_of_a_package_is_found_without_importing_it():
     file = packaged_file("pydantic", "main.py")
     assert file is not None
     assert file.name == "main.py"
     assert packaged_file("pydantic", ".gguf") is None
     assert packaged_file("none-of-this-name", ".py") is None
-    gone = importlib.metadata.PathDistribution(tmp_path)
-    path = importlib.metadata.PackagePath("gone.py")
-    path.dist = gone
-    monkeypatch.setattr(environment.importlib.metadata, "files", lambda name: [path])
-    assert packaged_file("pydantic", ".py") is None  # it is listed, and removed
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,7 @@ def test_a_name_breaks_after_its_separators_and_holds_no_markup():
     ("created", "shown"),
     [
         ("2026-11-20T12:34:56+00:00", "20 November 2026, 12:34 UTC"),
-        ("2026-11-20T23:30:00-05:00", "21 November 2026, 04:30 UTC"),
         ("yesterday", "yesterday"),
-        ("9999-12-31T23:59:59-12:00", "9999-12-31T23:59:59-12:00"),
     ],
 )
 def test_a_date_is_shown_in_utc(created, shown):

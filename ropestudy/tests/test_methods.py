@@ -12,7 +12,6 @@ from jaxref.rounding import NO_SITES, SITES, Rounding, preset
 from jaxref.tests.decoders import tiny
 from jaxref.tests.test_model import UNIT_RATIO
 from jaxref.weights import to_arrays
-from ropestudy.compute import pieces
 from ropestudy.compute.conditions import EXACT, Condition, off_alone, off_together, on_alone, remedies
 from ropestudy.compute.engine import Pair, Row, Stream, compare
 from ropestudy.compute.measures import sample
@@ -139,13 +138,6 @@ def test_remedies_that_leave_q_and_k_unrounded_leave_their_copies_too():
         for one in kept:
             assert one.method.split or {one.rounding.q_rotated, one.rounding.k_rotated} <= {None, "fp32"}
             assert one.rounding.kv_heads in (None, "fp32")
-
-
-def test_the_compiled_pieces_know_every_site():
-    """Each piece is compiled for the sites that act in it; one in no piece would be ignored without a word."""
-    of_tables = {"position", "inv_freq", "angle", "table"}
-    known = of_tables | {"embed", "logits"} | {*pieces.PROJECTION, *pieces.ROTATION, *pieces.REST}
-    assert known == set(SITES)
 
 
 def test_rope_does_not_look_at_the_shift():
