@@ -15,10 +15,12 @@ import torch
 from optax import GradientTransformation
 from torch import Tensor
 
+from anchorline.tolerance import UNIT_ROUNDOFF
 from jaxref.attention import attention
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
 from jaxref.optim import adamw, learning_rates
+from jaxref.rope import inverse_frequencies
 from jaxref.rounding import Rounding
 from jaxref.weights import from_arrays
 from torchtrain.config import TrainConfig
@@ -94,6 +96,23 @@ def _forward_order(name: str) -> tuple[int, int, int]:
         _, layer, tap = name.split(".")
         return 1, int(layer), _LAYER_ORDER.index(tap)
     return {"embed": (0, 0, 0), "final_norm": (2, 0, 0), "logits": (2, 0, 1)}[name]
+
+
+def likely_errors_of_rotation(decoder: Decoder, taps: Mapping[str, np.ndarray], position_ids_BT: Any) -> dict[str, float]:
+    """Return what q and k after RoPE may well err, by the names of `oracle_taps`, whose truth `taps` is.
+
+    Implementations make a frequency of one to four float32 operations (power, reciprocal, the type's own) and one more
+    makes the angle. All tokens share a frequency's error, so an array has a few such errors, one for each pair that
+    turns fast, and by luck the reference's are a seventh of another's. Each operation errs at most one unit roundoff,
+    independent ones by its 0.4 on the root mean square, so five err about one unit roundoff of the angle.
+    """
+    positions = np.asarray(position_ids_BT)
+    frequencies_C, _ = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)
+    turned_BTC = UNIT_ROUNDOFF["float32"] * positions[..., None] * frequencies_C
+    moved_BT1D = np.concatenate([turned_BTC, turned_BTC], axis=-1)[:, :, None]
+    return {
+        name: float(np.sqrt(np.mean(np.square(moved_BT1D * taps[name])))) for name in taps if name.endswith("_rope")
+    }
 
 
 def attention_arrays(

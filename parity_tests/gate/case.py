@@ -236,9 +236,7 @@ def rope_settings(spec: CaseSpec, pairs: int) -> dict[str, Any]:
         rising = np.linspace(0, 1, pairs)
         settings |= {"short_factor": (1 + 0.5 * rising).tolist(), "long_factor": (FACTOR**rising).tolist()}
     if all_:
-        settings |= {
-            "theta": 1_000_000.0
-        }  # at 70,000 one frequency's rounding, a single draw, is seven times the oracle's
+        settings |= {"theta": 70_000.0}
         settings |= {"beta_fast": 20.0, "beta_slow": 2.0} if rope == "yarn" else {}
         settings |= {"attention_factor": 1.3} if rope in ("yarn", "longrope") else {}
     return settings

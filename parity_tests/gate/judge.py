@@ -93,7 +93,7 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
         broken = _where_not_finite(array, truth)
         if broken:
             problems.append(f"{name} is {broken}")
-        likely = 0.0
+        likely = oracle.likely.get(name, 0.0)
         if (tokens := f"{name}.tokens") in oracle.truth:  # the mean of these
             labelled = int(np.count_nonzero(oracle.truth[tokens]))
             likely = likely_error_of_mean(oracle.truth[tokens], oracle.reference[tokens], labelled)

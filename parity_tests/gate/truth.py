@@ -6,7 +6,7 @@ Legend: B batch · T tokens of a row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from jaxref.weights import cast, from_arrays, load_hf, to_arrays
 from parity_tests.gate.case import CHUNKS, GateCase, RowTokens, insert_padding, tiny_weights
 from parity_tests.gate.corpus import draw_corpus
 from parity_tests.gate.spec import CaseSpec
-from parity_tests.oracle import Arrays, adamw_of, oracle_taps, preset_name, rates_of
+from parity_tests.oracle import Arrays, adamw_of, likely_errors_of_rotation, oracle_taps, preset_name, rates_of
 from torchtrain.config import TrainConfig
 
 QUERY_BLOCK = 256  # longer rows are attended by blocks of queries
@@ -31,11 +31,15 @@ QUERY_BLOCK = 256  # longer rows are attended by blocks of queries
 
 @dataclass(frozen=True)
 class OracleArrays:
-    """Truth in float64 and what the rounding preset makes of it, by the same names. Exact arrays have a truth alone."""
+    """Truth in float64 and what the rounding preset makes of it, by the same names. Exact arrays have a truth alone.
+
+    likely: what a reference of some arrays may well err (`judge`'s `likely_error`).
+    """
 
     truth: Mapping[str, np.ndarray]
     reference: Mapping[str, np.ndarray]
     exact: Mapping[str, np.ndarray]
+    likely: Mapping[str, float] = field(default_factory=dict)
 
 
 class Oracle:
@@ -59,7 +63,7 @@ class Oracle:
         inputs = {"forward": ("input_ids", "position_ids", "document_ids"), "loss": ("shift_labels",)}
         names = [name for stage in case.spec.stages for name in inputs.get(stage, ())]
         same = {f"inputs.{name}": exact.batch[name] for name in names} | (exact.of_run if case.spec.is_run else {})
-        return OracleArrays(truth, reference, same)
+        return OracleArrays(truth, reference, same, exact.likely)
 
     def _get(self, case: GateCase, name: str) -> "_RoundedOracle":
         key = case.spec.shared, name
@@ -78,6 +82,7 @@ class _RoundedOracle:
         self._rows = self._lay_out(case.rows)
         self.batch = {name: np.concatenate([row[name] for row in self._rows]) for name in self._rows[0]}
         self.of_run: Arrays = {}
+        self.likely: dict[str, float] = {}
         self._block = QUERY_BLOCK if case.spec.tokens > 2 * QUERY_BLOCK else None
         self._trajectories: dict[tuple[str, str, int], Arrays] = {}
 
@@ -103,7 +108,9 @@ class _RoundedOracle:
 
     @cached_property
     def _forward(self) -> Arrays:
-        return oracle_taps(self._decoder, self.batch, self._rounding, self._block)
+        taps = oracle_taps(self._decoder, self.batch, self._rounding, self._block)
+        self.likely |= likely_errors_of_rotation(self._decoder, taps, self.batch["position_ids"])
+        return taps
 
     @cached_property
     def _loss(self) -> Arrays:
@@ -175,6 +182,8 @@ class _RoundedOracle:
         found |= {f"run.masters.{name}": np.asarray(master) for name, master in masters.items()}
         taps = oracle_taps(decoder, batch, self._rounding, self._block)
         found |= {f"run.exported.{name}": tap for name, tap in taps.items()}
+        likely = likely_errors_of_rotation(decoder, taps, batch["position_ids"])
+        self.likely |= {f"run.exported.{name}": error for name, error in likely.items()}
         self.of_run = {f"run.inputs.{name}": np.concatenate([row[name] for row in rows]) for name in rows[0]}
         self.of_run["run.length"] = np.array([max(spec.tokens, config.max_position_embeddings)])
         return found
