@@ -98,7 +98,9 @@ def _forward_order(name: str) -> tuple[int, int, int]:
     return {"embed": (0, 0, 0), "final_norm": (2, 0, 0), "logits": (2, 0, 1)}[name]
 
 
-def likely_errors_of_rotation(decoder: Decoder, taps: Mapping[str, np.ndarray], position_ids_BT: Any) -> dict[str, float]:
+def likely_errors_of_rotation(
+    decoder: Decoder, taps: Mapping[str, np.ndarray], position_ids_BT: Any
+) -> dict[str, float]:
     """Return what q and k after RoPE may well err, by the names of `oracle_taps`, whose truth `taps` is.
 
     Implementations make a frequency of one to four float32 operations (power, reciprocal, the type's own) and one more
