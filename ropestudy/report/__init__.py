@@ -1,6 +1,6 @@
-"""Show a study's results as tables and figures, and fill docs/precision.md with their numbers.
+"""Show a study's results as tables and figures.
 
-`python -m ropestudy.report runs/study` makes tables and figures again from `results.json` alone.
+`python -m ropestudy.report runs/study` makes them again from `results.json` alone.
 """
 
 from pathlib import Path

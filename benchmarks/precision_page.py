@@ -1,19 +1,35 @@
-"""The numbers of docs/precision.md, which a person writes around them.
+"""Fill docs/precision.md, which a person writes, with the numbers of the kept studies. Nothing is computed anew.
+
+    python -m benchmarks.precision_page          # write the numbers into the page
+    python -m benchmarks.precision_page --keys   # print every key and its text
 
 The page holds markers, `<!--n:key-->0.79 (0.7 to 0.9)<!--/n-->`. `fill_page` writes the text of each key between them.
-Each function below makes the keys of one kind of record; `python -m ropestudy.report --keys` prints them all. Where a
-key has one effect its text is the effect with its interval; where it has several, it is the range of their values.
+Each function below makes the keys of one kind of record. Where a key has one effect, its text is the effect with its
+interval. Where it has several, it is the range of their values.
 """
 
+import argparse
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from anchorline.errors import UserError
+from anchorline.files import read_json, save
+from benchmarks.experiment.effects import PRECISION, RELATIVITY, SINK, estimate, log_probability_at
+from benchmarks.experiment.recall import Measurement
+from benchmarks.experiment.spec import Run
 from ropestudy.report.effects import Effect, difference_of, exponent_of, fold_of, format_number, mean_of, typical_of
-from ropestudy.schema import Against, AttentionRecord, OutputsRecord, Record, Results
+from ropestudy.schema import Against, AttentionRecord, OutputsRecord, Record, Results, read_results
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, KEPT = ROOT / "docs" / "precision.md", ROOT / "benchmarks" / "results"
+# The prefix of keys, and the kept study that they are made from.
+STUDIES = {"": "precision.json.xz", "second.": "precision-second.json.xz", "fp8.": "precision-fp8.json.xz"}
+POWER = 1.96 + 0.84  # standard errors that an effect must have to be seen with 80% power
 
 MARKER = re.compile(r"<!--n:(?P<key>[^ >]+)-->.*?<!--/n-->", re.DOTALL)
 EAGER, FLASH, PAPER, FP8 = "hf_eager_bf16", "flash_bf16", "paper_bf16", "fa3_fp8"
@@ -47,10 +63,38 @@ def fill_page(page: str, numbers: Numbers) -> str:
     def fill(match: re.Match[str]) -> str:
         key = match["key"]
         if key not in numbers:
-            raise UserError(f"page: the key {key!r} is unknown; `python -m ropestudy.report --keys` prints all")
+            raise UserError(
+                f"page: the key {key!r} is unknown; `python -m benchmarks.precision_page --keys` prints all"
+            )
         return f"<!--n:{key}-->{numbers[key]}<!--/n-->"
 
     return MARKER.sub(fill, page)
+
+
+def kept_numbers() -> Numbers:
+    """Return the text of every key, from the kept studies and the training experiment."""
+    numbers = _training()
+    for prefix, name in STUDIES.items():
+        numbers |= make_numbers(read_results(KEPT / name), prefix)
+    return numbers
+
+
+def _training() -> Numbers:
+    """The numbers of the training experiment: what the answers' log-probability gains, over seeds."""
+    content = read_json(KEPT / "training-experiment.json")["measured"]
+    measured = {Run(*name.rsplit("-", 2)): Measurement.model_validate(one) for name, one in content.items()}
+    measured = {run._replace(seed=int(run.seed)): one for run, one in measured.items()}
+    answers, numbers = log_probability_at(), {}
+    for name, contrast in (("anchor", SINK), ("relativity", RELATIVITY), ("precision", PRECISION)):
+        gain = estimate(contrast, measured, answers)
+        assert gain is not None, "the kept experiment has all runs of its contrasts"
+        numbers[f"train.{name}"] = mean_of(gain.each).written()
+        if contrast is SINK:
+            intra = [answers(one) for run, one in measured.items() if run[:2] == ("exact", "intra")]
+            spread = float(np.std(intra, ddof=1))
+            numbers |= {"train.seeds": str(len(gain.each)), "train.spread": format_number(spread, 2)}
+            numbers["train.unpaired"] = str(math.ceil(2 * (POWER * spread / gain.mean) ** 2))
+    return numbers
 
 
 def make_numbers(results: Results, prefix: str = "") -> Numbers:
@@ -304,3 +348,12 @@ def _fold(one: AttentionRecord | OutputsRecord, other: AttentionRecord | Outputs
     """Return the quotient of the differences in two records, text by text."""
     a, b = (x.outputs.kl.values if isinstance(x, OutputsRecord) else _moved(x) for x in (one, other))
     return fold_of(a, b)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", action="store_true", help="print the key and the text of every number")
+    if parser.parse_args().keys:
+        print("\n".join(f"{key}: {text}" for key, text in kept_numbers().items()))
+    else:
+        save(PAGE, fill_page(PAGE.read_text(encoding="utf-8"), kept_numbers()).encode())

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from anchorline.errors import UserError
-from ropestudy.report.__main__ import kept_numbers
-from ropestudy.report.numbers import MARKER, fill_page
+from benchmarks.precision_page import MARKER, PAGE, fill_page, kept_numbers
 
 README = Path(__file__).parents[2] / "README.md"
-PAGE = README.parent / "docs" / "precision.md"
 # What a number of a result looks like; positions, bits and sizes are whole numbers without a unit.
 RESULT = re.compile(r"\d+\.\d+|\d+(?:\.\d+)?e-\d+|\d+ ?%")
 
