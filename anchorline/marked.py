@@ -32,12 +32,6 @@ class MarkedPlace(NamedTuple):
         between = content.strip("\n")
         return f"{before}{self.begin}\n\n{between}\n\n{self.end}{rest.partition(self.end)[2]}"
 
-    def put_or_append(self, text: str, content: str) -> str:
-        """Return the same, with the place at the file's end where it has none."""
-        if not self.within(text):
-            text = f"{text.rstrip()}\n\n{self.begin}\n{self.end}\n"
-        return self.put(text, content)
-
 
 def read_marked(document: Path, places: Sequence[MarkedPlace]) -> str:
     """Return the text of a user's `--document`, which has all of these places.

@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def write(page: Path, sources: list[Path]) -> None:
-    """Write a section for each result. A section that the page already has is replaced."""
-    text = page.read_text(encoding="utf-8") if page.exists() else "# Benchmarks\n"
+    """Write a section for each result, between its marks."""
+    text = page.read_text(encoding="utf-8")
     for source in sources:
         result = json.loads(source.read_text(encoding="utf-8"))
         start, end = f"<!-- made by benchmarks/bench_page of {source.name} -->", f"<!-- end of {source.name} -->"
-        text = MarkedPlace(start, end).put_or_append(text, _section(result, source, page.parent))
+        text = MarkedPlace(start, end).put(text, _section(result, source, page.parent))
     save(page, text.encode())
 
 

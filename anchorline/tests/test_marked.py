@@ -12,11 +12,7 @@ def test_only_the_text_between_the_lines_is_replaced():
     text = "# Mine\n\n<!-- made -->\nold\n<!-- end -->\n\nmine too, \\1\n"
     made = PLACE.put(text, "\nnew \\1\n")
     assert made == "# Mine\n\n<!-- made -->\n\nnew \\1\n\n<!-- end -->\n\nmine too, \\1\n"
-    assert PLACE.put(made, "new \\1") == PLACE.put_or_append(made, "new \\1") == made
-
-
-def test_a_file_without_the_place_gets_it_at_its_end():
-    assert PLACE.put_or_append("# Mine\n", "new") == "# Mine\n\n<!-- made -->\n\nnew\n\n<!-- end -->\n"
+    assert PLACE.put(made, "new \\1") == made
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from scipy import stats
 
 from benchmarks.experiment.recall import Measurement
 from benchmarks.experiment.spec import Run
+from ropestudy.report.effects import mean_of
 
 CONFIDENCE, POWER = 0.95, 0.8
 MARGIN = 0.03  # nats: less counts as no effect
@@ -97,11 +98,8 @@ def estimate(contrast: Contrast, measured: Mapping[Run, Measurement], outcome: O
 
 def summarise(name: str, each: list[float]) -> Estimate:
     """Return the mean of one number for each seed, and Student's interval."""
-    mean, half = float(np.mean(each)), math.inf
-    if len(each) > 1:
-        error = float(np.std(each, ddof=1)) / math.sqrt(len(each))
-        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(each) - 1)) * error
-    return Estimate(name, tuple(each), mean, mean - half, mean + half)
+    effect = mean_of(each)
+    return Estimate(name, tuple(each), effect.value, effect.low, effect.high)
 
 
 def seeds_for_power(deviation: float, effect: float, most: int = 10_000) -> int:
