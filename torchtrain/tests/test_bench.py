@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from torchtrain.attention import make_plan
-from torchtrain.bench import attention, step
-from torchtrain.bench.attention import YARDSTICK, Case, copy_bos, prepare_case
+from torchtrain.bench import attention, cases, step
+from torchtrain.bench.cases import YARDSTICK, Case, copy_bos, prepare_case
 from torchtrain.bench.config import AttentionBench, BenchConfig, load_bench
 from torchtrain.bench.measure import Clock
 from torchtrain.bench.rows import Corpus
@@ -98,13 +98,13 @@ def test_an_interruption_keeps_the_rows_that_are_done(call, tmp_path, monkeypatc
 
 
 def test_an_engine_that_is_wrong_is_not_timed(bench_tree, monkeypatch):
-    attend = attention.attend
+    attend = cases.attend
 
     def wrong(*tensors, engine):
         out, lse = attend(*tensors, engine=engine)
         return out * (1 if engine == "dense" else 1.001), lse
 
-    monkeypatch.setattr(attention, "attend", wrong)
+    monkeypatch.setattr(cases, "attend", wrong)
     rows = measure(bench_tree)
     assert "times what the one rule allows" in rows["sdpa, full"]["not_run"]
     assert rows["BOS per document"]["error_ratio"] > 1
