@@ -100,7 +100,7 @@ def compare(
     groups = _groups(pairs)
     advanced = _list_runs(len(streams), pairs, divergences)
     documents_T = jnp.asarray(row.documents_T)
-    layers: list[list[LayerSums]] = [[] for _ in groups]
+    totals: list[LayerSums | None] = [None] * len(groups)
     # Indexing outside of compiled code is slow, so it is done once and not in every layer.
     own_tables = {i: ready[i].take(runs) for i, runs in advanced.items()}
     group_tables = [{i: ready[i].take(runs) for i, runs in group.runs.items()} for group in groups]
@@ -121,7 +121,7 @@ def compare(
         own = {}
         for i in advanced:
             own[i] = project_and_rotate(layer, x[i], own_tables[i], streams[i].condition)
-        for group, table, places, sums in zip(groups, group_tables, group_places, layers, strict=True):
+        for number, (group, table, places) in enumerate(zip(groups, group_tables, group_places, strict=True)):
             sides = []
             for i in group.runs:
                 condition = streams[i].condition
@@ -132,7 +132,8 @@ def compare(
                         layer, _first(x[group.source], condition.rounding.dtype), table[i], condition
                     )
                     sides.append(Side(condition, fed.q, fed.k))
-            sums.append(compare_layer(sides, documents_T, group.index_P2, scale, query_block))
+            sums, before = compare_layer(sides, documents_T, group.index_P2, scale, query_block), totals[number]
+            totals[number] = sums if before is None else LayerSums(*(a + b for a, b in zip(before, sums, strict=True)))
         for i in advanced:
             x[i] = finish_layer(layer, x[i], own[i], documents_T, streams[i].condition, scale, query_block)
 
@@ -143,12 +144,14 @@ def compare(
         for place, run in enumerate(advanced[i])
     }
     outputs = _divergences(decoder, ends, divergences, row.documents_T, row.targets_T)
-    totals = {
-        pair: _over_layers(sums, place, decoder.config.num_attention_heads)
-        for group, sums in zip(groups, layers, strict=True)
+    heads = decoder.config.num_attention_heads * len(decoder.layers)
+    of_pairs = {
+        pair: Sums(total.column_PT[place], total.logit_PT[place], total.row_PT[place], total.mass_PT[place], heads)
+        for group, total in zip(groups, totals, strict=True)
         for place, pair in enumerate(group.pairs)
+        if total is not None
     }
-    return [totals[pair] for pair in range(len(pairs))], outputs
+    return [of_pairs[pair] for pair in range(len(pairs))], outputs
 
 
 def final_hidden(
@@ -241,14 +244,6 @@ def _list_runs(streams: int, pairs: Sequence[Pair], divergences: Sequence[Any]) 
         for stream, run in ends:
             needed[stream].add(run)
     return {i: sorted(runs) for i, runs in needed.items() if runs}
-
-
-def _over_layers(layers: Sequence[LayerSums], place: int, heads: int) -> Sums:
-    """Add all layers of one pair together."""
-    column_T, logit_T, row_T, mass_T = (
-        np.array([sums_PT[place] for sums_PT in of_layers]).sum(0) for of_layers in zip(*layers, strict=True)
-    )
-    return Sums(column_T, logit_T, row_T, mass_T, heads * len(layers))
 
 
 def _divergences(
