@@ -66,24 +66,24 @@ def resolve(field: str, path: str | Path) -> Path:
     Raises:
         UserError: no folder can have this path, it leads through a link to nothing, or the system gives an error.
     """
-    said = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
+    opening = f"{field} {quoted(str(path))}" if field else quoted(Path(path))
     try:
         written = expand(path).absolute()
         for place in (written, *written.parents):
             if place.is_symlink() and not place.exists():
                 raise UserError(
-                    f"{said}: {quoted(place)} is a link to what is not there; mount its disk, or remove the link"
+                    f"{opening}: {quoted(place)} is a link to what is not there; mount its disk, or remove the link"
                 )
         real = Path(os.path.realpath(written))
         with suppress(FileNotFoundError, NotADirectoryError):  # a later write reports that it is not a folder
             os.lstat(real / ("0" * _ROOM_BELOW))
         return real
     except OSError as error:
-        raise UserError(f"{said}: {one_line(error.strerror).lower()}; choose another") from None
+        raise UserError(f"{opening}: {one_line(error.strerror).lower()}; choose another") from None
     except ValueError as error:  # NUL, or half a surrogate pair
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{said}: no folder can have this name; choose another") from None
+        raise UserError(f"{opening}: no folder can have this name; choose another") from None
 
 
 def resolve_folder(field: str, path: str | Path) -> Path:
@@ -143,13 +143,13 @@ def read_json(path: Path, what: str = "", most: int = MOST_JSON) -> dict[str, An
     Raises:
         UserError: it cannot be read, or is not a JSON object: one line that names it.
     """
-    said = f"{what}: {quoted(path)}" if what else quoted(path)
+    opening = f"{what}: {quoted(path)}" if what else quoted(path)
     try:
         return parse_json(read_file(path, most))
     except OSError as error:
-        raise UserError(f"{said}: {one_line(error.strerror or error).lower()}") from None
+        raise UserError(f"{opening}: {one_line(error.strerror or error).lower()}") from None
     except ValueError as error:
-        raise UserError(f"{said} {quoted_reason(error)}") from None
+        raise UserError(f"{opening} {quoted_reason(error)}") from None
 
 
 def parse_json(text: bytes) -> dict[str, Any]:

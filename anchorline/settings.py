@@ -187,31 +187,31 @@ def _parse(text: str) -> Any:
 
 def _override(tree: Tree, override: str, example: str) -> None:
     dotted, equals, text = override.partition("=")
-    said = f"override {quoted(override)}"
+    opening = f"override {quoted(override)}"
     if not equals or not dotted:
-        raise UserError(f"{said}: write section.key=value, for example {example}")
+        raise UserError(f"{opening}: write section.key=value, for example {example}")
     *parents, leaf = dotted.split(".")
     node: Tree | list[Any] = tree
     for name in parents:
-        inner = node[_index(node, name, said)] if isinstance(node, list) else node.get(name)
+        inner = node[_index(node, name, opening)] if isinstance(node, list) else node.get(name)
         if inner is None and isinstance(node, dict):
             inner = node[name] = {}
         if not isinstance(inner, dict | list):
-            raise UserError(f"{said}: {quoted(name)} holds a value, not a section")
+            raise UserError(f"{opening}: {quoted(name)} holds a value, not a section")
         node = cast("Tree | list[Any]", inner)
     try:
         value = _parse(text)
     except UserError as error:
-        raise UserError(f"{said}: {str(error).removeprefix('line 1: ')}; quote it if it is text") from None
+        raise UserError(f"{opening}: {str(error).removeprefix('line 1: ')}; quote it if it is text") from None
     if isinstance(node, list):
-        node[_index(node, leaf, said)] = value
+        node[_index(node, leaf, opening)] = value
     else:
         node[leaf] = value
 
 
-def _index(items: list[Any], name: str, said: str) -> int:
+def _index(items: list[Any], name: str, opening: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
-        raise UserError(f"{said}: {quoted(name)} is not an index of a list of {len(items)}")
+        raise UserError(f"{opening}: {quoted(name)} is not an index of a list of {len(items)}")
     return int(name)
 
 

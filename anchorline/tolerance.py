@@ -31,7 +31,7 @@ _AT_ONCE = 2**22  # elements widened to float64 at a time: the logits of a real 
 class Judged:
     """Has an error and what is allowed, both root mean squares in the array's own units, and perhaps a worst part."""
 
-    if TYPE_CHECKING:  # whoever inherits declares its fields, in its own order
+    if TYPE_CHECKING:  # each subclass declares its fields, in its own order
         error: float
         allowance: float
 
@@ -127,9 +127,9 @@ def judge(
     largest, worst = -1.0, 0
     flat = [x.reshape(-1) for x in (candidate, truth, reference)]
     for start in range(0, truth.size, _AT_ONCE):
-        mine, true, theirs = (x[start : start + _AT_ONCE].astype(np.float64) for x in flat)
+        mine, true, other = (x[start : start + _AT_ONCE].astype(np.float64) for x in flat)
         difference = _difference(mine, true)
-        squares += [_sum_of_squares(x) for x in (difference, _difference(theirs, true), true[np.isfinite(true)])]
+        squares += [_sum_of_squares(x) for x in (difference, _difference(other, true), true[np.isfinite(true)])]
         if difference.max() > largest:
             largest, worst = float(difference.max()), start + int(difference.argmax())
     error, reference_error, size = (float(x) for x in np.sqrt(squares / truth.size))

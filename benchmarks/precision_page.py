@@ -168,10 +168,10 @@ def _actions(results: Results) -> Effects:
 def _fp8_sums(results: Results) -> Effects:
     """What shorter sums do to fp8 attention."""
     setups = _outputs(results, "setup")
-    exact_sums = {_place(one): one for one in setups if one.condition == FP8}
+    exact_sums = {_setting_of(one): one for one in setups if one.condition == FP8}
     for one in setups:
-        if one.condition.startswith(f"{FP8}_acc") and _place(one) in exact_sums:
-            bits, exact = one.condition.removeprefix(f"{FP8}_acc"), exact_sums[_place(one)]
+        if one.condition.startswith(f"{FP8}_acc") and _setting_of(one) in exact_sums:
+            bits, exact = one.condition.removeprefix(f"{FP8}_acc"), exact_sums[_setting_of(one)]
             yield f"sums{bits}.{one.task}.times", fold_of(one.outputs.kl.values, exact.outputs.kl.values)
 
 
@@ -194,9 +194,9 @@ def _sites(results: Results) -> Effects:
     shifts = _attention(results, "shift")
     whole = _baselines(shifts)
     for one in (one for one in shifts if one.group == "off_alone" and _far_from_0(one)):
-        if (one.base, *_place(one)) in whole:
+        if (one.base, *_setting_of(one)) in whole:
             several = ", " in (one.site or "")
-            yield f"left_out.{'row' if several else 'one'}", _fold(one, whole[one.base, *_place(one)])
+            yield f"left_out.{'row' if several else 'one'}", _fold(one, whole[one.base, *_setting_of(one)])
 
 
 def _shifts(results: Results) -> Effects:
@@ -273,7 +273,11 @@ def _models(results: Results) -> Effects:
     controls = [one for one in shifts if one.group in ("control", "baseline")]
     for one in controls:
         for own in controls:
-            if own.model == "pretrained" != one.model and own.condition == one.condition and _place(own) == _place(one):
+            if (
+                own.model == "pretrained" != one.model
+                and own.condition == one.condition
+                and _setting_of(own) == _setting_of(one)
+            ):
                 yield f"pretrained_over.{one.model}", _fold(own, one)
 
 
@@ -298,19 +302,19 @@ def _causes(results: Results) -> Effects:
     for name, against in kinds:
         own = [one for one in _attention(results, against) if _far_from_0(one) and one.model == "pretrained"]
         whole = _baselines(own)
-        after = {_place(one): one for one in own if one.condition == "q, k rounded after RoPE"}
+        after = {_setting_of(one): one for one in own if one.condition == "q, k rounded after RoPE"}
         for one in own:
             if one.condition == "q, k rounded before RoPE":
                 if name == "error":
-                    yield "before_rope.error", _fold(one, after[_place(one)])
+                    yield "before_rope.error", _fold(one, after[_setting_of(one)])
                 else:
                     yield "before_rope.moved", mean_of(_moved(one))
-                    yield "after_rope.moved", mean_of(_moved(after[_place(one)]))
-            if one.group == "remedy" and "inverse" not in one.condition and (one.base, *_place(one)) in whole:
-                yield f"remedy.{name}", _fold(one, whole[one.base, *_place(one)])
+                    yield "after_rope.moved", mean_of(_moved(after[_setting_of(one)]))
+            if one.group == "remedy" and "inverse" not in one.condition and (one.base, *_setting_of(one)) in whole:
+                yield f"remedy.{name}", _fold(one, whole[one.base, *_setting_of(one)])
     whole = {key[:-1]: one for key, one in _baselines(_attention(results, "shift")).items()}
     for one in _attention(results, "phases"):
-        base = whole.get((one.base, *_place(one)[:-1]))
+        base = whole.get((one.base, *_setting_of(one)[:-1]))
         if base and base.d2 == one.d1 + 16 and one.base in BF16 and _far_from_0(one):
             yield "phases", _fold(one, base)
 
@@ -324,7 +328,7 @@ def _outputs(results: Results, group: str) -> list[OutputsRecord]:
     return [one for one in results.records if isinstance(one, OutputsRecord) and one.group == group]
 
 
-def _place(one: Record) -> Place:
+def _setting_of(one: Record) -> Place:
     """Return what must be the same for two records to be compared."""
     task = one.task if isinstance(one, OutputsRecord) else "text"
     return (one.tokens, task, one.mask, one.gap, one.d1, one.d2)
@@ -332,7 +336,7 @@ def _place(one: Record) -> Place:
 
 def _baselines(records: Sequence[AttentionRecord]) -> dict[Place, AttentionRecord]:
     """Return the record of each whole preset, by its name and place."""
-    return {(one.condition, *_place(one)): one for one in records if one.group == "baseline"}
+    return {(one.condition, *_setting_of(one)): one for one in records if one.group == "baseline"}
 
 
 def _far_from_0(one: Record) -> bool:

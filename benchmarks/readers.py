@@ -38,12 +38,12 @@ def main() -> None:
         for version in ("4.57.3", "4.51.3"):
             if (python := environment(version)) is None:
                 raise SystemExit(f"no transformers {version} here: make readers")
-            theirs = read_with(python, folders.values())
+            read = read_with(python, folders.values())
             rows = [
-                (key, _compare(ours["folders"][str(folder)], theirs["folders"][str(folder)]))
+                (key, _compare(ours["folders"][str(folder)], read["folders"][str(folder)]))
                 for key, folder in folders.items()
             ]
-            parts.append(_table(f"transformers {theirs['version']}, run", ours["version"], rows))
+            parts.append(_table(f"transformers {read['version']}, run", ours["version"], rows))
     text = "\n\n".join(parts)
     print(text)
     if arguments.write:
@@ -72,25 +72,25 @@ def _notes(folders: dict[tuple[str, str], Path]) -> str:
     return "\n".join(lines)
 
 
-def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, ...]:
-    if "error" in theirs:
-        return ("refused", theirs["error"].replace("|", "/"), "", "")
-    same_scaling = all(ours[name] == theirs[name] for name in ("inv_freq", "attention_scaling", "type"))
+def _compare(ours: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in read:
+        return ("refused", read["error"].replace("|", "/"), "", "")
+    same_scaling = all(ours[name] == read[name] for name in ("inv_freq", "attention_scaling", "type"))
     lengths = ("length", "generates_up_to", "tokenizer_length")
-    worst = [_worst(ours[name], theirs[name]) for name in ("within", "beyond")]
+    worst = [_worst(ours[name], read[name]) for name in ("within", "beyond")]
     logits = (
         "same bits" if not any(worst) else f"off by {worst[0]:.2g} within, {worst[1]:.2g} beyond the original length"
     )
     return (
-        "same" if ours["theta"] == theirs["theta"] else f"{theirs['theta']:g} for {ours['theta']:g}",
+        "same" if ours["theta"] == read["theta"] else f"{read['theta']:g} for {ours['theta']:g}",
         "same bits" if same_scaling else "differs",
-        "same" if all(ours[name] == theirs[name] for name in lengths) else "differs",
+        "same" if all(ours[name] == read[name] for name in lengths) else "differs",
         logits,
     )
 
 
-def _worst(ours: list[list[str]], theirs: list[list[str]]) -> float:
-    pairs = ((a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
+def _worst(ours: list[list[str]], read: list[list[str]]) -> float:
+    pairs = ((a, b) for one, other in zip(ours, read, strict=True) for a, b in zip(one, other, strict=True))
     return max(abs(float.fromhex(a) - float.fromhex(b)) for a, b in pairs)
 
 

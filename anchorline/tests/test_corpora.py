@@ -79,6 +79,6 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
-    for call in (identity, lambda name, said: list(documents(name, said))):
+    for call in (identity, lambda name, field: list(documents(name, field))):
         with pytest.raises(UserError, match=rf"^here needs the package {package}: pip install 'anchorline\[demo\]'"):
             call(name, "here")

@@ -21,9 +21,9 @@ def test_the_benchmark_judges_as_the_judge(dtype, error):
     truth = torch.randn(50, dtype=torch.float64)
     reference, candidate = truth.to(dtype), (truth + error * torch.randn(50)).to(dtype)
     verdict = judge(candidate.double(), truth, reference.double(), str(dtype).removeprefix("torch."))
-    found = error_ratio(candidate, truth, reference, dtype)
-    assert (found <= 1) == verdict.passed
-    assert math.isclose(found, verdict.ratio, rel_tol=1e-6) or math.isinf(found)
+    ratio = error_ratio(candidate, truth, reference, dtype)
+    assert (ratio <= 1) == verdict.passed
+    assert math.isclose(ratio, verdict.ratio, rel_tol=1e-6) or math.isinf(ratio)
 
 
 def test_the_page_shows_what_was_measured(tmp_path):
