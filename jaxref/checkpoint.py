@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ def restore(
         with _report_damage(folder):
             found = checkpointer.restore(folder, ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
             about = _About.model_validate_json(json.dumps(found))
-            DecoderConfig.from_hf(about.config.to_hf())  # refuses sizes that no decoder has
+            plain = replace(about.config, keep_anchor=False, softcap=None, sinks=False)
+            DecoderConfig.from_hf(plain.to_hf())  # refuses sizes that no decoder has
             shapes = parameter_shapes(about.config)
         if config is not None:
             _check_config(config, about.config)

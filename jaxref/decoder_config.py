@@ -2,7 +2,8 @@
 rest.
 
 Llama 2/3, Mistral, Qwen 1.5/2 (`qwen2`: biases on q, k, v) and Qwen 3 (RMSNorm on every head of q and k) are one
-decoder with three switches. Absent fields take the defaults that transformers' configuration classes give them.
+decoder with three switches and a window for each layer. Absent fields take the defaults that transformers'
+configuration classes give them.
 
 The model reads the fields of `DecoderConfig` and nothing else here. A first reader may skip what fills them in, refuses
 and writes them back.
@@ -22,6 +23,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+ADDED = ("keep_anchor", "softcap", "sinks")  # fields of `DecoderConfig` that no config.json of these families has
 # What no decoder has more of: its shapes alone would take for ever.
 MOST = {
     "vocab_size": 2**24,
@@ -40,6 +43,11 @@ class DecoderConfig:
 
     `qkv_bias`: q, k and v projections carry a bias. `o_bias`: so does the output projection.
     `qk_norm`: q and k are RMS-normalised per head before the rotation.
+    `windows`: the sliding window of each layer, or None.
+
+    What none of these families has is set with `dataclasses.replace`, and `to_hf` refuses it. `keep_anchor`: the anchor
+    stays visible beyond the windows. `softcap`: of the logits of attention, as in Gemma 2. `sinks`: each layer has a
+    sink for each query head, as in gpt-oss. `jaxref.attention.attention` says what they compute.
     """
 
     model_type: str
@@ -57,6 +65,10 @@ class DecoderConfig:
     o_bias: bool
     qk_norm: bool
     rope: RopeSpec
+    windows: tuple[int | None, ...]
+    keep_anchor: bool = False
+    softcap: float | None = None
+    sinks: bool = False
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -104,19 +116,73 @@ class DecoderConfig:
             o_bias=bias,
             qk_norm=model_type == "qwen3",
             rope=RopeSpec.from_hf({**config, "head_dim": head_dim}),
+            windows=_read_windows(config),
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return a `config.json` that transformers 4 and 5 and `from_hf` read back as this decoder."""
+        """Return a `config.json` that transformers 4 and 5 and `from_hf` read back as this decoder.
+
+        Raises UserError: a decoder of which one thing is in no `config.json` of these families.
+        """
+        for name in ADDED:
+            if getattr(self, name):
+                raise UserError(f"{name}: {getattr(self, name)} is in no config.json of {self.model_type}")
         fields = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "hidden_act": "silu",
             "attention_bias": self.o_bias,
-            "sliding_window": None,
+            **_window_fields(self.model_type, self.windows),
             **_rope_fields(self.rope, self.max_position_embeddings),
         }
-        derived = {"qkv_bias", "o_bias", "qk_norm", "rope"}
-        return fields | {name: value for name, value in vars(self).items() if name not in derived}
+        derived = {"qkv_bias", "o_bias", "qk_norm", "rope", "windows", *ADDED}
+        fields |= {name: value for name, value in vars(self).items() if name not in derived}
+        if _read_windows(fields) != self.windows:
+            raise UserError(f"windows: {self.windows} is in no config.json of {self.model_type}")
+        return fields
+
+    def check_plain(self) -> None:
+        """Refuse what an attention under the mask rule alone does not compute: a window, a soft cap, sinks.
+
+        Raises UserError. A window as long as the longest row that the model is made for hides nothing, and is taken.
+        """
+        shortest = min((window for window in self.windows if window is not None), default=None)
+        if shortest is not None and shortest < self.max_position_embeddings:
+            raise UserError(
+                f"sliding_window: {shortest} is shorter than max_position_embeddings {self.max_position_embeddings}, "
+                "and this computes no windows; set it to null if every row is to be attended to in full"
+            )
+        if self.softcap is not None or self.sinks:
+            raise UserError("softcap, sinks: this computes neither; choose another model")
+
+
+def _read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the window of each layer: all of Mistral's have one, of Qwen's those that `layer_types` names."""
+    family, layers = config["model_type"], _size(config, "num_hidden_layers")
+    qwen = family.startswith("qwen")
+    has_window = _flag(config, "use_sliding_window") if qwen else family == "mistral"
+    window = None
+    if has_window and config.get("sliding_window", 4096) is not None:
+        window = _size(config, "sliding_window", 4096)
+    first = _size(config, "max_window_layers", 28, least=0) if qwen else 0
+    own = [FULL if window is None or layer < first else SLIDING for layer in range(layers)]
+    kinds = config.get("layer_types")
+    kinds = own if kinds is None else kinds
+    possible = (FULL, SLIDING) if window is not None and qwen else own[:1]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in possible for kind in kinds):
+        raise UserError(
+            f"layer_types: {quoted(kinds)} is not implemented; with this sliding_window {family} takes a list of "
+            f"{layers} from {', '.join(possible)}"
+        )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _window_fields(model_type: str, windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """Return the fields from which transformers and `_read_windows` read these windows, all of one length."""
+    window = max((window for window in windows if window is not None), default=None)
+    if window is None or not model_type.startswith("qwen"):
+        return {"sliding_window": window}
+    kinds = [FULL if own is None else SLIDING for own in windows]
+    return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
 
 
 def _rope_fields(rope: RopeSpec, longest: int) -> dict[str, Any]:
@@ -136,19 +202,6 @@ def _rope_fields(rope: RopeSpec, longest: int) -> dict[str, Any]:
 
 
 def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:
-    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
-    if config["model_type"].startswith("qwen") and not config.get("use_sliding_window"):
-        window = None
-    longest = config.get("max_position_embeddings")
-    if window is not None and (not isinstance(window, int) or not isinstance(longest, int) or window < longest):
-        raise UserError(
-            f"sliding_window: {window} is shorter than max_position_embeddings {longest}, and sliding windows are not "
-            "implemented; set it to null if every row is to be attended to in full"
-        )
-    layers = config.get("layer_types") or []
-    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
-        other = sorted({str(layer) for layer in layers} - {"full_attention"}) if isinstance(layers, list) else layers
-        raise UserError(f"layer_types: {quoted(other)} not implemented; known is full_attention")
     for field, implemented in (
         ("hidden_act", "silu"),
         ("mlp_bias", False),
@@ -159,12 +212,12 @@ def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:
             raise UserError(f"{field}: {quoted(config[field])} is not implemented; known is {implemented!r}")
 
 
-def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def _size(config: Mapping[str, Any], field: str, default: int | None = None, least: int = 1) -> int:
     value = config.get(field)
     value = default if value is None else value
     if value is None:
         raise UserError(f"{field}: missing")
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MOST.get(field, 2**31):
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST.get(field, 2**31):
         raise UserError(f"{field}: {quoted(value)} is not a positive whole number up to {MOST.get(field, 2**31)}")
     return value
 

@@ -12,8 +12,8 @@ that another implementation's can be compared with them.
 
 Parameters keep the dtype they came in and are cast, exactly, to the carrier where they are used: no preset rounds them,
 so a bfloat16 model is a preset and `jaxref.weights.cast(decoder, "bfloat16")`. A decoder is a JAX pytree: `jax.grad` of
-a function of a decoder returns a decoder of gradients. One layer is compiled once and called for every layer from
-Python, so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
+a function of a decoder returns a decoder of gradients. One layer is compiled once for each window and called for every
+layer from Python, so 80 layers make no larger XLA program than 2: put no `jit` around the decoder.
 """
 
 from functools import partial
@@ -86,16 +86,18 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections, the norms of Qwen 3, rotation, attention, output projection."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
+    def __init__(self, config: DecoderConfig, window: int | None, rngs: nnx.Rngs | None):
         width, head_dim = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim
+        self.window, self.keep_anchor, self.softcap = window, config.keep_anchor, config.softcap
         self.q_proj = Linear(width, heads * head_dim, config.qkv_bias, rngs)
         self.k_proj = Linear(width, kv_heads * head_dim, config.qkv_bias, rngs)
         self.v_proj = Linear(width, kv_heads * head_dim, config.qkv_bias, rngs)
         self.o_proj = Linear(heads * head_dim, width, config.o_bias, rngs)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.sinks = _normal(rngs, (heads,)) if config.sinks else None
 
     def __call__(
         self,
@@ -111,7 +113,12 @@ class Attention(nnx.Module):
         q_BTHD = taps["q_rope"] = rotate(q_BTHD, cos_BTC, sin_BTC, rounding, "q_rotated")
         k_BTKD = taps["k_rope"] = rotate(k_BTKD, cos_BTC, sin_BTC, rounding, "k_rotated")
         taps["attn"], taps["lse"] = attention(
-            q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding, query_block=query_block
+            *(q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding),
+            query_block=query_block,
+            sinks_H=None if self.sinks is None else _in_carrier(self.sinks[...], rounding),
+            softcap=self.softcap,
+            window=self.window,
+            keep_anchor=self.keep_anchor,
         )
         out_BTM = taps["attn_out"] = self.output(taps["attn"], rounding)
         return out_BTM, taps
@@ -154,9 +161,9 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
+    def __init__(self, config: DecoderConfig, window: int | None, rngs: nnx.Rngs | None):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, rngs)
+        self.self_attn = Attention(config, window, rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, rngs)
 
@@ -198,7 +205,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs | None):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs)
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_hidden_layers)])
+        self.layers = nnx.List([Layer(config, window, rngs) for window in config.windows])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         untied = not config.tie_word_embeddings
         self.lm_head = Linear(config.hidden_size, config.vocab_size, False, rngs) if untied else None

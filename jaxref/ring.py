@@ -93,7 +93,11 @@ def _merge(out: jax.Array, lse: jax.Array, part: jax.Array, part_lse: jax.Array)
 def ring_logits(
     decoder: Decoder, ids_BT: Any, positions_BT: Any, documents_BT: Any, rounding: Rounding, owner_T: np.ndarray
 ) -> jax.Array:
-    """Return the decoder's logits [B, T, V] with `ring_attention` in every layer; arguments as `Decoder.__call__`."""
+    """Return the decoder's logits [B, T, V] with `ring_attention` in every layer; arguments as `Decoder.__call__`.
+
+    Raises UserError: a decoder with windows, a soft cap or sinks.
+    """
+    decoder.config.check_plain()
     positions = np.asarray(positions_BT)
     inv_freq, scaling = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)
     table = cos_sin(positions, inv_freq, scaling, rounding)

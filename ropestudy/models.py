@@ -88,7 +88,8 @@ def load_pretrained(model: ModelConfig) -> Pretrained:
     )
     try:
         config_json = read_json(folder / "config.json", "model.source")
-        _, decoder = load_hf(folder)
+        config, decoder = load_hf(folder)
+        config.check_plain()
     except (UserError, OSError) as error:
         raise UserError(f"model.source: {quoted(model.source)} is not a model the oracle can load: {error}") from None
     file = folder / "tokenizer.json"

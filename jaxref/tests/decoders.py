@@ -1,5 +1,6 @@
 """Tiny decoders and batches for the tests: every parameter random, biases and norms included, so that none is inert."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # Token ids are all different, so the gradient of an embedding row is the gradient of one token. 0: anchor, -1: padding.
 TOKENS = 12
+WINDOWED = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 VARIANTS = {
     "full": ([1] * 12, range(12)),
     "intra": ([1] * 5 + [2] * 4 + [3] * 3, range(12)),
@@ -52,8 +54,9 @@ def random_arrays(config: DecoderConfig, dtype: Any = np.float32, seed: int = 0)
     }
 
 
-def tiny(family: str, dtype: Any = np.float32, **changes: Any) -> Decoder:
-    config = DecoderConfig.from_hf(hf_config(family, **changes))
+def tiny(family: str, dtype: Any = np.float32, added: dict[str, Any] | None = None, **changes: Any) -> Decoder:
+    """A decoder of random arrays. `added`: fields of its config that no config.json of its family has."""
+    config = replace(DecoderConfig.from_hf(hf_config(family, **changes)), **added or {})
     return from_arrays(config, random_arrays(config, dtype))
 
 

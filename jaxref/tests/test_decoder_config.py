@@ -1,10 +1,12 @@
 """What a config.json becomes, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxref.decoder_config import DecoderConfig
 from jaxref.rope import inverse_frequencies
-from jaxref.tests.decoders import FAMILIES, hf_config
+from jaxref.tests.decoders import FAMILIES, WINDOWED, hf_config
 
 
 def test_the_families_differ_in_biases_and_norms():
@@ -24,10 +26,20 @@ def test_the_families_differ_in_biases_and_norms():
         assert (config.qkv_bias, config.o_bias) == biases
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_to_hf_reads_back_the_same(family):
-    config = DecoderConfig.from_hf(hf_config(family))
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in FAMILIES), ("mistral", {"sliding_window": 5}), ("qwen3", WINDOWED)],
+)
+def test_to_hf_reads_back_the_same(family, changes):
+    config = DecoderConfig.from_hf(hf_config(family, **changes))
     assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+def test_to_hf_refuses_what_a_config_json_cannot_say():
+    config = DecoderConfig.from_hf(hf_config("qwen2", **WINDOWED))
+    for changes in ({"softcap": 2.0}, {"sinks": True}, {"keep_anchor": True}, {"windows": (3, 4)}):
+        with pytest.raises(ValueError, match=rf"{next(iter(changes))}: .* is in no config.json of qwen2"):
+            replace(config, **changes).to_hf()
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0]}
@@ -85,18 +97,30 @@ def test_absent_key_value_heads_are_the_heads_only_where_transformers_says_so():
         DecoderConfig.from_hf(fields | {"model_type": "mistral"})
 
 
-def test_a_sliding_window_is_refused_where_it_would_matter():
-    absent = hf_config("mistral", max_position_embeddings=32768)
+def test_the_windows_of_layers():
+    absent = hf_config("mistral")
     del absent["sliding_window"]  # 4096 in transformers
-    for fields in (
-        absent,
-        hf_config("mistral", sliding_window=63),
-        hf_config("qwen2", sliding_window=63, use_sliding_window=True),
+    last = {"sliding_window": 63, "use_sliding_window": True, "max_window_layers": 1}
+    for fields, windows in (
+        (absent, (4096, 4096)),
+        (hf_config("llama", sliding_window=63), (None, None)),
+        (hf_config("mistral", sliding_window=63), (63, 63)),
+        (hf_config("qwen2", sliding_window=63, use_sliding_window=True), (None, None)),  # of 28 layers and more
+        (hf_config("qwen2", **last), (None, 63)),
+        (hf_config("qwen2", **last | {"use_sliding_window": False}), (None, None)),
+        (hf_config("qwen3", **WINDOWED), (3, None)),
     ):
-        with pytest.raises(ValueError, match=r"sliding_window: .* set it to null"):
-            DecoderConfig.from_hf(fields)
-    DecoderConfig.from_hf(hf_config("mistral", sliding_window=64))
-    DecoderConfig.from_hf(hf_config("qwen2", sliding_window=32, use_sliding_window=False))
+        assert DecoderConfig.from_hf(fields).windows == windows
+
+
+def test_what_attends_under_the_rule_alone_refuses_more():
+    DecoderConfig.from_hf(hf_config("mistral", sliding_window=64)).check_plain()
+    for config in (
+        DecoderConfig.from_hf(hf_config("mistral", sliding_window=63)),
+        replace(DecoderConfig.from_hf(hf_config("llama")), sinks=True),
+    ):
+        with pytest.raises(ValueError, match=r"set it to null|computes neither"):
+            config.check_plain()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +131,7 @@ def test_a_sliding_window_is_refused_where_it_would_matter():
         ({"mlp_bias": True}, "mlp_bias: True is not implemented"),
         ({"attention_dropout": 0.1}, "attention_dropout: 0.1 is not implemented"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: .* is not implemented"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types: \['sliding_attention'\]"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types: .* 2 from full_attention"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 4"),
         ({"vocab_size": 0}, "vocab_size: 0 is not a positive whole number"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers: '2' is not a positive whole number"),

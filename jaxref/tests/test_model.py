@@ -13,7 +13,7 @@ import pytest
 
 from jaxref.model import Decoder, _run_layer
 from jaxref.rounding import preset
-from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, row, tiny
+from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, WINDOWED, row, tiny
 from jaxref.weights import to_arrays
 
 EXACT, FP32, HF_BF16 = preset("exact"), preset("fp32"), preset("hf_eager_bf16")
@@ -62,11 +62,17 @@ def numpy_logits(decoder: Decoder, ids, positions, documents) -> np.ndarray:
         out = np.zeros((len(x), config.num_attention_heads, config.head_dim), np.longdouble)
         for t in range(len(x)):
             seen = [s for s in range(len(x)) if visible(documents, t, s)]
+            if (window := config.windows[i]) is not None:
+                kept = [s for s in seen[:-window] if documents[s] == 0] if config.keep_anchor else []
+                seen = kept + seen[-window:]
             for head in range(config.num_attention_heads if seen else 0):
                 kv = head * config.num_key_value_heads // config.num_attention_heads
                 scores = (q[t, head] * k[seen, kv].conj()).real.sum(-1) / np.sqrt(np.longdouble(config.head_dim))
-                weights = np.exp(scores - scores.max())
-                out[t, head] = weights / weights.sum() @ v[seen, kv]
+                if config.softcap is not None:
+                    scores = config.softcap * np.tanh(scores / config.softcap)
+                weights = np.exp(scores)
+                sink = np.exp(p[f"{layer}self_attn.sinks"][head]) if config.sinks else 0
+                out[t, head] = weights / (weights.sum() + sink) @ v[seen, kv]
         x = x + linear(out.reshape(len(x), -1), layer + "self_attn.o_proj")
         h = norm(x, layer + "post_attention_layernorm")
         gate = linear(h, layer + "mlp.gate_proj")
@@ -76,7 +82,12 @@ def numpy_logits(decoder: Decoder, ids, positions, documents) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [*((family, {}) for family in FAMILIES), ("llama", {"attention_bias": True, "tie_word_embeddings": True})],
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 3, "added": {"softcap": 1.5}}),
+        ("qwen2", WINDOWED | {"added": {"sinks": True, "keep_anchor": True}}),
+    ],
 )
 def test_exact_is_the_model_written_in_loops(family, changes):
     decoder, arguments = tiny(family, **changes), row("anchor_prefix_padded")
@@ -192,11 +203,13 @@ def test_the_compiler_drops_no_rounding(flags):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_one_layer_is_compiled_however_many_there_are():
-    decoder, arguments = tiny("llama", num_hidden_layers=5, hidden_size=14), row("full")
+def test_one_layer_is_compiled_for_each_window():
+    kinds = ["sliding_attention", "full_attention"] * 3
+    changes = WINDOWED | {"layer_types": kinds, "num_hidden_layers": 6, "hidden_size": 14}
+    decoder, arguments = tiny("qwen2", **changes), row("full")
     before = _run_layer._cache_size()
     decoder(*arguments, EXACT)
-    assert _run_layer._cache_size() == before + 1
+    assert _run_layer._cache_size() == before + 2
 
 
 @pytest.mark.parametrize(
