@@ -18,7 +18,7 @@ app = make_app(
 OUT = Path("runs/parity")  # of a configuration, unless told otherwise
 QUICK = {
     *("model", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "schedule", "warmup_steps", "ranks"),
-    *("documents", "anchor_tokens", "padding", "rope_parameters", "rope_before", "seed", "stages"),
+    *("documents", "anchor_tokens", "padding", "beyond_window", "rope_parameters", "rope_before", "seed", "stages"),
 }
 
 
@@ -36,7 +36,8 @@ def run(
         Literal["text", "github"], typer.Option("--format", help="github: with annotations of a workflow")
     ] = "text",
     model: Annotated[
-        str, typer.Option(help="llama, mistral, qwen2, qwen3, tied, ... (tiny, random); smollm2; a folder; or a hub id")
+        str,
+        typer.Option(help="llama, mistral, qwen2, qwen3, windows, ... (tiny, random); smollm2; a folder; or a hub id"),
     ] = "llama",
     against: Annotated[
         str | None, typer.Option(help="a second folder or id of the same weights: judge both by its config and weights")
@@ -56,6 +57,7 @@ def run(
     documents: Annotated[int, typer.Option(help="of a row")] = 5,
     anchor_tokens: Annotated[int, typer.Option(help="that open a row")] = 2,
     padding: Annotated[str, typer.Option(help="end; inside: between and within documents, too")] = "end",
+    beyond_window: Annotated[str, typer.Option(help="what sliding windows leave visible: nothing; anchor")] = "nothing",
     seed: Annotated[int, typer.Option(help="of random weights, tokens and interleaving")] = 0,
     stages: Annotated[str, typer.Option(help="of forward,loss,gradients,step,trajectory,run")] = "forward",
 ) -> None:
@@ -84,6 +86,7 @@ def run(
                 model, against, against_dtype, engine, variant=variant, rope=rope, dtype=dtype, tokens=tokens,
                 position_offset=position_offset, schedule=schedule, warmup_steps=warmup_steps, ranks=ranks,
                 documents=documents, anchor_tokens=anchor_tokens, padding=padding, seed=seed,
+                beyond_window=beyond_window,
                 rope_parameters=rope_parameters, rope_before=rope_before,
                 stages=stages,
             )  # fmt: skip
@@ -256,6 +259,7 @@ def _quick_gate(
     from anchorline.errors import UserError
     from anchorline.settings import explain
     from parity_tests.gate.candidate import device, why_not_here
+    from parity_tests.gate.case import ADDED
     from parity_tests.gate.spec import CaseSpec, Gate
     from torchtrain.attention import resolve_engine
 
@@ -263,7 +267,8 @@ def _quick_gate(
         given = fields | {"model": model, "dtype": dtype, "against": against, "stages": tuple(stages.split(","))}
         try:
             made = CaseSpec.model_validate(given)
-            chosen = resolve_engine(engine, device(), getattr(torch, dtype), training=made.stages != ("forward",))
+            trains, capped = made.stages != ("forward",), "softcap" in ADDED.get(model, {})
+            chosen = resolve_engine(engine, device(), getattr(torch, dtype), training=trains, capped=capped)
             made = CaseSpec.model_validate(given | {"engine": chosen})
         except ValidationError as error:
             raise UserError(explain(CaseSpec, error)) from None

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchtrain
 from anchorline.errors import UserError
 from parity_tests.gate.case import (
+    ADDED,
     CHUNKS,
     FACTOR,
     GateCase,
@@ -32,7 +33,7 @@ from parity_tests.gate.spec import CaseSpec
 from parity_tests.taps import capture_taps
 from torchtrain.attention import make_plan, resolve_engine
 from torchtrain.attention.flash import leave_newer
-from torchtrain.attention.hf import implementation_name
+from torchtrain.attention.hf import KEEPS_ANCHOR, implementation_name
 from torchtrain.config import Config, DistributedConfig, ModelConfig, PackConfig, RopeConfig, TrainConfig
 from torchtrain.data import collate
 from torchtrain.data.rows import SpanTokens, build_row
@@ -60,7 +61,8 @@ def why_not_here(spec: CaseSpec) -> str | None:
     trains = set(spec.stages) != {"forward"}
     leave_newer()  # of the case before: a process has one generation of FlashAttention at a time
     try:
-        resolve_engine(spec.engine, device(), getattr(torch, spec.dtype), training=trains)
+        capped = "softcap" in ADDED.get(spec.model, {})
+        resolve_engine(spec.engine, device(), getattr(torch, spec.dtype), training=trains, capped=capped)
     except UserError as error:
         return str(error)
     if spec.engine == "flex" and device().type == "cpu" and spec.dtype != "bfloat16":
@@ -210,7 +212,13 @@ def _pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
 
 def _build(case: GateCase) -> Any:
     """The model, extended and loaded as the trainer does it, in training mode."""
-    spec, folder = case.spec, case.folder
+    model = _make(case.spec, case.folder)
+    for module in model.modules():  # as `attach` does
+        setattr(module, KEEPS_ANCHOR, case.spec.beyond_window == "anchor")
+    return model
+
+
+def _make(spec: CaseSpec, folder: str | None) -> Any:
     if folder is not None:
         return _load(folder, spec)
     model = _draw(_extend(_extended_before(spec), spec), spec, getattr(torch, spec.dtype))
@@ -233,10 +241,23 @@ def _draw(config: Any, spec: CaseSpec, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=implementation_name(spec.engine), trust_remote_code=False
     )
+    _add(model, dtype, **ADDED.get(spec.model, {}))
     weights = {name: torch.from_numpy(array).to(dtype) for name, array in tiny_weights(spec.model, spec.seed).items()}
     # A tied head has no weight of its own.
     model.load_state_dict(weights, strict=not config.tie_word_embeddings)
     return model
+
+
+def _add(model: Any, dtype: torch.dtype, softcap: float | None = None, sinks: bool = False) -> None:
+    """Let every layer hand a soft cap, as Gemma 2's do, or sinks, as gpt-oss's do, on to its attention."""
+
+    def hand_on(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"softcap": softcap, "s_aux": module.sinks if sinks else None}
+
+    for layer in model.model.layers if softcap is not None or sinks else ():
+        if sinks:
+            layer.self_attn.sinks = nn.Parameter(torch.zeros(model.config.num_attention_heads, dtype=dtype))
+        layer.self_attn.register_forward_pre_hook(hand_on, with_kwargs=True)
 
 
 def _extended_before(spec: CaseSpec) -> Any:

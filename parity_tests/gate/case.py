@@ -32,14 +32,28 @@ FAMILIES: dict[str, Any] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
-# A Llama of which one thing is another: its head is the embedding; heads of 128; 50,000 words; or it is written to a
-# folder and loaded as a run does.
-VARIED: dict[str, dict[str, Any]] = {
-    "tied": {"tie_word_embeddings": True},
-    "wide_heads": {"head_dim": 128},
-    "many_words": {"vocab_size": 50_000, "num_hidden_layers": 1},
-    "loaded": {},
+_WINDOW = {"sliding_window": 6}  # shorter than a document, and than the anchor and a document
+_EVERY_OTHER = {
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+# A family of which one thing is another: its head is the embedding; heads of 128; 50,000 words; it is written to a
+# folder and loaded as a run does; every other layer has a window; or every layer, with a soft cap (as in Gemma 2) or
+# sinks (as in gpt-oss). The gradient of sinks is one number a head, hence 64 heads.
+VARIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "wide_heads": ("llama", {"head_dim": 128}),
+    "many_words": ("llama", {"vocab_size": 50_000, "num_hidden_layers": 1}),
+    "loaded": ("llama", {}),
+    "windows": ("qwen2", _WINDOW | _EVERY_OTHER),
+    "capped": ("mistral", _WINDOW | {"num_hidden_layers": 2}),
+    "sinks": (
+        "mistral",
+        _WINDOW | {"num_hidden_layers": 2, "num_attention_heads": 64, "num_key_value_heads": 32, "head_dim": 4},
+    ),
+}
+# What no config.json of these families says: both sides add it to the model.
+ADDED: dict[str, dict[str, Any]] = {"capped": {"softcap": 2.0}, "sinks": {"sinks": True}}
 TINY = (*FAMILIES, *VARIED)
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
 
@@ -122,6 +136,8 @@ def resolve(spec: CaseSpec) -> GateCase:
     if (spec.is_run or spec.rope_before != "default") and (folder, oracle_folder) != (None, None):
         field = "stages" if spec.is_run else "rope_before"
         raise UserError(f"{field}: {spec.model} is not a tiny model; a whole run, or RoPE before, takes one")
+    if spec.is_run and spec.model in ADDED:
+        raise UserError(f"stages run: what {spec.model} adds to a model is not exported")
     rows = _draw_rows(spec, oracle_folder)
     # Every rank takes its rows as often as there are ranks. That is the same sum over the same count, each divided by a
     # power of two where the ranks are one; and a rank has more than one micro-batch.
@@ -198,10 +214,11 @@ def tiny_config(spec: CaseSpec, model: str | None = None) -> Any:
     """Return the transformers config of a tiny model with default RoPE: the case's, or another."""
     model = model or spec.model
     original = SHORT if spec.is_run and spec.rope != "keep" else ORIGINAL
-    changes: dict[str, Any] = {"max_position_embeddings": original} | VARIED.get(model, {})
-    if model == "mistral":
-        changes["sliding_window"] = None
-    return FAMILIES["llama" if model in VARIED else model](**(SIZES | changes))
+    family, varied = VARIED.get(model, (model, {}))
+    changes: dict[str, Any] = {"max_position_embeddings": original, **varied}
+    if family == "mistral":
+        changes.setdefault("sliding_window", None)
+    return FAMILIES[family](**(SIZES | changes))
 
 
 @lru_cache(maxsize=8)
@@ -211,7 +228,8 @@ def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
     Larger than a fresh model's, those of q and k most, so that attention is far from uniform and a wrong mask or
     position shows; biases and norms are drawn too, so that they count.
     """
-    shapes = parameter_shapes(DecoderConfig.from_hf(tiny_config(CaseSpec(model=model)).to_dict()))
+    config = DecoderConfig.from_hf(tiny_config(CaseSpec(model=model)).to_dict())
+    shapes = parameter_shapes(replace(config, **ADDED.get(model, {})))
     random = np.random.default_rng((seed, 0))
     weights = {}
     for name, shape in shapes.items():
@@ -245,7 +263,11 @@ def rope_settings(spec: CaseSpec, pairs: int) -> dict[str, Any]:
 def _read_config(spec: CaseSpec, folder: str | None) -> DecoderConfig:
     tiny = folder is None
     read = tiny_config(spec, spec.against).to_dict() if tiny else read_json(Path(folder) / "config.json", "model")
-    config = DecoderConfig.from_hf(read)
+    config = replace(
+        DecoderConfig.from_hf(read),
+        keep_anchor=spec.beyond_window == "anchor",
+        **ADDED.get(spec.against or spec.model, {}),
+    )
     settings = rope_settings(spec, config.head_dim // 2)
     if spec.rope == "keep":
         return replace(config, rope=replace(config.rope, **settings))

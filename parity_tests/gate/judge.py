@@ -178,6 +178,7 @@ _BACKWARD = (
     "mlp.gate",
     "post_",
     "self_attn.o",
+    "self_attn.sinks",
     "self_attn.v",
     "self_attn.k",
     "self_attn.q",

@@ -32,6 +32,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 RopeParameters = Literal["usual", "all"]
 RopeBefore = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Padding = Literal["end", "inside"]
+BeyondWindow = Literal["nothing", "anchor"]
 
 Tokens = Annotated[int, Field(ge=32, le=2**24)]
 Offset = Annotated[int, Field(ge=0, le=2**24)]
@@ -55,8 +56,8 @@ class CaseSpec(_Strict):
 
     model: str = Field(
         default="llama",
-        description="llama, mistral, qwen2, qwen3, tied, wide_heads, many_words, loaded (tiny, random); smollm2; a "
-        "folder; or a hub id",
+        description="llama, mistral, qwen2, qwen3, tied, wide_heads, many_words, loaded, windows, capped, sinks (tiny, "
+        "random); smollm2; a folder; or a hub id",
     )
     variant: str = Field(default="anchor", description="full, intra, intra_reset, anchor; with +tag, +interleave")
     rope: Rope = Field(default="keep", description="keep is the model's own")
@@ -74,6 +75,9 @@ class CaseSpec(_Strict):
     documents: Documents = Field(default=5, description="of a row; the second has one less, and padding")
     anchor_tokens: AnchorTokens = Field(default=2, description="that open a row")
     padding: Padding = Field(default="end", description="inside: between and within documents of each row, too")
+    beyond_window: BeyondWindow = Field(
+        default="nothing", description="what layers with a sliding window see beyond it"
+    )
     seed: Seed = Field(default=0, description="of random weights, tokens and the interleaving")
     stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
     against: str | None = Field(default=None, description="the model whose config and weights the oracle takes instead")
@@ -105,14 +109,14 @@ class CaseSpec(_Strict):
         parts += [self.schedule] * (self.schedule != "constant") + [f"w{self.warmup_steps}"] * bool(self.warmup_steps)
         parts += [f"r{self.ranks}"] * (self.ranks > 1) + [f"d{self.documents}"] * (self.documents != 5)
         parts += [f"a{self.anchor_tokens}"] * (self.anchor_tokens != 2) + ["inside"] * (self.padding == "inside")
-        parts += [*["run"] * self.is_run, f"s{self.seed}"]
+        parts += ["sees_anchor"] * (self.beyond_window == "anchor") + [*["run"] * self.is_run, f"s{self.seed}"]
         return "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
 
     @property
     def shared(self) -> "CaseSpec":
         """The case without what the oracle does not depend on: cases that have this in common share its work."""
         names = ("variant", "rope", "rope_parameters", "dtype", "tokens", "position_offset", "documents")
-        names += ("anchor_tokens", "padding", "seed")
+        names += ("anchor_tokens", "padding", "beyond_window", "seed")
         given = {name: getattr(self, name) for name in names}
         return CaseSpec(model=self.against or self.model, stages=("run",) if self.is_run else ("forward",), **given)
 
@@ -127,7 +131,7 @@ class CaseSpec(_Strict):
         names = ("model", "against", "variant", "rope", "engine", "dtype", "tokens", "position_offset", "seed")
         given = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
         rest = ("rope_parameters", "rope_before", "schedule", "warmup_steps", "ranks", "documents", "anchor_tokens")
-        for name in (*rest, "padding"):
+        for name in (*rest, "padding", "beyond_window"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 given[name] = str(getattr(self, name))
         options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]

@@ -172,6 +172,9 @@ def _explain_attention(case: GateCase, measure: Measure, candidate: Arrays, orac
     names = (f"{stem}.q_rope", f"{stem}.k_rope", f"{stem}.v")
     if case.spec.tokens > LONGEST or not _as_in_truth(candidate, oracle, *names):
         return None
+    config = case.decoder_config
+    if config.windows[measure.layer or 0] is not None or config.softcap is not None or config.sinks:
+        return None  # the mistakes below are those of the mask rule alone
     q, k, v = (candidate[name] for name in names)
     documents, scale, array = oracle.exact["inputs.document_ids"], q.shape[3] ** -0.5, candidate[measure.name]
     if _explains(measure, array, np.asarray(forward(attention_on(q, k, v, documents, scale))["out"])):

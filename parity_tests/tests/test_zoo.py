@@ -20,6 +20,8 @@ TRAINING = FORWARD.model_copy(update={"stages": ("loss", "gradients", "step")})
 SHARED = TRAINING.model_copy(update={"schedule": "cosine", "warmup_steps": 5, "ranks": 2})
 INSIDE = FORWARD.model_copy(update={"padding": "inside"})
 RUN = FORWARD.model_copy(update={"stages": ("run",)})
+SINKS = FORWARD.model_copy(update={"model": "sinks"})
+CAPPED = FORWARD.model_copy(update={"model": "capped", "engine": "dense", "beyond_window": "anchor"})
 # One of each kind that needs no case of its own; `parity zoo` runs all of them.
 QUICK = (
     *("rope_angles_in_bf16", "rope_interleaved", "rope_sign", "positions_reset", "causal_top_left", "documents_leak"),
@@ -27,6 +29,7 @@ QUICK = (
     *("rmsnorm_epsilon_outside", "gelu_for_silu", "weight_transposed", "labels_shifted_twice", "loss_per_micro_batch"),
     *("anchor_key_gradient_dropped", "clip_per_parameter", "weight_decay_on_norms", "adam_epsilon_inside"),
     *("warmup_from_zero", "weight_decay_at_the_peak", "loss_per_rank", "reduced_every_micro_batch"),
+    *("window_off_by_one", "anchor_behind_window", "cap_after_mask", "sink_of_group"),
     *("padding_splits_a_document", "orders_of_one_epoch", "cut_repeats_a_token", "moments_lost_on_resuming"),
 )
 
@@ -54,7 +57,7 @@ def test_every_bug_says_what_it_is_and_where_it_happened():
 @pytest.mark.parametrize("name", QUICK)
 def test_a_bug_is_caught(name, tries):
     bug = BUGS[name]
-    kill = tries.try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED, INSIDE, RUN]))
+    kill = tries.try_bug(bug, order(bug, [FORWARD, TRAINING, SHARED, INSIDE, RUN, SINKS, CAPPED]))
     assert kill.caught
     assert kill.reversible
 
@@ -63,7 +66,7 @@ def test_the_ground_that_bugs_are_made_on_is_sound(monkeypatch, tries):
     """What is caught of a bug in plain attention or plain AdamW is the bug."""
     monkeypatch.setattr("torch.optim.AdamW", plain.AdamW)
     with every_engine(plain.attend):
-        for spec in (FORWARD, TRAINING):
+        for spec in (FORWARD, TRAINING, SINKS, CAPPED):
             case = run_case(spec, tries.oracle)
             assert case.passed, case.first_divergence or case.problem
 

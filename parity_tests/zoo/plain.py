@@ -29,7 +29,7 @@ def attend(
     layer: LayerOptions,
     probabilities: Callable[[Tensor, Tensor], Tensor] = softmax,
 ) -> tuple[Tensor, None]:
-    """An engine: dense attention in float32 (float64 for float64), rounded once at its end.
+    """An engine: dense attention in float32 (float64 for float64), rounded once at its end, as the layer has it.
 
     `probabilities` maps logits [B, K, G, T, T] and the mask, which broadcasts to them, to what multiplies the values.
     """
@@ -38,8 +38,14 @@ def attend(
     wide = torch.promote_types(q_BTHD.dtype, torch.float32)
     q_BKGTD = q_BTHD.to(wide).view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4)
     k_BK1TD, v_BK1TD = (x.to(wide).permute(0, 2, 1, 3)[:, :, None] for x in (k_BTKD, v_BTKD))
-    mask = visible_BTT(plan.document_ids_BT)[:, None, None]
-    out_BKGTD = probabilities(q_BKGTD @ k_BK1TD.mT * layer.scale, mask) @ v_BK1TD
+    mask = visible_BTT(plan.document_ids_BT, layer.window, layer.keep_anchor)[:, None, None]
+    logits = q_BKGTD @ k_BK1TD.mT * layer.scale
+    if layer.softcap is not None:
+        logits = (logits / layer.softcap).tanh() * layer.softcap
+    out_BKGTD = probabilities(logits, mask) @ v_BK1TD
+    if layer.sinks_H is not None:
+        lse_BKGT = logits.masked_fill(~mask, torch.finfo(wide).min).logsumexp(-1)
+        out_BKGTD = out_BKGTD * (lse_BKGT - layer.sinks_H.to(wide).view(K, H // K, 1)).sigmoid()[..., None]
     return out_BKGTD.permute(0, 3, 1, 2, 4).reshape(B, T, H, D).to(q_BTHD.dtype), None
 
 
