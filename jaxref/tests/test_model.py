@@ -34,50 +34,66 @@ def assert_float64_of(got64, got32, truth) -> None:
     assert error64 <= 2 * error32 * UNIT_RATIO + 2.0**-53 * np.abs(truth).max()
 
 
-def numpy_logits(decoder: Decoder, ids, positions, documents) -> np.ndarray:
-    """The same model in loops over tokens and heads, rotating pairs as complex numbers."""
-    config = decoder.config
-    p = {name: np.asarray(array).astype(np.longdouble) for name, array in to_arrays(decoder).items()}
-    frequency = np.longdouble(config.rope.theta) ** (-np.arange(0, config.head_dim, 2) / np.longdouble(config.head_dim))
+def numpy_parameters(decoder: Decoder) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array).astype(np.longdouble) for name, array in to_arrays(decoder).items()}
+
+
+def numpy_norm(x, weight, eps) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + np.longdouble(eps)) * weight
+
+
+def numpy_layer(config, p, number: int, x, positions, documents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A layer in loops over tokens and heads, rotating pairs as complex numbers.
+
+    Returns its output [T, M], its probabilities and its scaled logits [H, T, T], 0 where nothing is seen.
+    """
+    T, H, D, layer = len(x), config.num_attention_heads, config.head_dim, f"model.layers.{number}."
+    frequency = np.longdouble(config.rope.theta) ** (-np.arange(0, D, 2) / np.longdouble(D))
 
     def norm(x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + np.longdouble(config.rms_norm_eps)) * p[name + ".weight"]
+        return numpy_norm(x, p[layer + name + ".weight"], config.rms_norm_eps)
 
     def linear(x, name):
-        return x @ p[name + ".weight"].T + p.get(name + ".bias", 0)
+        return x @ p[layer + name + ".weight"].T + p.get(layer + name + ".bias", 0)
 
-    def heads(x, name, norm_name):
-        x = linear(x, name).reshape(len(x), -1, config.head_dim)
-        if norm_name + ".weight" in p:
-            x = norm(x, norm_name)
-        pairs = x[..., : config.head_dim // 2] + 1j * x[..., config.head_dim // 2 :]
-        return pairs * np.exp(1j * positions[:, None, None] * frequency)
+    def heads(x, name):
+        x = linear(x, f"self_attn.{name}_proj").reshape(T, -1, D)
+        if f"{layer}self_attn.{name}_norm.weight" in p:
+            x = norm(x, f"self_attn.{name}_norm")
+        return (x[..., : D // 2] + 1j * x[..., D // 2 :]) * np.exp(1j * positions[:, None, None] * frequency)
 
+    h = norm(x, "input_layernorm")
+    q, k, v = heads(h, "q"), heads(h, "k"), linear(h, "self_attn.v_proj").reshape(T, -1, D)
+    probs, logits = np.zeros((2, H, T, T), np.longdouble)
+    out = np.zeros((T, H, D), np.longdouble)
+    for t in range(T):
+        seen = [s for s in range(T) if visible(documents, t, s)]
+        if (window := config.windows[number]) is not None:
+            kept = [s for s in seen[:-window] if documents[s] == 0] if config.keep_anchor else []
+            seen = kept + seen[-window:]
+        for head in range(H if seen else 0):
+            kv = head * config.num_key_value_heads // H
+            scores = (q[t, head] * k[seen, kv].conj()).real.sum(-1) / np.sqrt(np.longdouble(D))
+            if config.softcap is not None:
+                scores = config.softcap * np.tanh(scores / config.softcap)
+            weights = np.exp(scores)
+            sink = np.exp(p[f"{layer}self_attn.sinks"][head]) if config.sinks else 0
+            probs[head, t, seen], logits[head, t, seen] = weights / (weights.sum() + sink), scores
+            out[t, head] = probs[head, t, seen] @ v[seen, kv]
+    x = x + linear(out.reshape(T, -1), "self_attn.o_proj")
+    h = norm(x, "post_attention_layernorm")
+    gate = linear(h, "mlp.gate_proj")
+    return x + linear(gate / (1 + np.exp(-gate)) * linear(h, "mlp.up_proj"), "mlp.down_proj"), probs, logits
+
+
+def numpy_logits(decoder: Decoder, ids, positions, documents) -> np.ndarray:
+    """The same model in loops."""
+    config, p = decoder.config, numpy_parameters(decoder)
     x = p["model.embed_tokens.weight"][ids]
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}."
-        h = norm(x, layer + "input_layernorm")
-        q, k = (heads(h, f"{layer}self_attn.{n}_proj", f"{layer}self_attn.{n}_norm") for n in "qk")
-        v = linear(h, layer + "self_attn.v_proj").reshape(len(x), -1, config.head_dim)
-        out = np.zeros((len(x), config.num_attention_heads, config.head_dim), np.longdouble)
-        for t in range(len(x)):
-            seen = [s for s in range(len(x)) if visible(documents, t, s)]
-            if (window := config.windows[i]) is not None:
-                kept = [s for s in seen[:-window] if documents[s] == 0] if config.keep_anchor else []
-                seen = kept + seen[-window:]
-            for head in range(config.num_attention_heads if seen else 0):
-                kv = head * config.num_key_value_heads // config.num_attention_heads
-                scores = (q[t, head] * k[seen, kv].conj()).real.sum(-1) / np.sqrt(np.longdouble(config.head_dim))
-                if config.softcap is not None:
-                    scores = config.softcap * np.tanh(scores / config.softcap)
-                weights = np.exp(scores)
-                sink = np.exp(p[f"{layer}self_attn.sinks"][head]) if config.sinks else 0
-                out[t, head] = weights / (weights.sum() + sink) @ v[seen, kv]
-        x = x + linear(out.reshape(len(x), -1), layer + "self_attn.o_proj")
-        h = norm(x, layer + "post_attention_layernorm")
-        gate = linear(h, layer + "mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, layer + "mlp.up_proj"), layer + "mlp.down_proj")
-    return norm(x, "model.norm") @ p["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"].T
+    for number in range(config.num_hidden_layers):
+        x, _, _ = numpy_layer(config, p, number, x, positions, documents)
+    head = p["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    return numpy_norm(x, p["model.norm.weight"], config.rms_norm_eps) @ head.T
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import pytest
 
 from jaxref.rounding import preset
 from jaxref.tests.decoders import tiny
-from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of, visible
-from jaxref.weights import to_arrays
+from jaxref.tests.test_model import UNIT_RATIO, assert_float64_of, numpy_layer, numpy_parameters, visible
 from ropestudy.compute.conditions import CONDITIONS
 from ropestudy.compute.engine import Pair, Row, Stream, compare
 from ropestudy.compute.measures import Sums, queries_of_columns, sample, weights
@@ -20,61 +19,21 @@ POSITIONS = np.stack([np.arange(TOKENS), 3 * np.arange(TOKENS) + 5])
 
 
 def twin(decoder, documents, positions, mode) -> dict[str, np.ndarray]:
-    """The sums of two runs in loops over layers, heads, queries and keys, in long double."""
-    config = decoder.config
-    p = {name: np.asarray(array).astype(np.longdouble) for name, array in to_arrays(decoder).items()}
-    frequency = np.longdouble(config.rope.theta) ** (-np.arange(0, config.head_dim, 2) / np.longdouble(config.head_dim))
-    L, H, K, T = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, len(documents)
-    C = config.head_dim // 2
-
-    def norm(x, name):
-        eps = np.longdouble(config.rms_norm_eps)
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * p[name + ".weight"]
-
-    def heads(x, name, where):
-        x = (x @ p[name + ".weight"].T).reshape(T, -1, config.head_dim)
-        return (x[..., :C] + 1j * x[..., C:]) * np.exp(1j * where[:, None, None] * frequency)
-
-    def attend(x, layer, where):
-        h = norm(x, layer + "input_layernorm")
-        q, k = (heads(h, f"{layer}self_attn.{n}_proj", where) for n in "qk")
-        probs, logits = np.zeros((2, H, T, T), np.longdouble)
-        for head in range(H):
-            for i in range(T):
-                seen = [j for j in range(T) if visible(documents, i, j)]
-                if not seen:
-                    continue
-                score = (q[i, head] * k[seen, head * K // H].conj()).real.sum(-1) / np.sqrt(np.longdouble(2 * C))
-                exponentials = np.exp(score - score.max())
-                probs[head, i, seen], logits[head, i, seen] = exponentials / exponentials.sum(), score
-        v = (h @ p[layer + "self_attn.v_proj.weight"].T).reshape(T, K, -1)
-        out = np.concatenate([probs[head] @ v[:, head * K // H] for head in range(H)], axis=-1)
-        x = x + out @ p[layer + "self_attn.o_proj.weight"].T
-        h = norm(x, layer + "post_attention_layernorm")
-        gate = h @ p[layer + "mlp.gate_proj.weight"].T
-        inner = gate / (1 + np.exp(-gate)) * (h @ p[layer + "mlp.up_proj.weight"].T)
-        return probs, logits, x + inner @ p[layer + "mlp.down_proj.weight"].T
-
-    sums = {
-        "column_T": np.zeros(T, np.longdouble),
-        "logit_T": np.zeros(T, np.longdouble),
-        "row_T": np.zeros(T, np.longdouble),
-        "mass_T": np.zeros(T, np.longdouble),
-    }
+    """The sums of two runs from a model in loops, in long double."""
+    config, p = decoder.config, numpy_parameters(decoder)
     xs = [p["model.embed_tokens.weight"][IDS]] * 2
-    for number in range(L):
-        layer = f"model.layers.{number}."
+    sums = {name: np.zeros(len(documents), np.longdouble) for name in ("column_T", "logit_T", "row_T", "mass_T")}
+    for number in range(config.num_hidden_layers):
         inputs = [xs[0], xs[0]] if mode == "local" else xs
-        (pa, la, xa), (pb, lb, xb) = (attend(x, layer, where) for x, where in zip(inputs, positions, strict=True))
-        xs = [xa, xb]
-        for head in range(H):
-            for i in range(T):
-                for j in range(T):
-                    gap, logit_gap = abs(pa[head, i, j] - pb[head, i, j]), abs(la[head, i, j] - lb[head, i, j])
-                    sums["column_T"][j] += gap
-                    sums["row_T"][i] += gap
-                    sums["mass_T"][j] += pa[head, i, j]
-                    sums["logit_T"][j] += logit_gap
+        (a, probs_a, logits_a), (b, probs_b, logits_b) = (
+            numpy_layer(config, p, number, x, where, documents) for x, where in zip(inputs, positions, strict=True)
+        )
+        xs = [a, b]
+        apart = np.abs(probs_a - probs_b)
+        sums["column_T"] += apart.sum((0, 1))
+        sums["row_T"] += apart.sum((0, 2))
+        sums["mass_T"] += probs_a.sum((0, 1))
+        sums["logit_T"] += np.abs(logits_a - logits_b).sum((0, 1))
     return sums
 
 
