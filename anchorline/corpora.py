@@ -18,7 +18,6 @@ import sys
 import sysconfig
 import tokenize
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -186,24 +185,8 @@ def _sentence(field: str, part: str, value: dict[str, str] | str) -> str:
     return text[:1].upper() + text[1:]
 
 
-class _Text(HTMLParser):
-    """Collects the text between tags; a line break or a paragraph becomes a new line."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-
-    def handle_data(self, data: str) -> None:
-        self.parts.append(data)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("p", "br"):
-            self.parts.append("\n")
-
-
 def _plain(markup: str) -> str:
-    parser = _Text()
-    parser.feed(markup)
-    parser.close()
-    lines = (" ".join(line.split()) for line in "".join(parser.parts).split("\n"))
-    return re.sub(r"\n+", "\n", "\n".join(lines)).strip()
+    """Return the text of HTML: a line break or a paragraph is a new line, other tags are left out."""
+    lines = re.sub(r"<(?:p|br)\b[^>]*>", "\n", markup, flags=re.IGNORECASE)
+    text = html.unescape(re.sub(r"</?[a-zA-Z][^>]*>|<!--.*?-->", "", lines, flags=re.DOTALL))
+    return re.sub(r"\n+", "\n", "\n".join(" ".join(line.split()) for line in text.split("\n"))).strip()

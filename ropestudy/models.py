@@ -128,20 +128,14 @@ def _bos(folder: Path, config_json: dict[str, Any], tokenizer: Tokenizer) -> int
     """
     file = folder / "tokenizer_config.json"
     token = read_json(file, "model.source").get("bos_token") if file.is_file() else None
-    if token is not None:
-        text = token.get("content") if isinstance(token, dict) else token
-        bos = tokenizer.token_to_id(text) if isinstance(text, str) else None
-        if bos is None:
-            raise UserError(
-                f"model.source: {quoted(file)} names the bos_token {quoted(text)}, which tokenizer.json does not have"
-            )
-        return bos
-    bos = config_json.get("bos_token_id")
+    token = token.get("content") if isinstance(token, dict) else token
+    bos = config_json.get("bos_token_id") if token is None else tokenizer.token_to_id(str(token))
     bos = bos[0] if isinstance(bos, list) and bos else bos
-    size = config_json["vocab_size"]
-    if bos is not None and (type(bos) is not int or not 0 <= bos < size):
-        config = quoted(folder / "config.json")
-        raise UserError(f"model.source: bos_token_id {quoted(bos)} in {config} is not one of its {size} tokens")
+    if bos is None and token is None:
+        return None
+    if type(bos) is not int or not 0 <= bos < config_json["vocab_size"]:
+        given = quoted(bos if token is None else token)
+        raise UserError(f"model.source: the BOS of {quoted(folder)}, {given}, is not a token of its tokenizer.json")
     return bos
 
 

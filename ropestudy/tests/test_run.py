@@ -243,11 +243,7 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
         ("config.json", json.dumps({"model_type": "gpt2"}), "is not a model the oracle can load: model_type: 'gpt2'"),
         ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer: "),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON ("),
-        (
-            "tokenizer_config.json",
-            '{"bos_token": "<s>"}',
-            "names the bos_token '<s>', which tokenizer.json does not have",
-        ),
+        ("tokenizer_config.json", '{"bos_token": "<s>"}', ", '<s>', is not a token of its tokenizer.json"),
     ],
 )
 def test_a_model_that_cannot_be_read_is_refused(given, tmp_path, file, content, line):
