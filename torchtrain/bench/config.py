@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -25,15 +25,9 @@ Lengths = Annotated[list[Tokens], Field(min_length=1, max_length=64)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Engine = Literal["flash", "flash3", "flash4", "flex", "sdpa", "dense"]
 Rival = Literal["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"]
-Loop = Literal[
-    "torchtrain, anchor",
-    "torchtrain, anchor, compiled",
-    "torchtrain, full",
-    "transformers, full",
-    "transformers, dense mask",
-]
-RIVALS: list[Rival] = ["flex, its own mask", "flex, mask kept", "BOS per document", "dense mask"]
-LOOPS: list[Loop] = ["torchtrain, anchor", "torchtrain, full", "transformers, full", "transformers, dense mask"]
+Loop = Literal["torchtrain, anchor", "torchtrain, full", "transformers, full", "transformers, dense mask"]
+RIVALS: list[Rival] = list(get_args(Rival))
+LOOPS: list[Loop] = list(get_args(Loop))
 
 
 class AttentionBench(Section):
@@ -48,7 +42,7 @@ class AttentionBench(Section):
     )
     dtypes: list[Dtype] = Field(default=["bfloat16"], min_length=1, max_length=3, description="of q, k and v")
     engines: list[Engine] = Field(
-        default=["flash", "flash3", "flash4", "flex", "sdpa", "dense"],
+        default=list(get_args(Engine)),
         max_length=6,
         description="torchtrain's; one that cannot run here is listed with the reason",
     )
@@ -74,12 +68,7 @@ class StepBench(Section):
     model: ModelConfig = Field(description="the model that is trained")
     layers: SmallCount | None = Field(default=None, description="only the model's first so many; default: all")
     lengths: Lengths = Field(default=[1024, 2048, 4096], description="tokens a row")
-    loops: list[Loop] = Field(
-        default=LOOPS,
-        min_length=1,
-        max_length=5,
-        description="what is compared; `compiled` runs with model.fused: compile",
-    )
+    loops: list[Loop] = Field(default=LOOPS, min_length=1, max_length=4, description="what is compared")
     learning_rate: Real = Field(default=1e-5, description="of AdamW")
     ceiling: Annotated[int, Field(ge=64, le=2**15)] = Field(
         default=2048, description="rows and columns of the matrices whose product is the device's ceiling"

@@ -45,12 +45,12 @@ Row = dict[str, Tensor]  # the five arrays [1, T], on the host
 class Ours:
     """A step of `torchtrain train`, with a copy of the model's weights."""
 
-    def __init__(self, model: "PreTrainedModel", bench: StepBench, device: torch.device, compiled: bool) -> None:
+    def __init__(self, model: "PreTrainedModel", bench: StepBench, device: torch.device) -> None:
         self.model, self.world = copy.deepcopy(model), World(device=device)
         self.model.set_attn_implementation(implementation_name(bench.model.attention))
-        if compiled or bench.model.fused == "compile":
+        if bench.model.fused == "compile":
             check_compiler(device)
-            set_up_layers(self.model, bench.model.model_copy(update={"fused": "compile"}))
+            set_up_layers(self.model, bench.model)
         self.train = TrainConfig(sequences_per_step=1, learning_rate=bench.learning_rate, steps=2**20)
         self.strategy = Replicated(self.model, self.train, self.world)
 
@@ -113,7 +113,7 @@ def open_loop(name: str, model: "PreTrainedModel", bench: StepBench, device: tor
         UserError: it cannot be compiled here.
     """
     if name.startswith("torchtrain"):
-        return Ours(model, bench, device, compiled=name.endswith("compiled"))
+        return Ours(model, bench, device)
     return Plain(model, bench, device, masked=name.endswith("mask"))
 
 
