@@ -205,13 +205,13 @@ def packed_rows() -> dict[str, Tensor]:
 def find_fault(model: Any) -> str:
     """Compare logits and every gradient with transformers' own; return what differs, or nothing."""
     batch = packed_rows()
-    truth, judged_as = _logits_and_gradients(model, "eager", batch), "float64"
+    truth, judged_as = logits_and_gradients(model, "eager", batch), "float64"
     if model._supports_sdpa:
-        reference = _logits_and_gradients(model, "sdpa", batch)
+        reference = logits_and_gradients(model, "sdpa", batch)
     else:
-        reference, judged_as = _logits_and_gradients(model.float(), "eager", batch), "float32"
+        reference, judged_as = logits_and_gradients(model.float(), "eager", batch), "float32"
         model.double()
-    candidate = _logits_and_gradients(model, "anchor", batch)
+    candidate = logits_and_gradients(model, "anchor", batch)
     if truth.keys() != candidate.keys():
         return f"gradients of {sorted(truth.keys() ^ candidate.keys())[0]} in one of the two only"
     for name in truth:
@@ -223,21 +223,39 @@ def find_fault(model: Any) -> str:
     return _leak(model, batch)
 
 
-def _logits_and_gradients(model: Any, implementation: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Logits, and the gradients of a random weighting of them into every parameter, flat, by module."""
+def logits_and_gradients(
+    model: Any, implementation: str, batch: dict[str, Tensor], backward: bool = True, hidden: bool = False
+) -> dict[str, Tensor]:
+    """Return logits, and the gradients of a random weighting of them into every parameter, flat, by module.
+
+    Args:
+        model: any causal language model of transformers.
+        implementation: of attention; all but our own are given the mask rule as masks.
+        batch: token, position and document ids [B, T].
+        backward: with gradients.
+        hidden: with the hidden states before, between and after the layers, `hidden.0` to `hidden.N`.
+    """
     model.set_attn_implementation(implementation)
     model.zero_grad()
-    logits_BTV = model(**(batch if implementation == "anchor" else _mask(batch, model)), use_cache=False).logits
-    weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    logits_BTV.backward(weights.to(logits_BTV.dtype))
+    ours = implementation.startswith("anchor")
+    given = batch if ours else rule_as_masks(batch, model)
+    with torch.set_grad_enabled(backward):
+        output = model(**given, use_cache=False, output_hidden_states=hidden)
+    logits_BTV = output.logits
     gradients: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients.setdefault(name.rpartition(".")[0], []).append(parameter.grad.flatten())
-    return {"logits": logits_BTV.detach(), **{module: torch.cat(parts) for module, parts in gradients.items()}}
+    if backward:
+        weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        weights *= (batch["document_ids"] != -1).cpu()[..., None]
+        logits_BTV.backward(weights.to(logits_BTV.device, logits_BTV.dtype))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients.setdefault(name.rpartition(".")[0], []).append(parameter.grad.flatten())
+    states = {f"hidden.{number}": x.detach() for number, x in enumerate(output.hidden_states)} if hidden else {}
+    flat = {module: torch.cat(parts) for module, parts in gradients.items()}
+    return {**states, "logits": logits_BTV.detach(), **flat}
 
 
-def _mask(batch: dict[str, Tensor], model: Any) -> dict[str, Any]:
+def rule_as_masks(batch: dict[str, Tensor], model: Any) -> dict[str, Any]:
     """The batch with the rule as 4D float masks instead of document ids: one for each kind of layers."""
     config = model.config.get_text_config(decoder=True)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
@@ -246,7 +264,7 @@ def _mask(batch: dict[str, Tensor], model: Any) -> dict[str, Any]:
 
     def mask(window: int | None) -> Tensor:
         visible = visible_BTT(batch["document_ids"], window)[:, None]
-        mask = torch.zeros(visible.shape, dtype=model.dtype)
+        mask = torch.zeros(visible.shape, dtype=model.dtype, device=visible.device)
         return mask.masked_fill(~visible, torch.finfo(model.dtype).min)
 
     by_kind = {"full_attention": mask(None), "sliding_attention": mask(window)}

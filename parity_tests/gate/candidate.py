@@ -105,7 +105,7 @@ def _exported_taps(case: GateCase, folder: str) -> Arrays:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", attn_implementation=engine, trust_remote_code=False
     )
-    rows = [_pack(row, case.spec) for row in draw_corpus(case.spec).held_out_rows()]
+    rows = [pack(row, case.spec) for row in draw_corpus(case.spec).held_out_rows()]
     batch = collate(rows)
     names = ("input_ids", "position_ids", "document_ids")
     return _taps(model.to(device()).eval(), {name: batch[name].to(device()) for name in names})
@@ -119,7 +119,7 @@ class _Rows:
     """The case's rows as the trainer's packer makes them, again and again."""
 
     def __init__(self, case: GateCase) -> None:
-        self.rows = [_pack(row, case.spec) for row in case.rows]
+        self.rows = [pack(row, case.spec) for row in case.rows]
 
     def row_at(self, index: int) -> dict[str, np.ndarray]:
         return self.rows[index % len(self.rows)]
@@ -199,7 +199,7 @@ def _trajectory(case: GateCase, packed: _Rows, model: Any, world: World) -> tupl
     return {"trajectory.rates": np.array(rates), "trajectory.norms": np.array(norms)}, tokens
 
 
-def _pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
+def pack(row: RowTokens, spec: CaseSpec) -> dict[str, np.ndarray]:
     """The trainer's packer on one row: int64 [T]."""
     pack = PackConfig(sequence_length=spec.tokens - len(row.holes), variant=spec.variant, chunks=CHUNKS)
     spans = [

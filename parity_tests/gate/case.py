@@ -138,7 +138,7 @@ def resolve(spec: CaseSpec) -> GateCase:
         raise UserError(f"{field}: {spec.model} is not a tiny model; a whole run, or RoPE before, takes one")
     if spec.is_run and spec.model in ADDED:
         raise UserError(f"stages run: what {spec.model} adds to a model is not exported")
-    rows = _draw_rows(spec, oracle_folder)
+    rows = draw_rows(spec, oracle_folder)
     # Every rank takes its rows as often as there are ranks. That is the same sum over the same count, each divided by a
     # power of two where the ranks are one; and a rank has more than one micro-batch.
     changes = {"schedule": spec.schedule, "warmup_steps": spec.warmup_steps}
@@ -149,7 +149,7 @@ def resolve(spec: CaseSpec) -> GateCase:
     return GateCase(spec, rows, folder, oracle_folder, _read_config(spec, oracle_folder), step, trajectory, run)
 
 
-def _draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
+def draw_rows(spec: CaseSpec, folder: str | None) -> tuple[RowTokens, ...]:
     """Two rows: documents, one of a single token; and these lengths but one, with padding for the last.
 
     The second alone where a row is long: every tap of both would fill memory.

@@ -18,6 +18,7 @@ from jaxref.mask import PADDING
 from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import GateCase, resolve
+from parity_tests.gate.own_eager import family_without_decoder, own_eager_sides, reference_name
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import Oracle, OracleArrays
 from parity_tests.gate.words import describe
@@ -37,10 +38,15 @@ def run_case(spec: CaseSpec, oracle: Oracle) -> CaseReport:
     reason = why_not_here(spec)
     if reason is not None:
         return empty_report(spec).model_copy(update={"skipped": reason})
-    case = resolve(spec)
-    arrays = oracle.side(case)
+    own_eager = family_without_decoder(spec) is not None
+    if not own_eager:
+        case = resolve(spec)
+        arrays = oracle.side(case)
     try:
-        candidate = candidate_side(case)
+        if own_eager:
+            case, candidate, arrays = own_eager_sides(spec)
+        else:
+            candidate = candidate_side(case)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -48,6 +54,8 @@ def run_case(spec: CaseSpec, oracle: Oracle) -> CaseReport:
         report = empty_report(spec).model_copy(update={"problem": f"the candidate raises {text}"})
     else:
         report = judge_case(case, candidate, arrays)
+    if own_eager:
+        report = report.model_copy(update={"preset": reference_name(spec)})
     return report.model_copy(update={"seconds": time.perf_counter() - started})
 
 
@@ -190,7 +198,7 @@ def _backward_order(name: str) -> tuple[int, int, int]:
     layer, tap = _place(name)
     if layer is None:
         return (2 if tap.startswith("embed") else 0), 0, not tap.startswith("lm_head")
-    return 1, -layer, next(i for i, start in enumerate(_BACKWARD) if tap.startswith(start))
+    return 1, -layer, next((i for i, start in enumerate(_BACKWARD) if tap.startswith(start)), len(_BACKWARD))
 
 
 def _step_pairs(candidate: Arrays, case: GateCase) -> Iterator[tuple[str, np.ndarray, np.ndarray | None, str]]:

@@ -1,0 +1,114 @@
+"""A case of a family that the oracle has no decoder of: Gemma, Phi-3, OLMo 2, Granite, Mixtral, gpt-oss, ...
+
+The truth is the model in float64 under transformers' own eager attention, which is given the mask rule as a 4D float
+mask. The reference is the same in the case's dtype. Norms, RoPE and products are transformers' own on all sides. So
+attention is judged: its mask, scale, windows, caps, sinks and gradients.
+
+Legend: B batch · T tokens of a row · M model width.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from anchorline.errors import UserError
+from anchorline.files import read_json
+from jaxref.decoder_config import ARCHITECTURES
+from jaxref.mask import PADDING
+from parity_tests.families import logits_and_gradients
+from parity_tests.gate.candidate import device, pack
+from parity_tests.gate.case import TINY, TRAIN, GateCase, draw_rows, find_folder
+from parity_tests.gate.spec import CaseSpec
+from parity_tests.gate.truth import OracleArrays
+from parity_tests.oracle import Arrays
+from torchtrain.config import ModelConfig
+from torchtrain.data import collate
+from torchtrain.modeling.load import load_for_training
+from torchtrain.modeling.source import open_config
+
+STAGES = ("forward", "gradients")
+_LEFT_ALONE = ("rope", "rope_parameters", "rope_before", "schedule", "warmup_steps", "ranks")
+
+
+def family_without_decoder(spec: CaseSpec) -> str | None:
+    """Return the model type of a case that is judged here; None where the oracle has a decoder."""
+    if spec.model in TINY or spec.against is not None:
+        return None
+    family = read_json(Path(find_folder(spec.model)) / "config.json", "model").get("model_type")
+    return None if family in ARCHITECTURES else str(family)
+
+
+def reference_name(spec: CaseSpec) -> str:
+    """Say what gives the allowance."""
+    return f"transformers' own eager attention, {spec.dtype}"
+
+
+def own_eager_sides(spec: CaseSpec) -> tuple[GateCase, Arrays, OracleArrays]:
+    """Return the case, the candidate's arrays, and truth and reference of them.
+
+    Arrays: the output of every layer and the logits, 0 at padding; the gradients of a random weighting of the logits,
+    by module.
+
+    Raises UserError: a setting that takes the oracle's decoder, or half precision in a model with experts.
+    """
+    family, folder = family_without_decoder(spec), find_folder(spec.model)
+    for name in _LEFT_ALONE:
+        if getattr(spec, name) != type(spec).model_fields[name].default:
+            raise UserError(f"{name}: the oracle has no decoder of {family}; leave {name} out")
+    if other := set(spec.stages) - set(STAGES):
+        raise UserError(f"stages {min(other)}: the oracle has no decoder of {family}; choose from {','.join(STAGES)}")
+    settings = ModelConfig.model_construct(source=folder, dtype=spec.dtype, activation_checkpointing=False)  # type: ignore[arg-type]
+    model: Any = load_for_training(folder, open_config(folder), settings, spec.engine, device()).eval()
+    if model._can_set_experts_implementation():
+        if spec.dtype != "float32":
+            raise UserError(
+                f"dtype {spec.dtype}: {family} chooses experts, and a rounding changes a choice and with it a whole "
+                "token; give float32"
+            )
+        model.set_experts_implementation("eager")  # the grouped kernels have no float64
+    rows = draw_rows(spec, folder)
+    batch = {name: x.to(device()) for name, x in collate([pack(row, spec) for row in rows]).items()}
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "document_ids")}
+    run = {"backward": "gradients" in spec.stages, "hidden": True}
+    ours = model.config._attn_implementation
+    with patch.object(functional, "softmax", _softmax_as_wide_as_its_input):
+        truth = logits_and_gradients(copy.deepcopy(model).double(), "eager", inputs, **run)
+    reference = logits_and_gradients(model, "eager", inputs, **run)
+    candidate = logits_and_gradients(model, ours, inputs, **run)
+    documents_BT = batch["document_ids"].cpu().numpy()
+    sides = [_named(side, documents_BT, spec) for side in (candidate, truth, reference)]
+    exact = {"inputs.document_ids": documents_BT} if "forward" in spec.stages else {}
+    # No words for these arrays read the decoder's config.
+    case = GateCase(spec, rows, folder, folder, None, TRAIN, TRAIN, TRAIN)  # type: ignore[arg-type]
+    return case, sides[0] | exact, OracleArrays(sides[1], sides[2], exact)
+
+
+_softmax = functional.softmax
+
+
+def _softmax_as_wide_as_its_input(x: torch.Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+    """transformers' eager attention asks for float32 whatever it is given."""
+    return _softmax(x, *args, dtype=x.dtype, **kwargs)
+
+
+def _named(found: dict[str, torch.Tensor], documents_BT: np.ndarray, spec: CaseSpec) -> Arrays:
+    """The stages' arrays under the oracle's names."""
+    arrays: Arrays = {}
+    layers = sum(name.startswith("hidden.") for name in found) - 2
+    for name, tensor in found.items():
+        array = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy()
+        if name == "logits" or name.startswith("hidden."):
+            if "forward" not in spec.stages:
+                continue
+            array[documents_BT == PADDING] = 0  # eager attends from padding to all tokens, `anchor` to none
+            number = int(name.removeprefix("hidden.")) if name != "logits" else -1
+            ends = {-1: "logits", 0: "embed", layers + 1: "final_norm"}
+            arrays[ends.get(number, f"layers.{number - 1}.residual")] = array
+        else:
+            arrays[f"gradients.{name}"] = array
+    return arrays
