@@ -63,6 +63,8 @@ def run(
 ) -> None:
     """Compare a transformers model on our attention with the oracle in float64, array by array.
 
+    A family that the oracle has no decoder of is compared with transformers' own eager attention in float64.
+
     With a configuration: every case of it, and a report. Interrupted, the same command goes on where it stopped.
     Without: one model, and a table of the worst tap of each layer.
 
@@ -258,8 +260,7 @@ def _quick_gate(
 
     from anchorline.errors import UserError
     from anchorline.settings import explain
-    from parity_tests.gate.candidate import device, why_not_here
-    from parity_tests.gate.case import ADDED
+    from parity_tests.gate.candidate import device, is_capped, why_not_here
     from parity_tests.gate.spec import CaseSpec, Gate
     from torchtrain.attention import resolve_engine
 
@@ -267,8 +268,8 @@ def _quick_gate(
         given = fields | {"model": model, "dtype": dtype, "against": against, "stages": tuple(stages.split(","))}
         try:
             made = CaseSpec.model_validate(given)
-            trains, capped = made.stages != ("forward",), "softcap" in ADDED.get(model, {})
-            chosen = resolve_engine(engine, device(), getattr(torch, dtype), training=trains, capped=capped)
+            trains = made.stages != ("forward",)
+            chosen = resolve_engine(engine, device(), getattr(torch, dtype), training=trains, capped=is_capped(model))
             made = CaseSpec.model_validate(given | {"engine": chosen})
         except ValidationError as error:
             raise UserError(explain(CaseSpec, error)) from None
@@ -340,7 +341,7 @@ def _show_case(case: Any) -> None:
     for measure in case.measures:
         place = measure.group if measure.layer is None else f"{measure.group}, layer {measure.layer}"
         places.setdefault(place, []).append(measure)
-    table = Table("where", "worst", "error", "allowance", "error / allowance")
+    table = Table("where", "worst", "error", "allowance", "error / allowance", caption=f"reference: {case.preset}")
     for place, measures in places.items():
         worst = max(measures, key=lambda measure: measure.ratio)
         ratio = f"{worst.ratio:.2f}" if worst.passed else f"[bold red]{worst.ratio:.3g}[/]"

@@ -38,6 +38,7 @@ from anchorline.errors import UserError
 from anchorline.files import save
 from anchorline.tolerance import judge
 from torchtrain.attention import visible_BTT
+from torchtrain.attention.hf import KEEPS_ANCHOR
 
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
 _VOCABULARY = 61
@@ -262,8 +263,10 @@ def rule_as_masks(batch: dict[str, Tensor], model: Any) -> dict[str, Any]:
     if kinds is None and window is not None and not _hides_the_first_token(model):
         window = None  # the config names one, and no layer has it: Moshi
 
+    keep_anchor = any(getattr(module, KEEPS_ANCHOR, False) for module in model.modules())
+
     def mask(window: int | None) -> Tensor:
-        visible = visible_BTT(batch["document_ids"], window)[:, None]
+        visible = visible_BTT(batch["document_ids"], window, keep_anchor)[:, None]
         mask = torch.zeros(visible.shape, dtype=model.dtype, device=visible.device)
         return mask.masked_fill(~visible, torch.finfo(model.dtype).min)
 
@@ -336,6 +339,9 @@ Layers may have more than the rule:
 - **Soft caps** (Gemma 2) run with `flex` and `dense`, and with `flash` where the package flash-attn is installed.
   `auto` chooses `flex` on CUDA and `dense`, for rows of up to 8,192 tokens, on a CPU.
 - **Values narrower than keys** (MLA: DeepSeek V2 and V3) are padded with zeros.
+
+`parity run --model FOLDER` judges a checkpoint of such a family in the same way: every layer's output, the logits and
+with `--stages forward,gradients` the gradients.
 
 Call `torchtrain.attach`, not `model.set_attn_implementation("anchor")` alone. The last column says what the latter
 does to a family that is not right: it refuses at the first call, it ignores `document_ids`, or it leaks in silence.

@@ -61,6 +61,7 @@ TAG_TOKENS, CHUNKS = 2, 4
 HOLES = 7  # tokens of padding inside a row
 RUN_STEPS, RUN_ROWS = 5, 2  # of a whole run, and of each of its steps: more than two epochs
 LONG = 1024
+WORDS = 16  # different tokens that a text must have
 
 # Every array of a tiny model, down to the gradient of a norm, has 64 elements or more: the root mean squares of fewer
 # vary by more than twice from one correct implementation to the next.
@@ -198,7 +199,10 @@ def _draw_tokens(spec: CaseSpec, folder: str | None, random: np.random.Generator
     count = 2 * spec.tokens
     if folder is None:
         return random.integers(0, tiny_config(spec).vocab_size, count)
-    ids = np.asarray(open_tokenizer(folder)(inspect.getsource(textwrap), add_special_tokens=False).input_ids)
+    tokenizer = open_tokenizer(folder)
+    ids = np.asarray(tokenizer(inspect.getsource(textwrap), add_special_tokens=False).input_ids)
+    if len(np.unique(ids)) < WORDS:  # it does not know English: one token in all places would show nothing
+        return random.integers(0, len(tokenizer), count)
     return np.roll(np.resize(ids, max(count, len(ids))), -spec.seed)[:count]
 
 

@@ -26,6 +26,7 @@ from parity_tests.gate.case import TINY, TRAIN, GateCase, draw_rows, find_folder
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import OracleArrays
 from parity_tests.oracle import Arrays
+from torchtrain.attention.hf import KEEPS_ANCHOR
 from torchtrain.config import ModelConfig
 from torchtrain.data import collate
 from torchtrain.modeling.load import load_for_training
@@ -45,7 +46,8 @@ def family_without_decoder(spec: CaseSpec) -> str | None:
 
 def reference_name(spec: CaseSpec) -> str:
     """Say what gives the allowance."""
-    return f"transformers' own eager attention, {spec.dtype}"
+    family = family_without_decoder(spec)
+    return f"transformers' own eager attention in {spec.dtype}: the oracle has no decoder of {family}"
 
 
 def own_eager_sides(spec: CaseSpec) -> tuple[GateCase, Arrays, OracleArrays]:
@@ -71,6 +73,8 @@ def own_eager_sides(spec: CaseSpec) -> tuple[GateCase, Arrays, OracleArrays]:
                 "token; give float32"
             )
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
+    for module in model.modules():  # as `attach` does
+        setattr(module, KEEPS_ANCHOR, spec.beyond_window == "anchor")
     rows = draw_rows(spec, folder)
     batch = {name: x.to(device()) for name, x in collate([pack(row, spec) for row in rows]).items()}
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "document_ids")}

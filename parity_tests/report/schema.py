@@ -71,7 +71,7 @@ class CaseReport(_Part):
     rope: str
     engine: str
     dtype: str
-    preset: str = Field(description="rounding preset of the oracle that gives the allowance")
+    preset: str = Field(description="what gives the allowance: a rounding preset of the oracle, or in words")
     tokens: int
     position_offset: int
     seed: int

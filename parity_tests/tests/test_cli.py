@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from parity_tests import cli
+from parity_tests.gate import run as gate_run
 from parity_tests.report.schema import read_report
 from parity_tests.zoo.patch import positions
 from torchtrain.tests.data_fixtures import word_tokenizer
@@ -209,6 +210,7 @@ def test_a_template_runs_a_gate_and_keeps_its_report(where, tmp_path, monkeypatc
     (tmp_path / "configs" / "parity" / "ci.yaml").write_text("title: Small\nmatrix: [{tokens: 48}, {engine: flash3}]\n")
     words = shlex.split(command)
     assert words[0] == "parity"
+    monkeypatch.setattr(gate_run, "_run_in_processes", lambda groups, out, *_: gate_run._run_in_turn(groups, out))
     done = runner.invoke(cli.app, words[1:])
     assert done.exit_code == 0, done.output
     assert all(list(tmp_path.glob(path)) for path in kept), kept

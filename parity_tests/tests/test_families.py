@@ -6,12 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import DataCollatorWithFlattening
+from typer.testing import CliRunner
 
 import torchtrain
 from anchorline.tolerance import judge
-from parity_tests import families
+from parity_tests import cli, families
 from parity_tests.families import NOT_BUILT, REFUSED, RIGHT, FamilyRow
+from parity_tests.zoo import discover
+from torchtrain.tests.data_fixtures import word_tokenizer
 
+BUGS = discover()
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
@@ -42,7 +46,7 @@ def test_a_wrong_family_is_found(monkeypatch):
         layer.self_attn.forward = _scaled(layer.self_attn, 1.01)
     assert "BREAKS" in families.find_fault(model)
     causal = families.visible_BTT
-    monkeypatch.setattr(families, "visible_BTT", lambda ids, window=None: causal(torch.ones_like(ids)))
+    monkeypatch.setattr(families, "visible_BTT", lambda ids, *_: causal(torch.ones_like(ids)))
     assert "BREAKS" in families.find_fault(families.torchtrain.attach(families.tiny_model("llama")))
 
 
@@ -83,3 +87,24 @@ def test_flattened_documents_are_what_the_family_computes_of_each_alone(family):
         together = torchtrain.attach(model)(**batch, use_cache=False).logits[0]
     verdict = judge(together.double(), truth, reference, "float32")
     assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_parity_run_judges_a_checkpoint_of_a_family_that_the_oracle_lacks(family, tmp_path):
+    families.tiny_model(family).float().save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    arguments = ["run", "--model", str(tmp_path), "--tokens", "53", "--stages", "forward,gradients", "--dtype"]
+    right = CliRunner().invoke(cli.app, [*arguments, "float32"])
+    assert right.exit_code == 0, right.output
+    assert "own eager attention in float32" in right.stdout
+    if family == "mixtral":
+        assert "chooses experts" in CliRunner().invoke(cli.app, [*arguments, "bfloat16"]).stderr
+        return
+    assert (
+        f"rope: the oracle has no decoder of {family}"
+        in CliRunner().invoke(cli.app, [*arguments, "float32", "--rope", "yarn"]).stderr
+    )
+    with BUGS["window_off_by_one"].apply():
+        wrong = CliRunner().invoke(cli.app, [*arguments, "float32"])
+    assert wrong.exit_code == 1
+    assert "DIFFERENT: layer 0, residual after the MLP" in wrong.stdout
