@@ -95,7 +95,7 @@ class Comparison:
         return [Pair(self.a, self.b, mode) for mode in self.modes]
 
 
-def ask(
+def make_question(
     experiment: str,
     model: str,
     tokens: int,

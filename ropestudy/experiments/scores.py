@@ -21,7 +21,7 @@ from ropestudy.compute.conditions import (
 )
 from ropestudy.compute.engine import Run
 from ropestudy.compute.methods import Method
-from ropestudy.experiments.attention import Comparison, Runs, ask
+from ropestudy.experiments.attention import Comparison, Runs, make_question
 from ropestudy.experiments.shifts import MODES
 from ropestudy.spec import ControlsConfig, FactorialConfig, MasksConfig, RemediesConfig, RowPositions
 
@@ -105,12 +105,10 @@ def _score_rows(name: str, section: _Section, rows: list[Asked], at: RowPosition
     comparisons = []
     for row in rows:
         one, new = row.condition, len(streams)
-        if one.name in runs:
-            pass
-        elif row.partner is None:
+        if one.name not in runs and row.partner is None:
             streams.append(Runs(one, (at.d1, at.d2)))
             runs[one.name] = (Run(new, 0), Run(new, 0), Run(new, 1))
-        else:
+        elif one.name not in runs and row.partner is not None:
             streams += [Runs(row.partner, (at.d1,)), Runs(one, (at.d1,))]
             runs[one.name] = (Run(new + 1, 0), Run(new, 0), Run(new + 1, 0))
         own, a, b = runs[one.name]
@@ -120,7 +118,7 @@ def _score_rows(name: str, section: _Section, rows: list[Asked], at: RowPosition
             Comparison(row.group, one, "exact", at.d1, at.d1, own, truth, MODES, (truth, own)),
         ]
     rest = {"mask": rows[0].mask, "documents": getattr(section, "documents", None), "gap": at.gap}
-    return ask(name, rows[0].model, section.tokens, section.sequences, streams, comparisons, **rest)
+    return make_question(name, rows[0].model, section.tokens, section.sequences, streams, comparisons, **rest)
 
 
 def _reset(section: MasksConfig, name: str) -> Question:
@@ -129,4 +127,4 @@ def _reset(section: MasksConfig, name: str) -> Question:
     streams = [Runs(one, (0,), mask) for mask in ("intra", "intra_reset")]
     comparison = Comparison("mask", replace(one, base=one.name), "reset", 0, 0, *ends, MODES, ends)
     rest = {"mask": "intra", "documents": section.documents}
-    return ask("masks", "pretrained", section.tokens, section.sequences, streams, [comparison], **rest)
+    return make_question("masks", "pretrained", section.tokens, section.sequences, streams, [comparison], **rest)

@@ -6,7 +6,7 @@ from itertools import product
 from ropestudy.cells import Question
 from ropestudy.compute.conditions import EXACT, condition
 from ropestudy.compute.engine import Run
-from ropestudy.experiments.attention import Comparison, Runs, ask
+from ropestudy.experiments.attention import Comparison, Runs, make_question
 from ropestudy.schema import Mode
 from ropestudy.spec import D1, D2, LengthsConfig, ShiftPairsConfig
 
@@ -27,7 +27,7 @@ def shift_pairs(section: ShiftPairsConfig, seed: int) -> Iterator[Question]:
             for a, b in section.pairs(mode)
         ]
         streams = [Runs(one, tuple(shifts))]
-        yield ask("shift_pairs", contestant.model, section.tokens, sequences, streams, comparisons)
+        yield make_question("shift_pairs", contestant.model, section.tokens, sequences, streams, comparisons)
 
 
 def lengths(section: LengthsConfig, seed: int) -> Iterator[Question]:
@@ -39,4 +39,4 @@ def lengths(section: LengthsConfig, seed: int) -> Iterator[Question]:
         if one != EXACT:
             streams.append(Runs(EXACT, (D1,)))
             comparisons.append(Comparison("lengths", one, "exact", D1, D1, Run(0, 0), Run(1, 0), (mode,)))
-        yield ask("lengths", contestant.model, tokens, section.sequences, streams, comparisons)
+        yield make_question("lengths", contestant.model, tokens, section.sequences, streams, comparisons)
