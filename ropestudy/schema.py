@@ -20,7 +20,7 @@ Legend: T tokens of a row · L layers · H heads · j column (key) · i row (que
 import json
 import lzma
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,15 +47,21 @@ class Stat(_Part):
     values: list[float] = Field(description="each sequence's own")
 
 
-class Difference(_Part):
-    """Every measure of the attention of two runs a, b of one row, each summed over all layers and heads."""
+N = TypeVar("N", float, Stat)
 
-    d: Stat = Field(description="eq. 5: sum over layers, heads, columns j of n_j sum_i |ATTN_ij(a) - ATTN_ij(b)|")
-    first_share: Stat = Field(description="column 0's part of d, 0 to 1")
-    first_mass_unweighted: Stat = Field(description="column 0's part of the attention mass: its mean probability")
-    d_logit_first: Stat = Field(description="eq. 6: n_0 sum_i |dLOGIT_i0|, logits before softmax, scaled as in softmax")
-    d_logit_rest: Stat = Field(description="the mean over columns j > 0 of n_j sum_i |dLOGIT_ij|, visible pairs only")
-    row: Stat = Field(description="mean over queries, layers, heads of sum_j |dATTN_ij|: 0 to 2, does not grow with T")
+
+class Difference(_Part, Generic[N]):
+    """Every measure of the attention of two runs a, b of one row, each summed over all layers and heads.
+
+    N is `Stat`, or `float` for one sequence.
+    """
+
+    d: N = Field(description="eq. 5: sum over layers, heads, columns j of n_j sum_i |ATTN_ij(a) - ATTN_ij(b)|")
+    first_share: N = Field(description="column 0's part of d, 0 to 1")
+    first_mass_unweighted: N = Field(description="column 0's part of the attention mass: its mean probability")
+    d_logit_first: N = Field(description="eq. 6: n_0 sum_i |dLOGIT_i0|, logits before softmax, scaled as in softmax")
+    d_logit_rest: N = Field(description="the mean over columns j > 0 of n_j sum_i |dLOGIT_ij|, visible pairs only")
+    row: N = Field(description="mean over queries, layers, heads of sum_j |dATTN_ij|: 0 to 2, does not grow with T")
 
 
 class Columns(_Part):
@@ -65,19 +71,17 @@ class Columns(_Part):
     d_logit: list[float] = Field(description="n_j sum_i |dLOGIT_ij|")
 
 
-class OutputDivergence(_Part):
+class OutputDivergence(_Part, Generic[N]):
     """How far two output distributions p, q are apart: mean over positions of sum p log(p / q), in nats; how often the
     argmax differs; and the losses of both.
     """
 
-    kl: Stat
-    argmax_differs: Stat = Field(description="fraction of positions")
-    nll_p: Stat | None = Field(
-        default=None, description="mean over targets of -log p, nats; None where no loss was taken"
-    )
-    nll_q: Stat | None = None
-    right_p: Stat | None = Field(default=None, description="fraction of targets that are p's argmax")
-    right_q: Stat | None = None
+    kl: N
+    argmax_differs: N = Field(description="fraction of positions")
+    nll_p: N | None = Field(default=None, description="mean over targets of -log p, nats; None where no loss was taken")
+    nll_q: N | None = None
+    right_p: N | None = Field(default=None, description="fraction of targets that are p's argmax")
+    right_q: N | None = None
 
 
 class Record(_Part):
@@ -116,7 +120,7 @@ class AttentionRecord(Record):
         default="oracle", description="`oracle`; in a kept study also an implementation that it was compared with"
     )
     mode: Mode
-    difference: Difference
+    difference: Difference[Stat]
     columns: Columns | None = Field(default=None, description="of shifts 0 and 16 in the group shift_pairs")
 
 
@@ -128,7 +132,7 @@ class OutputsRecord(Record):
 
     kind: Literal["outputs"] = "outputs"
     task: Literal["text", "copy"] = Field(default="text", description="plain text, or copying a key seen long before")
-    outputs: OutputDivergence
+    outputs: OutputDivergence[Stat]
 
 
 AnyRecord = Annotated[AttentionRecord | OutputsRecord, Field(discriminator="kind")]

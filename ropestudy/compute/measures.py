@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from jaxref.mask import ANCHOR, PADDING
 from ropestudy.schema import Columns, Difference, OutputDivergence, Stat
@@ -24,31 +23,13 @@ class Sums:
     heads: int  # of all layers
 
 
-class Sample(BaseModel):
-    """The numbers of `Difference` for one sequence, and its columns."""
+class Sample(Difference[float]):
+    """The difference of one sequence, and its columns."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    d: float
-    first_share: float
-    first_mass_unweighted: float
-    d_logit_first: float
-    d_logit_rest: float
-    row: float
     columns: dict[str, list[float]]
 
 
-class DivergenceSample(BaseModel):
-    """The numbers of `OutputDivergence` for one sequence."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kl: float
-    argmax_differs: float
-    nll_p: float | None = None  # mean over targets, nats
-    nll_q: float | None = None
-    right_p: float | None = None  # fraction of targets that are the argmax
-    right_q: float | None = None
+DivergenceSample = OutputDivergence[float]
 
 
 def queries_of_columns(document_ids_T: np.ndarray) -> np.ndarray:
@@ -95,10 +76,9 @@ def stat(values: Sequence[float]) -> Stat:
     return Stat(mean=float(array.mean()), values=array.tolist())
 
 
-def difference(samples: Sequence[Sample]) -> Difference:
+def difference(samples: Sequence[Sample]) -> Difference[Stat]:
     """Return the difference over all sequences."""
-    scalars = [name for name, field in Sample.model_fields.items() if field.annotation is float]
-    return Difference(**{name: stat([getattr(one, name) for one in samples]) for name in scalars})
+    return Difference[Stat](**{name: stat([getattr(one, name) for one in samples]) for name in Difference.model_fields})
 
 
 def columns(samples: Sequence[Sample]) -> Columns:
@@ -107,14 +87,14 @@ def columns(samples: Sequence[Sample]) -> Columns:
     return Columns(**{name: x.mean(0).tolist() for name, x in together.items()})
 
 
-def divergence(samples: Sequence[DivergenceSample]) -> OutputDivergence:
+def divergence(samples: Sequence[OutputDivergence[float]]) -> OutputDivergence[Stat]:
     """Return the divergence over all sequences."""
     values = {
         name: [getattr(one, name) for one in samples]
-        for name in DivergenceSample.model_fields
+        for name in OutputDivergence.model_fields
         if all(getattr(one, name) is not None for one in samples)
     }
-    return OutputDivergence(**{name: stat(each) for name, each in values.items()})
+    return OutputDivergence[Stat](**{name: stat(each) for name, each in values.items()})
 
 
 def _quotient(x: float, y: float) -> float:
