@@ -17,7 +17,7 @@ from anchorline.errors import UserError
 from parity_tests.checking.adapter import Adapter, Resolved, attention, declare, merge, name_of, resolve
 from parity_tests.checking.cases import DTYPES, LAYOUTS, CheckCase
 from parity_tests.checking.hints import find_hint
-from parity_tests.checking.judging import CaseResult, check_case
+from parity_tests.checking.judging import CaseResult, check_case, takes
 from parity_tests.checking.result import CheckResult, NotTheSame
 
 __all__ = [
@@ -55,7 +55,8 @@ def check_attention(
 
     Args:
         fn: takes q, k, v and the documents (see `Adapter`); returns out, or (out, log-sum-exp).
-        layouts: names of `LAYOUTS`; None is all, and head_dim 64, 96 and 128 in one case each.
+        layouts: names of `LAYOUTS`; None is all, those with windows, caps and sinks where `fn` takes them, and head_dim
+            64, 96 and 128 in one case each.
         dtypes: `float32`, `bfloat16`, `float16`; None is what it declares, else float32 and bfloat16.
         heads: (query heads, key/value heads) pairs; None is groups of 2, 1 and 4.
         head_dim: of all of them.
@@ -96,7 +97,9 @@ def make_cases(
 ) -> list[CheckCase]:
     """Multiply the options out. Raises UserError naming an option that does not exist."""
     everything, default = layouts is None, heads is None
-    layouts = list(LAYOUTS if layouts is None else layouts)
+    if layouts is None:
+        layouts = [name for name, layout in LAYOUTS.items() if all(takes(how, added) for added in layout.adds)]
+    layouts = list(layouts)
     dtypes = list(how.adapter.dtypes or ("float32", "bfloat16") if dtypes is None else dtypes)
     heads = list(HEADS if heads is None else heads)
     for field, values, choices in (("layouts", layouts, LAYOUTS), ("dtypes", dtypes, DTYPES)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from anchorline.errors import UserError
-from parity_tests.checking.cases import DTYPES, FEATURES, LIKE
+from parity_tests.checking.cases import ADDED, DTYPES, FEATURES, LIKE
 
 Library = Literal["torch", "jax"]
 Tensors = Literal["BTHD", "BHTD", "varlen"]
@@ -31,6 +31,10 @@ _NAMES = {
     "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
     "causal": ("causal", "is_causal"),
     "window_size": ("window_size",),
+    "window": ("window", "sliding_window"),
+    "keep_anchor": ("keep_anchor",),
+    "softcap": ("softcap", "soft_cap", "logits_soft_cap", "attn_logit_softcapping"),
+    "sinks": ("sinks", "sink", "s_aux", "attention_sinks", "learnable_sink"),
     "enable_gqa": ("enable_gqa",),
     "return_lse": ("return_lse",),
 }
@@ -166,9 +170,11 @@ def resolve(fn: Callable[..., Any], declared: Adapter | None = None) -> Resolved
                 f"{name}: declared documents={documents!r}, but none of its parameters can take it: {list(meanings)}"
             )
     for p in parameters or ():
-        if p.name not in qkv and p.name not in keywords.values() and _is_required(p):
+        known = p.name in qkv or (p.name in keywords.values() and meanings[p.name] not in ADDED)
+        if not known and _is_required(p):
             raise UserError(
-                f"{name}: parameter {p.name!r} has no default and is not known; wrap the function in one without it"
+                f"{name}: parameter {p.name!r} has no default and is not known, or not given in every layout; wrap the "
+                "function in one without it"
             )
     layout = adapter.layout or ("varlen" if documents == "cu_seqlens" else _layout_of(qkv))
     if (layout == "varlen") != (documents == "cu_seqlens"):

@@ -194,8 +194,13 @@ class Candidate:
         given: dict[str, Any] = {"scale": case.scale, "enable_gqa": case.kv_heads < case.heads, "return_lse": True}
         # Whoever gets no mask hides the future itself. flash-attn has both words, torch's varlen_attn the second only.
         given["causal"] = adapter.documents in ("document_ids", "cu_seqlens", "none")
-        if given["causal"] and "causal" not in self.how.signature.keywords:
+        if case.layout.window is not None:
+            given["window_size"] = (case.layout.window - 1, 0)
+        elif given["causal"] and "causal" not in self.how.signature.keywords:
             given["window_size"] = (-1, 0)
+        given |= {name: getattr(case.layout, name) for name in case.layout.adds}
+        if case.sinks_H is not None:
+            given["sinks"] = self.library.array(case.sinks_H)
         if adapter.documents == "document_ids":
             given["document_ids"] = self.library.array(case.document_ids_BT)
         elif adapter.documents == "mask":

@@ -36,6 +36,13 @@ FEATURES = {
     "backward": "gradients",
     "strides": "arrays that are not contiguous",
 }
+# What a layer may add to the mask rule, and the parameters by one of which a function takes it.
+ADDED = {
+    "window": ("window", "window_size"),
+    "keep_anchor": ("keep_anchor",),
+    "softcap": ("softcap",),
+    "sinks": ("sinks",),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Layout:
     handed: how torch arrays lie in memory: `usual`; `sliced` out of one product that has q, k and v (packed ones: k and
         v), with NaN before and behind; `transposed` (tokens and heads the other way round); `expanded` (one key/value
         head, repeated by a stride of 0). The output's cotangent alike.
+    window, keep_anchor, softcap, sinks: what the layer adds to the mask rule (`jaxref.attention.attention`).
     """
 
     name: str
@@ -54,6 +62,10 @@ class Layout:
     scale_factor: float = 1.0
     large: bool = False
     handed: Literal["usual", "sliced", "transposed", "expanded"] = "usual"
+    window: int | None = None
+    keep_anchor: bool = False
+    softcap: float | None = None
+    sinks: bool = False
 
     @cached_property
     def document_ids_BT(self) -> np.ndarray:
@@ -73,7 +85,12 @@ class Layout:
             "scale": self.scale_factor != 1.0,
             "strides": self.handed != "usual",
         }
-        return frozenset(name for name, needed in found.items() if needed)
+        return frozenset(name for name, needed in found.items() if needed) | self.adds
+
+    @property
+    def adds(self) -> frozenset[str]:
+        """Names of `ADDED` that the layout has."""
+        return frozenset(name for name in ADDED if getattr(self, name))
 
 
 def other_documents(layout: Layout) -> Layout:
@@ -141,6 +158,11 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout("sliced", (_ANCHOR, _INTRA), handed="sliced"),
             Layout("transposed", (_ANCHOR, _INTRA), handed="transposed"),
             Layout("expanded_heads", (_ANCHOR, _INTRA), handed="expanded"),
+            Layout("windows", (_ANCHOR, _INTRA), window=7),
+            Layout("windows_apart", (_row((0, 2), (2, 6), (1, 8), (-1, 3), (2, 9), (1, 12), (2, 7)),), window=7),
+            Layout("windows_and_anchor", (_ANCHOR,), window=7, keep_anchor=True),
+            Layout("softcap", (_ANCHOR,), softcap=1.5),
+            Layout("sinks", (_PADDED,), sinks=True),
         )
     }
 )
@@ -176,6 +198,11 @@ class CheckCase:
     def document_ids_BT(self) -> np.ndarray:
         """Int64 [B, T]."""
         return self.layout.document_ids_BT
+
+    @property
+    def sinks_H(self) -> np.ndarray | None:
+        """The layer's sinks [H], in the dtype, each another; None where it has none."""
+        return np.linspace(-1, 2, self.heads).astype(DTYPES[self.dtype]) if self.layout.sinks else None
 
     def draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Standard normal q [B, T, H, D], k, v [B, T, K, D] and the output's cotangent [B, T, H, D], in the dtype."""
@@ -227,13 +254,15 @@ def oracle(case: CheckCase, rounding: str) -> Mapping[str, np.ndarray]:
 def _run_oracle(case: CheckCase, rounding: Rounding) -> Arrays:
     """Row by row, which the rule keeps apart: two lengths to compile for, however many rows a layout has."""
     drawn = [x.astype(rounding.dtype) for x in case.draw()]
+    given = {name: getattr(case.layout, name) for name in case.layout.adds - {"sinks"}}
+    given |= {"rounding": rounding, "scale": case.scale}
+    if case.sinks_H is not None:
+        given["sinks_H"] = case.sinks_H.astype(rounding.dtype)
     rows = [
-        _oracle_row(
-            *(x[b : b + 1] for x in drawn), case.document_ids_BT[b : b + 1], rounding=rounding, scale=case.scale
-        )
+        _oracle_row(*(x[b : b + 1] for x in drawn), case.document_ids_BT[b : b + 1], **given)
         for b in range(len(case.document_ids_BT))
     ]
     return {name: np.concatenate([row[name] for row in rows]).astype(np.float64) for name in rows[0]}
 
 
-_oracle_row = jax.jit(attention_arrays, static_argnames=("rounding", "scale"))
+_oracle_row = jax.jit(attention_arrays, static_argnames=("rounding", "scale", "window", "keep_anchor", "softcap"))

@@ -4,8 +4,10 @@ A candidate whose arrays are, by the one rule, what a mistake gives, is said to 
 where `out` or `lse` breaks the rule, backward ones where only gradients do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +57,8 @@ def _different_in_kind(broken: list[CaseResult], most: int = 4) -> list[CaseResu
 @lru_cache(maxsize=64)
 def _compute(case: CheckCase, kind: str) -> tuple[tuple[str, dict[str, np.ndarray]], ...]:
     """Every mistake of a kind on a case, computed once for all that fail on it."""
+    if case.layout.adds:
+        return tuple((words, dict(oracle(wrong, "exact"))) for words, wrong in _other_layers(case))
     q, k, v, weight = case.draw()
     ids, scale = case.document_ids_BT, case.scale
     if kind == "out":
@@ -63,6 +67,27 @@ def _compute(case: CheckCase, kind: str) -> tuple[tuple[str, dict[str, np.ndarra
         right = attention_on(q, k, v, ids, scale)
         mistakes = lse_mistakes(right, ids) if kind == "lse" else backward_mistakes(right, weight, ids, case.kv_heads)
     return tuple((words, compute()) for words, compute in mistakes)
+
+
+def _other_layers(case: CheckCase) -> Iterator[tuple[str, CheckCase]]:
+    """Yield the case with a layer of which one thing is wrong, in words."""
+    window = case.layout.window
+    changes: dict[str, dict[str, Any]] = {}
+    if window is not None:
+        changes |= {
+            "the window is left out": {"window": None},
+            "the window is one token too long": {"window": window + 1},
+            "the window is one token too short": {"window": window - 1},
+            "beyond the window the anchor is " + ("hidden" if case.layout.keep_anchor else "visible"): {
+                "keep_anchor": not case.layout.keep_anchor
+            },
+        }
+    if case.layout.softcap is not None:
+        changes["the soft cap is left out"] = {"softcap": None}
+    if case.layout.sinks:
+        changes["the sinks are left out"] = {"sinks": False}
+    for words, change in changes.items():
+        yield words, replace(case, layout=replace(case.layout, **change))
 
 
 def _explain(case: CheckCase, arrays: Mapping[str, np.ndarray], broken: tuple[str, ...], like: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from anchorline.tolerance import Verdict
 from jaxref.mask import ANCHOR, PADDING, visible_BQJ
 from parity_tests.checking.adapter import Resolved
 from parity_tests.checking.call import AUTOCAST, Candidate, Pull, Unusable
-from parity_tests.checking.cases import Arrays, CheckCase, judge_array, oracle, other_documents
+from parity_tests.checking.cases import ADDED, Arrays, CheckCase, judge_array, oracle, other_documents
 from parity_tests.oracle import preset_name
 
 MODES_ON = ("anchor", "intra")  # layouts on which a function is called under inference mode and compiled too
@@ -92,9 +92,15 @@ def why_not_run(how: Resolved, case: CheckCase) -> str | None:
     lacks = sorted(case.needs & how.adapter.lacks)
     if lacks:
         return f"lacks {', '.join(lacks)}"
-    if "scale" in case.needs and "scale" not in how.signature.keywords:
-        return "takes no scale"
+    for name in sorted(case.needs & {"scale", *ADDED}):
+        if not takes(how, name):
+            return f"takes no {name}"
     return None
+
+
+def takes(how: Resolved, name: str) -> bool:
+    """Whether a function has a parameter for `scale` or for a name of `ADDED`."""
+    return any(parameter in how.signature.keywords for parameter in ADDED.get(name, (name,)))
 
 
 def _verdicts(case: CheckCase, arrays: Arrays, like: str) -> dict[str, Verdict]:
@@ -147,7 +153,8 @@ def _probes(case: CheckCase) -> Iterator[tuple[int, np.ndarray, np.ndarray, str]
     The first half sees neither the second nor another document nor another row, so one probe tests causality,
     documents, padding and the batch at once.
     """
-    visible_BTT = visible_BQJ(case.document_ids_BT)
+    layout = case.layout
+    visible_BTT = visible_BQJ(layout.document_ids_BT, None, None, layout.window, layout.keep_anchor)
     for row, ids_T in enumerate(case.document_ids_BT):
         documents = np.unique(ids_T[ids_T != PADDING])
         for document in documents[:: max(1, len(documents) // PROBES)]:

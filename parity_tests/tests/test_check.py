@@ -12,14 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity_tests.check import NotTheSame, attention, check_attention, declare
+from parity_tests.check import NotTheSame, attention, check_attention, declare, make_cases, resolve
 from parity_tests.checking.cases import LAYOUTS
 from parity_tests.tests.attention_by_hand import ONE, Module, by_mask, causal, right, same, with_mask
 from torchtrain.attention import attend
 from torchtrain.tests.flash_on_cpu import FlashOnCPU
 
 # Short layouts of every kind, and heads in groups of two.
-SHORT = [name for name in LAYOUTS if not name.startswith(("off_blocks", "one_long"))]
+SHORT = [
+    name
+    for name, layout in LAYOUTS.items()
+    if not name.startswith(("off_blocks", "one_long")) and layout.adds <= {"window"}
+]
+LAYERS = [name for name, layout in LAYOUTS.items() if layout.adds]
 
 
 def by_plan(q, k, v, plan, scale):
@@ -63,7 +68,39 @@ def test_a_right_function_passes(kind):
     assert result.passed, result.explain()
     assert "what is invisible has exactly no effect" in result.explain()
     # Some take no scale, and arrays of JAX have no strides.
-    assert {case.not_run for case in result.cases} <= {None, "takes no scale", "lacks strides"}
+    assert {case.not_run for case in result.cases} <= {None, "takes no scale", "takes no window", "lacks strides"}
+
+
+def layered(q: Tensor, k, v, document_ids, sliding_window=None, keep_anchor=False, softcap=None, sinks=None):
+    options = {"window": sliding_window, "keep_anchor": keep_anchor, "softcap": softcap, "sinks_H": sinks}
+    return attend(q, k, v, document_ids, engine="dense", **options)
+
+
+def test_windows_caps_and_sinks_are_judged_where_a_function_takes_them():
+    result = check_attention(layered, layouts=LAYERS, like="eager", heads=[(4, 2)], dtypes=["float32"])
+    assert result.passed, result.explain()
+    assert not any(case.not_run for case in result.cases)
+    assert {case.layout.name for case in make_cases(resolve(layered))} == set(LAYOUTS)
+    assert not {case.layout.name for case in make_cases(resolve(right))} & set(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrong", "hint"),
+    [
+        ("windows_apart", lambda given: {"sliding_window": given["sliding_window"] + 1}, "one token too long"),
+        ("windows_and_anchor", lambda _: {"keep_anchor": False}, "beyond the window the anchor is hidden"),
+        ("softcap", lambda _: {"softcap": None}, "the soft cap is left out"),
+        ("sinks", lambda _: {"sinks": None}, "the sinks are left out"),
+    ],
+)
+def test_a_wrong_window_anchor_cap_or_sink_has_its_words(layout, wrong, hint):
+    def changed(q: Tensor, k, v, document_ids, sliding_window=None, keep_anchor=False, softcap=None, sinks=None):
+        given = {"sliding_window": sliding_window, "keep_anchor": keep_anchor, "softcap": softcap, "sinks": sinks}
+        return layered(q, k, v, document_ids, **given | wrong(given))
+
+    result = check_attention(changed, layouts=[layout], heads=[(4, 2)], dtypes=["float32"], like="eager")
+    assert result.verdict == "different"
+    assert hint in result.explain()
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
