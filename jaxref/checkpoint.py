@@ -2,7 +2,7 @@
 
 A checkpoint is a folder of Orbax items: `params` (by Hugging Face name), `optimizer` (optional) and `about` (JSON: the
 decoder's config and every parameter's dtype). Beside them `files.json` says what every file must be. It appears
-complete or not at all.
+complete or not at all. `convert` makes one of a Hugging Face folder, and back.
 """
 
 import json
@@ -20,11 +20,10 @@ import orbax.checkpoint as ocp
 from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 
 from anchorline.errors import UserError, quoted, quoted_reason
-from anchorline.files import FileEntry, differs, entries_of, read_json, write_file
+from anchorline.files import FileEntry, differs, entries_of, read_json, resolve, write_file
 from jaxref.decoder_config import DecoderConfig
-from jaxref.folders import write_folder
 from jaxref.model import Decoder
-from jaxref.weights import from_arrays, parameter_shapes, to_arrays
+from jaxref.weights import check_new, from_arrays, load_hf, parameter_shapes, save_hf, to_arrays, write_folder
 
 FILES = "files.json"
 
@@ -112,6 +111,43 @@ def is_checkpoint(folder: Path) -> bool:
 def holds_optimizer(folder: Path) -> bool:
     """Return whether a checkpoint holds an optimizer's state."""
     return (folder / "optimizer").is_dir()
+
+
+def convert(source: Path, target: Path) -> str:
+    """Convert a folder of either kind into one of the other.
+
+    Args:
+        source: what it is tells the direction.
+        target: a folder that does not exist; it appears complete or not at all.
+
+    Returns:
+        What was done, in words.
+
+    Raises:
+        UserError: before anything is written: the source is neither kind, both or damaged, the target cannot be made.
+    """
+    source, target = resolve("source", source), resolve("target", target)
+    check_new("target", target)
+    if not source.is_dir():
+        raise UserError(f"source: {quoted(source)} is not a folder; give one of Hugging Face or a checkpoint of jaxref")
+    from_hf, from_orbax = (source / "config.json").exists(), is_checkpoint(source)
+    if from_hf and from_orbax:
+        raise UserError(
+            f"source: {quoted(source)} holds a config.json and a checkpoint too; give a folder that is one of them"
+        )
+    if from_hf:
+        _, decoder = load_hf(source)
+        save(target, decoder)
+        return f"{quoted(target)}: an Orbax checkpoint of the parameters and what they are computed with; nothing else"
+    if from_orbax:
+        decoder, _ = restore(source)
+        save_hf(target, decoder)
+        left = "; the optimizer's state stays behind" if holds_optimizer(source) else ""
+        return f"{quoted(target)}: config.json and model.safetensors; a tokenizer has to be put beside them{left}"
+    raise UserError(
+        f"source: {quoted(source)} is neither a Hugging Face folder (it has no config.json) nor a checkpoint of jaxref "
+        "(it has no about and params)"
+    )
 
 
 def _checkpointer() -> ocp.Checkpointer:

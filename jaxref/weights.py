@@ -7,7 +7,9 @@ Nothing here changes a bit of a parameter, except `cast`, which is asked to.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from anchorline.errors import UserError, quoted, quoted_reason
-from anchorline.files import read_json, write_file
+from anchorline.files import build_folder, read_json, write_file
 from jaxref.decoder_config import DecoderConfig
-from jaxref.folders import write_folder
 from jaxref.model import Decoder
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -113,6 +114,32 @@ def save_hf(folder: str | Path, decoder: Decoder) -> None:
         made.mkdir()
         save_file(arrays, made / "model.safetensors", metadata={"format": "pt"})
         write_file(made / "config.json", (json.dumps(decoder.config.to_hf(), indent=2) + "\n").encode())
+
+
+def check_new(field: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made. field: what the message names.
+
+    Raises:
+        UserError: something has the name, or it would stand in a folder that does not exist.
+    """
+    if os.path.lexists(folder):
+        raise UserError(f"{field}: {quoted(folder)} exists; give a new one")
+    if not folder.parent.is_dir():
+        raise UserError(f"{field}: {quoted(folder.parent)} is not a folder; make it first")
+
+
+@contextmanager
+def write_folder(folder: Path) -> Iterator[Path]:
+    """Yield the path, of nothing yet, at which a folder is to be made; renamed, it is `folder`. What fails leaves
+    nothing behind.
+
+    Raises:
+        UserError: see `check_new`.
+        OSError: what the system says, such as a full disk.
+    """
+    check_new("folder", folder)
+    with build_folder(folder) as beside:
+        yield beside
 
 
 @lru_cache(maxsize=64)

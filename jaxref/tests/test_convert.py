@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from anchorline.errors import UserError
-from jaxref import convert as module
+from jaxref import checkpoint as module
 from jaxref.checkpoint import FILES, restore, save
 from jaxref.cli import app
 from jaxref.optim import adamw
@@ -203,7 +203,7 @@ DAMAGED = "damaged, or not a checkpoint of jaxref ("
         (about(config__hidden_size=-1), "hidden_size: -1 is not a positive whole number"),
         (about(config__hidden_size="12"), DAMAGED),
         (about(config__hidden_size=24), "stored as ((29, 12), 'bfloat16'), described as ((29, 24), 'bfloat16')"),
-        (about(config__num_hidden_layers=2), "model.layers.1."),
+        (about(config__num_hidden_layers=2), "windows: (None,) is in no config.json"),
         (about(config__rope=None), DAMAGED),
         (about(config__model_type="gpt2"), f"{DAMAGED}'gpt2')"),
         (about(dtypes={}), "stored as ((29, 12), 'bfloat16'), described as ((29, 12), None)"),
