@@ -129,23 +129,6 @@ def test_a_model_without_layers_is_refused():
         compile_layers(model, False)
 
 
-def test_the_bench_has_a_loop_that_is_compiled_and_no_other_is(graphs, tree):
-    source, bench_of = {"source": tree["model"]["source"]}, {name: tree["data"][name] for name in ("sources", "cache")}
-    names = ["torchtrain, anchor", "torchtrain, anchor, compiled", "transformers, full"]
-    shape = {"model": source | {"dtype": "float32"}, "lengths": [64], "layers": 1, "loops": names}
-    config = BenchConfig.model_validate({"tokenizer": source, "data": bench_of, "device": "cpu", "step": shape})
-    assert config.step is not None
-    corpus = Corpus(config)
-    model = step.load_model(config, config.step, corpus, CPU)
-    loops = {name: step.open_loop(name, model, config.step, CPU.device) for name in names}
-    learned = {}
-    for name in (names[0], names[2], names[1]):
-        assert not graphs
-        learned[name] = [loops[name].step(step.row_of(corpus, 64, name)) for _ in range(2)]
-    assert len(graphs) == 4
-    assert learned[names[0]] == learned[names[1]]
-
-
 def test_the_plan_says_what_it_does_not_count(tree, write_config):
     said = [CliRunner().invoke(app, ["plan", str(write_config(tree)), *more]).stdout for more in ((), (COMPILE,))]
     assert [("counted as without model.fused compile" in text) for text in said] == [False, True]
