@@ -45,6 +45,7 @@ STAGES: tuple[Group, ...] = get_args(Group)
 _POSITIONS = 2**24
 MOST_CASES = 10_000
 STEPS = 20  # of a trajectory
+_STAGES = "what is compared: forward, loss, gradients, step, trajectory, run"
 
 
 class _Strict(BaseModel):
@@ -65,8 +66,8 @@ class CaseSpec(_Strict):
         default="usual", description="all: theta and every parameter of the type away from its default"
     )
     rope_before: RopeBefore = Field(default="default", description="by which the model was extended once before")
-    engine: Engine = "sdpa"
-    dtype: Dtype = "float32"
+    engine: Engine = Field(default="sdpa", description="the attention engine that is judged")
+    dtype: Dtype = Field(default="float32", description="of weights and activations")
     tokens: Tokens = Field(default=53, description="of a row; a multiple of no block by default")
     position_offset: Offset = Field(default=0, description="added to every position")
     schedule: Schedule = Field(default="constant", description="of the learning rate in step and trajectory")
@@ -79,7 +80,7 @@ class CaseSpec(_Strict):
         default="nothing", description="what layers with a sliding window see beyond it"
     )
     seed: Seed = Field(default=0, description="of random weights, tokens and the interleaving")
-    stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
+    stages: tuple[Group, ...] = Field(default=("forward",), min_length=1, description=_STAGES)
     against: str | None = Field(default=None, description="the model whose config and weights the oracle takes instead")
 
     @model_validator(mode="after")
@@ -142,7 +143,7 @@ class CaseSpec(_Strict):
 _LISTS: dict[str, Any] = {
     name: (
         list[Annotated[field.annotation, field.description, *field.metadata]],
-        Field(default=[field.default], min_length=1),
+        Field(default=[field.default], min_length=1, description=field.description),
     )
     for name, field in CaseSpec.model_fields.items()
     if name not in ("seed", "stages", "against")
@@ -152,7 +153,7 @@ _LISTS: dict[str, Any] = {
 class Entry(create_model("_Entry", __base__=_Strict, **_LISTS)):
     """Lists that multiply out to cases. A single value may stand for a list of one."""
 
-    stages: tuple[Group, ...] = Field(default=("forward",), min_length=1)
+    stages: tuple[Group, ...] = Field(default=("forward",), min_length=1, description=_STAGES)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -173,10 +174,10 @@ class Entry(create_model("_Entry", __base__=_Strict, **_LISTS)):
 class Gate(_Strict):
     """A gate: every entry of the matrix under every seed, then the cases that are written out."""
 
-    title: str
-    seeds: list[Seed] = Field(default=[0], min_length=1)
-    matrix: list[Entry] = []
-    cases: list[CaseSpec] = []
+    title: str = Field(description="of the report")
+    seeds: list[Seed] = Field(default=[0], min_length=1, description="each runs the whole matrix")
+    matrix: list[Entry] = Field(default=[], description="entries, each of which multiplies out to cases")
+    cases: list[CaseSpec] = Field(default=[], description="cases that are written out one by one")
 
     @model_validator(mode="after")
     def _cases_are_distinct(self) -> Self:

@@ -4,7 +4,7 @@
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -40,9 +40,9 @@ class Setting:
         return f"{self.key}\n  values:  {self.values}\n  default: {self.default}\n  {self.meaning}"
 
 
-def list_settings() -> list[Setting]:
-    """Return all settings of a run and of a preparation, in the order of the schema."""
-    found = {setting.key: setting for schema in (Config, Preparation) for setting in _walk(schema, "")}
+def list_settings(schemas: Sequence[type[BaseModel]] = (Config, Preparation)) -> list[Setting]:
+    """Return all settings of these schemas, in their order: of a run and of a preparation."""
+    found = {setting.key: setting for schema in schemas for setting in _walk(schema, "")}
     return list(found.values())
 
 
