@@ -12,10 +12,7 @@ from torch._dynamo import config as dynamo
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError
-from torchtrain.bench import step
-from torchtrain.bench.config import BenchConfig
 from torchtrain.bench.measure import Clock
-from torchtrain.bench.rows import Corpus
 from torchtrain.cli import app
 from torchtrain.config import load_config
 from torchtrain.modeling import compilation
