@@ -1,9 +1,8 @@
-"""ZeRO 3 from the first weight on: each is cut up among the ranks as soon as it is read.
+"""ZeRO 3 while a model is loaded: each parameter is cut up among the ranks as soon as it is read.
 
-DeepSpeed cuts up a model that is whole on every rank, or one that is built inside `zero.Init`, whose weights it then
-leaves as they came. Here weights are read by whoever reads them (`torchtrain.modeling.load`) and handed over one at a
-time, so no rank ever holds more than its own part and the weight at hand. Each rank keeps its part of what it read
-itself; nothing is sent.
+DeepSpeed cuts up a model that is whole on every rank, or one that is built inside `zero.Init` and whose weights are not
+set afterwards. Here `torchtrain.modeling.load` reads the weights and cuts them up one at a time, so a rank never holds
+more than its own parts and one whole weight. Every rank reads the weight itself and keeps its part; nothing is sent.
 
 Upstream: deepspeed/runtime/zero/partition_parameters.py (DeepSpeed 0.19).
 """
@@ -22,11 +21,11 @@ from torchtrain.distributed.zero import deepspeed_config, import_deepspeed
 
 
 class Cutter:
-    """Cuts weights up as DeepSpeed's engine for ZeRO 3 would, before there is an engine.
+    """Cuts parameters up as DeepSpeed's engine for ZeRO 3 does, before the engine exists.
 
     Args:
-        config: the run's, with `distributed.zero_stage` 3.
-        world: this rank's place, joined.
+        config: with `distributed.zero_stage` 3.
+        world: joined.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -35,20 +34,19 @@ class Cutter:
         deepspeed = import_deepspeed()
         deepspeed.init_distributed(verbose=False)
         with redirect_stdout(StringIO()):
-            # Of a module without weights: what it sets up for those that come (and for `F.linear`) is what counts.
+            # The module is empty: only the set-up (also of `F.linear`) for later parameters is needed.
             self._init: Any = deepspeed.zero.Init(nn.Module(), config_dict_or_path=deepspeed_config(config, world))
 
     def cut(self, parameter: nn.Parameter) -> None:
-        """Leave of a whole parameter this rank's part, in the run's dtype, where the config keeps it."""
+        """Replace a whole parameter by this rank's part, in the run's dtype, where the config keeps weights."""
         assert not self.is_cut(parameter), "a parameter is cut up once"
-        whole = parameter.data.to(self._dtype)
-        parameter.data = whole
+        parameter.data = parameter.data.to(self._dtype)
         self._init._convert_to_deepspeed_param(parameter)
         parameter.partition()  # pyright: ignore[reportAttributeAccessIssue]
-        parameter.data = parameter.data.to(self.world.device)  # it is empty, and says where it will be whole
+        parameter.data = parameter.data.to(self.world.device)  # empty; DeepSpeed gathers it on this device
 
     def cut_rest(self, model: nn.Module) -> None:
-        """Cut up each parameter of a model that is whole."""
+        """Cut up each parameter of a model that is still whole."""
         for parameter in model.parameters():
             if not self.is_cut(parameter):
                 self.cut(parameter)
@@ -58,19 +56,18 @@ class Cutter:
         return hasattr(parameter, "ds_shape")
 
     def own_part(self, parameter: Any) -> Tensor:
-        """Return this rank's part [n] of a parameter, without what fills the last one up."""
+        """Return this rank's part [n] of a parameter, without padding."""
         part: Tensor = parameter.ds_tensor
         start = part.numel() * parameter.ds_zero_partition_rank
         return part[: max(0, min(part.numel(), parameter.ds_numel - start))]
 
     @contextmanager
     def whole_where_used(self, model: nn.Module) -> Iterator[None]:
-        """Let a model run in the block: a module's own weights are whole during its forward, and each once more for as
-        long as the backward pass needs it.
+        """Let a model run in the block: a parameter is whole in its module's forward, and where backward uses it.
 
-        All ranks must run it alike.
+        All ranks must run the model in the same way.
         """
-        gathered: dict[int, nn.Parameter] = {}  # by the address of what is whole just now
+        gathered: dict[int, nn.Parameter] = {}  # parameters that are whole now, by address
 
         def gather(module: nn.Module, *_: Any) -> None:
             for parameter in module.parameters(recurse=False):
@@ -92,7 +89,7 @@ class Cutter:
             parameter, *view = packed
             parameter.all_gather()
             whole = parameter.data.as_strided(*view)
-            parameter.partition()  # which lets go of it; the view holds it until it is used
+            parameter.partition()  # `whole` keeps the storage until it is used
             return whole
 
         with ExitStack() as hooks:

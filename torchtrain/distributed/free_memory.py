@@ -1,25 +1,25 @@
-"""How much memory this process could still take."""
+"""How much memory this process can still take."""
 
 from pathlib import Path
 
 import torch
 
-from torchtrain.distributed.world import here_beside
+from torchtrain.distributed.world import read_local_size
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process could still take: of its GPU, or its share of the host's memory.
+    """Return the bytes that this process can still take: of its GPU, or its share of the host's memory.
 
-    On a host it is what Linux calls available, or what is left of a container's limit; 0 where neither is told.
+    On a host this is the least of Linux's MemAvailable and what is left of a container's limit; 0 if both are unknown.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    told = [left for left in (_available(Path("/proc/meminfo")), _left_of_limit(Path("/sys/fs/cgroup"))) if left >= 0]
-    return min(told, default=0) // here_beside()
+    known = [free for free in (_available(Path("/proc/meminfo")), _left_of_limit(Path("/sys/fs/cgroup"))) if free >= 0]
+    return min(known, default=0) // read_local_size()
 
 
 def _available(path: Path) -> int:
-    """Bytes by /proc/meminfo; -1 where it does not tell."""
+    """Return MemAvailable of /proc/meminfo in bytes; -1 if it is unknown."""
     try:
         lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
@@ -28,7 +28,7 @@ def _available(path: Path) -> int:
 
 
 def _left_of_limit(folder: Path) -> int:
-    """Bytes until a control group's limit (version 2), what it can let go counted as free; -1 where it has none."""
+    """Return the bytes up to a control group's limit (version 2), with reclaimable cache; -1 if there is no limit."""
     try:
         most, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
         kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -1,9 +1,9 @@
-"""Gradients added up over ranks while the backward pass that makes them goes on.
+"""All-reduce of gradients while the backward pass runs.
 
-What is large is sent alone, in place; what is small is sent together, in a bucket of at most `SMALL` elements. All
-ranks send in one order, the parameters' last first, which is about the order in which their gradients come: one that
-comes early waits for its turn. A bucket's turn is that of the last that it waits for: norms of all layers lie in one,
-and what is large would wait with it for the first layer.
+Small gradients are reduced together, in a bucket of at most `SMALL` elements. A larger gradient is reduced alone, in
+place. All ranks must reduce the buckets in one order, so a bucket that is complete early waits for its turn. The order
+is that of the last gradient in each bucket, as the backward pass makes them (the last parameter first). Ordered by its
+first gradient, a bucket with the norms of all layers would make large gradients wait for the first layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,34 +14,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-SMALL = 1_000_000  # elements: 4 MB of float32, beyond which a sum takes longer than it takes to begin
+SMALL = 1_000_000  # elements: 4 MB of float32; a larger all-reduce takes longer than its start
 
 
 class GradientSums:
-    """Sums of the gradients in `.grad` of some tensors, the same tensors on every rank.
-
-    Args:
-        owners: whose gradients are summed.
-    """
+    """Sums over all ranks of the gradients in `.grad` of `owners`, the same parameters on every rank."""
 
     def __init__(self, owners: Sequence[Tensor]) -> None:
-        self._buckets = _cut(owners)
+        self._buckets = _make_buckets(owners)
         self._bucket_of = {id(owner): number for number, bucket in enumerate(self._buckets) for owner in bucket}
-        self._missing: list[int] = []  # by bucket: how many gradients have yet to come; empty between two steps
+        self._missing: list[int] = []  # gradients that each bucket still lacks; empty between two steps
         self._sent: list[tuple[Any, Tensor]] = []
 
     def begin(self) -> None:
-        """Send from now on what `note` says is there."""
+        """Reduce buckets as soon as `note` completes them."""
         self._missing, self._sent = [len(bucket) for bucket in self._buckets], []
 
     def note(self, owner: Tensor) -> None:
-        """Take note that a gradient is whole. Between two steps, and before `begin`, it is not yet."""
+        """Record that a gradient is complete. Calls before `begin` are ignored: more micro-batches follow."""
         if self._missing:
             self._missing[self._bucket_of[id(owner)]] -= 1
             self._send(lambda number: self._missing[number] == 0)
 
     def finish(self) -> None:
-        """Send the rest, zeros where this rank has no gradient, and wait for the sums, which are then in `.grad`."""
+        """Reduce the rest, with zeros for missing gradients, and wait until all sums are in `.grad`."""
         self._send(lambda _: True)
         for bucket, (work, sums) in zip(self._buckets, self._sent, strict=True):
             work.wait()
@@ -57,9 +53,9 @@ class GradientSums:
             self._sent.append((dist.all_reduce(together, async_op=True), together))
 
 
-def _cut(owners: Sequence[Tensor]) -> list[list[Tensor]]:
+def _make_buckets(owners: Sequence[Tensor]) -> list[list[Tensor]]:
     place = {id(owner): number for number, owner in enumerate(owners)}
-    buckets, last = [], None  # the last bucket of small ones, if one more may be added to it
+    buckets, last = [], None  # last: the newest bucket of small gradients
     for owner in reversed(owners):
         if owner.numel() > SMALL:
             buckets.append([owner])

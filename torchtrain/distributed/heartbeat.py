@@ -1,10 +1,9 @@
-"""Whether the other processes still live: a collective alone would wait for them for `world.PATIENCE`,
-which are as many as an export of a large model takes, or for ever.
+"""Signs of life between the processes of a run: a collective alone would wait two hours for a lost process.
 
-Every rank writes a number that grows into the store that torchrun keeps, and watches that of the next rank: so each is
-watched, and the store is asked as often however many there are. Who finds one lost, or ends by a fault of its own,
-writes that under a name that all look at; so it is known everywhere after one more look, on whichever node it happened,
-and is told by one rank alone. A thread does it. It goes on while the program waits in a collective.
+A thread of every rank writes a growing number into torchrun's store and watches the number of the next rank. So every
+rank is watched, and the load on the store does not depend on the number of ranks. The first rank that fails, or finds
+the next one lost, writes a fault under a key that all ranks read. Every rank then knows of the fault within one period,
+on every node, and one rank alone prints it. The thread goes on while the program waits in a collective.
 """
 
 import os
@@ -22,60 +21,62 @@ from anchorline.command import INTERRUPTED
 from anchorline.errors import UserError
 from torchtrain.errors import TERMINATED, OtherRankFailed, RankLost, Terminated
 
-# Seconds. torchrun kills what is left of a node 30 s after one of its processes ended: a lost rank is told of before.
+# Seconds between two signs of life, and without one until a rank counts as lost. torchrun kills the processes of a node
+# 30 s after one of them ended; the message must come before.
 PERIOD, PATIENCE = 2.0, 20.0
-# What a rank that fails has for its message before the others leave, and torchrun stops what is left.
-GRACE = 5.0
+GRACE = 5.0  # seconds in which a failed rank prints its message, before the other ranks exit and torchrun stops all
 _DONE = b"done"
 
 
 @contextmanager
-def heartbeat(rank: int, size: int, period: float | None = None, patience: float | None = None) -> Iterator[None]:
-    """Show that this rank lives, and watch the next one, for as long as the block lasts.
+def heartbeat(rank: int, size: int) -> Iterator[None]:
+    """Send signs of life from this rank, and watch the next rank, while the block runs.
 
-    A rank whose next one is lost prints a line and leaves with exit code 1. One that another rank's end stops leaves in
-    silence. One that ends by an exception lets the others know of it first.
+    A rank that finds the next one lost prints a line and exits with code 1. A rank that another rank's fault stops
+    exits in silence. A rank that ends by an exception reports it to the others first.
 
     Args:
-        rank: this one's.
-        size: how many there are; alone there is nothing to do.
-        period: seconds between two signs of life; default: `PERIOD`.
-        patience: seconds without one, by a clock that nobody sets, after which the next rank counts as lost; default:
-            `PATIENCE`.
+        rank: of this process.
+        size: the number of processes; with one, nothing happens.
 
     Raises:
-        OtherRankFailed: in place of `RankLost`, where another rank has said what happened.
-        Terminated: as the block raised it, without its message where another rank says why all end.
+        OtherRankFailed: in place of `RankLost` or an interruption, where another rank prints the reason.
+        Terminated: as the block raised it, without its message where another rank prints the reason.
     """
     if size == 1:
         yield
         return
-    watch = _Watch(rank, size, period or PERIOD, patience or PATIENCE)
-    watch.start()
+    thread = _HeartbeatThread(rank, size)
+    thread.start()
     try:
         yield
     except BaseException as error:
-        terminated = isinstance(error, Terminated)
         agreed = isinstance(error, Terminated) and error.agreed
-        with _deaf():
-            code = 2 if isinstance(error, UserError) else 1
-            code = TERMINATED if terminated else INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
-            watch.end(None if agreed else f"{rank} {code}", wait=True)
-        if terminated and not agreed and watch.code_of_another is not None:
+        with _ignore_sigterm():
+            thread.stop(None if agreed else f"{rank} {_exit_code(error)}", wait=True)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if thread.other_code is None:
+            if interrupted:
+                raise KeyboardInterrupt(f"rank {rank}: interrupted") from None
+        elif isinstance(error, Terminated) and not agreed:
             raise Terminated("") from None
-        if isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches every rank: the first one says so
-            if watch.code_of_another is not None:
-                raise OtherRankFailed("another rank says why", watch.code_of_another) from None
-            raise KeyboardInterrupt(f"rank {rank}: interrupted") from None
-        if isinstance(error, RankLost) and watch.code_of_another is not None:
-            raise OtherRankFailed("another rank says why", watch.code_of_another) from None
+        elif interrupted or isinstance(error, RankLost):
+            raise OtherRankFailed("another rank prints the reason", thread.other_code) from None
         raise
-    watch.end(None)
+    thread.stop(None)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, Terminated):
+        return TERMINATED
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return 2 if isinstance(error, UserError) else 1
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Ignore SIGTERM, which torchrun sends to those left when one has ended: this one knows better why it stops."""
+def _ignore_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM: torchrun sends it to the processes that are left, and this one already has its reason to end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -86,104 +87,99 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class _Watch(threading.Thread):
-    def __init__(self, rank: int, size: int, period: float, patience: float) -> None:
+class _HeartbeatThread(threading.Thread):
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self.rank, self.size, self.period, self.patience = rank, size, period, patience
-        self.code_of_another: int | None = None  # known once another rank's fault is
-        self._ended = threading.Event()
-        self._answered = time.monotonic()
+        self.rank, self.size = rank, size
+        self.other_code: int | None = None  # exit code of the rank whose fault came first, if it is another rank
+        self._stopped = threading.Event()
+        self._answered = time.monotonic()  # when the store last answered
         self._fault: str | None = None
-        self._waits = False
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart by torchrun
-        self._place = f"anchorline/{start}"
+        self._wait = False
+        # The store outlives a restart by torchrun: each start has its own keys.
+        self._prefix = f"anchorline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._fault_key = f"{self._prefix}/fault"
 
-    def end(self, fault: str | None, wait: bool = False) -> None:
-        """Stop watching: the block has ended, by a fault ("RANK EXIT-CODE") or not; `wait` until the others know."""
-        self._fault, self._waits = fault, wait
-        self._ended.set()
-        self.join(timeout=self.patience)
+    def stop(self, fault: str | None, wait: bool = False) -> None:
+        """Stop the thread, report a fault ("RANK EXIT-CODE") if there is one, and `wait` until the others read it."""
+        self._fault, self._wait = fault, wait
+        self._stopped.set()
+        self.join(timeout=PATIENCE)
 
     def run(self) -> None:
         threading.Thread(target=self._watch_store, name="heartbeat of the store", daemon=True).start()
         try:
-            # A connection of its own: the one of the process group may be waiting.
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=self.patience))
-            self._watch(store)
+            # The process group's own connection may be blocked.
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=PATIENCE))
+            self._watch_next(store)
             if self._fault is not None:
-                self._tell_fault(store, self._fault)
-            store.set(self._sign(self.rank), _DONE.decode())
-            if self._waits:
+                self._report(store, self._fault)
+            store.set(self._key(self.rank), _DONE.decode())
+            if self._wait:
                 self._wait_for_others(store)
         except (RuntimeError, OSError) as error:
-            # It may be the end: whoever keeps the store leaves an instant before the others.
-            if not self._ended.wait(self.period):
-                reason = str(error).partition("\n")[0]
-                self._leave(f"stopped, because the process that keeps the others together is gone ({reason})")
+            # At the end of a run the store's process may exit a moment before this one.
+            if not self._stopped.wait(PERIOD):
+                self._exit(f"stopped, because torchrun's store is gone ({str(error).partition(chr(10))[0]})")
 
-    def _watch(self, store: dist.TCPStore) -> None:
+    def _watch_next(self, store: dist.TCPStore) -> None:
         following = (self.rank + 1) % self.size
         count, last, changed = 0, b"", time.monotonic()
-        while not self._ended.wait(self.period if count else 0):
+        while not self._stopped.wait(PERIOD if count else 0):
             count += 1
             self._answered = time.monotonic()
-            store.set(self._sign(self.rank), str(count))
-            if store.check([self._faulty]):
-                self._leave_for_another(store)
+            store.set(self._key(self.rank), str(count))
+            if store.check([self._fault_key]):
+                self._exit_for_other(store)
                 return
-            now = store.get(self._sign(following)) if store.check([self._sign(following)]) else b""
+            now = store.get(self._key(following)) if store.check([self._key(following)]) else b""
             if now != last:
                 last, changed = now, time.monotonic()
-            if last != _DONE and time.monotonic() - changed > self.patience:
-                if self._tell_fault(store, f"{following} 1"):
-                    self._leave(
-                        f"stopped, because rank {following} has given no sign of life for {self.patience:.0f} s"
-                    )
-                self._leave_for_another(store)
+            if last != _DONE and time.monotonic() - changed > PATIENCE:
+                if self._report(store, f"{following} 1"):
+                    self._exit(f"stopped, because rank {following} has given no sign of life for {PATIENCE:.0f} s")
+                self._exit_for_other(store)
                 return
 
     def _watch_store(self) -> None:
-        """Where the store's machine is gone, a question to it gets no answer and no error."""
-        while not self._ended.wait(self.period):
-            if time.monotonic() - self._answered > self.patience + 2 * self.period + GRACE:
-                self._leave("stopped, because the process that keeps the others together is gone (no answer)")
+        """Exit when the store's machine is gone: a request to it then gets neither an answer nor an error."""
+        while not self._stopped.wait(PERIOD):
+            if time.monotonic() - self._answered > PATIENCE + 2 * PERIOD + GRACE:
+                self._exit("stopped, because torchrun's store is gone (no answer)")
 
-    def _tell_fault(self, store: dist.TCPStore, fault: str) -> bool:
-        """Let all know of a fault, unless there is one already; return whether this rank was the first."""
-        first = store.add(f"{self._faulty}/tellers", 1) == 1
+    def _report(self, store: dist.TCPStore, fault: str) -> bool:
+        """Report a fault to all ranks unless another was reported before; return whether this one is the first."""
+        first = store.add(f"{self._fault_key}/count", 1) == 1
         if first:
-            store.set(self._faulty, fault)
+            store.set(self._fault_key, fault)
         else:
-            self.code_of_another = self._code(store)
+            self._read_fault(store)
         return first
 
-    def _code(self, store: dist.TCPStore) -> int:
-        return int(store.get(self._faulty).split()[1])
+    def _read_fault(self, store: dist.TCPStore) -> int:
+        self.other_code = int(store.get(self._fault_key).split()[1])
+        return self.other_code
 
-    def _leave_for_another(self, store: dist.TCPStore) -> None:
-        """Another rank failed, and says so: leave in silence, at once if the program sees it, else after `GRACE`."""
-        self.code_of_another = code = self._code(store)
-        store.set(self._sign(self.rank), _DONE.decode())
-        if not self._ended.wait(GRACE):
+    def _exit_for_other(self, store: dist.TCPStore) -> None:
+        """Stop watching after another rank's fault; exit in silence if the program has not ended after `GRACE`."""
+        code = self._read_fault(store)
+        store.set(self._key(self.rank), _DONE.decode())
+        if not self._stopped.wait(GRACE):
             os._exit(code)
 
     def _wait_for_others(self, store: dist.TCPStore) -> None:
-        """Give the others the time to know: what this process closes when it ends would look to them like its loss."""
-        until = time.monotonic() + 2 * self.period
-        others = [self._sign(rank) for rank in range(self.size) if rank != self.rank]
+        """Wait until the others know of the fault: they would take the connections that this process closes for it."""
+        until = time.monotonic() + 2 * PERIOD
+        others = [self._key(rank) for rank in range(self.size) if rank != self.rank]
         while time.monotonic() < until:
-            if store.check(others) and all(store.get(sign) == _DONE for sign in others):
+            if store.check(others) and all(store.get(key) == _DONE for key in others):
                 return
-            time.sleep(self.period / 20)
+            time.sleep(PERIOD / 20)
 
-    @property
-    def _faulty(self) -> str:
-        return f"{self._place}/fault"
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/beat/{rank}"
 
-    def _sign(self, rank: int) -> str:
-        return f"{self._place}/beat/{rank}"
-
-    def _leave(self, message: str) -> None:
+    def _exit(self, message: str) -> None:
         print(f"torchtrain: rank {self.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(1)

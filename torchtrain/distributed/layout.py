@@ -1,4 +1,4 @@
-"""Which layouts of processes are possible: refused in words before a model or a corpus is loaded."""
+"""Which layouts of processes are possible. Others are refused before a model or a corpus is loaded."""
 
 from typing import TYPE_CHECKING
 
@@ -12,44 +12,43 @@ if TYPE_CHECKING:
 
 
 def check_layout(config: Config, processes: int) -> None:
-    """Check that the processes can be cut into groups that share a row, the step into their micro-batches, and that
-    what a layer is made of allows it.
-
-    Args:
-        config: the run's.
-        processes: how many torchrun started.
+    """Check that the processes divide into groups that share a row, and the step into the groups' micro-batches.
 
     Raises:
-        UserError: they cannot.
+        UserError: they do not.
     """
     shared = config.distributed.sequence_parallel
     if processes % shared:
         raise UserError(
-            f"distributed.sequence_parallel {shared}: does not divide {_processes(processes)}; start as many with "
-            f"torchrun --nproc_per_node N as are a multiple of {shared}, or lower it"
+            f"distributed.sequence_parallel {shared}: does not divide {_processes(processes)}; start a multiple of "
+            f"{shared} with torchrun --nproc_per_node N, or lower it"
         )
     train, data_parallel = config.train, processes // shared
     if train.sequences_per_step % (train.micro_batch * data_parallel):
         raise UserError(
             f"train.sequences_per_step {train.sequences_per_step}: no multiple of {train.micro_batch * data_parallel} "
-            f"= train.micro_batch {train.micro_batch} x {data_parallel} rows in work at a time "
+            f"= train.micro_batch {train.micro_batch} x {data_parallel} rows at a time "
             f"({_processes(processes)} / distributed.sequence_parallel {shared}); change one of them"
         )
 
 
 def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
-    """Check that the attention heads can be dealt out to the ranks that share a row.
+    """Check that the attention heads divide among the ranks that share a row.
 
-    Query heads must divide evenly. Fewer key/value heads than ranks are repeated, if evenly.
+    Fewer key/value heads than ranks are repeated, if their number divides the ranks.
 
     Raises:
-        UserError: they cannot be dealt out, or the model does not say how many it has.
+        UserError: the heads do not divide, or the model's layers cannot be shared.
     """
     shared = config.distributed.sequence_parallel
     if shared == 1:
         return
     text_config = model_config.get_text_config()
-    _check_widths(shared, text_config)
+    if getattr(text_config, "kv_lora_rank", None) is not None:  # multi-head latent attention; DeepSpeed has one size
+        raise UserError(
+            f"distributed.sequence_parallel {shared}: {text_config.model_type} has keys and values of different sizes "
+            "(kv_lora_rank), which ranks do not exchange; set it to 1"
+        )
     if config.distributed.share == "documents" and set(layer_windows(model_config)) != {None}:
         raise UserError(
             f"distributed.share documents: {model_config.model_type} has sliding windows, which count tokens of the "
@@ -68,26 +67,17 @@ def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
         )
     if kv_heads % shared and shared % kv_heads:
         raise UserError(
-            f"distributed.sequence_parallel {shared}: the model's {kv_heads} key/value heads can neither be dealt out "
-            f"to nor repeated for as many ranks; choose a divisor or a multiple of {kv_heads}"
-        )
-
-
-def _check_widths(shared: int, text_config: "PretrainedConfig") -> None:
-    """Refuse keys and values of different sizes (multi-head latent attention): DeepSpeed exchanges one size."""
-    if getattr(text_config, "kv_lora_rank", None) is not None:
-        raise UserError(
-            f"distributed.sequence_parallel {shared}: {text_config.model_type} has keys and values of different sizes "
-            "(kv_lora_rank), which ranks do not exchange; set it to 1"
+            f"distributed.sequence_parallel {shared}: the model's {kv_heads} key/value heads can neither be divided "
+            f"among nor repeated for as many ranks; choose a divisor or a multiple of {kv_heads}"
         )
 
 
 def describe(config: Config, world: World) -> str:
-    """Return, for people, how a step is spread."""
+    """Return a line about how a step is spread over the processes."""
     distributed, train = config.distributed, config.train
     rows = train.micro_batch * world.data_parallel
     shared = f", each shared by {world.sequence_parallel}" if world.sequence_parallel > 1 else ""
-    shared += ", by whole documents where those can be dealt out evenly" if shared and world.whole_documents else ""
+    shared += ", by whole documents where they divide evenly" if shared and world.whole_documents else ""
     turns = train.sequences_per_step // rows
     spread = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")
     kept = {"none": "", "optimizer": "; optimizer state", "all": "; optimizer state and weights"}[distributed.offload]

@@ -1,9 +1,8 @@
-"""How a step's rows are dealt out to ranks, and a row cut into the parts of the ranks that share it.
+"""How rows are assigned to ranks, and how a row is split among the ranks that share it.
 
-A row is cut in one of two ways. `part_of` cuts its tokens into even parts, whatever they are; attention then exchanges
-them for heads (`torchtrain.distributed.ulysses`). `documents_of` gives each rank whole documents. They need nothing
-of other ranks, because a document sees itself and the anchor alone, and each rank computes the anchor's few tokens
-itself. Both ways compute the same.
+A row is split in one of two ways, which compute the same. `split_tokens` splits the tokens into even parts, and
+attention exchanges tokens for heads (`torchtrain.distributed.ulysses`). `split_documents` gives each rank whole
+documents. A document sees only itself and the anchor, so a rank that computes the anchor itself exchanges nothing.
 
 Legend: B batch · T tokens of a row · t tokens of this rank's part · D documents of a row.
 """
@@ -19,54 +18,54 @@ from torch import Tensor
 from torchtrain.distributed.world import World
 from torchtrain.marks import ANCHOR, IGNORED, PADDING
 
-# What fills the end of rows whose length the ranks do not divide: no document, no label, nothing sees it.
+# Padding of a row: in no document, without a label.
 _FILL = {"input_ids": 0, "position_ids": 0, "document_ids": PADDING, "shift_labels": IGNORED, "domain_ids": -1}
 
-ROOM = 1 / 16  # that the fullest rank's tokens and work may be over an even share where ranks have whole documents
-_MATRICES = 32_768  # a token's matrix products take about as long as attention to this many tokens, halved by the mask
+ROOM = 1 / 16  # by which a rank's tokens and work may exceed an even share where ranks take whole documents
+_MATRICES = 32_768  # a token's matrix products take about as long as causal attention to this many tokens
 
 
-def rows_of_rank(first: int, count: int, micro_batch: int, world: World) -> list[range]:
-    """Return the numbers of this rank's rows of a step, a range each micro-batch.
+def assign_rows(first: int, count: int, micro_batch: int, world: World) -> list[range]:
+    """Return the numbers of this rank's rows of a step, one range for each micro-batch.
 
-    Micro-batches follow each other in the order of rows and are dealt out in turn, so that the rows of a step are the
-    same for every number of ranks.
+    Data-parallel groups take micro-batches in turn, so a step has the same rows for every number of ranks. The ranks of
+    one group take the same rows.
 
     Args:
         first: number of the step's first row.
-        count: its rows, a multiple of micro_batch x data-parallel groups.
+        count: rows of the step, a multiple of micro_batch x data-parallel groups.
         micro_batch: rows of one forward.
-        world: whose ranks of one data-parallel group get the same rows.
+        world: of this rank.
     """
     starts = range(first, first + count, micro_batch)[world.data_rank :: world.data_parallel]
     return [range(start, start + micro_batch) for start in starts]
 
 
-def deal_out(
+def assign_held_out(
     rows: Sequence[Mapping[str, np.ndarray]], micro_batch: int, world: World
 ) -> list[list[Mapping[str, np.ndarray]]]:
-    """Deal held-out rows out in micro-batches, as many to each rank: ranks must run their forwards together.
+    """Return this rank's micro-batches of held-out rows, as many as every other rank's: forwards need all ranks.
 
-    What is missing for that is made up of rows that are there, without their labels: they are run and not counted.
+    Where rows are missing for that, the first row is repeated without labels; it is run and not counted.
     """
     missing = -len(rows) % (micro_batch * world.data_parallel)
     blank = {**rows[0], "shift_labels": np.full_like(rows[0]["shift_labels"], IGNORED)}
     all_rows = [*rows, *[blank] * missing]
-    return [[all_rows[i] for i in numbers] for numbers in rows_of_rank(0, len(all_rows), micro_batch, world)]
+    return [[all_rows[i] for i in numbers] for numbers in assign_rows(0, len(all_rows), micro_batch, world)]
 
 
 def pad(batch: dict[str, Tensor], multiple: int) -> dict[str, Tensor]:
-    """Fill up rows [B, T] to a length that is a multiple, with tokens that are in no document and have no label."""
+    """Pad rows [B, T] to a multiple of a length."""
     missing = -batch["input_ids"].shape[1] % multiple
     if not missing:
         return batch
     return {name: F.pad(x, (0, missing), value=_FILL[name]) for name, x in batch.items()}
 
 
-def part_of(batch: dict[str, Tensor], world: World) -> dict[str, Any]:
+def split_tokens(batch: dict[str, Tensor], world: World) -> dict[str, Any]:
     """Return this rank's part [B, t] of padded rows [B, T]. `document_ids` stays whole: attention sees whole rows.
 
-    A part is contiguous: only such a tensor is copied to a GPU without a wait.
+    Parts are contiguous, so that their copy to a GPU does not block.
     """
     if world.sequence_parallel == 1:
         return batch
@@ -75,12 +74,12 @@ def part_of(batch: dict[str, Tensor], world: World) -> dict[str, Any]:
     return parts | {"document_ids": batch["document_ids"]}
 
 
-def documents_of(batch: dict[str, Tensor], world: World) -> dict[str, Any] | None:
-    """Return this rank's whole documents [B, t] of rows [B, T], each row's anchor in front; t differs among ranks.
+def split_documents(batch: dict[str, Tensor], world: World) -> dict[str, Any] | None:
+    """Return this rank's whole documents [B, t] of rows [B, T], after each row's anchor; t differs among ranks.
 
-    The anchor's labels stay with the first rank of the row. None: the documents of a row cannot be dealt out evenly.
+    Only the row's first rank keeps the anchor's labels. None: the documents of a row do not divide evenly.
     """
-    owners = [_deal_documents(ids_T, world.sequence_parallel) for ids_T in batch["document_ids"]]
+    owners = [_assign_documents(ids_T, world.sequence_parallel) for ids_T in batch["document_ids"]]
     kept = list[Tensor]()
     for ids_T, owner_D in zip(batch["document_ids"], owners, strict=True):
         if owner_D is None:
@@ -97,10 +96,10 @@ def documents_of(batch: dict[str, Tensor], world: World) -> dict[str, Any] | Non
     return part
 
 
-def _deal_documents(ids_T: Tensor, ranks: int) -> Tensor | None:
-    """Return the rank [D + 1] of each document by its number: the longest first, to the rank with least work so far.
+def _assign_documents(ids_T: Tensor, ranks: int) -> Tensor | None:
+    """Return the rank [D + 1] of each document by its number; None if a rank would get too much.
 
-    None where that leaves one of the ranks with too much.
+    The longest documents are assigned first, each to the rank with the least work so far.
     """
     lengths_D = torch.bincount(ids_T[ids_T > 0], minlength=1)
     owner_D = torch.zeros_like(lengths_D)

@@ -1,33 +1,33 @@
-"""How many threads a process computes with on the host.
+"""The number of threads that a process computes with on the host.
 
-On a machine with GPUs torchrun sets one, and an optimizer kept in host memory would run on one core. On a CPU torch
-takes all cores that it sees, also those that a container's quota does not give.
+torchrun sets one thread for each process, so an optimizer in host memory would run on one core. Without torchrun, torch
+takes all cores that it sees, also cores that a container's quota excludes.
 """
 
 import torch
 
 from anchorline.environment import usable_cores
 from torchtrain.config import DistributedConfig
-from torchtrain.distributed.world import here_beside
+from torchtrain.distributed.world import read_local_size
 
 
 def share_cores(distributed: DistributedConfig, device: torch.device) -> str | None:
-    """Give this process its share of the cores: on a CPU no more than that; with GPUs, where the optimizer's step runs
-    on the host.
+    """Set torch's threads to this process's share of the cores.
 
-    AdamW treats each number alone, so its bits do not depend on it. On a CPU the model's sums do.
+    On a CPU the share is an upper limit. With GPUs it is set only where the optimizer's step runs on the host; AdamW's
+    bits do not depend on the number of threads.
 
     Returns:
-        What was done, for people; None where nothing was.
+        A message about the change; None if nothing changed.
     """
-    cores, processes = usable_cores(), here_beside()
+    cores, processes = usable_cores(), read_local_size()
     before, share = torch.get_num_threads(), max(1, cores // processes)
     if device.type == "cpu":
         if share >= before:
             return None
         torch.set_num_threads(share)
-        return f"{share}, where torch took {before}: {cores} cores for {processes} processes"
+        return f"{share}, instead of {before}: {cores} cores for {processes} processes"
     if distributed.offload == "none" or share == before:
         return None
     torch.set_num_threads(share)
-    return f"{share} for the optimizer in host memory, where there were {before}: {cores} cores, {processes} processes"
+    return f"{share} for the optimizer in host memory, instead of {before}: {cores} cores, {processes} processes"

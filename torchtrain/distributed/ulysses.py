@@ -1,8 +1,7 @@
-"""Sequence parallelism: ranks hold parts of a row, and exchange them for heads around every attention call.
+"""Sequence parallelism: each rank holds a part of a row, and exchanges tokens for heads around every attention call.
 
 DeepSpeed's `UlyssesSPAttentionHF` does the exchange. Inside it our attention function sees whole rows and this rank's
-heads, so the plan is built from whole rows, once, and is not cut. Registration is global to the process: once it has
-been done, every model of this process runs split.
+heads, so the plan is built once, from whole rows. Registration is global to the process and applies to all its models.
 
 Upstream: deepspeed/runtime/sequence_parallel/ulysses_sp.py and parallel_state_sp.py (arXiv 2309.14509, 2506.13996).
 
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class SequenceParallelOnly:
-    """DeepSpeed's sequence-parallel state, with no model parallelism.
+    """DeepSpeed's sequence-parallel state without model parallelism.
 
-    `parallel_state_sp` calls the ranks that share a row model-parallel as well. ZeRO 1 in bfloat16 then takes all of
-    them but the first for holders of copies, finds no gradient there to take the norm of, and fails.
+    `parallel_state_sp` reports the ranks that share a row as model-parallel too. ZeRO 1 in bfloat16 then leaves all but
+    the first of them out of the gradient's norm, and fails on the ranks where nothing is left.
     """
 
     def __init__(self, state: Any, own_group: Any) -> None:
@@ -40,31 +39,31 @@ class SequenceParallelOnly:
         return getattr(self._state, name)
 
     def get_model_parallel_rank(self) -> int:
-        """0: there is one."""
+        """Return 0."""
         return 0
 
     def get_model_parallel_world_size(self) -> int:
-        """1: there is one."""
+        """Return 1."""
         return 1
 
     def get_model_parallel_group(self) -> Any:
-        """Return this rank alone."""
+        """Return a group of this rank alone."""
         return self._own_group
 
 
 def split_attention(
     model: "PreTrainedModel", engine: str, micro_batch: int, world: World
 ) -> SequenceParallelOnly | None:
-    """Make the model's attention exchange parts of rows for heads. Once in a process.
+    """Make the model's attention exchange tokens for heads. Call it once in a process.
 
     Args:
         model: loaded with the engine's attention implementation.
         engine: what `torchtrain.attention.resolve_engine` returned.
-        micro_batch: rows of every forward, those of evaluation too.
-        world: with `sequence_parallel` > 1; else nothing happens.
+        micro_batch: rows of every forward, also of evaluation.
+        world: nothing happens if its `sequence_parallel` is 1.
 
     Returns:
-        What `deepspeed.initialize` takes as `mpu`.
+        The `mpu` of `deepspeed.initialize`.
     """
     if world.sequence_parallel == 1:
         return None
@@ -72,7 +71,7 @@ def split_attention(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = implementation_name(engine)
-    alone = ALL_ATTENTION_FUNCTIONS[name]
+    local_attention = ALL_ATTENTION_FUNCTIONS[name]
     state: Any = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation=name,
@@ -80,33 +79,34 @@ def split_attention(
         micro_batch_size=micro_batch,
         seq_length_is_variable=True,
     )
-    _hand_on(name, alone, world.sequence_parallel, state.get_sequence_parallel_rank())
+    _pass_windows_and_sinks(name, local_attention, world.sequence_parallel, state.get_sequence_parallel_rank())
     own_group, _ = dist.new_subgroups(group_size=1)
     for module in model.modules():
         if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
-            _tell_largest_position(module, state.get_sequence_parallel_group())
+            _share_largest_position(module, state.get_sequence_parallel_group())
     return SequenceParallelOnly(state, own_group)
 
 
-def _hand_on(name: str, alone: Callable[..., Any], ranks: int, rank: int) -> None:
-    """Give attention what DeepSpeed leaves out: the layer's window, and the sinks of this rank's heads alone.
+def _pass_windows_and_sinks(name: str, local_attention: Callable[..., Any], ranks: int, rank: int) -> None:
+    """Pass attention what DeepSpeed leaves out: the layer's window, and the sinks of this rank's heads.
 
     Args:
         name: of the attention implementation.
-        alone: its function without the exchange, for ranks that have whole documents and not a part of rows.
-        ranks, rank: that share a row, and which of them this one is.
+        local_attention: its function without the exchange, for ranks that hold whole documents.
+        ranks: the number of ranks that share a row.
+        rank: the number of this one among them.
     """
     from transformers import AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # As the function of the engine that it calls: what ranks exchange is no part of a compiled layer (`model.fused`).
+    # The exchange is not compiled with the layer (`model.fused`), as the engine's own function is not.
     exchange: Any = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name], reason=APART)
 
     def attend(
         module: nn.Module, q: Tensor, k: Any, v: Any, mask: Tensor | None, plan: AttentionPlan, **kwargs: Any
     ) -> Any:
         if plan.document_ids_BT.shape[1] == q.shape[2]:
-            return alone(module, q, k, v, mask, plan=plan, **kwargs)
+            return local_attention(module, q, k, v, mask, plan=plan, **kwargs)
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = kwargs["s_aux"].chunk(ranks)[rank]
         return exchange(module, q, k, v, None, plan=plan, row_window=window_of(mask), **kwargs)
@@ -115,10 +115,10 @@ def _hand_on(name: str, alone: Callable[..., Any], ranks: int, rank: int) -> Non
     AttentionMaskInterface.register(name, partial(read_mask, ranks=ranks))
 
 
-def _tell_largest_position(rotary: nn.Module, group: Any) -> None:
-    """Let RoPE that goes by the largest position of the batch (`longrope`, `dynamic`) see that of whole rows.
+def _share_largest_position(rotary: nn.Module, group: Any) -> None:
+    """Show the largest position of whole rows to RoPE types that depend on it (`longrope`, `dynamic`).
 
-    It is appended to this rank's positions as one column, and the column cut off again.
+    The position is appended to this rank's positions as a column, and the tables' column is removed again.
     """
 
     def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

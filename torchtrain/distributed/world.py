@@ -1,10 +1,10 @@
-"""The processes of a run and this one's place among them.
+"""The processes of a run, and the rank of this one.
 
-Consecutive ranks share a row: with 4 processes and a sequence-parallel degree of 2, ranks 0 and 1 work on one row, 2
-and 3 on another. `size // sequence_parallel` rows are in work at a time (data parallelism).
+Consecutive ranks share a row: with 4 processes and a sequence-parallel degree of 2, ranks 0 and 1 work on one row,
+ranks 2 and 3 on another. `size // sequence_parallel` groups of ranks work on rows of their own (data parallelism).
 
-torchrun tells each process its place in the environment. Without it there is one process, and a process group only
-where DeepSpeed's engine asks for one.
+torchrun sets each process's rank in the environment. Without torchrun there is one process, and a process group only
+where DeepSpeed's engine needs one.
 """
 
 import os
@@ -22,103 +22,94 @@ import torch.distributed as dist
 from anchorline.errors import UserError, disk_fault, one_line, quoted, quoted_reason
 from torchtrain.config import Config
 from torchtrain.distributed.heartbeat import heartbeat
-from torchtrain.distributed.meeting import obey_signals
+from torchtrain.distributed.signals import exit_on_signal
 from torchtrain.errors import OtherRankFailed, RankLost
 
 _Value = TypeVar("_Value")
-# How long processes wait for one another: longer than an export or a save on a slow disk. `heartbeat` finds a process
-# that is gone within a minute.
+# Timeout of a collective: longer than an export or a save on a slow disk. `heartbeat` finds a lost process in a minute.
 PATIENCE = timedelta(minutes=120)
 
 
-class _Agreed(UserError):  # noqa: N818
-    """A mistake that all ranks know of: the others have left, and wait for no word of it."""
+class _SharedError(UserError):
+    """A mistake that all ranks know of: no other rank waits for a report of it."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. Made by `join`; `ALONE` is a process that has no other."""
+    """The rank of this process and its process groups. `join` makes it; `ALONE` is a process without others."""
 
     rank: int = 0
     size: int = 1
     sequence_parallel: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    host: dist.ProcessGroup | None = None  # process group of numbers on the host; None: the default one takes them
-    group: dist.ProcessGroup | None = None  # of what ranks tell one another; None: the default one
-    aside: dist.ProcessGroup | None = None  # of a thread that works while the program goes on; None: there is none
-    whole_documents: bool = False  # ranks that share a row have whole documents of it, where they can
+    # Process groups; None: the default group.
+    cpu_group: dist.ProcessGroup | None = None  # for tensors in host memory
+    object_group: dist.ProcessGroup | None = None  # for Python objects
+    thread_group: dist.ProcessGroup | None = None  # for a thread that works beside the program; None: there is none
+    whole_documents: bool = False  # ranks that share a row take whole documents of it, where they can
 
     @property
     def data_parallel(self) -> int:
-        """How many groups of ranks work on rows of their own."""
+        """The number of groups of ranks that work on rows of their own."""
         return self.size // self.sequence_parallel
 
     @property
     def data_rank(self) -> int:
-        """Which of these groups this rank belongs to."""
+        """The number of this rank's group."""
         return self.rank // self.sequence_parallel
 
     @property
     def sequence_rank(self) -> int:
-        """Which part of the row is this rank's."""
+        """The number of this rank in its group."""
         return self.rank % self.sequence_parallel
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up each value over all ranks, in float64: counts below 2 ** 53 stay exact.
-
-        They go from host to host: no rank waits for its device.
-        """
+        """Sum each value over all ranks in float64 on the host: counts below 2 ** 53 are exact."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.host)
+        dist.all_reduce(total, group=self.cpu_group)
         return total.tolist()
 
     def for_threads(self) -> "World":
-        """Return the place of a thread that works while the program goes on: what it tells other ranks' threads of its
-        kind never meets what the program tells them.
-        """
-        assert self.size == 1 or self.aside is not None, "joined without a group for it"
-        return replace(self, group=self.aside, host=self.aside, device=torch.device("cpu"))
-
-    def wait(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        """Return the world for a thread beside the program, whose messages never meet those of the program."""
+        assert self.size == 1 or self.thread_group is not None, "joined without a group for threads"
+        group = self.thread_group
+        return replace(self, object_group=group, cpu_group=group, device=torch.device("cpu"))
 
     def gather(self, own: _Value) -> list[_Value]:
-        """Return what every rank has, by rank."""
+        """Return the value of every rank, in the order of ranks."""
         if self.size == 1:
             return [own]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, own, group=self.object_group)
+        return values
 
     def from_first(self, value: _Value) -> _Value:
-        """Return what rank 0 gives: of a disk that is shared, another node may see what was there a while ago."""
+        """Return rank 0's value. On a shared disk another node may see an older state."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group, device=self.device)
+        dist.broadcast_object_list(box, src=0, group=self.object_group, device=self.device)
         return box[0]
 
     def give(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill a tensor on all ranks with that of one."""
+        """Broadcast a tensor from one rank into the same tensor of all ranks."""
         if self.size > 1:
             dist.broadcast(tensor, src=rank)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks; a mistake or a fault of a disk that any of them finds stops all of them.
+        """Run a block on all ranks, and stop all ranks if one of them finds a user's mistake or a fault of a disk.
 
         Raises:
-            UserError: on the lowest rank that found one; its rank is named unless all found the same.
-            OtherRankFailed: on the others, which have nothing to say.
+            UserError: on the lowest rank that found one. The message names the rank unless all ranks found the same.
+            OtherRankFailed: on the other ranks.
         """
         mistake = None
         try:
             yield
-        except _Agreed:  # in a block like this within this one
+        except _SharedError:  # from a `together` within this one
             raise
         except UserError as error:
             mistake = error
@@ -129,36 +120,34 @@ class World:
             if mistake is not None:
                 raise mistake
             return
-        told = self.gather(None if mistake is None else str(mistake))
-        speaker = next((rank for rank, text in enumerate(told) if text is not None), None)
-        if speaker is None:
+        messages = self.gather(None if mistake is None else str(mistake))
+        failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
+        if not failed:
             return
-        if speaker != self.rank:
-            raise OtherRankFailed(f"rank {speaker} stopped")
-        text = told[speaker]
-        assert text is not None
-        raise _Agreed(text if all(other == text for other in told) else f"rank {speaker}: {text}")
+        rank, message = failed[0]
+        if rank != self.rank:
+            raise OtherRankFailed(f"rank {rank} stopped")
+        raise _SharedError(message if messages == [message] * self.size else f"rank {rank}: {message}")
 
 
 ALONE = World()
 
 
-def here() -> tuple[int, int, int]:
-    """Return (rank, size, local rank) as torchrun gives them; (0, 1, 0) without it.
+def read_ranks() -> tuple[int, int, int]:
+    """Return (rank, world size, local rank) as torchrun sets them; (0, 1, 0) without torchrun.
 
     Raises:
-        UserError: one of the variables is not such a number, or where the processes meet is not said or cannot be
-            found.
+        UserError: a variable is not such a number, or MASTER_ADDR or MASTER_PORT is missing or leads nowhere.
     """
-    size = _number("WORLD_SIZE", 1, 1, _MOST_PROCESSES)
-    rank = _number("RANK", 0, 0, size - 1)
-    local_rank = _number("LOCAL_RANK", 0, 0, size - 1)
+    size = _read_variable("WORLD_SIZE", 1, 1, _MOST_PROCESSES)
+    rank = _read_variable("RANK", 0, 0, size - 1)
+    local_rank = _read_variable("LOCAL_RANK", 0, 0, size - 1)
     if size > 1:
-        _number("MASTER_PORT", None, 1, 65_535)
+        _read_variable("MASTER_PORT", None, 1, 65_535)
         address = os.environ.get("MASTER_ADDR", "")
         try:
             socket.getaddrinfo(address or None, os.environ["MASTER_PORT"], type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # a name that is too long for a network is none
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long
             reason = getattr(error, "strerror", None) or str(error)
             raise UserError(f"MASTER_ADDR {quoted(address)}: {one_line(reason)}; {_ADVICE}") from None
         if not address:
@@ -166,45 +155,45 @@ def here() -> tuple[int, int, int]:
     return rank, size, local_rank
 
 
-def here_beside() -> int:
-    """Return how many processes of the run are on this machine, as torchrun gives it; without it, one for each GPU.
+def read_local_size() -> int:
+    """Return the number of the run's processes on this machine as torchrun sets it; without torchrun, one for each GPU.
 
     Raises:
         UserError: the variable is not such a number.
     """
-    most = max(1, min(here()[1], torch.cuda.device_count()))
-    return _number("LOCAL_WORLD_SIZE", most, 1, _MOST_PROCESSES)
+    default = max(1, min(read_ranks()[1], torch.cuda.device_count()))
+    return _read_variable("LOCAL_WORLD_SIZE", default, 1, _MOST_PROCESSES)
 
 
 _ADVICE = "start processes with torchrun, which sets it"
 _MOST_PROCESSES = 2**16
 
 
-def _number(name: str, default: int | None, least: int, most: int) -> int:
-    """Return what a variable of the environment says, or the default where it is not set."""
-    said = os.environ.get(name)
-    if said is None and default is not None:
+def _read_variable(name: str, default: int | None, least: int, most: int) -> int:
+    """Return a number from the environment, or the default where the variable is not set."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
         return default
-    if said is None or not (said.isascii() and said.isdecimal() and len(said) < 10) or not least <= int(said) <= most:
-        raise UserError(f"{name} {quoted(said)}: no whole number from {least} to {most}; {_ADVICE}")
-    return int(said)
+    if text is None or not (text.isascii() and text.isdecimal() and len(text) < 10) or not least <= int(text) <= most:
+        raise UserError(f"{name} {quoted(text)}: no whole number from {least} to {most}; {_ADVICE}")
+    return int(text)
 
 
 @contextmanager
 def join(config: Config) -> Iterator[World]:
-    """Join the other processes, if there are any, for as long as the block lasts.
+    """Connect to the other processes, if there are any, while the block runs.
 
-    NCCL where there is CUDA (each process its own GPU), gloo anywhere else. On CUDA the allocator may grow its segments
-    (`expandable_segments`), which leaves fewer gaps, unless the environment already configures it.
+    The backend is NCCL where there is CUDA (one GPU for each process), gloo anywhere else. On CUDA the allocator gets
+    `expandable_segments`, which leaves fewer gaps, unless the environment already configures the allocator.
 
     Raises:
-        UserError: more processes on this machine than GPUs; or they cannot meet.
-        RankLost: a process is gone, found when this one waited for it.
+        UserError: more processes on this machine than GPUs, or the processes cannot connect.
+        RankLost: a collective failed because another process is gone.
     """
-    rank, size, local_rank = here()
-    # transformers imports DeepSpeed where it is installed, and without this it warns of what it found.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    rank, size, local_rank = read_ranks()
     cuda = torch.cuda.is_available()
+    # transformers imports DeepSpeed where it is installed. DeepSpeed prints a warning unless this is set.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")
     check_driver()
     if cuda and local_rank >= torch.cuda.device_count():
         raise UserError(
@@ -219,47 +208,53 @@ def join(config: Config) -> Iterator[World]:
     if size == 1 and config.distributed.zero_stage == 0:
         yield World(device=device)
         return
-    backend, host, aside = "nccl" if cuda else "gloo", None, None
-    patience = PATIENCE
+    backend, cpu_group, thread_group = "nccl" if cuda else "gloo", None, None
     if size > 1:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         try:
-            with obey_signals(rank, place):
-                dist.init_process_group(backend, timeout=patience, device_id=device if cuda else None)
-                host = _join_hosts(patience) if cuda else None
-                aside = _join_hosts(patience) if config.save.asynchronous else None
+            with exit_on_signal(rank, address):
+                dist.init_process_group(backend, timeout=PATIENCE, device_id=device if cuda else None)
+                cpu_group = _make_cpu_group() if cuda else None
+                thread_group = _make_cpu_group() if config.save.asynchronous else None
         except dist.DistError as error:
             reason = quoted_reason(str(error).partition("\n")[0])
             raise UserError(
-                f"MASTER_ADDR and MASTER_PORT, {quoted(place)[1:-1]}: the processes cannot meet there: {reason}; "
+                f"MASTER_ADDR and MASTER_PORT, {quoted(address)[1:-1]}: the processes cannot connect there: {reason}; "
                 "choose another port (torchrun --master_port)"
             ) from None
     else:
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
-    shared, whole = config.distributed.sequence_parallel, config.distributed.share == "documents"
-    world = World(rank, size, shared, device, host, aside=aside, whole_documents=whole)
-    ended = False
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
+    world = World(
+        rank,
+        size,
+        config.distributed.sequence_parallel,
+        device,
+        cpu_group,
+        thread_group=thread_group,
+        whole_documents=config.distributed.share == "documents",
+    )
+    succeeded = False
     try:
         with heartbeat(rank, size):
             try:
                 yield world
             except RuntimeError as error:
-                if not _is_lost(error):
+                if not _is_lost_connection(error):
                     raise
                 raise RankLost(f"rank {rank}: stopped, because another process of the run is gone") from error
-        ended = True
+        succeeded = True
     finally:
-        # Where something is wrong the others may still wait in a collective, and this would wait for them.
-        if ended or size == 1:
+        # After an error the other ranks may still wait in a collective, and destroying the group would wait for them.
+        if succeeded or size == 1:
             dist.destroy_process_group()
 
 
 def check_driver() -> None:
-    """Refuse to train on the CPU where this machine has NVIDIA GPUs that torch's build cannot use.
+    """Refuse to train on the CPU where this machine has NVIDIA GPUs that torch cannot use.
 
     Raises:
-        UserError: the driver is older than torch's CUDA wheels need, or does not answer.
+        UserError: the driver does not answer, or is too old for torch's CUDA version.
     """
     if torch.version.cuda is None or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
@@ -271,11 +266,11 @@ def check_driver() -> None:
         )
 
 
-def _join_hosts(patience: timedelta) -> Any:  # torch: a group, or a number for who is not in it
-    """Make a group for what lies on the host: NCCL does not take it, and a thread must not use the program's group."""
+def _make_cpu_group() -> Any:  # torch's type: a group, or a number for a process that is not in it
+    """Make a gloo group for tensors in host memory. NCCL takes none, and a thread must not use the program's group."""
     try:
-        return dist.new_group(backend="gloo", timeout=patience)
-    except RuntimeError as error:  # of gloo, where a host's name leads to an address that others cannot reach
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
+    except RuntimeError as error:  # from gloo, where a host's name leads to an address that other hosts cannot reach
         if isinstance(error, dist.DistError):
             raise
         raise UserError(
@@ -284,6 +279,6 @@ def _join_hosts(patience: timedelta) -> Any:  # torch: a group, or a number for 
         ) from None
 
 
-def _is_lost(error: RuntimeError) -> bool:
-    """Whether a collective failed because a process did not take part: NCCL has a class of its own, gloo a text."""
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """Whether a collective failed because a process is gone: NCCL raises a class of its own, gloo has only a text."""
     return isinstance(error, dist.DistError) or ("gloo" in str(error) and "onnection" in str(error))

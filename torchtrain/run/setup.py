@@ -36,7 +36,7 @@ from torchtrain.distributed.free_memory import free_memory
 from torchtrain.distributed.layout import check_heads
 from torchtrain.distributed.layout import describe as describe_layout
 from torchtrain.distributed.threads import share_cores
-from torchtrain.distributed.world import ALONE, World, here
+from torchtrain.distributed.world import ALONE, World, read_ranks
 from torchtrain.marks import IGNORED
 from torchtrain.modeling.compilation import check_compiler
 from torchtrain.modeling.load import check_same_files, digest_weights, load_for_training
@@ -132,7 +132,7 @@ def set_up(
         check_compiler(device)
     store = prepare(config.data, tokenizer, on_progress)
     # Once on each machine, while the model is loaded: checks every byte of the tokens.
-    verified = store.verify_in_background() if here()[2] == 0 else lambda: None
+    verified = store.verify_in_background() if read_ranks()[2] == 0 else lambda: None
     split = split_documents(store, config.data.held_out_share, config.run.seed)
     identity["tokens"] = _identity_of_tokens(store)
     identity["split"] = {"copies_moved": split.moved}

@@ -7,15 +7,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from types import FrameType
 from typing import Any
 
 from anchorline.command import INTERRUPTED
-from torchtrain.distributed.world import here
+from torchtrain.distributed.signals import call_on_signal
+from torchtrain.distributed.world import read_ranks
 from torchtrain.errors import Terminated
-
-LEAVE = b"\0"  # for the thread that listens; no signal has this number
 
 
 class Termination:
@@ -63,46 +63,30 @@ class Termination:
         self.asked = True
         if not self._noting and not self._raised:
             self._raised = True
-            rank, _size, _local = here()
+            rank, _size, _local = read_ranks()
             raise Terminated(f"{f'rank {rank}: ' if rank else ''}stopped by SIGTERM; {self.advice}")
 
 
-@contextmanager
-def answer_interrupts(answer: Callable[[], None], end: Callable[[], object]) -> Iterator[None]:
+def answer_interrupts(answer: Callable[[], None], end: Callable[[], object]) -> AbstractContextManager[None]:
     """Call `answer` as soon as the first Ctrl-C comes in the block, and end the process at once at the second.
 
-    Python raises KeyboardInterrupt only between two of its own operations, and a backward pass may be one operation of
-    a minute. The system writes each signal into a pipe at once, and a thread reads it. Nothing happens outside of the
-    main thread, or where the shell has switched Ctrl-C off.
+    Nothing happens outside of the main thread, or where the shell has switched Ctrl-C off.
 
     Args:
         answer: says what will happen.
         end: called before the process ends at once.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        yield
-        return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        return nullcontext()
+    interrupts = count(1)
 
-    def listen() -> None:
-        count = 0
-        while (number := os.read(reading, 1)) != LEAVE:
-            count += number[0] == signal.SIGINT
-            if number[0] == signal.SIGINT and count == 1:
-                answer()
-            elif number[0] == signal.SIGINT:
-                end()
-                os._exit(INTERRUPTED)
+    def handle(number: int) -> None:
+        if number != signal.SIGINT:
+            return
+        if next(interrupts) == 1:
+            answer()
+        else:
+            end()
+            os._exit(INTERRUPTED)
 
-    thread = threading.Thread(target=listen, name="interrupts", daemon=True)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.write(writing, LEAVE)
-        thread.join()
-        os.close(writing)
-        os.close(reading)
+    return call_on_signal(handle)

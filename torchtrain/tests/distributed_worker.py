@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM
 import torchtrain
 from torchtrain.attention.hf import implementation_name
 from torchtrain.config import Config, LoraSettings
-from torchtrain.distributed.shard import rows_of_rank
-from torchtrain.distributed.world import World, here
+from torchtrain.distributed.shard import assign_rows
+from torchtrain.distributed.world import World, read_ranks
 from torchtrain.distributed.zero import import_deepspeed
 from torchtrain.modeling import compilation
 from torchtrain.modeling.adapters import add_adapters
@@ -96,7 +96,7 @@ def micro_batches(case: dict[str, Any], config: Config, world: World) -> list[di
     assert count == config.train.sequences_per_step
     return [
         {name: x[numbers.start : numbers.stop] for name, x in rows.items()}
-        for numbers in rows_of_rank(0, count, config.train.micro_batch, world)
+        for numbers in assign_rows(0, count, config.train.micro_batch, world)
     ]
 
 
@@ -190,7 +190,7 @@ def run(case: dict[str, Any], rank: int, size: int) -> dict[str, np.ndarray]:
 def run_cases(run: Callable[[dict[str, Any], int, int], None]) -> None:
     """Join the other processes and run each case of the file that is the first argument: `run(case, rank, size)`."""
     torch.set_num_threads(1)
-    rank, size, _ = here()
+    rank, size, _ = read_ranks()
     dist.init_process_group("gloo")
     import_deepspeed()
     for case in json.loads(Path(sys.argv[1]).read_text()):

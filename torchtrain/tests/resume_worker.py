@@ -67,7 +67,7 @@ def run(case: dict[str, Any], rank: int, size: int) -> None:
     checkpoints = Checkpoints(folder / "checkpoints")
     if rank == 0:
         folder.mkdir()
-    world.wait()
+    world.gather(None)
     arrays: dict[str, Any] = {}
     first = 0
     if case.get("load"):

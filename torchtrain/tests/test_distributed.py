@@ -23,8 +23,8 @@ from anchorline.errors import UserError
 from torchtrain.attention import make_plan
 from torchtrain.config import Config, load_config
 from torchtrain.distributed.layout import check_heads, check_layout
-from torchtrain.distributed.shard import ROOM, deal_out, documents_of, pad, part_of, rows_of_rank
-from torchtrain.distributed.ulysses import _hand_on
+from torchtrain.distributed.shard import ROOM, assign_held_out, assign_rows, pad, split_documents, split_tokens
+from torchtrain.distributed.ulysses import _pass_windows_and_sinks
 from torchtrain.distributed.world import World
 from torchtrain.distributed.zero import deepspeed_config
 from torchtrain.run.recipe import train
@@ -53,7 +53,7 @@ def test_documents_are_dealt_out_whole_and_once_and_evenly_or_not_at_all(lengths
     batch = {"input_ids": token_BT, "position_ids": token_BT, "shift_labels": token_BT, "domain_ids": token_BT}
     batch = pad(batch | {"document_ids": torch.tensor(ids)[None]}, ranks)
     share = batch["input_ids"].shape[1] / ranks
-    parts = [documents_of(batch, World(rank, ranks, ranks)) for rank in range(ranks)]
+    parts = [split_documents(batch, World(rank, ranks, ranks)) for rank in range(ranks)]
     if None in parts:
         assert parts == [None] * ranks
         assert len(set(lengths)) > 1 or len(lengths) % ranks or anchors, "as many of one length for each rank"
@@ -74,7 +74,7 @@ def test_rows_of_a_micro_batch_are_as_long_as_the_longest_part():
     batch = {
         name: ids_BT.clone() for name in ("input_ids", "position_ids", "document_ids", "shift_labels", "domain_ids")
     }
-    part = documents_of(batch, World(1, 2, 2))
+    part = split_documents(batch, World(1, 2, 2))
     assert part["document_ids"].tolist() == [[0, 2, 2, 2], [0, 2, 2, -1]]
     assert part["shift_labels"].tolist() == [[-100, 2, 2, 2], [-100, 2, 2, -100]]
 
@@ -87,7 +87,7 @@ def test_rows_of_a_micro_batch_are_as_long_as_the_longest_part():
     [
         (1, ["distributed.sequence_parallel=2"], "distributed.sequence_parallel 2: does not divide 1 process"),
         (4, ["distributed.sequence_parallel=3"], "distributed.sequence_parallel 3: does not divide 4 processes"),
-        (4, [], "train.sequences_per_step 2: no multiple of 4 = train.micro_batch 1 x 4 rows in work at a time"),
+        (4, [], "train.sequences_per_step 2: no multiple of 4 = train.micro_batch 1 x 4 rows at a time"),
         (2, ["train.micro_batch=2"], "train.sequences_per_step 2: no multiple of 4 = train.micro_batch 2 x 2 rows"),
         (
             6,
@@ -110,7 +110,7 @@ def test_possible_layouts(load):
     ("heads", "kv_heads", "shared", "message"),
     [
         (4, 2, 3, "does not divide the model's 4 attention heads"),
-        (12, 4, 6, "the model's 4 key/value heads can neither be dealt out to nor repeated"),
+        (12, 4, 6, "the model's 4 key/value heads can neither be divided among nor repeated"),
         (12, 3, 2, "the model's 3 key/value heads can neither"),
         (4, 2, 4, None),
         (4, 2, 2, None),
@@ -168,7 +168,7 @@ def test_deepspeeds_dictionary_is_made_of_ours(load):
 
 @pytest.mark.parametrize(("size", "shared", "micro_batch"), [(1, 1, 1), (2, 1, 3), (4, 2, 2), (6, 1, 2), (4, 4, 4)])
 def test_a_steps_rows_are_dealt_out_once_and_in_turn(size, shared, micro_batch):
-    given = [rows_of_rank(24, 12, micro_batch, World(rank, size, shared)) for rank in range(size)]
+    given = [assign_rows(24, 12, micro_batch, World(rank, size, shared)) for rank in range(size)]
     for rank, ranges in enumerate(given):
         assert ranges == given[rank - rank % shared], "ranks that share rows get the same"
         assert {len(numbers) for numbers in ranges} == {micro_batch}
@@ -178,7 +178,7 @@ def test_a_steps_rows_are_dealt_out_once_and_in_turn(size, shared, micro_batch):
 
 def test_held_out_rows_are_made_up_to_whole_turns_without_labels():
     rows = [{"shift_labels": np.array([i, -100]), "input_ids": np.array([i, i])} for i in range(5)]
-    dealt = [deal_out(rows, 2, World(rank, 2)) for rank in range(2)]
+    dealt = [assign_held_out(rows, 2, World(rank, 2)) for rank in range(2)]
     assert [len(batches) for batches in dealt] == [2, 2]
     labels = [row["shift_labels"][0] for batches in dealt for batch in batches for row in batch]
     assert sorted(labels) == [-100, -100, -100, 0, 1, 2, 3, 4]
@@ -193,7 +193,7 @@ def test_parts_of_padded_rows_make_the_rows_and_documents_stay_whole(tokens):
         "position_ids": batch["input_ids"],
     }
     padded = pad(batch, 4)
-    parts = [part_of(padded, World(rank, 4, 4)) for rank in range(4)]
+    parts = [split_tokens(padded, World(rank, 4, 4)) for rank in range(4)]
     for name, x in batch.items():
         assert torch.equal(padded[name][:, :tokens], x)
         if name != "document_ids":
@@ -208,7 +208,7 @@ def test_parts_of_padded_rows_make_the_rows_and_documents_stay_whole(tokens):
 def test_a_rank_gets_the_sinks_of_its_own_heads_and_the_window_of_whole_rows(monkeypatch):
     given: dict[str, Any] = {}
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "dealt", lambda *_, **kwargs: given.update(kwargs))
-    _hand_on("dealt", lambda *_, **kwargs: given.update(kwargs, alone=True), ranks=2, rank=1)
+    _pass_windows_and_sinks("dealt", lambda *_, **kwargs: given.update(kwargs, alone=True), ranks=2, rank=1)
     no_mask = {"config": tiny_config(), "q_length": 8, "mask_function": causal_mask_function}
     window = sliding_window_causal_mask_function(12)
     q, sinks = torch.empty(1, 4, 8, 2), torch.arange(4)

@@ -13,6 +13,7 @@ from torchtrain.distributed import heartbeat as module
 from torchtrain.distributed.heartbeat import heartbeat
 from torchtrain.errors import OtherRankFailed, RankLost
 
+DEFAULTS = module.PERIOD + module.PATIENCE
 PERIOD, PATIENCE = 0.05, 1.0
 
 
@@ -23,19 +24,20 @@ class Ranks:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(self.store.port))
-        monkeypatch.setattr(module, "GRACE", 0.3)
+        for name, seconds in {"GRACE": 0.3, "PERIOD": PERIOD, "PATIENCE": PATIENCE}.items():
+            monkeypatch.setattr(module, name, seconds)
         self.left: dict[int, int] = {}
         self.told: list[str] = []
         self.raised: dict[int, BaseException] = {}
         self.ended = threading.Event()
         monkeypatch.setattr(module.os, "_exit", self._exit)
-        real = module._Watch.run
+        real = module._HeartbeatThread.run
 
         def run(watch) -> None:
             with suppress(SystemExit):
                 real(watch)
 
-        monkeypatch.setattr(module._Watch, "run", run)
+        monkeypatch.setattr(module._HeartbeatThread, "run", run)
         monkeypatch.setattr(module, "print", lambda line, **_: self.told.append(line), raising=False)
 
     def _exit(self, code: int) -> None:
@@ -46,7 +48,7 @@ class Ranks:
     def run(self, size: int, work, lost: int | None = None) -> None:
         def one(rank: int) -> None:
             try:
-                with heartbeat(rank, size, PERIOD, PATIENCE):
+                with heartbeat(rank, size):
                     work(rank)
             except BaseException as error:
                 self.raised[rank] = error
@@ -80,7 +82,7 @@ def test_a_lost_rank_is_known_to_all_at_once_and_told_by_one(ranks, monkeypatch)
     assert ranks.left == {0: 1, 1: 1, 2: 1, 3: 1}
     assert ranks.told == ["torchtrain: rank 3: stopped, because rank 4 has given no sign of life for 1 s"]
     assert max(times.values()) - min(times.values()) < 2 * PATIENCE
-    assert module.PERIOD + module.PATIENCE < 30, "the time that torchrun leaves the others when one has ended"
+    assert DEFAULTS < 30, "the time that torchrun leaves the others when one has ended"
 
 
 @pytest.mark.parametrize(("error", "code"), [(MemoryError("CUDA"), 1), (UserError("its disk is full"), 2)])

@@ -84,6 +84,6 @@ def test_free_memory_is_the_least_that_the_system_tells(tmp_path, monkeypatch):
         monkeypatch.setattr(memory_module, "_available", lambda _, told=here[0]: told)
         monkeypatch.setattr(memory_module, "_left_of_limit", lambda _, told=here[1]: told)
         assert free_memory(CPU) == least
-    monkeypatch.setattr(memory_module, "here_beside", lambda: 2)
+    monkeypatch.setattr(memory_module, "read_local_size", lambda: 2)
     monkeypatch.setattr(memory_module, "_available", lambda _: 3000)
     assert free_memory(CPU) == 1500

@@ -26,9 +26,7 @@ def test_an_offloaded_optimizer_gets_its_share_and_it_is_said(monkeypatch, cores
     torch.set_num_threads(3)  # torchrun says 1
     said = share_cores(OFFLOADED, GPU)
     assert torch.get_num_threads() == threads
-    assert said == (
-        f"{threads} for the optimizer in host memory, where there were 3: {cores} cores, {processes} processes"
-    )
+    assert said == (f"{threads} for the optimizer in host memory, instead of 3: {cores} cores, {processes} processes")
     assert share_cores(OFFLOADED, GPU) is None, "it is said once"
 
 

@@ -14,7 +14,7 @@ import torch
 from anchorline.errors import UserError
 from torchtrain.config import load_config
 from torchtrain.distributed import world
-from torchtrain.distributed.world import check_driver, here
+from torchtrain.distributed.world import check_driver, read_ranks
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -33,9 +33,9 @@ def place(monkeypatch):
 
 def test_one_process_and_a_place_among_others(place):
     place()
-    assert here() == (0, 1, 0)
+    assert read_ranks() == (0, 1, 0)
     place(**PLACE)
-    assert here() == (1, 2, 1)
+    assert read_ranks() == (1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_one_process_and_a_place_among_others(place):
 def test_what_is_set_wrongly_is_named(place, name, value):
     place(**(PLACE | {name: value}))
     with pytest.raises(UserError, match=f"^{name}.*; start processes with torchrun, which sets it$") as refused:
-        here()
+        read_ranks()
     assert len(str(refused.value)) < 400
 
 
@@ -66,7 +66,7 @@ def test_a_port_that_is_taken_is_one_line(tree, write_config):
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.splitlines()[-1]
     assert last.startswith(
-        f"torchtrain: MASTER_ADDR and MASTER_PORT, 127.0.0.1:{port}: the processes cannot meet there: "
+        f"torchtrain: MASTER_ADDR and MASTER_PORT, 127.0.0.1:{port}: the processes cannot connect there: "
     )
     assert "Traceback" not in ended.stderr
 
@@ -110,8 +110,8 @@ def test_what_a_thread_beside_tells_never_meets_what_the_program_tells(monkeypat
     met = []
     for name in ("all_reduce", "all_gather_object", "broadcast_object_list"):
         monkeypatch.setattr(world.dist, name, lambda *_, group=None, **__: met.append(group))
-    joined: Any = world.World(rank=1, size=2, host=(host := object()), aside=(aside := object()))  # pyright: ignore[reportArgumentType]
-    for place, groups in ((joined, [host, None, None]), (joined.for_threads(), [aside] * 3)):
+    joined: Any = world.World(rank=1, size=2, cpu_group=(cpu := object()), thread_group=(thread := object()))  # pyright: ignore[reportArgumentType]
+    for place, groups in ((joined, [cpu, None, None]), (joined.for_threads(), [thread] * 3)):
         place.sum([1.0])
         place.gather("told")
         place.from_first("told")
@@ -130,7 +130,7 @@ def test_every_group_waits_as_long_as_an_export_takes(tree, write_config, monkey
     monkeypatch.setattr(world, "heartbeat", lambda *_: nullcontext())
     overrides = [f"save.asynchronous={str(beside).lower()}"]
     with world.join(load_config(write_config(tree), overrides)) as joined:
-        assert joined.aside == ("group" if beside else None)
+        assert joined.thread_group == ("group" if beside else None)
     assert made == [world.PATIENCE] * (2 if beside else 1)
     monkeypatch.undo()
     alone = load_config(write_config(tree), ["distributed.zero_stage=1"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtrain.data import collate
-from torchtrain.distributed.shard import deal_out
+from torchtrain.distributed.shard import assign_held_out
 from torchtrain.distributed.world import World
 from torchtrain.training.losses import Losses, Mean
 from torchtrain.training.micro_batch import make_micro_batch
@@ -75,7 +75,7 @@ def measure_held_out(
     strategy = strategy or Replicated(model, None, World(device=model.device))
     world = strategy.world
     model.eval()
-    for numbers in deal_out(rows, micro_batch, world):
+    for numbers in assign_held_out(rows, micro_batch, world):
         batch = make_micro_batch(collate(numbers), world, result.labels_of).to(world.device)
         _, each_Bt = strategy.losses(batch.part, batch.plan, chunk)
         result.add(each_Bt, batch.labels)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtrain.attention import AttentionPlan, make_plan
-from torchtrain.distributed.shard import documents_of, pad, part_of
+from torchtrain.distributed.shard import pad, split_documents, split_tokens
 from torchtrain.distributed.world import World
 from torchtrain.marks import PADDING
 from torchtrain.training.labels import Labels
@@ -61,9 +61,9 @@ def make_micro_batch(
     batch = pad(batch, world.sequence_parallel)
     rows = plan = make_plan(batch["document_ids"])
     tokens = int((batch["document_ids"] != PADDING).sum())
-    part = documents_of(batch, world) if world.whole_documents else None
+    part = split_documents(batch, world) if world.whole_documents else None
     if part is None:
-        part = part_of(batch, world)
+        part = split_tokens(batch, world)
     else:
         plan = make_plan(part["document_ids"])
     made = MicroBatch(part | {"labels": labels_of(part)}, plan, tokens, rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtrain.attention.masks import layer_windows
 from torchtrain.config import TrainConfig
 from torchtrain.data import collate
-from torchtrain.distributed.shard import rows_of_rank
+from torchtrain.distributed.shard import assign_rows
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.training.losses import Losses
 from torchtrain.training.micro_batch import MicroBatch, make_micro_batch
@@ -53,7 +53,7 @@ def step_batches(
 
     Rows follow each other by number, through epochs; those of a step are the same however they are dealt out.
     """
-    numbers = rows_of_rank(step * train.sequences_per_step, train.sequences_per_step, train.micro_batch, world)
+    numbers = assign_rows(step * train.sequences_per_step, train.sequences_per_step, train.micro_batch, world)
     batches = [collate([rows.row_at(i) for i in micro_batch]) for micro_batch in numbers]
     return make_micro_batches(batches, domains, world)
 

@@ -24,12 +24,12 @@ from torchtrain.config import Config, TrainConfig
 from torchtrain.distributed.ulysses import split_attention
 from torchtrain.distributed.world import ALONE, World
 from torchtrain.distributed.zero import (
+    clear_skipped_gradients,
     deepspeed_config,
-    forget_left_out,
-    gather_whole,
+    gather_layers_whole,
     gradient_divisor,
     import_deepspeed,
-    leave_out,
+    skip_update,
 )
 from torchtrain.modeling.chunks import parameters_outside
 from torchtrain.modeling.compilation import layers_of
@@ -203,7 +203,7 @@ class Zero(Strategy):
         compiled = layers_of(model) if self.cut and config.model.fused == "compile" else []
         with (
             redirect_stdout(StringIO()),
-            gather_whole(compiled),
+            gather_layers_whole(compiled),
         ):  # its optimizer for bfloat16 prints the memory at every turn, asked or not
             self.deepspeed, *_ = deepspeed.initialize(
                 model=with_loss,
@@ -241,7 +241,7 @@ class Zero(Strategy):
         norm = float(self.deepspeed.get_global_grad_norm())
         norm = norm if norm >= 0 else float("nan")  # -1 stands for a norm that is not finite
         if not math.isfinite(norm):
-            forget_left_out(self.deepspeed.optimizer)
+            clear_skipped_gradients(self.deepspeed.optimizer)
         return norm
 
     def drop(self) -> None:
@@ -249,7 +249,7 @@ class Zero(Strategy):
 
         DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite.
         """
-        with leave_out(self.deepspeed.optimizer):
+        with skip_update(self.deepspeed.optimizer):
             norm = self.step(0.0)
         assert not math.isfinite(norm), "DeepSpeed made a step that was to be left out"
 

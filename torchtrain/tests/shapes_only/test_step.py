@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 from torchtrain.config import load_config
 from torchtrain.distributed import zero
-from torchtrain.distributed.shard import part_of
+from torchtrain.distributed.shard import split_tokens
 from torchtrain.planning import budget
 from torchtrain.planning.memory import Shapes
 from torchtrain.tests.shapes_only import step
@@ -93,7 +93,7 @@ def test_rows_are_full_and_cut_among_the_ranks_that_share_them(tiny):
         rows = step.batches(config, world)
         assert len(rows) == 2
         assert (rows[0]["document_ids"] >= 0).all()
-        assert part_of(rows[0], world)["input_ids"].shape == (1, 2048)
+        assert split_tokens(rows[0], world)["input_ids"].shape == (1, 2048)
 
 
 def test_ranks_with_whole_documents_exchange_nothing_and_wait_for_nothing_more(tiny):

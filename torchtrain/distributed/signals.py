@@ -1,0 +1,60 @@
+"""Signals during a call that lasts: Python runs its own handlers only between two of its operations."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+_EXITS = {signal.SIGTERM: (143, "stopped by SIGTERM"), signal.SIGINT: (130, "interrupted")}
+_STOP = b"\0"  # stops the thread; no signal has this number
+
+
+@contextmanager
+def call_on_signal(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle(number)` in a thread as soon as a signal comes in the block.
+
+    A backward pass may be one operation of a minute, and a wait for other processes one of two hours. The system writes
+    each signal into a pipe at once, and the thread reads the pipe. Outside of the main thread nothing happens, because
+    Python takes signals there alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while (number := os.read(reader, 1)) != _STOP:
+            handle(number[0])
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(writer, _STOP)
+        thread.join()
+        os.close(writer)
+        os.close(reader)
+
+
+def exit_on_signal(rank: int, address: str) -> AbstractContextManager[None]:
+    """Exit at once, with one line, when SIGTERM or Ctrl-C comes while the processes of a run connect.
+
+    Args:
+        rank: of this process.
+        address: where the processes connect, for the line.
+    """
+
+    def handle(number: int) -> None:
+        if number in _EXITS:
+            code, how = _EXITS[signal.Signals(number)]
+            sys.stderr.write(f"torchtrain: rank {rank}: {how} while it waited for the other processes at {address}\n")
+            sys.stderr.flush()
+            os._exit(code)
+
+    return call_on_signal(handle)
