@@ -1,1 +1,1 @@
-"""Training: the loss, the optimizer, the loop, what is measured and what is left behind."""
+"""Training: the loss, the optimizer, one step, and the files of events."""

@@ -1,7 +1,7 @@
-"""The same bits again on a GPU: what a step adds up in no fixed order unless it is told to.
+"""Bitwise repeatable steps on a GPU. A CPU's steps are repeatable without it.
 
-FlashAttention's backward pass (of flash-attn, of torch, and of `scaled_dot_product_attention`) adds dq up with atomics;
-cuBLAS may choose by what else runs. A CPU gives the same bits whatever stands here.
+FlashAttention's backward pass (in flash-attn, torch and `scaled_dot_product_attention`) sums dq with atomics, in any
+order. cuBLAS may choose an algorithm by what else runs.
 """
 
 import os
@@ -17,24 +17,20 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """While the block lasts, add everything up in one order, if that is asked for; it is torch's switch, for all of
-    torch.
+    """Use torch's deterministic algorithms in the block if `asked` (`train.deterministic`).
 
-    An operation that has no such order raises and names itself.
-
-    Args:
-        asked: `train.deterministic`.
+    An operation that has none raises an error with its name.
     """
     if not asked:
         yield
         return
     workspace = os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, ":4096:8")  # torch refuses cuBLAS without; read at its first use
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS reads it at first use; torch requires it
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)  # not warn_only, which torch's FlashAttention takes for no
-    settings.fill_uninitialized_memory = False  # nothing is read that was not written
+    torch.use_deterministic_algorithms(True)  # with warn_only torch's FlashAttention would stay non-deterministic
+    settings.fill_uninitialized_memory = False  # no code reads uninitialized memory
     try:
         yield
     finally:

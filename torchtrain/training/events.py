@@ -1,7 +1,7 @@
-"""Files of events, one line each, and what readers of them rely on.
+"""Files of events, one JSON object on a line, and the fields that readers rely on.
 
-`metrics.jsonl` holds what was computed: a run that was interrupted leaves the same bytes as one that was not. How long
-it took stands in `timing.jsonl`, which only grows.
+`metrics.jsonl` holds computed values: an interrupted and resumed run leaves the same bytes as an uninterrupted run.
+`timing.jsonl` holds durations and is only appended to.
 """
 
 import hashlib
@@ -24,10 +24,9 @@ NOTHING = FileEntry(bytes=0, sha256=hashlib.sha256().hexdigest())
 
 
 class MetricsFile:
-    """A file of events such as `metrics.jsonl`, a context manager: an event survives once `write` has returned. Several
-    threads may write.
+    """A file of events such as `metrics.jsonl`, as a context manager. Several threads may write.
 
-    A last line that an interruption cut off goes when the file is opened.
+    An event survives a crash of the process once `write` has returned. Opening the file drops an incomplete last line.
 
     Args:
         path: the file; None writes nothing (on all ranks but the first).
@@ -40,10 +39,10 @@ class MetricsFile:
 
     def __enter__(self) -> "MetricsFile":
         if self._path is not None:
-            whole = read_file(self._path, _MOST_BYTES).rfind(b"\n") + 1 if os.path.lexists(self._path) else 0
-            # Unbuffered: what could not be written is not tried again on closing.
-            self._file = open(self._path, "ab", buffering=0, opener=_open_without_waiting)
-            self._file.truncate(whole)
+            complete = read_file(self._path, _MOST_BYTES).rfind(b"\n") + 1 if os.path.lexists(self._path) else 0
+            # Unbuffered: closing the file does not repeat a write that failed.
+            self._file = open(self._path, "ab", buffering=0, opener=_open_without_blocking)
+            self._file.truncate(complete)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,10 +50,10 @@ class MetricsFile:
             self._file.close()
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append one line: the event's name, then its values; null for a number that is not finite.
+        """Append a line with the event's name and its values; null for a number that is not finite.
 
         Raises:
-            UserError: the disk does not take it.
+            UserError: the line could not be written.
         """
         if self._file is None or self._path is None:
             return
@@ -70,19 +69,19 @@ class MetricsFile:
             ) from None
 
     def settle(self) -> FileEntry:
-        """Flush the file to the disk; return what it is so far."""
+        """Flush the file to the disk; return its size and digest."""
         if self._file is None or self._path is None:
             return NOTHING
         os.fsync(self._file.fileno())
         return entry_of(self._path)
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
+def _open_without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def check_beginning(path: Path, entry: FileEntry) -> None:
-    """Check that a file of events begins with what it was once.
+    """Check that a file of events begins with the bytes that a checkpoint recorded.
 
     Raises:
         UserError: it does not.
@@ -91,19 +90,19 @@ def check_beginning(path: Path, entry: FileEntry) -> None:
     if (entry_of(path, entry.bytes) if path.exists() else NOTHING) != entry:
         raise UserError(
             f"{path}: has been changed: it does not begin with the {entry.bytes:,} bytes that belong to the "
-            "checkpoint; put it back, or begin anew with --step 0"
+            "checkpoint; restore the file, or start again with --step 0"
         )
 
 
 def rewind_metrics(path: Path, entry: FileEntry) -> None:
-    """Cut a file of events, which `check_beginning` has passed, back to what it was."""
+    """Truncate a file of events to a checkpoint's size, after `check_beginning`."""
     path.touch()
     os.truncate(path, entry.bytes)
     sync(path)
 
 
 class _Event(BaseModel):
-    """What whoever reads an event relies on; more may stand beside it."""
+    """The fields of an event that readers rely on; others are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -153,13 +152,12 @@ _TIMING = {"step": _Speed, "save": _OfStep, "begin": _Begin}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a `metrics.jsonl` or `timing.jsonl`, in order, but for a last line still being written.
+    """Return the events of a `metrics.jsonl` or `timing.jsonl` in order, without an incomplete last line.
 
-    Returns:
-        Nothing where there is no file.
+    A file that does not exist has no events.
 
     Raises:
-        UserError: it cannot be read, or a line is damaged: names file and line.
+        UserError: the file cannot be read, or a line is damaged; the message names file and line.
     """
     try:
         content = read_file(path, _MOST_BYTES)
@@ -173,7 +171,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             event = parse_json(line)
             if not isinstance(event.get("event"), str):
-                raise ValueError("it has no name of an event")
+                raise ValueError("the field event is missing")
             if (kind := kinds.get(event["event"])) is not None:
                 kind.model_validate(event)
         except ValidationError as error:
@@ -187,23 +185,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_saved(events: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the last step that was saved, by the events of `timing.jsonl`; None: the run has no checkpoint.
+    """Return the last saved step from the events of `timing.jsonl`; None if the run has no checkpoint.
 
-    A run that begins at a step has the checkpoint of that step, and no later one.
+    A `begin` event at a step means that the later checkpoints are gone.
     """
     steps = [event["step"] for event in events if event["event"] in ("begin", "save")]
     return steps[-1] or None if steps else None
 
 
 def finite(value: Any) -> Any:
-    """Return a tree with null for every number that is not finite: JSON has none."""
+    """Return a tree with None for every number that is not finite, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def step_status(event: Mapping[str, Any]) -> str:
-    """Return loss, gradient norm, tokens/s and, where they are known, MFU and memory of a step's event."""
+    """Return a step's event as text: loss, gradient norm, tokens/s, and MFU and memory if known."""
     loss = "none" if event["loss"] is None else f"{event['loss']:.4f}"
     norm = "none" if event["gradient_norm"] is None else f"{event['gradient_norm']:.3g}"
     parts = [f"loss {loss}", f"gradient {norm}", f"{event['tokens_per_second']:,.0f} tokens/s"]

@@ -1,4 +1,4 @@
-"""Steps that must not update the weights: a loss or a gradient that is not finite, a loss that leaps."""
+"""Bad steps, which must not update the weights: the loss or gradient is not finite, or the loss jumps."""
 
 import json
 import math
@@ -17,14 +17,14 @@ WINDOW = 16
 
 
 class Guard:
-    """Finds bad steps before they update anything, notes their rows for replay, and counts how many were left out.
+    """Finds bad steps before they update the weights, writes their rows to a file, and counts them.
 
     Args:
-        train: `skip_bad_steps` and `loss_spike`.
-        rows: what is trained on.
-        folder: where a file for each bad step goes.
-        writes: whether this rank writes it.
-        skipped: steps left out so far.
+        train: with `skip_bad_steps` and `loss_spike`.
+        rows: the training rows.
+        folder: for one file of each bad step.
+        writes: whether this rank writes the files.
+        skipped: the number of steps left out so far.
         recent: losses of the last steps, the oldest first.
     """
 
@@ -42,7 +42,7 @@ class Guard:
         self.recent = deque(recent, maxlen=WINDOW)
 
     def fault_of_loss(self, loss: float | None) -> str | None:
-        """Return what is wrong with a step's loss (None: it had no label), or nothing."""
+        """Return what is wrong with a step's loss, or None. A loss of None means that the step had no label."""
         if loss is None:
             return None
         if not math.isfinite(loss):
@@ -57,24 +57,24 @@ class Guard:
         return None
 
     def fault_of_norm(self, norm: float) -> str | None:
-        """Return what is wrong with a gradient's norm, or nothing."""
+        """Return what is wrong with a gradient's norm, or None."""
         return None if math.isfinite(norm) else f"the gradient's norm is {norm}"
 
     def note_good(self, loss: float | None) -> None:
-        """Note a step that was good."""
+        """Record the loss of a good step."""
         if loss is not None:
             self.recent.append(loss)
 
     def leave_out(self, step: int, fault: str, values: Mapping[str, Any]) -> None:
-        """Note a bad step, of which nothing was updated.
+        """Record a bad step, which updated no weights.
 
         Args:
             step: its number, from 1.
-            fault: what is wrong, in words.
-            values: goes into the file.
+            fault: what is wrong.
+            values: more fields for the file.
 
         Raises:
-            UserError: it is one too many; all ranks find the same.
+            UserError: more bad steps than `skip_bad_steps`, on all ranks alike.
             OSError: the file cannot be written.
         """
         path = self._folder / f"step-{step:08d}.json"
@@ -94,7 +94,7 @@ class Guard:
         )
 
     def _rows_of(self, step: int) -> list[dict[str, Any]]:
-        """What a step was made of: the number that `PackedRows.row_at` takes, and the documents of each row."""
+        """Return a step's rows: for each the number for `PackedRows.row_at`, and its documents."""
         store, count = self._rows.store, self._train.sequences_per_step
         rows = []
         for number in range((step - 1) * count, step * count):

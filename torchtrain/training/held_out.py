@@ -1,4 +1,4 @@
-"""Held-out loss: the same packed rows of documents the training never sees, before it and after.
+"""Held-out loss: on the same packed rows before and after training, of documents that training never sees.
 
 Legend: B batch · T tokens of a row · t tokens of this rank's part.
 """
@@ -20,22 +20,22 @@ from torchtrain.training.strategy import Replicated, Strategy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BLOCK = 256  # tokens: neighbours are alike, so an interval needs more than a token as one sample
+BLOCK = 256  # tokens in one sample of an interval: losses of neighbouring tokens are correlated
 
 
 class HeldOut(Losses):
-    """Losses on held-out rows, and apart from them that of the tokens at positions the model could not hold before.
+    """Losses on held-out rows, with a separate mean for the positions that training adds to the model's context.
 
     Args:
         domains: names, by index.
-        own_positions: how many positions the model held before its context was extended.
+        own_positions: the model's number of positions before training.
     """
 
     def __init__(self, domains: Sequence[str], own_positions: int) -> None:
         super().__init__(domains)
         self.own_positions = own_positions
         self.new_positions = Mean()
-        self.blocks: list[float] = []  # mean loss of each BLOCK labelled tokens of a row, on one process
+        self.blocks: list[float] = []  # mean losses of BLOCK labelled tokens each; on one process only
 
     def masks(self, part: Mapping[str, Tensor]) -> list[Tensor]:
         """As `Losses.masks`."""
@@ -46,7 +46,7 @@ class HeldOut(Losses):
         return [*super().means(), self.new_positions]
 
     def as_dict(self) -> dict[str, Any]:
-        """As `Losses.as_dict`, with `new_positions` where a token had one."""
+        """As `Losses.as_dict`, with `new_positions` if there were such tokens."""
         new = {"loss": self.new_positions.value, "labelled_tokens": self.new_positions.tokens}
         return super().as_dict() | ({"new_positions": new} if self.new_positions.tokens else {})
 
@@ -61,15 +61,15 @@ def measure_held_out(
     strategy: Strategy | None = None,
     micro_batch: int = 1,
 ) -> HeldOut:
-    """Add the losses of rows, one micro-batch at a time, to `result` and return it. The model is left in training mode.
+    """Add the losses of rows to `result` and return it. The model is left in training mode.
 
     Args:
-        model: what is evaluated.
-        rows: arrays [T] by name, as `PackedRows` gives them.
+        model: to evaluate.
+        rows: arrays [T] by name, as from `PackedRows`.
         result: an empty `HeldOut`.
         chunk: tokens whose logits exist at one time.
-        on_row: called with the loss so far, in words, after each micro-batch.
-        strategy: runs the model; default: this process alone.
+        on_row: called with the loss so far, as text, after each micro-batch.
+        strategy: runs the model; default: on this process alone.
         micro_batch: rows of one forward.
     """
     strategy = strategy or Replicated(model, None, World(device=model.device))

@@ -1,10 +1,9 @@
-"""Cross entropy over a large vocabulary without ever holding the logits of a whole row, or making them twice.
+"""Cross entropy over a large vocabulary: the logits of a whole row never exist at one time, and none is computed twice.
 
-A token's loss is the log-sum-exp of its logits less its label's logit, and the gradient of its logits is their softmax
-less one at the label. Both are made here from one sum of exponentials, because torch's `log_softmax` on a CPU adds the
-exponentials of a row one after another in float32: with 128,256 words its losses are too small by up to 1e-5 each.
-`Tensor.sum` adds in a tree. CUDA's `log_softmax` splits a row among the threads of a block and adds their sums in a
-tree, and Liger's kernel adds blocks of tens of thousands of words, each in a tree: neither has this bias.
+A token's loss is the log-sum-exp of its logits minus its label's logit. The gradient of the logits is their softmax,
+minus one at the label. Both are computed from one sum of exponentials. torch's `log_softmax` on a CPU sums the
+exponentials one after another in float32: with 128,256 words its losses are too small by up to 1e-5. `Tensor.sum` sums
+in a tree and has no such bias. CUDA's `log_softmax` and Liger's kernel have none either.
 
 Legend: n tokens that have a label · M model width · V vocabulary.
 """
@@ -19,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torchtrain.products import multiply
 from torchtrain.training.labels import Labels
 
-_ROWS = 8192  # of the head's gradient that are made at a time
-_FEW, _WORDS = 512, 128  # of fewer tokens, the hidden states' gradient is summed over so many words at a time
+_ROWS = 8192  # rows of the head's gradient that are computed at a time
+_FEW, _WORDS = 512, 128  # for fewer tokens than _FEW, the hidden states' gradient is summed over _WORDS words at a time
 
 
 def chunked_cross_entropy(
@@ -28,22 +27,22 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of the labels, `chunk` tokens at a time.
 
-    Tokens without a label never reach the head. A chunk's logits are dropped as soon as its losses are taken, and the
-    gradients of these with them, so at most [chunk, V] logits exist at a time, and once. Gradients of the head's
-    weights are summed over chunks in float32 (or a wider dtype of theirs), and rounded once.
+    Tokens without a label do not reach the head. A chunk's losses and gradients are computed together and its logits
+    then dropped, so at most [chunk, V] logits exist at a time. Gradients of the head's weights are summed over chunks
+    in float32 (or the weights' wider dtype) and rounded once.
 
     Args:
-        head: maps [n, M] to logits [n, V]; called without its hooks, which would take the gradient for the step's.
+        head: maps [n, M] to logits [n, V]. Its hooks are not called: they would take the gradient for the whole step's.
         hidden: hidden states [.., M].
-        labels: which tokens of the flattened [..] have one; on hidden's device. Nothing here waits for it.
+        labels: of the flattened [..], on hidden's device.
         chunk: tokens whose logits exist at one time.
-        scale: what the sum is multiplied by before backward is called. Gradients of another multiple are right, too,
-            and rounded once more.
-        cap: each number x of the head becomes the logit cap tanh(x / cap) (Gemma 2), in float32 or wider.
+        scale: the factor by which the caller multiplies the sum before backward. With another factor the gradients
+            are right too, and rounded once more.
+        cap: each output x of the head becomes the logit cap tanh(x / cap) (Gemma 2), in float32 or wider.
 
     Returns:
-        The sum, a scalar to call backward on, in float32 (or in hidden's dtype if that is wider); and each token's loss
-        [..], detached, 0 where there is no label. Of no labels at all the sum is 0, with a gradient of zeros.
+        The sum, a scalar with a gradient, in float32 (or hidden's wider dtype); and each token's loss [..], detached,
+        0 without a label. Without any label the sum is 0, with a gradient of zeros.
     """
     hidden_nM = hidden.flatten(0, -2).index_select(0, labels.index_n)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
@@ -62,7 +61,7 @@ def chunked_cross_entropy(
 
 
 def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Return the losses [n] and `scale` times their gradient by what the head made [n, V], which it is written over."""
+    """Return the losses [n], and `scale` times the gradient of the logits [n, V], which overwrites them."""
     labels_n1 = labels_n[:, None]
     slope_nV = None
     if cap is not None:
@@ -81,9 +80,9 @@ def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float, cap: float | None
 
 
 def _writable(made_nV: Tensor, head: nn.Module) -> Tensor:
-    """Return what a head made in float32 or wider, to be written over."""
+    """Return a head's output in float32 or wider, in memory that may be overwritten."""
     logits_nV = made_nV.detach().to(_at_least_float32(made_nV))
-    # A head of another kind may return what it was given, or keep what it returns.
+    # A head other than nn.Linear may return its input or keep its output.
     shared = logits_nV.dtype == made_nV.dtype and type(head) is not nn.Linear
     return logits_nV.clone() if shared else logits_nV
 
@@ -93,7 +92,7 @@ def _at_least_float32(x: Tensor) -> torch.dtype:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of all losses, whose gradient is known up to a factor before any backward pass: it is taken at once."""
+    """The sum of all losses. Its gradient, known up to a factor, is computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -114,7 +113,7 @@ class _SummedLoss(torch.autograd.Function):
             of_hidden = None if d_hidden_nM is None else d_hidden_nM[part]
             losses.append(_add_gradients(head, hidden_nM[part], labels_n[part], scale, cap, of_hidden, weights, sums))
         losses_n = torch.cat(losses)
-        # Rounded one after the other: all of them twice would be what a step holds most of.
+        # Rounded one after another, so that a step never holds all of them twice.
         rounded = [sums.pop(0).to(weight.dtype) for weight in weights]
         ctx.save_for_backward(d_hidden_nM, *rounded)
         ctx.scale = scale
@@ -138,8 +137,8 @@ def _add_gradients(
     weights: Sequence[Tensor],
     sums: Sequence[Tensor],
 ) -> Tensor:
-    """Return a chunk's losses; write the gradient of its hidden states, and add those of the head's weights to sums."""
-    linear = type(head) is nn.Linear  # whose gradients are made here
+    """Return a chunk's losses; write its hidden states' gradient, and add gradients of the head's weights to sums."""
+    linear = type(head) is nn.Linear  # its gradients are computed here, without autograd
     with torch.set_grad_enabled(not linear):
         hidden_nM = hidden_nM.detach().requires_grad_(d_hidden_nM is not None)
         made_nV = head.forward(hidden_nM)
@@ -153,7 +152,7 @@ def _add_gradients(
         for total, added in zip(sums, gradients, strict=False):
             total += added
         return losses_n
-    # As autograd's, but a part of the weights' gradient at a time: all of it would come beside its sum.
+    # In parts: autograd would hold the weights' whole gradient beside its sum.
     if d_hidden_nM is not None:
         _multiply(d_logits_nV, head.weight, d_hidden_nM)
     for weight, total in zip(weights, sums, strict=True):
@@ -167,10 +166,10 @@ def _add_gradients(
 
 
 def _multiply(d_logits_nV: Tensor, weight_VM: Tensor, d_hidden_nM: Tensor) -> None:
-    """Write the gradient of hidden states, a product over the whole vocabulary.
+    """Write the gradient of the hidden states, a product over the whole vocabulary.
 
-    Of fewer than 64 rows MKL adds the products of all words one after another in float32, which errs 100 times as much
-    as the sums of parts do. In half precision each part would be rounded, and the kernels sum in float32.
+    For fewer than 64 rows MKL sums the products of all words one after another in float32; the error is 100 times that
+    of sums in parts. In half precision each part would be rounded, and the kernels sum in float32 anyway.
     """
     narrow = torch.finfo(d_logits_nV.dtype).bits < 32
     if narrow or len(d_logits_nV) >= _FEW or d_logits_nV.device.type != "cpu":

@@ -1,6 +1,6 @@
-"""Losses summed per group of tokens: over all, and per domain.
+"""Losses summed over all tokens, and over each domain.
 
-Sums stay on the device until they are read. How many tokens there are is known on the host.
+Sums stay on the device until `read`. The host counts the tokens.
 
 Legend: B batch · t tokens of this rank's part · G groups.
 """
@@ -18,14 +18,14 @@ from torchtrain.training.labels import Labels, find_labels
 
 @dataclass
 class Mean:
-    """A loss in nats per token, kept as sum (float64) and count so that parts add up exactly."""
+    """A mean loss in nats per token, kept as a sum (float64) and a count."""
 
     total: float = 0.0
     tokens: int = 0
 
     @property
     def value(self) -> float | None:
-        """The mean, or None of no tokens."""
+        """The mean; None without tokens."""
         return self.total / self.tokens if self.tokens else None
 
     def __str__(self) -> str:
@@ -33,27 +33,27 @@ class Mean:
 
 
 class Losses:
-    """The mean loss over all labelled tokens, and per domain.
+    """The mean loss over all labelled tokens, and over each domain.
 
-    Under `pack.cross_document_targets` the anchor has a label and no domain: it counts in `overall` alone.
+    With `pack.cross_document_targets` the anchor has a label and no domain: it counts only in `overall`.
     """
 
     def __init__(self, domains: Sequence[str]) -> None:
         self.overall = Mean()
         self.by_domain = {domain: Mean() for domain in domains}
-        self.gradient_norm: float | None = None  # read together with the sums
-        self._sums_G: Tensor | None = None  # float64, of what was added and not yet read
+        self.gradient_norm: float | None = None  # `read` sets it
+        self._sums_G: Tensor | None = None  # float64, added since the last `read`
 
     def labels_of(self, part: Mapping[str, Tensor]) -> Labels:
-        """Find on the host the labels of a micro-batch's part [B, t], and those of each mean."""
+        """Find the labels of a micro-batch's part [B, t] on the host, and the labels of each mean."""
         return find_labels(part["shift_labels"], self.masks(part))
 
     def masks(self, part: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return which tokens [B, t] each of `means` but the first takes."""
+        """Return the mask [B, t] of the tokens of each of `means` but the first."""
         return [part["domain_ids"] == index for index in range(len(self.by_domain))]
 
     def add(self, each_Bt: Tensor, labels: Labels) -> None:
-        """Count one micro-batch: the loss of each token, and what `labels_of` returned, on the same device."""
+        """Add a micro-batch: the loss of each token, and the result of `labels_of` on the same device."""
         losses_n = each_Bt.flatten().index_select(0, labels.index_n)
         groups = [losses_n, *(losses_n.index_select(0, group) for group in labels.groups)]
         sums_G = torch.stack([group.double().sum() for group in groups])
@@ -62,7 +62,7 @@ class Losses:
             mean.tokens += len(group)
 
     def read(self, gradient_norm: Tensor | None = None) -> None:
-        """Bring what was added into the means: the host waits for the device once, for the norm, a scalar, too."""
+        """Copy the sums, and the scalar norm if given, to the host in one wait for the device."""
         if self._sums_G is None:
             return
         asked = self._sums_G if gradient_norm is None else torch.cat([self._sums_G, gradient_norm.double().reshape(1)])
@@ -73,11 +73,11 @@ class Losses:
         self._sums_G = None
 
     def means(self) -> list[Mean]:
-        """Everything that is counted, always in the same order."""
+        """Return all means, always in the same order."""
         return [self.overall, *self.by_domain.values()]
 
     def sum_over(self, world: World, gradient_norm: Tensor | None = None) -> None:
-        """Read, and add up what all ranks have counted, each its own tokens."""
+        """Call `read`, and sum the means over all ranks."""
         self.read(gradient_norm)
         means = self.means()
         sums = world.sum([x for mean in means for x in (mean.total, mean.tokens)])
@@ -85,7 +85,7 @@ class Losses:
             mean.total, mean.tokens = total, int(tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """For `metrics.jsonl`: `loss`, `labelled_tokens`, and `domains` with the same two for each that had tokens."""
+        """Return `loss`, `labelled_tokens`, and `domains` with the same two fields for each domain that had tokens."""
         present = {domain: mean for domain, mean in self.by_domain.items() if mean.tokens}
         return {
             "loss": self.overall.value,

@@ -1,4 +1,4 @@
-"""What a rank is given of one micro-batch: made on the host, ahead of its step, then sent to the device.
+"""A rank's part of one micro-batch, prepared on the host ahead of its step and then copied to the device.
 
 Legend: B batch · T tokens of a row · t tokens of this rank's part.
 """
@@ -22,25 +22,25 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """This rank's part of a micro-batch [B, t] and the plan that its attention follows. Made by `make_micro_batch`."""
+    """This rank's part [B, t] of a micro-batch and its attention plan. `make_micro_batch` makes it."""
 
     part: Mapping[str, Any]  # the five arrays, and `labels`; `document_ids` are the plan's
-    plan: AttentionPlan  # of whole rows [B, T]; or, where ranks have whole documents, of the part
-    tokens: int  # of whole rows, padding apart
+    plan: AttentionPlan  # of whole rows [B, T], or of the part if ranks take whole documents
+    tokens: int  # of whole rows, without padding
     rows: AttentionPlan  # of whole rows [B, T]; stays on the host
 
     @property
     def labels(self) -> Labels:
-        """Which tokens of the part have a label."""
+        """The labels of the part."""
         return self.part["labels"]
 
     def pin_memory(self) -> "MicroBatch":
-        """Return it in page-locked memory, from which a GPU copies while the host goes on."""
+        """Return the micro-batch in page-locked memory, from which copies to a GPU do not block the host."""
         part = {name: x.pin_memory() for name, x in self.part.items()}
         return replace(self, part=part, plan=self.plan.pin_memory())
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return it on `device`. From page-locked memory, the host does not wait for the copies."""
+        """Return the micro-batch on `device`. Copies from page-locked memory do not block the host."""
         part = {name: x.to(device, non_blocking=True) for name, x in self.part.items()}
         return replace(self, part=part, plan=self.plan.to(device))
 
@@ -48,15 +48,15 @@ class MicroBatch:
 def make_micro_batch(
     batch: dict[str, Tensor], world: World, labels_of: Callable[[Mapping[str, Tensor]], Labels]
 ) -> MicroBatch:
-    """Cut this rank's part out of whole rows, plan their attention and find their labels.
+    """Take this rank's part of whole rows, plan its attention and find its labels.
 
     Args:
-        batch: the five arrays [B, T] on the host, as `torchtrain.data.collate` stacks them.
-        world: this rank's place; for a GPU the result lies in page-locked memory.
-        labels_of: finds the labels of a part, with the groups that losses are summed in (`Losses.labels_of`).
+        batch: the five arrays [B, T] on the host, as from `torchtrain.data.collate`.
+        world: of this rank; for a GPU the result is in page-locked memory.
+        labels_of: finds the labels of a part and their groups (`Losses.labels_of`).
 
     Raises:
-        UserError: `document_ids` that break the rule; see `make_plan`.
+        UserError: `document_ids` break the mask rule; see `make_plan`.
     """
     batch = pad(batch, world.sequence_parallel)
     rows = plan = make_plan(batch["document_ids"])
@@ -71,14 +71,11 @@ def make_micro_batch(
 
 
 def make_ahead(make: Callable[[int], _Made], numbers: Iterable[int], device: torch.device) -> Generator[_Made]:
-    """Yield `make(number)` of each number; while one is used, a thread makes the next.
-
-    What `make` raises is raised where its result would have come.
-    """
+    """Yield `make(number)` for each number, made in a thread one ahead. An error of `make` is raised in its turn."""
 
     def begin() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread: pinning would open the first GPU otherwise
+            torch.cuda.set_device(device)  # for this thread; otherwise pinning memory would use the first GPU
 
     with ThreadPoolExecutor(1, "batches", begin) as thread:
         coming: Future[_Made] | None = None

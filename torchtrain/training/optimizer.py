@@ -1,9 +1,9 @@
-"""AdamW in float32, whatever the model's dtype.
+"""AdamW in float32 for every dtype of the model.
 
 A bfloat16 weight has 8 significant bits: an update smaller than 1/256 of it is lost. So a half-precision model gets
-float32 master weights. Gradients of micro-batches, too, are summed in float32: after each one a hook moves a
-parameter's gradient into its master's. A float32 model is its own master. Within one micro-batch autograd sums in the
-model's dtype, but for the head's gradient over the chunks of `train.loss_chunk` (`torchtrain.training.loss`).
+float32 master weights, and gradients are summed over micro-batches in float32: after each backward pass a hook moves a
+parameter's gradient into its master's. A float32 parameter is its own master. Within a micro-batch autograd sums in the
+model's dtype; the head's gradient is summed over chunks in float32 (`torchtrain.training.loss`).
 """
 
 import math
@@ -21,12 +21,11 @@ from torchtrain.modeling.parts import whole_shape
 class Optimizer:
     """AdamW (arXiv 1711.05101) with clipping by the global norm.
 
-    Weight decay takes every parameter of two or more dimensions (embeddings and head included) and spares norms and
-    biases.
+    Weight decay applies to parameters of two or more dimensions (with embeddings and head), not to norms and biases.
 
     Args:
-        model: its parameters are trained; their gradients are in `masters` after a backward pass.
-        train: weight decay, betas, epsilon and clip_norm. The learning rate is given to each step.
+        model: to train; after a backward pass the gradients are in `masters`.
+        train: with weight decay, betas, epsilon and clip_norm. The learning rate is an argument of each step.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig) -> None:
@@ -39,18 +38,18 @@ class Optimizer:
         self.adamw = adamw(self.masters, train)
 
     def norm(self) -> Tensor:
-        """Return the global norm of the gradient, on its device: nobody waits for it."""
+        """Return the global norm of the gradient on its device, without waiting for it."""
         self._norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
         return self._norm
 
     def step(self, learning_rate: float, known: float | None = None) -> float:
-        """Clip, update the weights, drop the gradients. Returns the global norm of the gradient before clipping.
+        """Clip, update the weights and drop the gradients. Return the gradient's global norm before clipping.
 
-        If that is not finite, nothing is updated.
+        If the norm is not finite, no weight is updated.
 
         Args:
             learning_rate: of this step.
-            known: the value of `norm`, if it was read; otherwise this waits for the device.
+            known: the value of `norm` if the caller has read it; otherwise this waits for the device.
         """
         norm = self.norm() if known is None or self._norm is None else self._norm
         value = norm.item() if known is None else known
@@ -69,25 +68,25 @@ class Optimizer:
         return value
 
     def drop(self) -> None:
-        """Forget the gradients of this step."""
+        """Drop the gradients of this step."""
         self._norm = None
         self.adamw.zero_grad(set_to_none=True)
 
     def sum_over_ranks(self) -> GradientSums:
-        """Let gradients be added up over ranks as soon as they are whole; return what begins and ends it."""
+        """Return sums over ranks of the masters' gradients, which are noted as soon as they are complete."""
         sums = GradientSums(self.masters)
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            # Hooks run in the order in which they were made: the gradient is in its master by then.
+            # Hooks run in the order of registration: the gradient is in its master already.
             parameter.register_post_accumulate_grad_hook(lambda _, master=master: sums.note(master))
         return sums
 
     def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters that have a master of their own."""
+        """Return the parameters that have a separate master."""
         return [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
 
 
 def adamw(parameters: Sequence[Tensor], train: TrainConfig) -> torch.optim.AdamW:
-    """Return torch's AdamW over parameters, decaying those of two or more dimensions; its learning rate is still 0."""
+    """Return torch's AdamW with learning rate 0 and weight decay for parameters of two or more dimensions."""
     groups = [
         {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},

@@ -38,21 +38,18 @@ class StepResult:
     losses: Losses
     live_pairs: int  # mean over layers, which may have windows
     learning_rate: float
-    gradient_norm: float  # before clipping; nan if it was not asked for
-    fault: str | None  # why nothing was updated
+    gradient_norm: float  # before clipping; nan if the loss was bad
+    fault: str | None  # why no weight was updated
 
     def as_dict(self) -> dict[str, Any]:
-        """For `metrics.jsonl`: as `Losses.as_dict`, with the learning rate and the gradient's norm."""
+        """As `Losses.as_dict`, with the learning rate and the gradient's norm."""
         return {**self.losses.as_dict(), "learning_rate": self.learning_rate, "gradient_norm": self.gradient_norm}
 
 
 def step_batches(
     rows: Rows, step: int, train: TrainConfig, domains: Sequence[str], world: World = ALONE
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches of a step, on the host.
-
-    Rows follow each other by number, through epochs; those of a step are the same however they are dealt out.
-    """
+    """Return this rank's micro-batches of a step, on the host. A step's rows are the same for every number of ranks."""
     numbers = assign_rows(step * train.sequences_per_step, train.sequences_per_step, train.micro_batch, world)
     batches = [collate([rows.row_at(i) for i in micro_batch]) for micro_batch in numbers]
     return make_micro_batches(batches, domains, world)
@@ -61,7 +58,7 @@ def step_batches(
 def make_micro_batches(
     batches: Sequence[dict[str, Tensor]], domains: Sequence[str], world: World = ALONE
 ) -> list[MicroBatch]:
-    """Return what `accumulate` takes of whole rows [B, T] on the host."""
+    """Return the micro-batches of whole rows [B, T] on the host, for `accumulate`."""
     labels_of = Losses(domains).labels_of
     return [make_micro_batch(batch, world, labels_of) for batch in batches]
 
@@ -75,16 +72,16 @@ def take_step(
     fault_of_loss: Callable[[float | None], str | None],
     on_losses: OnLosses | None = None,
 ) -> StepResult:
-    """Take one step of training: its gradient, and the update unless loss or gradient is bad.
+    """Take one step of training: the gradient, and the update unless the loss or the gradient is bad.
 
     Args:
-        strategy: its model in training mode.
-        batches: what `step_batches` returned.
+        strategy: with its model in training mode.
+        batches: from `step_batches`.
         domains: names, by index.
         step: its number, from 0.
         train: settings.
-        fault_of_loss: says what is wrong with the mean loss, or None; then nothing is updated.
-        on_losses: as `accumulate`.
+        fault_of_loss: returns what is wrong with the mean loss, or None. With a fault no weight is updated.
+        on_losses: as for `accumulate`.
     """
     rate = learning_rate(step, train)
     losses, live_pairs = accumulate(strategy, batches, domains, train.loss_chunk, on_losses)
@@ -103,19 +100,18 @@ def accumulate(
     chunk: int,
     on_losses: OnLosses | None = None,
 ) -> tuple[Losses, int]:
-    """Add up the gradient of the mean loss over all labelled tokens of the step, on all ranks and in all micro-batches.
+    """Compute the gradient of the mean loss over the step's labelled tokens of all ranks and micro-batches.
 
     Args:
-        strategy: its model in training mode.
+        strategy: with its model in training mode.
         batches: this rank's micro-batches of the step, on the host.
         domains: names, by index.
         chunk: tokens whose logits exist at one time.
-        on_losses: called after each micro-batch with the loss of every token [B, t], detached, and this rank's part of
-            it.
+        on_losses: called after each micro-batch with each token's loss [B, t], detached, and this rank's part.
 
     Returns:
-        The losses, and the live (query, key) pairs, both of the whole step. Beside the losses stands the norm of
-        the gradient, where the strategy tells it before its step.
+        The losses and the number of live (query, key) pairs of the whole step. The losses hold the gradient's norm if
+        the strategy knows it before `step`.
     """
     world = strategy.world
     losses = Losses(domains)
@@ -134,6 +130,6 @@ def accumulate(
 
 
 def count_labels(batches: Sequence[MicroBatch], world: World) -> float:
-    """Return how many tokens of a step have a label, those of all ranks: what every rank divides its losses by."""
+    """Return the number of labelled tokens of a step on all ranks, by which every rank divides its losses."""
     (labels,) = world.sum([sum(len(batch.labels) for batch in batches)])
     return labels

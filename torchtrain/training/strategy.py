@@ -1,11 +1,11 @@
-"""Strategies: who holds weights and optimizer state, adds gradients up and steps.
+"""Strategies: how weights, gradients and optimizer state are held on the ranks, and how a step updates them.
 
-`Replicated` keeps everything on every rank. `Zero` is DeepSpeed's engine, which spreads it. Both compute the gradient
-of
+`Replicated` keeps all of them on every rank. `Zero` is DeepSpeed's engine, which spreads them. Both compute the same
+gradient, of
 
     sum of the losses of all labelled tokens of the step / their number
 
-over all ranks and micro-batches, in float32 sums, its norm, and the same AdamW step.
+over all ranks and micro-batches, in float32 sums. Both take the same AdamW step.
 
 Legend: B batch · T tokens of a row · t tokens of this rank's part.
 """
@@ -43,12 +43,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(ABC):
-    """A model, its optimizer and their state on this rank.
-
-    Args:
-        model: on this rank's device.
-        world: this rank's place.
-    """
+    """A model, its optimizer and their state on this rank. The model is on the rank's device."""
 
     def __init__(self, model: "PreTrainedModel", world: World) -> None:
         self.model, self.world = model, world
@@ -60,37 +55,37 @@ class Strategy(ABC):
         """Run the model on this rank's part of a micro-batch.
 
         Args:
-            part: of the rows.
-            plan: of whole rows.
+            part: of the rows, with its `labels`.
+            plan: of whole rows, or of the part if it has whole documents.
             chunk: tokens whose logits exist at one time.
-            scale: what the sum is multiplied by before `backward`.
+            scale: the factor by which the caller multiplies the sum before `backward`.
 
         Returns:
-            As `chunked_cross_entropy`: the sum of the losses, and each token's [B, t].
+            As `chunked_cross_entropy`: the sum of the losses, and each token's loss [B, t].
         """
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add a scalar's gradient to the step's. Over all ranks and calls of a step, scalars add up to the mean loss.
+        """Add the gradient of a loss to the step's.
 
         Args:
-            loss: this rank's share.
-            last: whether the step has no other.
+            loss: a scalar. The scalars of all ranks and calls of a step add up to the mean loss.
+            last: whether this is the step's last call.
         """
 
     def norm(self) -> Tensor | None:
-        """Return the norm of the step's gradient on the device, to be read with its losses; None: only `step` knows."""
+        """Return the norm of the step's gradient on the device; None if only `step` computes it."""
         return None
 
     @abstractmethod
     def step(self, learning_rate: float, norm: float | None = None) -> float:
-        """Clip, update the weights, drop the gradients. Returns the gradient's norm before clipping.
+        """Clip, update the weights and drop the gradients. Return the gradient's norm before clipping.
 
-        If that is not finite, it returns inf or nan and nothing is updated.
+        If the norm is inf or nan, no weight is updated.
 
         Args:
             learning_rate: of this step.
-            norm: what `norm` came to, if it was read.
+            norm: the value of `norm` if the caller has read it.
         """
 
     @abstractmethod
@@ -99,10 +94,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor] | None:
-        """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others.
+        """Gather the model's state dict on rank 0, in its dtype on the CPU; None on the others. All ranks must call it.
 
-        Names of one tensor (tied embeddings) have one there, too: apart they would be written twice. All ranks must
-        call it.
+        Tied weights stay one tensor, so that they are written once.
         """
 
 
@@ -110,10 +104,10 @@ def make_strategy(model: "PreTrainedModel", attention: str, config: Config, worl
     """Return the strategy that `distributed` asks for.
 
     Args:
-        model: loaded, whole, on every rank.
-        attention: what `torchtrain.attention.resolve_engine` returned.
-        config: the run's.
-        world: this rank's place.
+        model: loaded on every rank; with stage 3 its parameters are cut up already.
+        attention: the engine, from `torchtrain.attention.resolve_engine`.
+        config: of the run.
+        world: of this rank.
     """
     if config.distributed.zero_stage:
         return Zero(model, attention, config, world)
@@ -124,12 +118,12 @@ def make_strategy(model: "PreTrainedModel", attention: str, config: Config, worl
 
 
 class Replicated(Strategy):
-    """Weights, float32 masters and AdamW whole on every rank; gradients are added up over ranks before a step.
+    """Weights, float32 masters and AdamW's state on every rank; gradients are summed over ranks before a step.
 
     Args:
         model: on this rank's device.
-        train: settings of the optimizer; None only evaluates.
-        world: this rank's place.
+        train: settings of the optimizer; None for evaluation only.
+        world: of this rank.
     """
 
     def __init__(self, model: "PreTrainedModel", train: TrainConfig | None, world: World = ALONE) -> None:
@@ -140,7 +134,7 @@ class Replicated(Strategy):
     @property
     def optimizer(self) -> Optimizer:
         """Masters and AdamW."""
-        assert self._optimizer is not None, "made without settings of an optimizer"
+        assert self._optimizer is not None, "made for evaluation only"
         return self._optimizer
 
     def losses(
@@ -159,7 +153,7 @@ class Replicated(Strategy):
             self._sums.begin()
         loss.backward()
         if last and self._sums is not None:
-            self._sums.finish()  # a sum, not a mean: the losses were divided by the labels of all ranks (`accumulate`)
+            self._sums.finish()  # a sum, not a mean: `accumulate` has divided by the labels of all ranks
 
     def norm(self) -> Tensor | None:
         """See `Strategy`."""
@@ -183,13 +177,9 @@ class Replicated(Strategy):
 
 
 class Zero(Strategy):
-    """DeepSpeed's engine: optimizer state, gradients and weights spread over all ranks, as far as `zero_stage` says.
+    """DeepSpeed's engine, which spreads optimizer state, gradients and weights over all ranks, by `zero_stage`.
 
-    Args:
-        model: whole; with stage 3 its weights are cut up here.
-        attention: name of the attention engine.
-        config: the run's.
-        world: this rank's place.
+    The arguments are those of `make_strategy`.
     """
 
     def __init__(self, model: "PreTrainedModel", attention: str, config: Config, world: World) -> None:
@@ -201,10 +191,8 @@ class Zero(Strategy):
         self.cut = config.distributed.zero_stage == 3
         with_loss = _WithLoss(model)
         compiled = layers_of(model) if self.cut and config.model.fused == "compile" else []
-        with (
-            redirect_stdout(StringIO()),
-            gather_layers_whole(compiled),
-        ):  # its optimizer for bfloat16 prints the memory at every turn, asked or not
+        # DeepSpeed's optimizer for bfloat16 prints its use of memory.
+        with redirect_stdout(StringIO()), gather_layers_whole(compiled):
             self.deepspeed, *_ = deepspeed.initialize(
                 model=with_loss,
                 optimizer=adamw(parameters, config.train),
@@ -213,7 +201,7 @@ class Zero(Strategy):
                 dist_init_required=False,
             )
         if self.cut:
-            # The head is called without its hooks, by which it would be gathered for one chunk after another.
+            # The head is called without its hooks, which would gather it for every chunk.
             for parameter in head_of(model).parameters():
                 deepspeed.zero.register_external_parameter(with_loss.loss, parameter)
             for module, parameter in parameters_outside(model):
@@ -234,27 +222,24 @@ class Zero(Strategy):
             self.deepspeed.step()  # only counts the micro-batch
 
     def step(self, learning_rate: float, norm: float | None = None) -> float:
-        """See `Strategy`. DeepSpeed finds the norm by itself."""
+        """See `Strategy`. DeepSpeed computes the norm itself."""
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()
         norm = float(self.deepspeed.get_global_grad_norm())
-        norm = norm if norm >= 0 else float("nan")  # -1 stands for a norm that is not finite
+        norm = norm if norm >= 0 else float("nan")  # DeepSpeed returns -1 for a norm that is not finite
         if not math.isfinite(norm):
             clear_skipped_gradients(self.deepspeed.optimizer)
         return norm
 
     def drop(self) -> None:
-        """See `Strategy`.
-
-        DeepSpeed leaves a step out, with all its books in order, whose gradient's norm is not finite.
-        """
+        """See `Strategy`. DeepSpeed skips the update of a step whose norm is not finite."""
         with skip_update(self.deepspeed.optimizer):
             norm = self.step(0.0)
-        assert not math.isfinite(norm), "DeepSpeed made a step that was to be left out"
+        assert not math.isfinite(norm), "DeepSpeed updated the weights in a step to be skipped"
 
     def weights(self) -> dict[str, Tensor] | None:
-        """See `Strategy`. One parameter at a time is whole."""
+        """See `Strategy`. Parameters are gathered one at a time."""
         state, once = self.model.state_dict(keep_vars=True), {}
         for x in {id(x): x for x in state.values()}.values():
             with self._gathered([x] if self.cut and isinstance(x, nn.Parameter) else []):
@@ -264,7 +249,7 @@ class Zero(Strategy):
 
 
 class _WithLoss(nn.Module):
-    """Hidden states and loss in one forward, which is where DeepSpeed begins and ends a micro-batch."""
+    """Hidden states and loss in one forward, which DeepSpeed takes for one micro-batch."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         super().__init__()
@@ -276,7 +261,7 @@ class _WithLoss(nn.Module):
 
 
 class _Loss(nn.Module):
-    """All chunks of a micro-batch: as a module, so that ZeRO 3 gathers the head once for it, on every rank."""
+    """The loss of all chunks of a micro-batch, as a module, so that ZeRO 3 gathers the head once."""
 
     def forward(
         self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, scale: float, cap: float | None
