@@ -27,7 +27,7 @@ longer: setup  ## about two hours: train configs/longer.yaml, and compare RULER'
 
 test: setup  ## run every test (those marked gpu are skipped, and say so, where there is no CUDA device)
 	@echo "==> running every test"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 2
 
 gate: setup  ## judge the trainer against the oracle, then let the gate catch every known bug (configs/parity/ci.yaml)
 	@echo "==> running the gate against the zoo"

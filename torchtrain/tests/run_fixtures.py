@@ -21,7 +21,7 @@ QUIET = Console(quiet=True)
 WAITING = "save.asynchronous=false"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def place(model_folder, corpus, tmp_path_factory) -> Place:
     """Its model and corpus are copies that a test may change, if it changes them back."""
     folder = tmp_path_factory.mktemp("runs")
@@ -30,7 +30,7 @@ def place(model_folder, corpus, tmp_path_factory) -> Place:
     return make_place(folder, forks(), folder / "source", folder / "documents.jsonl")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def straight(place) -> Path:
     assert place.train("straight") == 0, place.log("straight")
     return place.folder / "straight"
@@ -72,7 +72,7 @@ def done(place, straight, tmp_path) -> Path:
     return Path(shutil.copytree(straight, tmp_path / "run"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stopped(place, straight) -> Path:
     """A run that was killed in its fifth step; copy it before it is changed."""
     assert place.train("stopped", WAITING, at="gradient", nth=5) == -signal.SIGKILL

@@ -10,7 +10,7 @@ import yaml
 
 from torchtrain.checkpoint.manifest import MANIFEST, Manifest
 from torchtrain.tests.forks import Forks
-from torchtrain.tests.tiny import POSITIONS
+from torchtrain.tests.tiny import tiny_settings
 
 STEPS = 6
 
@@ -46,20 +46,10 @@ class Place:
 
 def make_place(folder: Path, forks: Forks | None, model: Path, corpus: Path, /, **changes: dict[str, Any]) -> Place:
     """A config of six steps that saves every other and keeps three models; `changes` by section."""
-    tree: dict[str, dict[str, Any]] = {
-        "run": {"folder": "x", "seed": 3},
-        "model": {"source": str(model), "dtype": "bfloat16"},
-        "rope": {"theta": 50_000.0},
-        "data": {
-            "sources": [{"files": str(corpus), "domain_field": "domain"}],
-            "cache": str(folder / "cache"),
-            "held_out_share": 0.1,
-        },
-        "pack": {"sequence_length": 2 * POSITIONS, "variant": "anchor+interleave"},
-        "train": {"steps": STEPS, "sequences_per_step": 2, "learning_rate": 0.02, "schedule": "cosine"},
-        "held_out": {"sequences": 2},
-        "save": {"every": 2, "keep": 2, "last": 3},
-    }
+    tree = tiny_settings(folder, model, corpus)
+    tree["model"]["dtype"], tree["pack"]["variant"] = "bfloat16", "anchor+interleave"
+    tree["train"] = {"steps": STEPS, "sequences_per_step": 2, "learning_rate": 0.02, "schedule": "cosine"}
+    tree["save"] = {"every": 2, "keep": 2, "last": 3}
     return Place(folder, forks, {name: section | changes.get(name, {}) for name, section in tree.items()})
 
 
@@ -74,6 +64,14 @@ def unprivileged() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file, which may be linked elsewhere."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(content)
 
 
 def content(run: Path) -> dict[str, Any]:

@@ -115,42 +115,9 @@ def test_another_base_is_refused_before_anything_is_loaded(train, tmp_path, plac
             UserError, match=r"weights of model\.source, which model\.lora does not train, have changed"
         ):
             recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), step=4, console=QUIET)
-        names = list(load_file(file))
-        file.unlink()  # the same weights, cut into files otherwise
-        file.write_bytes(kept)
-        good = load_file(file)
-        file.unlink()
-        halves = {"model-a.safetensors": names[::2], "model-b.safetensors": names[1::2]}
-        for half, own in halves.items():
-            save_file({name: good[name] for name in own}, source / half, metadata={"format": "pt"})
-        index = {"metadata": {}, "weight_map": {name: half for half, own in halves.items() for name in own}}
-        (source / "model.safetensors.index.json").write_text(json.dumps(index))
-        recipe.resume(load_config(run / "config.yaml", [f"run.folder={run}"]), step=4, console=QUIET)
     finally:
-        for path in source.glob("model*"):
-            path.unlink()
+        file.unlink()
         file.write_bytes(kept)
-    assert_same(run, train("straight"))
-
-
-def test_what_is_trained_and_what_is_not_is_told(place, tmp_path, capsys):
-    given = [
-        f"model.lora={json.dumps(LORA)}",
-        "train.steps=1",
-        "save.every=0",
-        "save.last=1",
-        f"run.folder={tmp_path / 'run'}",
-    ]
-    recipe.train(load_config(place.config, given), console=Console(stderr=True, width=200))
-    said = capsys.readouterr().err.splitlines()
-    assert sum(line.startswith("reading ") and "the digest of its weights" in line for line in said) == 1
-    (line,) = [line for line in said if line.startswith("lora ")]
-    model = tiny_model()
-    whole = sum(p.numel() for p in model.parameters())
-    add_adapters(model, LoraSettings(**LORA), 0)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
-    assert line.split(maxsplit=1)[1] == f"{trained:,} parameters are trained, {whole - norms:,} stay as they are"
 
 
 # --- its export -------------------------------------------------------------------------------------------------------
@@ -190,36 +157,6 @@ def test_peft_and_transformers_read_the_export_and_compute_one_thing(train, also
     plain = logits_of(AutoModelForCausalLM.from_pretrained(base, config=merged.config, dtype=wanted))
     assert error_ratio(plain, truth, logits_of(adapted), wanted) > 10, "the adapter does something"
     assert error_ratio(logits_of(merged), truth, logits_of(adapted), wanted) <= 1
-
-
-def test_a_merged_weight_is_rounded_once(train):
-    """Half a unit in the last place of bfloat16, and what float32 rounds before: R products and sums."""
-    model = train("straight") / "model"
-    merged, adapter = load_file(model / "model.safetensors"), load_file(model / FOLDER / "adapter_model.safetensors")
-    base = json.loads((model / FOLDER / "adapter_config.json").read_text())["base_model_name_or_path"]
-    source = load_file(Path(base) / "model.safetensors")
-    layers = [name.removesuffix(".lora_A.weight") for name in adapter if name.endswith(".lora_A.weight")]
-    assert len(layers) == 2 * 7
-    for layer in layers:
-        name = layer.removeprefix("base_model.model.") + ".weight"
-        a, b = (adapter[f"{layer}.lora_{which}.weight"].double() for which in "AB")
-        own = source[name].bfloat16().double()
-        exact, sizes = own + 2 * b @ a, own.abs() + 2 * b.abs() @ a.abs()
-        assert b.any()
-        bound = 2**-8 * exact.abs() + (LORA["rank"] + 2) * 2**-24 * sizes
-        assert ((merged[name].double() - exact).abs() <= bound).all(), name
-
-
-def test_exports_on_the_way_have_their_adapters_and_go_with_the_run(train, tmp_path, place):
-    run = Path(shutil.copytree(train("straight"), tmp_path / "run"))
-    outputs = json.loads((run / "outputs.json").read_text())["models"]
-    for name in ("model", "exports/step-00000002", "exports/step-00000004"):
-        assert {f"{FOLDER}/adapter_config.json", f"{FOLDER}/adapter_model.safetensors"} <= outputs[name].keys()
-    given = ["train.steps=1", "save.every=0", "save.last=1", f"run.folder={run}"]
-    recipe.train(load_config(place.config, given), replace=True, console=QUIET)
-    assert {path.suffix for path in (run / "model").iterdir()} == {".json", ".md", ".safetensors"}, (
-        "every weight was trained"
-    )
 
 
 # --- its numbers ------------------------------------------------------------------------------------------------------
@@ -327,9 +264,8 @@ def test_documents_are_separate_and_see_the_anchor():
     assert all(gradient[0, 10:].any(-1))
 
 
-@pytest.mark.parametrize("seed", [3, 4])
-def test_adapters_are_drawn_by_the_seed_alone(seed):
-    models = []
+def test_adapters_are_drawn_by_the_seed_alone():
+    models, seed = [], 3
     for other in (7, 8):
         torch.manual_seed(other)
         state = torch.get_rng_state()
@@ -359,15 +295,12 @@ MODULES = r"it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj
         ({"target_modules": ["lm_head"]}, [], rf"'lm_head': .*{MODULES}\(embedding, head and norms: model.lora.also"),
         ({"also_train": ["embed"]}, [], "model.lora.also_train 'embed': .* it has down_proj, embed_tokens, gate_proj"),
         ({"also_train": ["up_proj"]}, [], "layers.0.mlp.up_proj has an adapter, by model.lora.target_modules, too"),
-        ({"rank": 0}, [], "model.lora.rank: 0"),
         (
             {"rank": 65536},
             [],
             r"model.lora.rank 65536: is more than .* adapter can use, 32 in .* set it to 32 or less$",
         ),
-        ({"target_modules": []}, [], "model.lora.target_modules"),
         ({"r": 8}, [], "model.lora.r: unknown key"),
-        ({"dropout": 1}, [], "model.lora.dropout: 1"),
         ({"dropout": 0.1}, ["model.layer_chunk=32"], "lora.dropout 0.1 does not go with layer_chunk"),
         ({}, ["model.fused=compile"], "model.fused compile: does not go with model.lora"),
     ],
@@ -432,19 +365,6 @@ def test_a_layer_that_computes_more_than_a_product_gets_no_adapter(family, more)
         add_adapters(model, LoraSettings(rank=2), 0)
         assert torch.equal(model.eval()(input_ids=ids).logits, before)
     assert any("lora_A" in name for name, _ in model.named_parameters())
-
-
-def test_dropout_draws_the_same_again_when_a_run_goes_on(place, tmp_path):
-    lora = json.dumps(LORA | {"dropout": 0.3})
-    given = [f"model.lora={lora}", "save.last=1", "save.every=2", "train.steps=4"]
-    start = partial(load_config, place.config)
-    recipe.train(start([*given, f"run.folder={tmp_path / 'straight'}"]), console=QUIET)
-    run = shutil.copytree(tmp_path / "straight", tmp_path / "run")
-    again = ["model.activation_checkpointing=true", f"run.folder={run}"]
-    recipe.resume(start([*given, *again]), step=2, console=QUIET)
-    assert losses_of(run) == losses_of(tmp_path / "straight")
-    name = "model/model.safetensors"
-    assert (run / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
 def test_ranks_drop_by_themselves_and_a_run_on_two_goes_on_with_the_same_bits(place):

@@ -11,7 +11,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torchtrain
 from anchorline.errors import UserError
-from torchtrain.attention import attach as attach_module
 from torchtrain.attention import visible_BTT
 
 SIZES = {
@@ -137,14 +136,6 @@ def test_the_model_is_left_as_it_was(leaks):
     assert state() == before
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_it_checks_under_no_grad_too(mode):
-    model = tiny()
-    model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
-    with mode():
-        assert "model.layers.1.mlp" in refused(lambda: torchtrain.attach(model))
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_layer_that_leaks_is_named(frozen):
     model = tiny().requires_grad_(not frozen)
@@ -257,14 +248,6 @@ def test_labels_as_transformers_wants_them_pass(unshifted):
     model(**inputs, labels=labels)
 
 
-def test_a_constant_row_is_no_sign_of_shifted_labels():
-    model, inputs = torchtrain.attach(tiny()), batch()
-    inputs["input_ids"][:] = 7
-    labels = inputs["input_ids"].clone()
-    labels[:, 6] = -100
-    model(**inputs, labels=labels)
-
-
 @pytest.mark.parametrize(
     ("documents", "ignored"),
     [
@@ -303,17 +286,6 @@ def test_targets_that_are_not_shifted_are_refused():
     assert refused(lambda: model(**inputs, labels=tokens, shift_labels=tokens)).startswith("shift_labels: each is its")
     targets = shifted_labels(inputs)
     model(**inputs, labels=targets, shift_labels=targets)
-
-
-def test_a_mask_of_ones_is_looked_at_once(monkeypatch):
-    model, inputs, looked = torchtrain.attach(tiny()), batch(), []
-    hides_nothing = attach_module.hides_nothing
-    monkeypatch.setattr(attach_module, "hides_nothing", lambda *a: looked.append(a) or hides_nothing(*a))
-    mask = torch.ones_like(inputs["input_ids"])
-    assert torch.equal(model(**inputs, attention_mask=mask).logits, model(**inputs).logits)
-    assert len(looked) == 1
-    mask[0, 3] = 0
-    assert refused(lambda: model(**inputs, attention_mask=mask)).startswith("attention_mask")
 
 
 @pytest.mark.parametrize("kernel_arguments", [False, True])

@@ -2,25 +2,18 @@
 meanwhile, what was begun is whole or not there.
 """
 
-import errno
 import os
 import signal
 import threading
 
 import pytest
-import safetensors.torch
-import torch
 
 from anchorline.errors import UserError
 from torchtrain.checkpoint import fragments
-from torchtrain.checkpoint.background import Background
-from torchtrain.checkpoint.state import RankState, state_of
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.config import load_config
-from torchtrain.distributed.world import ALONE
 from torchtrain.run import recipe
-from torchtrain.tests.checkpoint_fixtures import make_strategy
-from torchtrain.tests.run_fixtures import QUIET, fails, poison
+from torchtrain.tests.run_fixtures import QUIET
 from torchtrain.tests.runs import assert_same
 from torchtrain.training import step
 from torchtrain.training.events import read_metrics
@@ -102,27 +95,6 @@ def test_training_goes_on_and_what_is_written_is_of_before(place, tmp_path, monk
     assert_same(tmp_path / "beside", tmp_path / "blocking")
 
 
-def test_staging_copies(tmp_path):
-    strategy = make_strategy()
-    live, staged = RankState(state_of(strategy), ALONE), RankState(state_of(strategy), ALONE)
-    staged.stage()
-    was = [(tmp_path / name).read_bytes() for name in fragments.write(tmp_path, live.fragments, 0)]
-    with torch.no_grad():
-        for fragment in live.fragments:
-            for x_n in fragment.tensors.values():
-                x_n.add_(1)
-    for number, part in enumerate((live, staged), 1):
-        written = [(tmp_path / name).read_bytes() for name in fragments.write(tmp_path, part.fragments, number)]
-        assert (written == was) == (part is staged)
-
-
-def test_a_state_file_has_the_bytes_that_safetensors_writes(tmp_path):
-    part = RankState(state_of(make_strategy()), ALONE)
-    (name,) = fragments.write(tmp_path, part.fragments, 0)
-    tensors = {f"{kind}:{f.start}:{f.parameter}": x for f in part.fragments for kind, x in f.tensors.items()}
-    assert (tmp_path / name).read_bytes() == safetensors.torch.save(tensors)
-
-
 def test_a_write_that_fails_ends_the_run_before_the_next_save(run, monkeypatch):
     """It is held until step 3 is made; at the latest the save of step 4 would tell."""
     train, folder = run
@@ -142,25 +114,6 @@ def test_a_write_that_fails_ends_the_run_before_the_next_save(run, monkeypatch):
     )
     assert "begin 4" not in order.seen
     assert list((folder / "checkpoints").iterdir()) == []
-
-
-def test_a_mistake_in_a_step_and_one_in_the_save_before_it_are_both_told(run, monkeypatch):
-    train, _ = run
-    waits, real = threading.Event(), Background.finish
-
-    def write(*_):
-        waits.wait(LONG)
-        fails(errno.EIO)()
-
-    def finish(background):
-        waits.set()
-        return real(background)
-
-    poison(monkeypatch, {3}, "loss")
-    monkeypatch.setattr(fragments, "write", write)
-    monkeypatch.setattr(Background, "finish", finish)
-    with pytest.raises(UserError, match=r"step 3: .*step-00000002: the checkpoint could not be written: input/output"):
-        train()
 
 
 # --- signals, in processes --------------------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchtrain.attention import make_plan
 from torchtrain.bench import attention, cases, step
-from torchtrain.bench.cases import YARDSTICK, Case, copy_bos, prepare_case
-from torchtrain.bench.config import AttentionBench, BenchConfig, load_bench
+from torchtrain.bench.cases import YARDSTICK
+from torchtrain.bench.config import BenchConfig, load_bench
 from torchtrain.bench.measure import Clock
-from torchtrain.bench.rows import Corpus
 from torchtrain.cli import app
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
@@ -84,19 +82,6 @@ def test_attention_is_measured_and_shown(call, tmp_path):
         assert "| torchtrain sdpa, anchor | " in text
 
 
-def test_an_interruption_keeps_the_rows_that_are_done(call, tmp_path, monkeypatch):
-    row = Corpus.row
-
-    def interrupt(self, tokens, *rest):
-        if tokens == 128:
-            raise KeyboardInterrupt
-        return row(self, tokens, *rest)
-
-    monkeypatch.setattr(Corpus, "row", interrupt)
-    call("attention", "attention.lengths=[96, 128]")
-    assert {row["tokens"] for row in read(tmp_path, "attention")["rows"]} == {96}
-
-
 def test_an_engine_that_is_wrong_is_not_timed(bench_tree, monkeypatch):
     attend = cases.attend
 
@@ -125,26 +110,6 @@ def test_the_rest_goes_on_where_one_runs_out_of_memory(bench_tree, monkeypatch):
     assert "seconds" in rows["sdpa, anchor"]
 
 
-def test_a_bos_for_each_document_is_laid_out_as_the_authors_do():
-    ids_T = torch.tensor([0, 1, 1, 2, 2, 2])
-    source, copied, own = copy_bos(ids_T)
-    assert source.tolist() == [0, 1, 2, 0, 3, 4, 5]
-    assert copied.tolist() == [[1, 1, 1, 2, 2, 2, 2]]
-    assert own.tolist() == [0, 1, 2, 4, 5, 6]
-    prepared = prepare_case(Case("BOS per document", "anchor"), {"anchor": ids_T}, AttentionBench(), torch.float32)
-    assert prepared.live_pairs == 6 + 10
-
-
-def test_variants_of_a_row_hold_the_same_documents(bench_tree):
-    corpus = Corpus(BenchConfig.model_validate(bench_tree))
-    least, mean = (
-        make_plan(torch.from_numpy(corpus.row(96, "intra", which)["document_ids"])[None]).live_pairs
-        for which in ("least", "mean")
-    )
-    assert least < mean
-    assert (corpus.row(96, "full")["input_ids"] == corpus.row(96, "anchor")["input_ids"]).all()
-
-
 # --- step -------------------------------------------------------------------------------------------------------------
 
 
@@ -163,22 +128,6 @@ def test_steps_start_from_the_same_losses(call, tmp_path):
         assert row["days_per_billion"] == pytest.approx(1e9 / row["tokens_per_second"] / 86_400)
         assert row["flops"] > 0
     assert rows["torchtrain, full"]["flops"] > rows["torchtrain, anchor"]["flops"]
-
-
-def test_all_loops_learn_the_same_of_a_step(bench_tree):
-    config = BenchConfig.model_validate(bench_tree)
-    assert config.step is not None
-    corpus = Corpus(config)
-    model = step.load_model(config, config.step, corpus, CPU)
-    bench = config.step.model_copy(update={"learning_rate": 1e-3})
-    learned = {}
-    for name in bench.loops:
-        loop = step.open_loop(name, model, bench, CPU.device)
-        learned[name] = [loop.step(step.row_of(corpus, 64, name)) for _ in range(3)]
-    for ours, theirs in (("full", "full"), ("anchor", "dense mask")):
-        expected = learned[f"transformers, {theirs}"]
-        assert learned[f"torchtrain, {ours}"] == pytest.approx(expected, rel=1e-4)
-        assert expected[2] < expected[0]
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.001, 2), (1 + 2.0**-23, 0)])
@@ -211,12 +160,6 @@ def test_a_mistake_is_one_line(call, what, given, says):
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("torchtrain: ")
     assert says in last
-
-
-def test_a_step_needs_its_section(call, bench_tree):
-    result = call("step", tree={name: section for name, section in bench_tree.items() if name != "step"})
-    assert result.exit_code == 2
-    assert "step: missing; add the section" in result.stderr
 
 
 def test_the_configs_that_come_with_it_are_valid():

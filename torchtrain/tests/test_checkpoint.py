@@ -1,20 +1,32 @@
 """Checkpoints without a run: a strategy gets back what it had; retention, leftovers, order."""
 
 import errno
+import fcntl
 import os
+import pickle
 import random
 import shutil
+import stat
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from anchorline import files
 from anchorline.errors import UserError
+from anchorline.files import entry_of
 from torchtrain.checkpoint import rng
+from torchtrain.checkpoint.manifest import MANIFEST, DamageError, Manifest
 from torchtrain.checkpoint.state import state_of
+from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.distributed.world import ALONE
+from torchtrain.run.lock import hold, is_held
 from torchtrain.tests.checkpoint_fixtures import TRAIN, contents, make_strategy, same, save
+from torchtrain.tests.runs import flip, unprivileged
 from torchtrain.tests.tiny import tiny_model
+from torchtrain.training.events import MetricsFile, read_metrics
 from torchtrain.training.strategy import Replicated
 
 
@@ -95,16 +107,167 @@ def test_nothing_is_removed_before_the_new_one_is_there(checkpoints, monkeypatch
     assert checkpoints.steps() == [2]
 
 
-def test_an_older_one_that_cannot_be_removed_is_not_called_unsaved(checkpoints, monkeypatch):
-    strategy = make_strategy(updates=0)
+# --- damage of every kind, and hostile files --------------------------------------------------------------------------
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {"bit flipped": flip, "cut off": cut_off, "missing": Path.unlink}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["state-00000-000.safetensors", "rng-00000.safetensors", MANIFEST])
+def test_a_damaged_file_is_named_and_the_last_good_checkpoint_offered(checkpoints, name, damage):
+    strategy = make_strategy(updates=1)
+    for step in (1, 2, 3):
+        save(checkpoints, step, strategy)
+    for step in (2, 3):
+        DAMAGE[damage](checkpoints.path(step) / name)
+    with pytest.raises(DamageError) as caught:
+        checkpoints.open()
+    message = str(caught.value)
+    assert message.startswith(f"{checkpoints.path(3) / name}: ")
+    assert message.endswith(
+        f"the last good checkpoint is that of step 1: torchtrain resume {checkpoints.folder.parent} --step 1"
+    )
+    assert checkpoints.open(1) is not None
+    DAMAGE[damage](checkpoints.path(1) / name)
+    with pytest.raises(DamageError, match=r"there is no good one: torchtrain resume .* --step 0"):
+        checkpoints.open()
+
+
+class Hostile:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.witness}",)
+
+
+def test_a_hostile_pickle_is_refused_and_does_not_run(checkpoints, tmp_path):
+    witness = tmp_path / "it ran".replace(" ", "-")
+    hostile = pickle.dumps(Hostile(witness))
+    pickle.loads(hostile)
+    assert witness.exists(), "the pickle is a real one"
+    witness.unlink()
+
+    strategy = make_strategy(updates=1)
     save(checkpoints, 1, strategy)
+    folder = checkpoints.path(1)
+    # In the place of ours, as the hash tells.
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        path.write_bytes(hostile)
+        with pytest.raises(DamageError, match=path.name):
+            checkpoints.open()
+        path.write_bytes(content)
+    # In the place of ours, with a manifest that agrees.
+    for path in sorted(folder.glob("*.safetensors")):
+        content, manifest = path.read_bytes(), (folder / MANIFEST).read_bytes()
+        for disguise in (hostile, len(hostile).to_bytes(8, "little") + hostile):
+            path.write_bytes(disguise)
+            forged = Manifest.read(folder)
+            forged = forged.model_copy(update={"files": {**forged.files, path.name: entry_of(path)}})
+            (folder / MANIFEST).write_bytes(forged.dump())
+            opened = checkpoints.open()
+            assert opened is not None
+            with pytest.raises(DamageError, match=f"{path.name}: is not "):
+                checkpoints.load(state_of(strategy), opened, ALONE)
+        path.write_bytes(content)
+        (folder / MANIFEST).write_bytes(manifest)
+    assert checkpoints.open() is not None
+    assert not witness.exists()
 
-    def refuse(path):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("torchtrain.checkpoint.folder.set_aside", refuse)
-    with pytest.raises(
-        UserError, match=r"step-00000002: is saved, but an older .*permission denied \(.*step-00000001\)"
-    ):
-        save(checkpoints, 2, strategy, keep=1)
-    assert checkpoints.open(2) is not None
+# --- faults of the disk: full, read-only, without locks ---------------------------------------------------------------
+
+
+def test_a_full_disk(checkpoints, monkeypatch):
+    """The kernel's own ENOSPC, at every file in turn: each is opened as /dev/full."""
+    strategy = make_strategy(updates=1)
+    save(checkpoints, 1, strategy)
+    names = [*Manifest.read(checkpoints.path(1)).files, MANIFEST]
+    real = os.open
+    for name in names:
+
+        def open_full(path, flags, mode=0o777, *, dir_fd=None, full=name):
+            writes_it = Path(path).name == full and flags & os.O_WRONLY
+            return real("/dev/full", os.O_WRONLY) if writes_it else real(path, flags, mode, dir_fd=dir_fd)
+
+        monkeypatch.setattr(files.os, "open", open_full)
+        with pytest.raises(UserError) as caught:
+            save(checkpoints, 2, strategy)
+        assert f"the checkpoint could not be written: {os.strerror(errno.ENOSPC).lower()}" in str(caught.value)
+        assert "the last good one is that of step 1; mend that, then: torchtrain resume" in str(caught.value)
+        assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001"]
+    monkeypatch.undo()
+    save(checkpoints, 2, strategy)
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_read_only_folder():
+    strategy = make_strategy(updates=1)
+    with tempfile.TemporaryDirectory() as name:
+        checkpoints = Checkpoints(Path(name) / "run" / "checkpoints")
+        save(checkpoints, 1, strategy)
+        for path in (Path(name), *Path(name).rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        with unprivileged(), pytest.raises(UserError) as caught:
+            save(checkpoints, 2, strategy)
+        for path in (Path(name), *Path(name).rglob("*")):
+            path.chmod(path.stat().st_mode | stat.S_IWUSR)
+    assert "permission denied (" in str(caught.value)
+    assert "step-00000002.partial); the last good one is that of step 1" in str(caught.value)
+
+
+def test_a_lock_is_asked_for_as_a_networks_disk_gives_it(tmp_path, monkeypatch):
+    """NFS makes a lock of a range of bytes of it: to hold one alone takes a file that is open for writing."""
+    record = tmp_path / ".lock"
+    record.touch()
+    real = fcntl.flock
+
+    def nfs(handle, kind):
+        mode = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE
+        if (kind & fcntl.LOCK_EX and mode == os.O_RDONLY) or (kind & fcntl.LOCK_SH and mode == os.O_WRONLY):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(handle, kind)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    assert not is_held(record)
+    with hold(record):
+        assert is_held(record)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_disk_without_locks_is_one_line(tmp_path, monkeypatch, code):
+    record = tmp_path / ".lock"
+    record.touch()
+
+    def none(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    told = f"run.folder {tmp_path}: its disk has no locks \\({os.strerror(code).lower()}\\); mount it with them"
+    with pytest.raises(UserError, match=told):
+        is_held(record)
+    with pytest.raises(UserError, match=told), hold(record):
+        pass
+
+
+def test_a_line_that_was_cut_off_goes_and_one_that_does_not_fit_is_told(tmp_path):
+    path = tmp_path / "timing.jsonl"
+    path.write_text('{"event": "save", "step": 1}\n{"ev')
+    with MetricsFile(path) as file:
+        file.write("save", {"step": 2})
+        assert [event["step"] for event in read_metrics(path)] == [1, 2]
+        with open("/dev/full", "ab", buffering=0) as full:
+            file._file, whole = full, file._file
+            with pytest.raises(
+                UserError, match=rf"{path}: could not be written: no space left on device; .* {tmp_path}"
+            ):
+                file.write("save", {"step": 3})
+            file._file = whole

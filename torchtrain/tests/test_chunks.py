@@ -14,7 +14,7 @@ from anchorline.errors import UserError
 from torchtrain.bench.measure import error_ratio
 from torchtrain.config import ModelConfig
 from torchtrain.modeling import chunks
-from torchtrain.modeling.chunks import check_chunks, chunk_layers, parameters_outside, used_by
+from torchtrain.modeling.chunks import check_chunks, chunk_layers
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.tests.tiny import FAMILIES, SIZES, tiny_config, tiny_model
 
@@ -126,15 +126,6 @@ def test_a_model_in_chunks_errs_no_more_than_the_rule_allows(family, dtype):
         assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
 
 
-def test_state_and_held_out_passes_are_the_plain_models():
-    plain, model = tiny_model().eval(), tiny_model()
-    save_memory(model, settings(layer_chunk=TOKENS))
-    assert list(model.state_dict()) == list(plain.state_dict())
-    ids = torch.arange(TOKENS)[None]
-    with torch.no_grad():
-        assert torch.equal(model.eval()(ids).logits, plain(ids).logits)
-
-
 class Sizes(TorchDispatchMode):
     """Notes how wide what is made is: elements of the largest tensor."""
 
@@ -155,28 +146,6 @@ def test_nothing_as_wide_as_an_mlp_exists_for_all_tokens(chunk):
     with Sizes() as sizes:
         model(ids, use_cache=False).logits.sum().backward()
     assert (sizes.largest >= wide * 512) is (chunk is None)
-
-
-def test_a_layer_that_is_computed_again_is_not_computed_in_vain(monkeypatch):
-    """Forward once; what the backward pass needs of the MLP it makes for a chunk, without the last product."""
-    calls = []
-    real = chunks._GatedMLP.forward
-    monkeypatch.setattr(chunks._GatedMLP, "forward", lambda self, x: calls.append(len(x)) or real(self, x))
-    model = tiny_model().train()
-    save_memory(model, settings(layer_chunk=16, activation_checkpointing=True))
-    model(torch.ones(1, TOKENS, dtype=torch.long), use_cache=False).logits.sum().backward()
-    assert calls == [16, 16, 8] * SIZES["num_hidden_layers"]
-
-
-def test_who_uses_which_weights_is_told():
-    model = tiny_model()
-    chunk_layers(model, 7)
-    mlp = model.model.layers[0].mlp
-    assert [id(p) for p in used_by(mlp)] == [id(p) for p in mlp.parameters()]
-    outside = list(parameters_outside(model))
-    assert len(outside) == 3 * SIZES["num_hidden_layers"]
-    assert {module for module, _ in outside} == {layer.mlp for layer in model.model.layers}
-    assert list(parameters_outside(tiny_model())) == []
 
 
 SMALL = {name: size for name, size in SIZES.items() if name not in ("head_dim", "intermediate_size")}

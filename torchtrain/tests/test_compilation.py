@@ -3,24 +3,19 @@
 import functools
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo import config as dynamo
 from typer.testing import CliRunner
 
 from anchorline.errors import UserError
-from torchtrain.bench.measure import Clock
 from torchtrain.cli import app
 from torchtrain.config import load_config
 from torchtrain.modeling import compilation
-from torchtrain.modeling.compilation import compile_layers
 from torchtrain.tests.forks import ROOT
 from torchtrain.tests.runs import content
 
-CPU = Clock(torch.device("cpu"), 1)
 COMPILE = "model.fused=compile"
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -115,17 +110,3 @@ def test_layers_that_are_not_whole_are_refused(tree, write_config, other, said):
     assert load_config(path, [other]).model.fused == "none"
     with pytest.raises(UserError, match=f"model.fused compile: does not go with {said}, or model.fused to none"):
         load_config(path, [COMPILE, other])
-
-
-def test_a_model_without_layers_is_refused():
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(model_type="flat")
-    with pytest.raises(
-        UserError, match=r"model\.fused compile: flat has no decoder layers .* set model\.fused to none"
-    ):
-        compile_layers(model, False)
-
-
-def test_the_plan_says_what_it_does_not_count(tree, write_config):
-    said = [CliRunner().invoke(app, ["plan", str(write_config(tree)), *more]).stdout for more in ((), (COMPILE,))]
-    assert [("counted as without model.fused compile" in text) for text in said] == [False, True]

@@ -1,13 +1,17 @@
 """The schema: strict, with every mistake in one line that names the field, the value and the fix."""
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from torchtrain.attention import ENGINES
+from torchtrain.cli import app
 from torchtrain.config import Config, ModelConfig, RopeConfig, dump_config, load_config
+from torchtrain.config.reference import format_page, list_settings
 
 MINIMAL = """
 run: {folder: runs/x}
@@ -118,23 +122,39 @@ def test_rope_parameters_that_contradict_each_other(settings, message):
         RopeConfig(**settings)
 
 
-@pytest.mark.parametrize("section", ["run", "model", "data", "pack"])
-def test_a_missing_section(load, section):
-    tree = yaml.safe_load(MINIMAL)
-    del tree[section]
-    with pytest.raises(UserError, match=f"{section}: missing; add it"):
-        load(yaml.safe_dump(tree))
-
-
-def test_an_empty_section_has_its_defaults(load):
-    assert load(f"{MINIMAL}\ntrain:\n") == load()
-    assert load(f"{MINIMAL}\ntrain:\n", "train.steps=3").train.steps == 3
-
-
-def test_a_config_does_not_change(load):
-    with pytest.raises(ValueError, match="frozen"):
-        load().train.steps = 3
-
-
 def test_the_schema_names_every_engine():
     assert get_args(ModelConfig.model_fields["attention"].annotation) == ("auto", *ENGINES)
+
+
+# --- every setting is described, and docs/settings.md says what the schema says ---------------------------------------
+
+
+def test_every_setting_has_a_description():
+    assert [setting.key for setting in list_settings() if not setting.meaning] == []
+
+
+def test_the_page_is_what_the_schema_says():
+    page = Path(__file__).parents[2] / "docs" / "settings.md"
+    assert page.read_text(encoding="utf-8") == format_page(), "run python -m torchtrain.config.reference"
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("train.betas", "default: [0.9, 0.95]"),
+        ("data.sources.0.files", "glob of .jsonl"),
+        ("model.lora", "model.lora.rank"),
+        ("prepare.workers", "tasks at work at a time"),
+    ],
+)
+def test_a_key_or_a_section_is_explained(key, told):
+    answer = CliRunner().invoke(app, ["config", "--explain", key])
+    assert answer.exit_code == 0, answer.stderr
+    assert told in answer.stdout
+
+
+@pytest.mark.parametrize(("key", "told"), [("seed", "did you mean run.seed or"), ("train.beta", "train.betas?")])
+def test_an_unknown_key_names_the_nearest(key, told):
+    answer = CliRunner().invoke(app, ["config", "--explain", key])
+    assert answer.exit_code == 2
+    assert told in answer.stderr

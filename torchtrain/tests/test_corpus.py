@@ -91,11 +91,6 @@ def test_a_bad_record_counts_for_its_domain_where_that_is_known(tmp_path):
     assert "has no 'kind' (it has text; see domain_field)" in str(records[1])
 
 
-def test_a_flat_column_may_have_a_dot_in_its_name(tmp_path):
-    pq.write_table(pa.table({"text.en": ["a"], "b": ["c"]}), tmp_path / "a.parquet")
-    assert texts(Source(files=str(tmp_path / "a.parquet"), text_field="text.en")) == ["a"]
-
-
 def test_max_documents_counts_good_records(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": "a"}, {"text": "b"}, {"text": "c"}])
     source = Source(files=str(path), max_documents=2)
@@ -167,38 +162,6 @@ def test_a_sample_is_drawn_by_seed_from_all_of_it(tmp_path):
     assert set(both) == set(records) & set(files)
     # The first of a sample are of the sample.
     assert draw(sample=0.1, max_documents=5) == records[:5]
-
-
-def test_bad_records_of_every_kind_are_named_and_counted_in_every_task(tmp_path, monkeypatch):
-    """What datatrove's readers drop in silence, or end a file at: empty documents, bytes that are no text, others."""
-    bad = [
-        b"{broken",
-        b"[1, 2]",
-        b'{"text": 5}',
-        b'{"text": ""}',
-        b'{"text": "  \\n"}',
-        b'{"text": null}',
-        b'{"other": "w1"}',
-        b'{"text": "\xff"}',
-        b'{"text": "w1"}\0',
-        b'{"text": "\\ud800"}',
-    ]
-    good = [b'{"text": "w1 w2"}', b'{"text": "w1 \\u0000 w2"}']
-    for number in range(2):
-        (tmp_path / f"{number}.jsonl").write_bytes(b"\n".join([good[0], *bad, good[1]]) + b"\n")
-    data = DataConfig(sources=[Source(files=f"{tmp_path}/*.jsonl")], cache=str(tmp_path), bad_record_share=0.9)
-    monkeypatch.setattr("torchtrain.data.corpus.TASK_BYTES", 1)
-    settings = PrepareConfig(workers=1)
-    preparation = Preparation(tokenizer=TokenizerConfig(source="none"), data=data, prepare=settings)
-    store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
-    assert isinstance(store, TokenStore)
-    (count,) = store.header.sources
-    assert (count.records, count.bad_records, len(store)) == (24, 20, 4)
-    noted = store.bad_records.read_text().splitlines()
-    assert [line.split(": ")[0] for line in noted] == [
-        f"{tmp_path}/{number}.jsonl:{line}" for number in range(2) for line in range(2, 12)
-    ]
-    assert store.header.summaries[0].bad_records == 20
 
 
 FILTERS = [

@@ -1,6 +1,5 @@
 """A damaged file of a run is one line that names it, whatever it holds."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -95,21 +94,3 @@ def test_what_may_not_be_read_is_one_line(stopped, name, monkeypatch):
                 with suppress(UserError, pytest.fail.Exception):
                     verb()
         (run / name).chmod(mode)
-
-
-def test_records_that_lack_something(stopped, tmp_path):
-    run = Path(shutil.copytree(stopped, tmp_path / "run"))
-    record = json.loads((run / "run.json").read_text())
-    for change in (
-        {"config": None},
-        {"config": []},
-        {"config": {}},
-        {"config": {"train": []}},
-        {"config": {"train": {"steps": "6"}}},
-        {"config": {"train": {"steps": 10**25}}},
-        {"identity": None},
-    ):
-        (run / "run.json").write_text(json.dumps(record | change))
-        for verb in (lambda: list(status_lines(run)), lambda: resume(run)):
-            with pytest.raises(UserError, match=r"run.json: is damaged: it lacks the config or the identity"):
-                verb()

@@ -69,24 +69,6 @@ def test_every_token_lands_once_or_is_counted(lengths, variant, anchor, T, B, se
     assert padding.sum() == rows.plan(0).padding_tokens
 
 
-def test_domains_follow_their_documents():
-    rows = packed([5, 6, 7, 8], "anchor+tag")
-    for row in (rows[i] for i in range(len(rows))):
-        text = row["input_ids"] >= FIRST
-        document = np.searchsorted(rows.store.offsets, row["input_ids"][text] - FIRST, side="right") - 1
-        np.testing.assert_array_equal(row["domain_ids"][text], document % 2)
-
-
-@pytest.mark.parametrize("tag", ["", "+tag"])
-def test_base_variants_share_tokens_and_labels(tag):
-    all_rows = [packed([5, 30, 2, 9, 14], base + tag, seed=4) for base in BASE_VARIANTS]
-    for i in range(len(all_rows[0])):
-        first = all_rows[0][i]
-        for rows in all_rows[1:]:
-            for name in ("input_ids", "shift_labels", "domain_ids"):
-                np.testing.assert_array_equal(rows[i][name], first[name])
-
-
 @pytest.mark.parametrize("variant", ["anchor", "full+tag+interleave"])
 def test_rows_are_the_same_in_any_order_for_any_worker(variant):
     lengths = [5, 30, 2, 9, 14, 50]
@@ -141,13 +123,6 @@ def test_by_length_the_rows_of_a_step_are_alike_in_every_epoch(variant):
         assert all(one[-1] <= other[0] for one, other in itertools.pairwise(pairs)), "no step lies across another"
 
 
-def test_interleaving_differs_from_row_to_row_and_epoch_to_epoch():
-    rows = packed([8] * 8, "anchor+interleave", T=33)
-    positions = [rows.row_at(i)["position_ids"].tolist() for i in range(4)]
-    assert rows.locate(2) == (1, 0)
-    assert all(positions[i] != positions[j] for i in range(4) for j in range(i))
-
-
 @pytest.mark.parametrize(("share", "expected"), [(0.0, [0, 0, 0]), (0.1, [10, 1, 0]), (0.5, [50, 1, 0])])
 def test_split_takes_its_share_of_each_domain(share, expected):
     store = memory_store([3] * 103, [0] * 100 + [1] * 2 + [2])
@@ -158,13 +133,6 @@ def test_split_takes_its_share_of_each_domain(share, expected):
     np.testing.assert_array_equal(held, split_documents(store, share, seed=1)[1])
     if share:
         assert held.tolist() != split_documents(store, share, seed=2)[1].tolist()
-
-
-def test_only_the_given_documents_are_packed():
-    store = memory_store([10, 10, 10])
-    rows = PackedRows(store, np.array([2]), PackConfig(sequence_length=6), 0, [1], {}, 0)
-    ids = np.concatenate([rows[i]["input_ids"][1:] for i in range(len(rows))])
-    assert ids.tolist() == list(range(FIRST + 20, FIRST + 30))
 
 
 @pytest.mark.parametrize(

@@ -148,15 +148,6 @@ def added(content: str, rstrip: bool = False) -> dict:
     return {"id": 400, "content": content} | flags
 
 
-def test_texts_long_and_short_come_back_in_their_order(monkeypatch):
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)
-    monkeypatch.setattr(encode, "PIECE", 40)
-    tokenizer = fast(byte_level())
-    texts = ["The cat sat " * n for n in (1, 200, 0, 3, 50, 1)]
-    expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    assert [ids.tolist() for ids in Encoder(tokenizer, "text").encode(texts)] == expected
-
-
 class Shouting(PreTrainedTokenizerFast):
     """A model's own class, which does more than its backend."""
 

@@ -57,21 +57,7 @@ def assert_by_the_rule(engine, ids_BT, dtype, judged_as=None, device="cpu", extr
         assert judge(lse.cpu(), truth_lse, reference_lse, "float32").passed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("engine", ["sdpa", "flash"])
-def test_engines_agree_with_their_dense_twin(engine, kv_heads, dtype):
-    assert_by_the_rule(engine, named_batch(), dtype, kv_heads=kv_heads)
-
-
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("extras", [{"sinks_H": SINKS}, {"window": 3}, {"window": 2}, {"sinks_H": SINKS, "window": 4}])
-@pytest.mark.parametrize("engine", ["sdpa", "flash"])
-def test_sinks_and_windows_agree_with_their_dense_twin(engine, extras, dtype):
-    assert_by_the_rule(engine, named_batch(), dtype, extras=extras)
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "flash", "dense"])
@@ -155,36 +141,6 @@ def test_a_bos_copy_per_document_equals_the_gathered_anchor(engine):
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0, "window": 20}, {"window": 20, "keep_anchor": True}])
-@pytest.mark.parametrize("ids", ["ordered", "apart"])
-def test_flex_forward_agrees_on_a_cpu(ids, extras):
-    rows = {
-        "ordered": [[0] * 3 + [1] * 90 + [2] * 60 + [-1] * 7, [1] * 160],
-        "apart": [[2, 1] * 80] * 2,
-    }
-    ids_BT = torch.tensor(rows[ids])
-    q, k, v, _ = draw_qkv(ids_BT, head_dim=16, dtype=torch.float32)
-    with torch.no_grad():
-        out, lse = attend(q, k, v, ids_BT, engine="flex", **extras)
-        reference, _ = attend(q, k, v, ids_BT, engine="dense", **extras)
-        truth, _ = attend(*(x.double() for x in (q, k, v)), ids_BT, engine="dense", **extras)
-    verdict = judge(out, truth, reference, "float32")
-    assert verdict.passed, verdict
-    assert lse is None
-
-
-def test_shifting_storage_between_rows_changes_nothing():
-    """Rows of a batch do not see each other: each alone gives the same bits."""
-    ids_BT = named_batch()
-    q, k, v, _ = draw_qkv(ids_BT, dtype=torch.float32)
-    for engine in ("sdpa", "flash"):
-        together, _ = attend(q, k, v, ids_BT, engine=engine)
-        for b in range(len(ids_BT)):
-            one = slice(b, b + 1)
-            alone, _ = attend(q[one], k[one], v[one], ids_BT[one], engine=engine)
-            assert torch.equal(together[one], alone)
-
-
 def test_a_document_has_the_same_bits_beside_any_other():
     """Documents of other lengths share its batch, or do not: what it is padded to depends on its own length alone."""
     alone = torch.tensor([[0] + [1] * 66])
@@ -207,13 +163,6 @@ def test_what_pads_a_batch_never_leaves_it():
     for what in NAMES:
         assert got[what][:, 33:].isfinite().all()
         assert got[what][:, :33].isnan().any()
-
-
-def test_many_short_documents_are_few_calls():
-    lengths = torch.arange(300) % 60 + 1
-    plan = make_plan(torch.repeat_interleave(torch.arange(1, 301), lengths)[None])
-    assert len(plan.batches.shapes) == 15
-    assert sum(segments for segments, _ in plan.batches.shapes) == 300
 
 
 def test_auto_takes_sdpa_on_a_cpu_and_flash_only_where_it_runs():

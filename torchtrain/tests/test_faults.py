@@ -18,7 +18,7 @@ from torchtrain.tests.run_fixtures import (
     QUIET,
     fails,
 )
-from torchtrain.tests.runs import assert_same
+from torchtrain.tests.runs import assert_same, flip
 
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
@@ -99,25 +99,13 @@ def test_two_processes_in_one_folder(place, interrupted):
     assert not is_held(folder / ".lock")
 
 
-def test_folders_that_hold_no_run(place, tmp_path):
-    (tmp_path / "config.yaml").write_text(place.config.read_text(), encoding="utf-8")
-    log = tmp_path.parent / f"{tmp_path.name}.log"
-    for folder in (tmp_path, tmp_path / "nothing"):
-        for verb in ("resume", "status"):
-            assert place.forks.run(verb, str(folder), log=log)["codes"] == [2]
-            assert log.read_text().splitlines()[-1].startswith("torchtrain: ")
-    assert "holds no run; give the folder of one" in log.read_text()
-
-
 # --- disks and damage -------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_checkpoint_and_the_way_round_it(place, straight, interrupted):
     folder = place.folder / interrupted
     shard = next((folder / "checkpoints" / "step-00000004").glob("state-*"))
-    content_of_it = bytearray(shard.read_bytes())
-    content_of_it[1000] ^= 4
-    shard.write_bytes(content_of_it)
+    flip(shard)
     assert place.resume(interrupted) == 2
     assert place.last_line(interrupted) == (
         f"torchtrain: {shard}: its content has changed (its SHA-256 is not the one written down); the last good "

@@ -5,7 +5,6 @@ import glob
 import gzip
 import io
 import json
-import os
 import socket
 import threading
 import zipfile
@@ -78,14 +77,6 @@ def test_a_loop_of_links_is_left(tree):
     assert sorted(found) == sorted(f"{tree}/{name}.jsonl" for name in ("a", "x/b", "x/y/c", "link/b", "link/y/c"))
 
 
-def test_only_regular_files_are_read(tmp_path):
-    assert "is not a regular .jsonl, .jsonl.gz, .jsonl.zst or .parquet file; narrow files '/proc/self/*'" in refusal(
-        Source(files="/proc/self/*")
-    )
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "pipe.jsonl is not a regular" in refusal(Source(files=str(tmp_path / "*.jsonl")))
-
-
 @pytest.mark.parametrize("pattern", ["a\0b.jsonl", "x" * 5000, "\udc80.jsonl", "~nobody-at-all/*.jsonl", "[", "**"])
 def test_a_pattern_that_means_nothing_is_one_short_line(tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
@@ -138,21 +129,6 @@ def test_a_url_that_cannot_be_read_is_one_line(corpus, pattern, message):
     with pytest.raises(UserError, match=message) as caught:
         list(read(Source(files=pattern.format(corpus=corpus))))
     assert "\n" not in str(caught.value)
-
-
-def test_a_compressed_file_behind_a_url_that_breaks_off_is_named(corpus):
-    (corpus / "cut.jsonl.gz").write_bytes(gzip.compress(b"".join(LINES))[:-9])
-    with pytest.raises(UserError, match=r"cut\.jsonl\.gz' breaks off after line \d+: .*; check it, or copy it again"):
-        list(read(Source(files=f"file://{corpus}/cut.*")))
-
-
-def test_zst_of_many_frames_is_one_content(tmp_path):
-    whole = b"".join(LINES)
-    skipped = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"hello"
-    path = tmp_path / "web-0.jsonl.zst"
-    path.write_bytes(zst(whole[:1001]) + skipped + zst(b"", whole[1001:]))
-    records = list(read(Source(files=str(path))))
-    assert records == [Document(f"number {i}", "web-0") for i in range(3000)]
 
 
 @pytest.mark.parametrize(
@@ -268,22 +244,6 @@ def test_a_data_set_is_read_through_datasets(tmp_path, monkeypatch, streaming):
     assert records == [Document("a", "x"), BadRecord(f"{folder} [train] record 2", "'text' is blank", "y")]
     message = refusal(Source(dataset=folder, streaming=streaming, split="nonsense"))
     assert f"dataset {folder!r} (subset None, split 'nonsense') cannot be read after record 0: " in message
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_string_of_a_data_set_that_is_not_utf8_costs_its_record(tmp_path, monkeypatch, streaming):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    (tmp_path / "set").mkdir()
-    binary = pa.array([b"a", b"\xff\xfe", b"b"])
-    pq.write_table(
-        pa.table({"text": pa.Array.from_buffers(pa.string(), 3, binary.buffers())}), tmp_path / "set/train.parquet"
-    )
-    folder = str(tmp_path / "set")
-    assert list(read(Source(dataset=folder, streaming=streaming))) == [
-        Document("a", folder),
-        BadRecord(f"{folder} [train] record 2", "is not UTF-8", folder),
-        Document("b", folder),
-    ]
 
 
 @pytest.fixture

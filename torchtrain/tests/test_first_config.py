@@ -1,7 +1,9 @@
 """`torchtrain init`, shipped configs, the version, and what is refused before anything heavy is imported."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +90,50 @@ def test_a_run_in_the_folder_is_refused_before_torch_is_imported(tree, write_con
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 2
     assert "already holds a run" in told.stderr
+
+
+# --- a system that lacks what only Linux has --------------------------------------------------------------------------
+
+
+LINUX_ONLY = ("O_TMPFILE", "posix_fadvise", "POSIX_FADV_RANDOM", "sched_getaffinity", "sched_setaffinity")
+
+TRAIN_ELSEWHERE = f"""
+import os, pathlib, shutil, signal, sys
+for name in {LINUX_ONLY!r}:
+    delattr(os, name)
+del signal.SIGHUP
+read_text = pathlib.Path.read_text
+def read(path, *rest, **more):
+    if str(path).startswith(("/proc", "/sys")):
+        raise FileNotFoundError(str(path))
+    return read_text(path, *rest, **more)
+pathlib.Path.read_text = read
+from torchtrain.cli import app
+config, run = sys.argv[1:]
+given = ["train.steps=2", "model.activation_checkpointing=auto", f"run.folder={{run}}"]
+app(["train", config, *given], standalone_mode=False)
+os.unlink(f"{{run}}/outputs.json")  # as if it had been interrupted
+shutil.rmtree(f"{{run}}/model")
+app(["resume", run], standalone_mode=False)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE") or not hasattr(signal, "SIGHUP"), reason="not Linux")
+def test_train_and_resume_need_nothing_that_only_linux_has(place, tmp_path):
+    command = [sys.executable, "-c", TRAIN_ELSEWHERE, str(place.config), str(tmp_path / "run")]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_a_system_without_file_locks_is_told_what_to_do(tmp_path):
+    """Windows has no `fcntl`: importing works, and a run is refused in one line."""
+    code = (
+        "import sys; sys.modules['fcntl'] = None\n"
+        "from pathlib import Path\n"
+        "from torchtrain.run.lock import hold\n"
+        f"with hold(Path({str(tmp_path / '.lock')!r})): pass\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "run.folder" in told.stderr.splitlines()[-1]
+    assert "WSL" in told.stderr.splitlines()[-1]

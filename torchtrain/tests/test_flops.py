@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from torchtrain.attention import make_plan
 from torchtrain.config import LoraSettings
 from torchtrain.modeling.adapters import add_adapters, layer_and_factors
 from torchtrain.planning.flops import FlopCounter, peak_of
@@ -72,12 +71,6 @@ def test_counts_what_torch_counts_of_frozen_weights(targets):
     assert counted.count == predicted - unneeded
 
 
-def test_a_step_of_adapters_takes_two_thirds_of_the_work():
-    full, model = FlopCounter.of(tiny_model("llama")), tiny_model("llama")
-    add_adapters(model, LoraSettings(rank=1, target_modules=["q_proj"]), seed=0)
-    assert full.flops(100, 100, 0) * 2 / 3 < FlopCounter.of(model).flops(100, 100, 0) < full.flops(100, 100, 0) * 0.68
-
-
 def test_a_loss_in_chunks_makes_its_logits_once():
     head, hidden = torch.nn.Linear(8, 30, bias=False), torch.randn(12, 8, requires_grad=True)
     labels = find_labels(torch.arange(12))
@@ -90,25 +83,12 @@ def _by_operation(counter: FlopCounterMode, module: str) -> dict:
     return {op: n for name, ops in counter.get_flop_counts().items() if name.endswith(module) for op, n in ops.items()}
 
 
-def test_live_pairs_not_all_pairs():
-    counter = FlopCounter.of(tiny_model("llama"))
-    ids = torch.tensor([[0, 1, 1, 1, 2, 2, -1, -1]])
-    pairs = make_plan(ids).live_pairs
-    assert pairs == 1 + (6 + 3) + (3 + 2)
-    assert counter.flops(0, 0, pairs) == 6 * counter.attention_width * 15
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A10", 125e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce RTX 3090", 71e12),
         ("Tesla V100-SXM2-16GB", None),

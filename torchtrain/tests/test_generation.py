@@ -10,8 +10,6 @@ from tokenizers import processors
 from anchorline.errors import UserError
 from torchtrain.evaluation.model import SharedPrefixLM
 from torchtrain.evaluation.perplexity import (
-    bucket_means,
-    buckets,
     document_losses,
     long_documents,
 )
@@ -140,16 +138,6 @@ def test_losses_are_the_models_whatever_it_does_to_its_logits(model, monkeypatch
     own = document_losses(model, ids)
     assert len(own) == len(ids) - 1
     assert torch.allclose(own.double(), truth, atol=64 * 2**-23 * truth.abs().max())
-
-
-def test_buckets_hold_every_position_once():
-    for length in (128, 256, 257, 1000, 4096):
-        held = [position for first, end in buckets(length) for position in range(first, end)]
-        assert held == list(range(1, length))
-    losses = torch.arange(1.0, 1000.0)
-    means = bucket_means(losses, 1000)
-    total = sum(mean * (end - first) for mean, (first, end) in zip(means, buckets(1000), strict=True))
-    assert total == pytest.approx(float(losses.sum()))
 
 
 def test_a_model_that_diverged_is_refused_whatever_it_is_asked():

@@ -1,10 +1,10 @@
 """Bad steps, injected: nothing is updated, their rows are noted, and they are left out only if asked."""
 
-import errno
 import json
 import shutil
 
 import pytest
+import safetensors.torch
 import torch
 
 from anchorline.errors import UserError
@@ -14,7 +14,6 @@ from torchtrain.run import recipe
 from torchtrain.run.status import status_lines
 from torchtrain.tests.run_fixtures import (
     QUIET,
-    fails,
     poison,
 )
 from torchtrain.tests.runs import STEPS
@@ -68,21 +67,6 @@ def test_bad_steps_are_left_out_only_if_asked_and_as_many(run, monkeypatch):
     assert (checkpoint.progress.skipped_steps, checkpoint.progress.updates) == (2, 2)
 
 
-def test_a_left_out_step_is_told(run, monkeypatch):
-    train, folder = run
-    poison(monkeypatch, {STEPS}, "nan")
-    train("train.skip_bad_steps=1")
-    assert any(line.startswith("last step") and "gradient none" in line for line in status_lines(folder))
-
-
-def test_a_bad_step_that_cannot_be_noted(run, monkeypatch):
-    train, _ = run
-    poison(monkeypatch, {2}, "nan")
-    monkeypatch.setattr("torchtrain.training.guard.replace_file", fails(errno.ENOSPC))
-    with pytest.raises(UserError, match=r"no space left on device \(a file\)"):
-        train("train.skip_bad_steps=1")
-
-
 def test_a_leap_of_the_loss(run, monkeypatch):
     train, folder = run
     long = (f"train.steps={WINDOW + 2}", "train.learning_rate=1e-5", "save.every=0")
@@ -95,3 +79,49 @@ def test_a_leap_of_the_loss(run, monkeypatch):
         UserError, match=rf"step {WINDOW + 1}: the loss is .*, above train.loss_spike 2 x .*nothing was updated"
     ):
         train(*long, "train.loss_spike=2.0")
+
+
+# --- weights that are not numbers -------------------------------------------------------------------------------------
+
+
+def spoil(monkeypatch, at, value):
+    """Let one weight become `value` in the update of that number."""
+    real, calls = torch.optim.AdamW.step, []
+
+    def step(optimizer, *arguments):
+        out = real(optimizer, *arguments)
+        calls.append(1)
+        if len(calls) == at:
+            optimizer.param_groups[0]["params"][1].data.view(-1)[7] = value
+        return out
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+
+
+@pytest.mark.parametrize(("save", "what"), [(1, "nan"), (0, "inf")])
+def test_weights_that_the_last_step_spoils_are_not_exported(fresh, monkeypatch, save, what):
+    train, here = fresh
+    spoil(monkeypatch, at=2, value=float(what))
+    with pytest.raises(
+        UserError, match=r"(master of )?model\.layers\.0\.\S+ is not finite after step 2; .*learning_rate"
+    ):
+        train(here / "run", f"save.every={save}")
+    assert not (here / "run" / "model").exists()
+    assert Checkpoints(here / "run" / "checkpoints").steps() == [1][:save]
+    lines = list(status_lines(here / "run"))
+    assert lines[0].endswith("interrupted")
+
+
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_a_source_whose_weights_are_no_numbers_is_named_early(fresh, place, what):
+    train, here = fresh
+    shutil.copytree(place.folder / "source", here / "source")
+    path = here / "source" / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"].view(-1)[5] = what
+    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"model.source .*: model.layers.1.mlp.up_proj.weight holds a number that is not finite"
+    ):
+        train(here / "run", f"model.source={here}/source")
+    assert not (here / "run").exists()

@@ -93,31 +93,6 @@ def step(tokens):
     half_on_cpu.attend_on_cpu(x, x, x, 0.25).sum().backward()
 
 
-def test_onednn_multiplies_for_long_documents_where_it_does_not_round(handed, monkeypatch):
-    least = products_on_cpu.LEAST_TOKENS
-    monkeypatch.setattr(products_on_cpu, "keeps_float32", lambda: True)
-    for tokens in (least - 1, least):
-        step(tokens)
-    assert handed == [(least - 1, "none")] * 2 + [(least, "bf16")] * 2
-    assert precision() == "none"
-
-    handed.clear()
-    monkeypatch.setattr(products_on_cpu, "keeps_float32", lambda: False)
-    step(least)
-    assert handed == [(least, "none")] * 2
-
-
-def test_tiles_are_never_asked_to_round(handed, monkeypatch):
-    monkeypatch.setattr(products_on_cpu, "has_tiles", lambda: True)
-    step(products_on_cpu.LEAST_TOKENS)
-    assert {setting for _, setting in handed} == {"none"}
-
-
-def test_a_product_that_is_rounded_is_seen(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a.bfloat16(), b.bfloat16()).float())
-    assert not products_on_cpu.keeps_float32.__wrapped__()
-
-
 def test_a_product_that_is_rounded_is_seen_whatever_the_process_computes_in(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a.bfloat16(), b.bfloat16()).float())
     torch.set_default_dtype(torch.bfloat16)
@@ -125,13 +100,6 @@ def test_a_product_that_is_rounded_is_seen_whatever_the_process_computes_in(monk
         assert not products_on_cpu.keeps_float32.__wrapped__()
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.skipif(products_on_cpu.has_tiles(), reason="tiles round")
-@pytest.mark.parametrize("surroundings", [torch.no_grad(), torch.autocast("cpu", torch.bfloat16)])
-def test_nothing_is_rounded_here(surroundings):
-    with surroundings:
-        assert products_on_cpu.keeps_float32.__wrapped__()
 
 
 @pytest.mark.parametrize("chosen", ["highest", "high", "medium"])

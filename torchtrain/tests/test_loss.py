@@ -88,8 +88,7 @@ class Given(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("words", [49_152, 128_256])
-@pytest.mark.parametrize("chunk", [64, 24])
+@pytest.mark.parametrize(("words", "chunk"), [(49_152, 64), (128_256, 24)])
 @pytest.mark.parametrize("linear", [False, True])
 def test_float32_losses_and_gradients_of_a_large_vocabulary_obey_the_error_rule(words, chunk, linear):
     """torch's `log_softmax` on a CPU breaks it: of 128,256 words, each loss is about 4e-6 to 1e-5 too small."""
@@ -208,18 +207,3 @@ def test_no_labels_at_all_give_zero_with_zero_gradients():
     assert not each.any()
     assert not hidden.grad.any()
     assert not head.weight.grad.any()
-
-
-def test_losses_of_half_precision_logits_are_taken_in_float32():
-    head, hidden, labels = case(1, 8, [False] * 8, dtype=torch.bfloat16)
-    total, each = chunked_cross_entropy(head, hidden, find_labels(labels), chunk=3)
-    assert total.dtype == each.dtype == torch.float32
-    logits = torch.cat([head(part) for part in hidden[0].split(3)]).float()
-    assert_judged(each[0], *truth_and_reference(logits.detach(), labels[0])[0])
-
-
-def test_a_label_beyond_the_vocabulary_is_an_error():
-    head, hidden, labels = case(1, 2, [False, False])
-    labels[0, 0] = V
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        chunked_cross_entropy(head, hidden, find_labels(labels), chunk=2)

@@ -60,10 +60,10 @@ def test_a_full_disk_of_one_process_is_one_line(place):
 def test_nodes_that_do_not_share_the_folder(place):
     """Each process has its own, and sees no run of rank 0's in it."""
     constants = QUICK | {"torchtrain.run.folder._ATTEMPTS": 1}
-    codes = place.train("apart", f"run.folder={place.folder}/apart-{{rank}}", processes=2, set=constants)
+    codes = place.train("nodes", f"run.folder={place.folder}/nodes-{{rank}}", processes=2, set=constants)
     assert codes == [2, 2]
-    (line,) = [line for line in place.log("apart").splitlines() if line.startswith("torchtrain: ")]
-    assert line.startswith(f"torchtrain: rank 1: run.folder {place.folder}/apart-1: ")
+    (line,) = [line for line in place.log("nodes").splitlines() if line.startswith("torchtrain: ")]
+    assert line.startswith(f"torchtrain: rank 1: run.folder {place.folder}/nodes-1: ")
     assert line.endswith("does not see the run; run.folder must be on a disk that all nodes share")
 
 
@@ -93,8 +93,7 @@ def test_sigterm_to_one_of_two_processes_saves_on_both(place):
     assert Checkpoints(place.folder / "two-term" / "checkpoints").open(3) is not None
 
 
-@pytest.mark.parametrize("agent", [False, True])
-@pytest.mark.parametrize("ranks", [{"rank": 1}, {"rank": 0}, {}], ids=["one", "zero", "both"])
+@pytest.mark.parametrize(("ranks", "agent"), [({"rank": 1}, False), ({"rank": 0}, True), ({}, True)])
 def test_sigterm_outside_a_step_is_told_by_one(place, straight_on_two, ranks, agent):
     """Whichever process it comes to, and whether torchrun then sends it to the other as well or not."""
     name = f"term-outside-{ranks.get('rank')}-{agent}"

@@ -38,15 +38,8 @@ MASKS_NEVER_GIVEN = {
 }
 LAYER_TYPES_REFUSED = {
     *("window_attention", "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
-    *(
-        "minimax_m3_sparse",
-        "conv",
-        "moe",
-        "hybrid",
-        "hybrid_sliding",
-        "reference_sliding_attention",
-        "linear_attention",
-    ),
+    *("minimax_m3_sparse", "conv", "moe", "hybrid", "hybrid_sliding", "linear_attention"),
+    "reference_sliding_attention",
 }
 # Arguments of a family's attention that change nothing under the rule, or that `anchor` honours or checks by name.
 ARGUMENTS_KNOWN = {

@@ -1,10 +1,14 @@
 """Micro-batches are made ahead of their steps, in a thread, and are the same."""
 
 import threading
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from torchtrain.distributed import gradient_sums
+from torchtrain.distributed.gradient_sums import GradientSums
 from torchtrain.training.micro_batch import make_ahead
 
 CPU = torch.device("cpu")
@@ -54,5 +58,63 @@ def test_who_stops_early_leaves_no_thread():
     assert len(threads) <= 2
 
 
-def test_nothing_to_make():
-    assert list(make_ahead(lambda number: number, [], CPU)) == []
+# --- gradients are sent as they come ----------------------------------------------------------------------------------
+
+
+SIZES = (3, 50, 2, 4, 1)  # of which 50 is large
+
+
+class Wire:
+    """What is sent, and a second rank that has the same."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> "Wire":
+        assert async_op
+        self.sent.append(tensor.numel())
+        tensor.mul_(2)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    monkeypatch.setattr(gradient_sums, "SMALL", 6)
+    wire = Wire()
+    with patch.object(dist, "all_reduce", wire.all_reduce):
+        yield wire
+
+
+def make(*dtypes):
+    return [torch.zeros(n, dtype=dtype) for n, dtype in zip(SIZES, dtypes or [torch.float32] * 5, strict=True)]
+
+
+@pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (0, 1, 2, 3, 4), (2, 4, 0, 3, 1)])
+def test_the_order_is_one_whatever_comes_first(wire, order):
+    owners = make()
+    sums = GradientSums(owners)
+    sums.begin()
+    for number in order:
+        owners[number].grad = torch.full_like(owners[number], float(number))
+        sums.note(owners[number])
+    sums.finish()
+    assert wire.sent == [1 + 4, 50, 2 + 3], "the last first; what is small together, up to SMALL"
+    for number, owner in enumerate(owners):
+        assert owner.grad.tolist() == [2.0 * number] * SIZES[number]
+
+
+def test_what_is_whole_is_sent_before_the_rest_comes(wire):
+    owners = make()
+    sums = GradientSums(owners)
+    sums.begin()
+    seen = []
+    for number in (4, 1, 3, 2, 0):
+        owners[number].grad = torch.ones_like(owners[number])
+        sums.note(owners[number])
+        seen.append(list(wire.sent))
+    assert seen == [[], [], [5, 50], [5, 50], [5, 50, 5]]
+    sums.finish()
+    assert wire.sent == [5, 50, 5]

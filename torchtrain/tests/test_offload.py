@@ -58,19 +58,6 @@ class Late:
             self.done += 1
 
 
-class Careless(Late):
-    """Waits for no copy in one direction."""
-
-    def __init__(self, back: bool) -> None:
-        super().__init__()
-        self.back = back
-
-    def wait(self, copied: int) -> None:
-        in_backward_pass = torch._C._current_graph_task_id() != -1
-        if in_backward_pass != self.back:
-            super().wait(copied)
-
-
 @pytest.fixture
 def garbage(monkeypatch):
     """What was not written yet is not a number."""
@@ -95,17 +82,6 @@ def test_copies_may_arrive_as_late_as_they_are_waited_for(garbage):
     assert late.most == 1
 
 
-def test_a_wait_that_is_missing_before_an_input_is_used_is_found(garbage):
-    found = train(model_of("offload", HostMemory(Careless(back=True))), 1)
-    assert any(x.isnan().any() for x in found)
-
-
-def test_a_wait_that_is_missing_before_an_input_is_dropped_is_found(garbage):
-    late = Careless(back=False)
-    model_of("offload", HostMemory(late))(input_ids=torch.arange(40).view(2, -1), use_cache=False)
-    assert late.most == LAYERS, "copies of inputs that are gone"
-
-
 def test_memory_of_the_host_is_what_is_planned_and_comes_back():
     host = HostMemory()
     model = model_of("offload", host)
@@ -119,28 +95,6 @@ def test_memory_of_the_host_is_what_is_planned_and_comes_back():
         assert sum(block.nbytes for block in host._free) == blocks
     finally:
         gc.enable()
-
-
-def test_at_most_two_inputs_are_on_the_device(monkeypatch):
-    host, most = HostMemory(), []
-    real = host._fetch
-
-    def fetch(kept: Any) -> None:
-        real(kept)
-        most.append(sum(one() is not None and one().here is not None for one in host._order))  # type: ignore[union-attr]
-
-    monkeypatch.setattr(host, "_fetch", fetch)
-    train(model_of("offload", host), 1)
-    assert max(most) <= 1, "beside the one that is used"
-    assert most.count(1) == 2 * LAYERS - 1
-
-
-def test_what_has_no_backward_pass_is_not_kept(monkeypatch):
-    monkeypatch.setattr(HostMemory, "_keep", lambda *_: pytest.fail("kept"))
-    model, ids = model_of("offload"), torch.arange(40)[None]
-    with torch.no_grad():
-        model(ids, use_cache=False)
-        model.eval()(ids)
 
 
 def test_a_second_backward_pass_finds_the_inputs_again():

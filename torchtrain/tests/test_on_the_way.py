@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import random
 import shutil
 
 import numpy as np
@@ -17,7 +16,6 @@ from anchorline.errors import UserError
 from torchtrain.checkpoint import rng
 from torchtrain.config import load_config
 from torchtrain.distributed.world import World
-from torchtrain.errors import Terminated
 from torchtrain.evaluation import evaluate as measuring
 from torchtrain.evaluation import results
 from torchtrain.evaluation.evaluate import Checkpoint, evaluate
@@ -175,21 +173,6 @@ def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on(place, suite, measu
     assert not folder.exists()
 
 
-def test_a_suite_that_does_not_fit_is_told_before_a_folder_is_made(place, tmp_path):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("few words")
-    tree = {
-        "tasks": ["niah_single_2"],
-        "haystack": {"texts": str(tmp_path / "text" / "*.txt")},
-        "cache": str(tmp_path / "c"),
-    }
-    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(tree))
-    settings = ["evaluation.every=2", f"evaluation.suite={tmp_path / 'suite.yaml'}"]
-    with pytest.raises(UserError, match=r"evaluation \(suite .*, lengths 128\): haystack: 2 words are too few"):
-        _train(place, tmp_path / "short", *settings)
-    assert not (tmp_path / "short").exists()
-
-
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -220,26 +203,6 @@ def test_a_fault_on_the_way_is_one_line_and_the_next_evaluation_tries_again(
     evaluation.measure(model, tokenizer, 2, lines.append, lambda: None)
     assert {of.task for of in read_results(evaluation.out)} == {"hellaswag", "mmlu_anatomy"}
     assert not lines[-1].startswith("warning")
-
-
-@pytest.mark.parametrize("end", [UserError("a save failed"), Terminated("stopped"), KeyboardInterrupt()], ids=repr)
-def test_who_ends_the_run_while_it_is_evaluated_ends_it_with_its_own_random_states(evaluation, model_folder, end):
-    lines, seen = [], []
-
-    def stop():
-        seen.append(rng.capture())  # whoever ends a run may save them
-        np.random.rand(3), random.random(), torch.rand(3)
-        raise end
-
-    before = rng.capture()
-    with pytest.raises(type(end)) as caught:
-        evaluation.measure(
-            AutoModelForCausalLM.from_pretrained(model_folder("llama")), tiny_tokenizer(), 2, lines.append, stop
-        )
-    assert caught.value is end
-    assert not any(line.startswith("warning") for line in lines)
-    for states in (*seen, rng.capture()):
-        assert [name for name in before if not torch.equal(before[name], states[name])] == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from torch import nn
 
 from torchtrain.config import TrainConfig
 from torchtrain.training.optimizer import Optimizer
+from torchtrain.training.schedule import learning_rate
 
 SETTINGS = TrainConfig(weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8, clip_norm=None)
 RATE = 1e-2
@@ -49,12 +50,6 @@ def test_adamw_and_weight_decay_on_matrices_alone():
         expected = adamw_by_hand(start[name], [s * (i + 1) for s in scales], decay)
         # About 20 roundings a step of numbers of a size around one.
         assert (dict(model.named_parameters())[name] - expected).abs().max() <= 3 * 20 * eps * expected.abs().max()
-
-
-def test_float32_has_no_second_copy():
-    model = Tiny(torch.float32)
-    optimizer = Optimizer(model, SETTINGS)
-    assert all(p is m for p, m in zip(model.parameters(), optimizer.masters, strict=True))
 
 
 def test_bfloat16_keeps_updates_too_small_for_bfloat16():
@@ -108,16 +103,43 @@ def test_clipping_by_the_global_norm(dtype, clip, monkeypatch):
     assert clipped.item() == pytest.approx(expected, rel=1e-6 / norm + 4 * eps)
 
 
-def test_gradients_are_gone_after_a_step():
-    model = Tiny(torch.bfloat16)
-    optimizer = Optimizer(model, SETTINGS)
-    model.backward(1.0)
-    optimizer.step(RATE)
-    assert all(tensor.grad is None for tensor in [*model.parameters(), *optimizer.masters])
-
-
 def test_tied_and_frozen_parameters():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
     model[2].weight = model[0].weight
     model[1].requires_grad_(False)
     assert len(Optimizer(model, SETTINGS).masters) == 1
+
+
+# --- the learning rate at each step, by hand --------------------------------------------------------------------------
+
+
+def rates(**settings) -> list[float]:
+    train = TrainConfig(learning_rate=8.0, **settings)
+    return [learning_rate(step, train) for step in range(train.steps)]
+
+
+def test_constant():
+    assert rates(steps=3) == [8, 8, 8]
+
+
+def test_warmup_reaches_the_peak_with_its_last_step():
+    assert rates(steps=6, warmup_steps=4) == [2, 4, 6, 8, 8, 8]
+
+
+def test_linear_starts_at_the_peak_and_never_wastes_a_step_at_zero():
+    assert rates(steps=6, warmup_steps=2, schedule="linear") == [4, 8, 8, 6, 4, 2]
+
+
+def test_linear_falls_towards_its_share():
+    assert rates(steps=4, schedule="linear", min_learning_rate_share=0.5) == [8, 7, 6, 5]
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    down = rates(steps=4, schedule="cosine", min_learning_rate_share=0.25)
+    assert down[0] == 8
+    assert down[2] == pytest.approx(8 * (0.25 + 0.75 / 2), rel=1e-15)
+    assert down[1] + down[3] == pytest.approx(2 * down[2], rel=1e-15)  # symmetric about the middle
+
+
+def test_all_warmup():
+    assert rates(steps=2, warmup_steps=2, schedule="cosine") == [4, 8]

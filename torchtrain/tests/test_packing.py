@@ -1,7 +1,6 @@
 """The plan against a token-by-token twin, and its counts."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,55 +52,6 @@ def test_plan_is_the_greedy_filling_and_its_counts_add_up(documents, capacity, s
     assert plan.overhead_tokens == spent
     assert plan.padding_tokens == len(rows) * capacity - kept - spent
     assert last == "drop" or plan.dropped_tokens == 0
-
-
-@given(documents, st.integers(5, 20), st.randoms())
-def test_rows_do_not_depend_on_the_order_of_access(documents, capacity, random):
-    lengths, overhead = np.array(documents).T
-    expected = spans_of(PackPlan(lengths, capacity, overhead, seed=3))
-    plan = PackPlan(lengths, capacity, overhead, seed=3)
-    rows = list(range(len(plan)))
-    random.shuffle(rows)
-    assert all(plan.spans(row) == expected[row] for row in rows)
-
-
-def test_a_document_goes_on_in_the_next_row():
-    plan = PackPlan(np.array([10]), 4, np.array([0]), seed=0)
-    assert spans_of(plan) == [[Span(0, 0, 4)], [Span(0, 4, 8)], [Span(0, 8, 10)]]
-    assert plan.padding_tokens == 2
-
-
-def test_a_tag_is_spent_in_every_row_and_never_stands_alone():
-    # 4 + 2 tokens of the first document leave 1 of 7, no room for a tag of 2 and a token.
-    plan = PackPlan(np.array([4, 4]), 7, np.array([2, 2]), seed=0)
-    assert [[(span.start, span.stop) for span in row] for row in spans_of(plan)] == [[(0, 4)], [(0, 4)]]
-    assert (plan.overhead_tokens, plan.padding_tokens) == (4, 2)
-
-
-def test_a_full_last_row_is_not_dropped():
-    plan = PackPlan(np.array([8]), 4, np.array([0]), seed=0, last="drop")
-    assert (len(plan), plan.dropped_tokens) == (2, 0)
-
-
-def test_epochs_and_seeds_have_orders_of_their_own():
-    lengths, overhead = np.full(50, 3), np.zeros(50, dtype=int)
-    orders = {
-        tuple(span.document_index for row in spans_of(PackPlan(lengths, 6, overhead, seed, epoch)) for span in row)
-        for seed in (0, 1)
-        for epoch in (0, 1)
-    }
-    assert len(orders) == 4
-
-
-def test_streams_with_a_longer_key_differ():
-    assert random_stream(0, 1).integers(2**60) != random_stream(0, 1, 0).integers(2**60)
-
-
-def test_a_row_outside_the_plan_is_refused():
-    plan = PackPlan(np.array([8]), 4, np.array([0]), seed=0)
-    for row in (-1, 2):
-        with pytest.raises(IndexError, match="of a plan of 2"):
-            plan.spans(row)
 
 
 def fill_best(sizes, capacity):

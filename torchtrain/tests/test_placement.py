@@ -1,6 +1,6 @@
 """A model whose layers lie on several devices answers as it does on one, bit for bit.
 
-Without a GPU accelerate can put layers off to disk, and its hooks run; two devices are the stand-ins of `tests/cuda`.
+Without a GPU accelerate can put layers off to disk, and its hooks run.
 """
 
 import random

@@ -13,7 +13,7 @@ from torchtrain.attention.block_mask import BLOCK, make_block_mask
 from torchtrain.attention.gather import gather_keys, gather_queries, scatter_queries
 from torchtrain.attention.plan import AttentionPlan, make_plan
 from torchtrain.attention.rule import visible_BTT
-from torchtrain.tests.layouts import document_ids, named_batch
+from torchtrain.tests.layouts import document_ids
 
 
 def mask_of_varlen(plan: AttentionPlan, window: int | None = None) -> torch.Tensor:
@@ -95,11 +95,6 @@ def test_varlen_segments_are_the_rule(ids_BT, window):
     assert plan.max_seqlen_k == max(plan.cu_seqlens_k.diff().tolist(), default=0)
 
 
-def test_varlen_segments_of_the_named_layouts():
-    ids_BT = named_batch()
-    assert torch.equal(mask_of_varlen(make_plan(ids_BT)), visible_BTT(ids_BT))
-
-
 @pytest.mark.parametrize(
     "ids_BT",
     [
@@ -123,11 +118,6 @@ def test_the_block_mask_is_the_rule_and_has_the_blocks_of_create_block_mask(ids_
     ours = make_block_mask(ids_BT)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-
-
-def test_a_window_drops_the_blocks_beyond_it():
-    block_mask = make_block_mask(packed_ids(16 * BLOCK), BLOCK)
-    assert (block_mask.kv_num_blocks + block_mask.full_kv_num_blocks).max() == 2
 
 
 @given(document_ids(max_rows=2, max_tokens=400), st.integers(1, 300), st.booleans())

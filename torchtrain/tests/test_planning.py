@@ -1,6 +1,5 @@
 """`torchtrain plan`: what is counted is what is held, and the verdict, the bounds and the remedies follow from it."""
 
-import itertools
 import json
 import shutil
 import tomllib
@@ -17,11 +16,11 @@ from typer.testing import CliRunner
 
 from anchorline.errors import UserError
 from torchtrain.cli import app
-from torchtrain.config import ModelConfig, load_config
+from torchtrain.config import load_config
 from torchtrain.distributed.layout import check_layout
 from torchtrain.modeling.smollm2 import gguf_file
 from torchtrain.modeling.source import PUBLISHED, published_models, resolve_source
-from torchtrain.planning import answer, budget
+from torchtrain.planning import budget
 from torchtrain.planning.memory import Shapes
 from torchtrain.planning.work import Documents, count_work, read_documents, weighted_length
 from torchtrain.tests.data_fixtures import memory_store
@@ -41,10 +40,6 @@ def call():
 # --- what is counted --------------------------------------------------------------------------------------------------
 
 
-def settings(checkpointing: bool, dtype: str = "bfloat16") -> ModelConfig:
-    return ModelConfig(source="x", dtype=dtype, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
-
-
 @pytest.fixture
 def config_of(tree, write_config):
     """Return a function from overrides to a config of a tiny model in bfloat16."""
@@ -54,14 +49,12 @@ def config_of(tree, write_config):
 CHECKPOINTING = "model.activation_checkpointing=true"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_with_checkpointing_a_layer_more_keeps_its_input_and_no_more(config_of, family, rows):
-    config = config_of(CHECKPOINTING, f"train.micro_batch={rows}")
+def test_with_checkpointing_a_layer_more_keeps_its_input_and_no_more(config_of):
+    config, rows = config_of(CHECKPOINTING, "train.micro_batch=2"), 2
     T = config.pack.sequence_length
     peaks = []
     for layers in (3, 4, 5):
-        own = tiny_config(family, num_hidden_layers=layers)
+        own = tiny_config(num_hidden_layers=layers)
         peaks.append(Shapes(own).run(config).most(again=True)[0])
     bfloat16 = 2
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] == rows * T * own.hidden_size * bfloat16
@@ -83,31 +76,12 @@ def test_more_tokens_rows_and_chunks_hold_more_and_ranks_that_share_them_less(co
         assert held(long, f"distributed.sequence_parallel={shared}") < held(long) / shared * 1.5
 
 
-def test_attention_in_a_fixed_order_holds_a_sum_of_dq_for_each_block_that_runs(config_of):
-    """Few documents leave most of a GPU's processors to blocks of one; many documents leave none."""
-    own = tiny_config(num_hidden_layers=1)
-    H, D, T = own.num_attention_heads, 32, 8192  # the kernel's head_dim is a multiple of 32
-
-    def held(*overrides: str) -> int:
-        chosen = config_of(f"pack.sequence_length={T}", "train.loss_chunk=16", *overrides)
-        return Shapes(own).run(chosen).most(again=True)[0]
-
-    once = 4 * (T + 128) * H * D
-    in_order = "train.deterministic=true"
-    assert held("pack.variant=full") < (132 // H) * once < held("pack.variant=full", in_order)
-    many = ("pack.variant=intra", f"pack.sequence_length={132 * 1024 // H}")
-    assert held(*many, in_order) == held(*many)
-
-
 @pytest.mark.parametrize(
     ("dtype", "rotation", "micro_batches", "checkpointing", "chunk", "lora"),
     [
-        *itertools.product(["bfloat16", "float32"], ["model"], [1, 2], [False, True], ["null"], ["null"]),
-        ("bfloat16", "float32", 1, False, "null", "null"),
+        ("bfloat16", "model", 1, False, "null", "null"),
         ("bfloat16", "float32", 1, True, "null", "null"),
-        ("bfloat16", "model", 1, False, 100, "null"),
         ("float32", "model", 2, "offload", 100, "null"),
-        ("bfloat16", "model", 2, "offload", "null", "null"),
         ("bfloat16", "model", 1, False, "null", "{rank: 8}"),
         ("float32", "model", 2, True, "null", "{target_modules: [q_proj, v_proj], also_train: [norm]}"),
         ("bfloat16", "model", 2, "offload", 100, "{rank: 8, also_train: [embed_tokens]}"),
@@ -147,12 +121,11 @@ def test_documents_that_are_packed_end_to_end_have_the_live_pairs_that_are_count
         assert Documents(weighted_length(lengths, T), "").live_pairs(T, anchor=0) == pytest.approx(pairs, rel=0.01)
 
 
-@pytest.mark.parametrize(("length", "share"), [("64k", 0.054), ("128k", 0.036)])
-def test_the_papers_data_leaves_as_many_pairs_as_its_statistics_say(length, share):
-    config = load_config(CONFIGS / "paper" / f"llama2-7b-{length}-intra.yaml")
+def test_the_papers_data_leaves_as_many_pairs_as_its_statistics_say():
+    config = load_config(CONFIGS / "paper" / "llama2-7b-64k-intra.yaml")
     model = Shapes(budget.model_config(config)).model(config.model)
     work = count_work(config, model, read_documents(config, None))
-    assert work.live_share == pytest.approx(share, rel=0.01)
+    assert work.live_share == pytest.approx(0.054, rel=0.01)
     full = count_work(config, model, Documents(None, ""))
     assert (full.live_share, work.flops < 0.7 * full.flops) == (1.0, True)
 
@@ -183,7 +156,6 @@ def test_7b_at_128k_fits_on_eight_gpus_of_80_gib_in_the_papers_setting(call):
     assert "attention 3.6% of a row's pairs are live (the paper's statistics of slimpajama-128k" in result.stdout
     assert "reserve: CUDA context, NCCL" in result.stdout
     assert "\nfusing    norms, gates, rotation and sums move" in result.stdout
-    assert "fusing" not in call(paper, "-n", 8, "--gpu", "A100", "--mfu", 0.4, "model.layer_chunk=8192").stdout
     assert "host memory, all processes, while training" in result.stdout
     gib = 6_738_415_616 / 2**30  # a byte for each weight
     said = f"{12 * gib:.1f} GiB each, after step 100, 200 ... 2,000"
@@ -191,15 +163,6 @@ def test_7b_at_128k_fits_on_eight_gpus_of_80_gib_in_the_papers_setting(call):
     assert f"models    5 of {2 * gib:.1f} GiB each" in result.stdout
     written, most = (20 * 12 + 5 * 2) * gib, (3 * 12 + 5 * 2) * gib
     assert f"disk      {written:,.1f} GiB written in all, up to {most:.1f} GiB there at a time" in result.stdout
-
-    plain = ["distributed.sequence_parallel=1", "distributed.zero_stage=0", "distributed.offload=none"]
-    result = call(paper, *plain, "-n", 8)
-    assert result.exit_code == 1
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("change")]
-    assert line.endswith("fits")
-    overrides = line.removeprefix("change").partition(":")[0].split()
-    fitting = call(paper, *plain, *overrides, "-n", 8)
-    assert fitting.exit_code == 0, "what it says would help does"
 
 
 @settings_of_hypothesis(max_examples=10)
@@ -283,18 +246,10 @@ def test_what_fits_is_told_the_fastest_that_does(call, tree, write_config):
     assert "\nfastest   as it is\n" in call(write_config(tree)).stdout
 
 
-def test_one_gpu_is_offered_offload_with_the_stage_that_it_needs(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tiny_settings(tmp_path, tmp_path, path)))
-    config = load_config(path, ["model.dtype=bfloat16", CHECKPOINTING])
-    changes, _ = budget.propose(config, LARGE, 1, budget.count_memory(config, LARGE, 1).gpu * 9 // 10 + budget.RESERVE)
-    assert {"distributed.zero_stage=3", "distributed.offload=all"} <= set(
-        changes
-    ) or "distributed.offload=optimizer" in changes
-    load_config(path, changes)
+PAPER = {load_config(path).model.source: path for path in sorted((CONFIGS / "paper").glob("*-*.yaml"))}
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "paper").glob("*-*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAPER.values(), ids=lambda path: path.stem)
 def test_the_model_of_every_paper_config_needs_nobody(path, monkeypatch):
     """Its shape comes with the package, with as many weights as its makers' files hold."""
     monkeypatch.setattr("anchorline.hub.find_model", lambda *_, **__: pytest.fail("the hub was asked"))
@@ -364,17 +319,6 @@ def test_hosts_that_hold_too_little_are_named_with_when(call, tree, write_config
     assert "while it trains" in call(*small, *offloaded).stdout
 
 
-def test_a_change_that_fills_the_hosts_says_so(call, tree, write_config, monkeypatch):
-    """What brings a GPU down may lie on the host afterwards."""
-    after = budget.Memory(0, 0, 0, 0, load=0, host=3 * budget.GIB, host_load=0)
-    monkeypatch.setattr(answer, "propose", lambda *_: (["distributed.offload=optimizer"], after))
-    small = ("--memory", 3, "--host-memory")
-    told = call(write_config(tree), *small, 2)
-    assert told.exit_code == 1
-    assert "0.0 GiB, fits; the hosts would hold 3.0 GiB, more than --host-memory\n" in told.stdout
-    assert "0.0 GiB, fits\n" in call(write_config(tree), *small, 4).stdout
-
-
 def test_what_cannot_fit_says_so(call, tree, write_config):
     result = call(write_config(tree), "-n", 2, "--memory", 1e-6)
     assert result.exit_code == 1
@@ -386,13 +330,8 @@ def test_what_cannot_fit_says_so(call, tree, write_config):
     [
         (["--mfu", "0.4"], "--mfu 0.4: give --gpu, too, whose peak it is a share of"),
         (["--gpu", "A100"], "--gpu 'A100': give --mfu, too, the share of its peak"),
-        (["--tokens-per-second", "5", "--gpu", "A100", "--mfu", "0.4"], "give one of the two"),
         (["--gpu", "Abacus", "--mfu", "0.4"], "--gpu 'Abacus': no peak is known"),
         (["-n", "3"], "train.sequences_per_step 2: no multiple of 3"),
-        (
-            ["-n", "3", "distributed.sequence_parallel=3"],
-            "distributed.sequence_parallel 3: does not divide the model's 4",
-        ),
         (["model.source=/no/such/folder"], "no folder with a config.json"),
         (["rope.theta=keep"], f"the model holds {POSITIONS} positions"),
     ],

@@ -49,13 +49,6 @@ def test_documents_are_stored_in_order_with_eos(corpus, tmp_path):
     assert stored(tmp_path) == [store.header.fingerprint]
 
 
-def test_without_eos(corpus):
-    tokenizer = word_tokenizer()
-    plain = corpus.model_copy(update={"append_eos": False})
-    assert prepare(plain, tokenizer).document(0).tolist() == [3, 4, 5]
-    assert prepare(corpus, word_tokenizer(eos=None)).document(0).tolist() == [3, 4, 5]
-
-
 def test_a_document_longer_than_the_model_is_no_warning(tmp_path, caplog):
     write_jsonl(tmp_path / "long.jsonl", [{"text": "w1 " * 5000}])
     tokenizer = word_tokenizer()
@@ -65,17 +58,6 @@ def test_a_document_longer_than_the_model_is_no_warning(tmp_path, caplog):
         store = prepare(config(tmp_path, ["long"]), tokenizer)
     assert store.lengths.tolist() == [5001]
     assert not caplog.records
-
-
-def test_text_is_encoded_batch_by_batch(corpus, monkeypatch, tmp_path):
-    whole = prepare(corpus, word_tokenizer())
-    # By way of sys.modules: in the package, the name of the module stands for its function.
-    for module in ("writer", "encode"):
-        monkeypatch.setattr(sys.modules[f"torchtrain.data.{module}"], "BATCH_CHARACTERS", 1)
-    seen = []
-    parts = prepare(corpus.model_copy(update={"cache": str(tmp_path / "other")}), word_tokenizer(), seen.append)
-    np.testing.assert_array_equal(parts.shards[0], whole.shards[0])
-    assert len([progress for progress in seen if progress.state.startswith("tokenising")]) > 3
 
 
 def test_a_finished_store_is_reused_without_tokenising_and_says_so(corpus, monkeypatch):
@@ -220,16 +202,6 @@ def test_a_cache_that_cannot_be_written_is_refused(corpus, tmp_path):
         prepare(corpus.model_copy(update={"cache": str(tmp_path / "file")}), word_tokenizer())
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(corpus, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("torchtrain.data.writer.np.save", full)
-    with pytest.raises(UserError, match=r"cannot be written: no space left on device"):
-        prepare(corpus, word_tokenizer())
-    assert stored(tmp_path) == []
-
-
 def test_a_slow_tokenizer_is_refused(corpus):
     class Slow:
         is_fast = False
@@ -237,27 +209,3 @@ def test_a_slow_tokenizer_is_refused(corpus):
 
     with pytest.raises(UserError, match=r"model.source: Slow is a slow tokenizer"):
         prepare(corpus, Slow())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        ("store.json", lambda header: header.pop("sources"), r"store\.json: sources Field required"),
-        ("store.json", lambda header: header["domains"].pop(), r"store\.json: is not as it was written"),
-        ("offsets.npy", b"", r"offsets\.npy: is cut off or overwritten \(0 bytes; 152 bytes were written\)"),
-        ("tokens-00000.bin", b"", r"tokens-00000\.bin: is cut off"),
-    ],
-)
-def test_a_half_damaged_store_is_one_line_that_says_what_to_do(corpus, name, damage, message):
-    path = prepare(corpus, word_tokenizer()).folder / name
-    if callable(damage):
-        header = json.loads(path.read_text())
-        damage(header)
-        damage = json.dumps(header).encode()
-    path.write_bytes(damage)
-    with pytest.raises(UserError, match=rf"{path.parent} is damaged \(.*{message}.*delete the folder") as caught:
-        prepare(corpus, word_tokenizer())
-    assert "\n" not in str(caught.value)
-    path.unlink()
-    with pytest.raises(UserError, match=rf"\({name}:? is missing\); .*delete the folder"):
-        prepare(corpus, word_tokenizer())

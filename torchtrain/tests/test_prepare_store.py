@@ -1,6 +1,5 @@
 """`torchtrain prepare`: one store, whoever makes it and wherever that is interrupted; nothing half-written counts."""
 
-import errno
 import json
 import multiprocessing
 import os
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,12 +19,12 @@ from anchorline.errors import UserError
 from torchtrain import cli
 from torchtrain.config import DataConfig, Preparation, PrepareConfig, Source, TokenizerConfig, load_config
 from torchtrain.data import TokenStore, identity, prepare, prepare_store
-from torchtrain.data.corpus import list_tasks
 from torchtrain.data.tasks import LOGS, PLAN, SHARDS, MakeShard, Submitted
 from torchtrain.errors import TasksUnfinished
 from torchtrain.run.verify import read_training
 from torchtrain.tests.data_fixtures import word_tokenizer, write_jsonl
 from torchtrain.tests.killed_worker import KilledOnce, prepare_waiting
+from torchtrain.tests.runs import flip
 from torchtrain.tests.tiny import tiny_tokenizer
 
 FILES = 5
@@ -171,17 +169,6 @@ def test_a_preparation_that_is_killed_leaves_no_process_behind(preparation, tmp_
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_two_at_once_make_one_store(preparation, tmp_path):
-    fork = multiprocessing.get_context("fork")
-    said = fork.Queue()
-    processes = [fork.Process(target=make, args=(preparation, tmp_path / "out", said)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    assert sorted(said.get(timeout=60) for _ in processes) == ["task 6 of 6 220", "tokens reused 220"]
-    for process in processes:
-        process.join()
-
-
 def make(preparation: Preparation, out: Path, said: Any) -> None:
     """Prepare a store slowly, so that another comes in between, and say how it went; for a process of its own."""
     states = []
@@ -192,21 +179,6 @@ def make(preparation: Preparation, out: Path, said: Any) -> None:
 
     store = prepare_store(preparation, word_tokenizer(), out, on_progress=note)
     said.put(f"{states[-1]} {len(store)}")
-
-
-def test_two_that_write_one_shard_leave_one(preparation, tmp_path):
-    """As when Slurm runs a task again that it took for dead."""
-    tasks = list_tasks(preparation.data.sources)
-    first = MakeShard(tmp_path, preparation.data, tasks, word_tokenizer(), one_thread=False)
-
-    class Second(MakeShard):
-        def records(self, task):
-            first()  # which ends before this one
-            yield from super().records(task)
-
-    Second(tmp_path, preparation.data, tasks, word_tokenizer(), one_thread=False)()
-    assert os.listdir(tmp_path / SHARDS) == ["00000"]
-    TokenStore.open(tmp_path / SHARDS / "00000").verify()
 
 
 def test_what_another_preparation_left_is_not_gone_on_with(preparation, tmp_path):
@@ -233,18 +205,6 @@ def test_what_another_preparation_left_is_not_gone_on_with(preparation, tmp_path
     assert os.listdir(work) == ["mine"]
 
 
-def test_a_preparation_that_found_nothing_stands_in_the_way_of_none(preparation, tmp_path):
-    """A wrong path is mended by the same command."""
-    (tmp_path / "empty.jsonl").write_text("")
-    none = [preparation.data.sources[1].model_copy(update={"files": f"{tmp_path}/empty.jsonl"})]
-    empty = preparation.model_copy(update={"data": preparation.data.model_copy(update={"sources": none})})
-    with pytest.raises(UserError, match="empty"):
-        prepare_store(empty, word_tokenizer(), tmp_path / "out")
-    assert (tmp_path / "out.partial" / PLAN).is_file()
-    prepare_store(preparation, word_tokenizer(), tmp_path / "out").verify()
-    assert not (tmp_path / "out.partial").exists()
-
-
 def test_an_out_that_is_something_of_the_users_is_refused_and_stays(preparation, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -254,15 +214,6 @@ def test_an_out_that_is_something_of_the_users_is_refused_and_stays(preparation,
     assert (tmp_path / "file").read_text() == "mine"
     with pytest.raises(UserError, match=r"--out /proc/store cannot be written: .*; choose another folder"):
         prepare_store(preparation, word_tokenizer(), Path("/proc/store"))
-
-
-def test_a_document_that_cannot_be_cut_is_named_by_its_place(preparation, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtrain.data.encode.MOST_WITHOUT_CUT", 200)
-    write_jsonl(tmp_path / "other.jsonl", [{"text": "w1"}, {"text": "7" * 201}])
-    data = preparation.data.model_copy(update={"min_tokens": 1, "bad_record_share": 0.5})
-    store = prepare_store(preparation.model_copy(update={"data": data}), word_tokenizer(), tmp_path / "out")
-    last = store.bad_records.read_text().splitlines()[-1]
-    assert last == f"{tmp_path}/other.jsonl:2: 201 characters without a place to cut"
 
 
 def test_a_source_that_breaks_off_is_named_and_costs_no_other_task(preparation, tmp_path):
@@ -312,13 +263,6 @@ def test_one_flipped_bit_of_a_shard_is_found_before_it_is_joined_and_after(prepa
     flip(store.folder / "tokens-00004.bin")
     with pytest.raises(UserError, match=r"tokens-00004\.bin: its content has changed"):
         TokenStore.open(store.folder).verify()
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.unlink()  # it may be linked
-    path.write_bytes(content)
 
 
 def test_slurms_script_is_shown_and_nothing_written(preparation, tmp_path):
@@ -435,19 +379,6 @@ def test_a_store_of_something_else_is_refused(tree, write_config, tmp_path, monk
         prepare(data.model_copy(update={"prepared": str(tmp_path / "store")}), word_tokenizer())
 
 
-def test_a_hub_data_set_without_a_revision_is_told_of(tree, write_config, tmp_path):
-    config = write_config(tree)
-    for revision, told in (("null", True), ("main", False)):
-        result = CliRunner().invoke(
-            cli.app,
-            ["prepare", str(config), "--out", f"{tmp_path}/store", 'data.sources=[{"dataset": "a/b"}]']
-            + [f"data.sources.0.revision={revision}"],
-        )
-        assert result.exit_code == 2  # there is no hub here
-        assert ("unpinned  data.sources.0: dataset 'a/b' has no revision" in result.stderr) == told
-    assert not (tmp_path / "store.partial").exists()
-
-
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tmp_path):
     """No file may grow beyond a few hundred bytes, as on a disk that is full."""
     fork = multiprocessing.get_context("fork")
@@ -461,20 +392,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(preparation, tm
     assert os.listdir(tmp_path / "out.partial" / SHARDS) == []
     store = prepare_store(preparation, word_tokenizer(), tmp_path / "out")
     assert contents(store) == contents(prepare_store(preparation, word_tokenizer(), tmp_path / "expected"))
-
-
-def test_a_disk_that_does_not_even_take_the_reason(preparation, tmp_path, monkeypatch):
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def write_nothing(path: Path, *_: Any, **__: Any) -> None:
-        path.touch()
-        full()
-
-    monkeypatch.setattr(MakeShard, "_write", full)
-    monkeypatch.setattr(Path, "write_text", write_nothing)
-    with pytest.raises(UserError, match=r"out\.partial cannot be written: the disk is full: 6 of 6 tasks are not done"):
-        prepare_store(preparation, word_tokenizer(), tmp_path / "out")
 
 
 def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
@@ -496,24 +413,6 @@ def make_on_a_full_disk(preparation: Preparation, out: Path, said: Any) -> None:
         said.put("made")
     except UserError as error:
         said.put(str(error))
-
-
-@pytest.mark.filterwarnings("ignore")  # Ray's own: as an error, one of them ends a thread that datatrove waits for
-def test_ray_makes_the_same_bytes(preparation, tmp_path):
-    pytest.importorskip("ray", reason="the package ray is not installed: prepare.executor ray is not tried")
-    by_ray = prepare_store(change(preparation, executor="ray", workers=2, memory=1), word_tokenizer(), tmp_path / "ray")
-    assert contents(by_ray) == contents(prepare_store(preparation, word_tokenizer(), tmp_path / "local"))
-
-
-def test_a_ray_that_does_not_start_is_one_line(preparation, tmp_path, monkeypatch):
-    def fail(**_):
-        raise Exception("The current node timed out\nduring startup")
-
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fail))
-    with pytest.raises(
-        TasksUnfinished, match=r"Ray does not start: The current node timed out during startup; run the c"
-    ):
-        prepare_store(change(preparation, executor="ray"), word_tokenizer(), tmp_path / "out")
 
 
 def test_without_ray_it_is_named(preparation, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from anchorline.tolerance import judge
 from torchtrain import products
 from torchtrain.config import LoraSettings, ModelConfig
-from torchtrain.modeling.load import load_for_evaluation, load_for_training
+from torchtrain.modeling.load import load_for_training
 from torchtrain.modeling.parts import head_of
 from torchtrain.modeling.source import open_config
 from torchtrain.products import Rates
@@ -70,12 +70,6 @@ def test_the_measured_rates_choose_and_are_given_as_the_reason(rates, chosen, sa
     assert products.describe_products(torch.bfloat16, torch.device("cuda")) == ""
 
 
-def test_this_machine_can_be_measured():
-    before = torch.get_num_threads()
-    assert products.measure_rates.__wrapped__().slowdown > 0
-    assert torch.get_num_threads() == before
-
-
 @pytest.mark.parametrize("part", [2**24, 4096])  # all of a matrix at a time, or parts of it
 @pytest.mark.parametrize("biased", [False, True])
 def test_output_and_gradients_are_products_rounded_once(biased, part, slow, monkeypatch):
@@ -120,11 +114,3 @@ def test_training_multiplies_nothing_in_bfloat16(changes, saved, slow):
     assert seen.dtypes == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-def test_evaluation_multiplies_so_too_and_a_fast_cpu_does_not(saved, slow, monkeypatch):
-    for rates, dtype in ((AVX2, torch.float32), (AMX, torch.bfloat16)):
-        monkeypatch.setattr(products, "measure_rates", lambda rates=rates: rates)
-        with Products() as seen, torch.no_grad():
-            load_for_evaluation(saved)(torch.arange(8)[None])
-        assert seen.dtypes == {dtype}

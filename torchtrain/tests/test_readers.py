@@ -77,30 +77,6 @@ def test_transformers_5_reads_the_config_that_was_trained(folders, case):
     assert torch.equal(frequencies(read)[0], frequencies(trained)[0])
 
 
-@pytest.mark.parametrize("second", ["linear", "ntk", "yarn", "llama3", "longrope"])
-@pytest.mark.parametrize("first", ["linear", "yarn", "llama3", "longrope", "longrope, factor 8"])
-def test_an_export_that_is_extended_again_counts_from_the_same_length(folders, first, second):
-    own = {"rope_type": "default", "rope_theta": THETA}
-    again = extend(AutoConfig.from_pretrained(folders[first]), RopeConfig(**CASES[second]), 2 * LENGTH)
-    once = extend(tiny_config(rope_parameters=own), RopeConfig(**CASES[second]), 2 * LENGTH)
-    assert again.rope_parameters == once.rope_parameters
-    assert again.max_position_embeddings == once.max_position_embeddings
-    name = "original_max_position_embeddings"
-    assert getattr(again, name, None) == getattr(once, name, None)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_export_that_is_kept_is_the_same_export(folders, case, tmp_path):
-    kept = extend(AutoConfig.from_pretrained(folders[case]), RopeConfig(), LENGTH)
-    model = tiny_model()
-    model.config = kept
-    save_folder(model, tiny_tokenizer(), tmp_path)
-    names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
-    assert {name: written_in(tmp_path)[name] for name in names} == {
-        name: written_in(folders[case])[name] for name in names
-    }
-
-
 def test_part_of_a_head_that_is_rotated_stands_beside_the_scaling(tmp_path):
     own = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
     model = tiny_model()
@@ -110,12 +86,6 @@ def test_part_of_a_head_that_is_rotated_stands_beside_the_scaling(tmp_path):
     assert written["partial_rotary_factor"] == 0.5
     assert "partial_rotary_factor" not in written["rope_scaling"]
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == model.config.rope_parameters
-
-
-def test_lengths_agree(folders):
-    folder = folders["yarn"]
-    assert written_in(folder, "generation_config.json")["max_length"] == LENGTH
-    assert written_in(folder, "tokenizer_config.json")["model_max_length"] == LENGTH
 
 
 def test_a_generation_length_that_the_source_does_not_set_stays_unset(tmp_path):

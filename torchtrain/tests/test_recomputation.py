@@ -1,16 +1,23 @@
 """`model.activation_checkpointing: auto`: decided by the memory that is free, said, and the same everywhere."""
 
+import importlib
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchtrain.distributed.free_memory as memory_module
-from torchtrain.config import load_config
-from torchtrain.distributed.free_memory import free_memory
+import torchtrain
+from anchorline.errors import UserError
+from torchtrain.config import ModelConfig, Recomputation, load_config
 from torchtrain.distributed.world import World
+from torchtrain.modeling.recompute import KERNELS, save_memory
 from torchtrain.modeling.source import open_config
 from torchtrain.planning import budget
 from torchtrain.run import setup as recomputation
 from torchtrain.run.setup import choose_recomputation, set_up
+from torchtrain.tests.tiny import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -68,22 +75,82 @@ def test_the_run_does_what_was_chosen_and_says_so(config, monkeypatch, free):
     assert line.endswith("GiB are free" if free else "the free memory is not known")
 
 
-def test_free_memory_is_the_least_that_the_system_tells(tmp_path, monkeypatch):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:    5000 kB\nHugePages_Total:       0\n")
-    assert memory_module._available(meminfo) == 5000 * 1024
-    for name, text in (("memory.max", "max\n"), ("memory.current", "1000\n"), ("memory.stat", "anon 1\n")):
-        (tmp_path / name).write_text(text)
-    assert memory_module._left_of_limit(tmp_path) == -1, "max is no limit"
-    (tmp_path / "memory.max").write_text("6000\n")
-    assert memory_module._left_of_limit(tmp_path) == -1, "it does not tell what it could let go"
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500\n")
-    assert memory_module._left_of_limit(tmp_path) == 5500
-    assert memory_module._available(tmp_path / "memory.max") == memory_module._available(tmp_path / "none") == -1
-    for here, least in (((3000, 2000), 2000), ((3000, -1), 3000), ((-1, -1), 0)):
-        monkeypatch.setattr(memory_module, "_available", lambda _, told=here[0]: told)
-        monkeypatch.setattr(memory_module, "_left_of_limit", lambda _, told=here[1]: told)
-        assert free_memory(CPU) == least
-    monkeypatch.setattr(memory_module, "read_local_size", lambda: 2)
-    monkeypatch.setattr(memory_module, "_available", lambda _: 3000)
-    assert free_memory(CPU) == 1500
+# --- keep_attention ---------------------------------------------------------------------------------------------------
+
+
+LAYERS, T = 3, 24
+DOCUMENTS = torch.tensor([[0] + [1] * 9 + [2] * 10 + [-1] * 4, [0] + [1] * 23])
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name, and the bytes that live after the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def kernels(self) -> int:
+        return sum(self.count[name] for name in KERNELS)
+
+
+def train(family: str, dtype: torch.dtype, recomputation: Recomputation, **settings: Any) -> tuple[list, Operations]:
+    """Return loss and gradients of a step, and what ran."""
+    torch.manual_seed(0)
+    model = torchtrain.attach(tiny_model(family, dtype=dtype, num_hidden_layers=LAYERS).train(), "sdpa")
+    save_memory(model, ModelConfig(source="x", activation_checkpointing=recomputation, **settings))
+    ids = torch.arange(2 * T).view(2, T)
+    with Operations() as ran:
+        loss = model(
+            input_ids=ids,
+            position_ids=torch.arange(T).expand(2, T),
+            document_ids=DOCUMENTS,
+            labels=ids,
+            shift_labels=(ids + 1).masked_fill(DOCUMENTS < 0, -100),
+            use_cache=False,
+        ).loss
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())], ran
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bits_are_the_same_and_no_kernel_runs_twice(family, dtype):
+    (none, once), (all_, twice), (kept, but_once) = (train(family, dtype, x) for x in (False, True, "keep_attention"))
+    for other in (none, all_):
+        assert all(torch.equal(a, b) for a, b in zip(kept, other, strict=True))
+    assert 2 * once.kernels == twice.kernels > 0
+    assert but_once.kernels == once.kernels
+    assert but_once.count["aten::mm"] == twice.count["aten::mm"] > once.count["aten::mm"]
+
+
+@pytest.mark.parametrize("engine", ["flex", "dense"])
+def test_an_engine_without_a_kernel_that_can_be_kept_is_refused_before_documents_and_weights_are_read(
+    tree, write_config, monkeypatch, engine
+):
+    monkeypatch.setattr("torchtrain.run.setup.resolve_engine", lambda *_, **__: engine)
+    for reads in ("prepare", "load_for_training"):
+        monkeypatch.setattr(f"torchtrain.run.setup.{reads}", None)
+    config = load_config(write_config(tree), ["model.activation_checkpointing=keep_attention"])
+    told = rf"keep_attention: keeps nothing of this engine \(attention {engine}\); set it to true"
+    with pytest.raises(UserError, match=told):
+        set_up(config, print)
+
+
+@pytest.mark.parametrize("how", [True, "keep_attention", "offload", "auto"])
+def test_a_family_that_cannot_recompute_is_refused(how):
+    model = tiny_model()
+    model.supports_gradient_checkpointing = False  # as jetmoe and ctrl say of themselves
+    with pytest.raises(UserError, match=r"activation_checkpointing: .* no layers of llama; set it to false"):
+        save_memory(model, ModelConfig(source="x", activation_checkpointing=how))
+
+
+def test_every_kernel_is_known_to_torch_or_to_flash_attn():
+    """A name that is written wrong keeps nothing, in silence."""
+    importlib.import_module("torch.nn.attention.varlen")  # registers one
+    known = {name for name in KERNELS if torch._C._dispatch_has_kernel(name)}
+    assert KERNELS - known == {"flash_attn::_flash_attn_varlen_forward"}

@@ -4,27 +4,14 @@ does.
 
 import random
 import signal
-from pathlib import Path
 
 import pytest
 
 from torchtrain.checkpoint.store import Checkpoints
 from torchtrain.tests import kills
-from torchtrain.tests.forks import PHASES, forks
-from torchtrain.tests.runs import Place, assert_same, make_place
+from torchtrain.tests.forks import PHASES
+from torchtrain.tests.runs import assert_same
 from torchtrain.training.events import read_metrics
-
-
-@pytest.fixture(scope="module")
-def place(model_folder, corpus, tmp_path_factory) -> Place:
-    return make_place(tmp_path_factory.mktemp("runs"), forks(), model_folder(), corpus)
-
-
-@pytest.fixture(scope="module")
-def straight(place) -> Path:
-    """The run that is never interrupted."""
-    assert place.train("straight") == 0, place.log("straight")
-    return place.folder / "straight"
 
 
 def test_a_run_that_is_not_interrupted(place, straight):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtrain.config import PackConfig
-from torchtrain.data.rows import SpanTokens, _split, _split_as_authors, _turns_as_authors, build_row
+from torchtrain.data.rows import SpanTokens, _split, build_row
 from torchtrain.run.setup import describe_variant
 
 X = -100
@@ -113,30 +113,6 @@ def test_interleaved_positions_are_those_of_each_possible_merge():
     assert seen == {tuple(positions) for positions in MERGES.values()}
 
 
-@pytest.mark.parametrize("base", ["intra", "anchor"])
-def test_interleaving_leaves_all_but_the_positions(base):
-    plain, interleaved = row_of(base), row_of(f"{base}+interleave", chunks=2, seed=3)
-    assert (plain["position_ids"] != interleaved["position_ids"]).any()
-    for name in ("input_ids", "document_ids", "shift_labels", "domain_ids"):
-        np.testing.assert_array_equal(plain[name], interleaved[name])
-
-
-def test_interleaving_full_stores_the_row_as_merged():
-    seed = next(
-        s
-        for s in range(60)
-        if tuple(row_of("intra+interleave", chunks=2, seed=s)["position_ids"]) == (0, 1, 2, 4, 3, 5, 6, 7)
-    )
-    check(
-        row_of("full+interleave", chunks=2, seed=seed),
-        input_ids=[9, 10, 11, 20, 12, 21, 7, 7],
-        position_ids=[0, 1, 2, 3, 4, 5, 6, 7],
-        document_ids=[1, 1, 1, 1, 1, 1, -1, -1],
-        shift_labels=[X, 11, 12, 21, X, X, X, X],
-        domain_ids=[-1, 0, 0, 1, 0, 1, -1, -1],
-    )
-
-
 def test_interleaving_changes_nothing_where_positions_restart_and_says_so():
     plain = row_of("intra_reset", TAGGED, T=10)
     interleaved = row_of("intra_reset+interleave", TAGGED, T=10, chunks=2)
@@ -221,33 +197,6 @@ def test_the_authors_split_documents_of_64_to_2048_tokens_alone():
             if (np.diff(own) > 1).any():
                 split.add(number)
     assert split == {2, 3, 5}
-
-
-def test_the_authors_cut_into_two_or_three_pieces_in_the_middle():
-    pack, n = PackConfig(sequence_length=9, split="authors"), 100
-    pieces = [_split_as_authors(np.arange(n), pack, np.random.default_rng(seed)) for seed in range(2000)]
-    cuts = [tuple(int(piece[0]) for piece in one[1:]) for one in pieces]
-    assert all(np.concatenate(one).tolist() == list(range(n)) for one in pieces)
-    twos, threes = ([one for one in cuts if len(one) == count] for count in (1, 2))
-    assert len(twos) + len(threes) == 2000
-    assert abs(len(twos) - 1000) < 6 * 500**0.5  # six standard deviations of a binomial
-    assert {cut for (cut,) in twos} == set(range(20, 80))
-    assert (min(a for a, _ in threes), max(a for a, _ in threes), max(b for _, b in threes)) == (20, 68, 80)
-    assert all(b >= min(a + 12, 79) for a, b in threes)
-
-
-def test_the_authors_order_is_base_plus_a_step_of_one_to_e():
-    """base < 1 and a step of at least 1: no second piece comes before another document's first piece, and third pieces
-    may come before second ones of others.
-    """
-    third_before_second = 0
-    for seed in range(300):
-        owners, counts = np.array([0, 0, 0, 1, 1, 1]), [3, 3]
-        turns = _turns_as_authors(owners, counts, np.random.default_rng(seed))
-        assert sorted(turns) == owners.tolist()
-        assert set(turns[:2]) == {0, 1}
-        third_before_second += turns[2] == turns[3]
-    assert third_before_second > 0
 
 
 def test_the_authors_rule_has_no_chunks():

@@ -149,32 +149,6 @@ def test_it_takes_what_the_slow_twin_takes(corpus, mixture):
     assert found.tolist() == slow_repeats(lengths.tolist(), domains.tolist(), NAMES, mixture)
 
 
-def test_domains_keep_their_shares_and_long_documents_make_theirs():
-    random = np.random.default_rng(0)
-    lengths = np.minimum(random.lognormal(6.0, 1.5, 30_000), 100_000).astype(np.int64) + 1
-    domains = random.integers(0, 3, len(lengths))
-    mixture = MixtureConfig(long_share=0.7, most_repeats=8)
-    repeats = repeats_of(lengths, domains, NAMES, mixture).astype(np.int64)
-    taken = repeats * lengths
-    longest = lengths.max()
-    for domain in range(3):
-        own = domains == domain
-        assert lengths[own & (lengths >= 4096)].sum() / lengths[own].sum() < 0.6
-        # Each of the two classes passes what was wanted by less than a document.
-        assert 0 <= taken[own].sum() - lengths[own].sum() < 2 * longest
-        assert abs(taken[own & (lengths >= 4096)].sum() - 0.7 * lengths[own].sum()) < longest
-    again = repeats_of(lengths, domains, NAMES, mixture)
-    np.testing.assert_array_equal(again, repeats)
-    other = repeats_of(lengths, domains, NAMES, mixture.model_copy(update={"seed": 1}))
-    assert (other != repeats).any()
-
-
-def test_a_cap_is_kept_and_what_is_missing_because_of_it_stays_missing():
-    lengths, domains = np.array([100, 10, 10]), np.zeros(3, dtype=int)
-    repeats = repeats_of(lengths, domains, ["web"], MixtureConfig(tokens=1000, long_tokens=50, most_repeats=3))
-    assert repeats.tolist() == [3, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("shares", "message"),
     [

@@ -102,12 +102,6 @@ def test_converts_once_and_records_where_from(package, tmp_path, monkeypatch):
     assert len(said) == 1
 
 
-def test_another_file_is_another_folder(package, tmp_path):
-    first = smollm2_folder(tmp_path / "cache")
-    package.write_bytes(package.read_bytes() + b"\0")
-    assert smollm2_folder(tmp_path / "cache") != first
-
-
 def test_an_interrupted_conversion_leaves_nothing(package, tmp_path, monkeypatch):
     def interrupted(source, folder):
         (folder / "model.safetensors").write_bytes(b"half")
@@ -117,20 +111,6 @@ def test_an_interrupted_conversion_leaves_nothing(package, tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         smollm2_folder(tmp_path / "cache")
     assert list((tmp_path / "cache" / "models").iterdir()) == []
-
-
-def test_a_folder_that_another_process_made_meanwhile_is_used(package, tmp_path, monkeypatch):
-    target = smollm2_folder(tmp_path / "elsewhere").name
-
-    def slow(source, folder):
-        other = tmp_path / "cache" / "models" / target
-        other.mkdir()
-        (other / "theirs").touch()
-
-    monkeypatch.setattr(smollm2, "_convert", slow)
-    folder = smollm2_folder(tmp_path / "cache")
-    assert (folder / "theirs").exists()
-    assert len(list(folder.parent.iterdir())) == 1
 
 
 def no_package(name):
@@ -152,20 +132,3 @@ def test_without_what_reads_gguf(package, tmp_path, monkeypatch, missing):
     with pytest.raises(UserError, match=rf"needs the package {missing}: pip install 'anchorline\[demo\]'"):
         smollm2_folder(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_cache_that_cannot_be_written(package, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"data\.cache .*file.*choose a folder"):
-        smollm2_folder(tmp_path / "file")
-
-
-def test_the_real_package_carries_one_file_and_is_not_imported():
-    try:
-        importlib.metadata.version(smollm2.PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{smollm2.PACKAGE} is not installed")
-    path = gguf_file()
-    assert path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    with path.open("rb") as file:
-        assert file.read(4) == b"GGUF"

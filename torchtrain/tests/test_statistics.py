@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 
 from torchtrain import cli
 from torchtrain.config import DataConfig, MixtureConfig, Source
-from torchtrain.data import PackPlan, TokenStore, prepare
+from torchtrain.data import PackPlan, prepare
 from torchtrain.data.statistics import balance_of, row_statistics, statistics_of
-from torchtrain.data.writer import StoreWriter
 from torchtrain.tests.data_fixtures import PUBLISHED, published_corpus, word_tokenizer, write_jsonl
 
 NAMES = list(PUBLISHED)
@@ -54,42 +53,6 @@ def test_ranks_wait_for_the_fullest_row():
     assert two.by_length == 1.0
     assert four.by_length == 10 / 7
     assert balance_of(lengths, [4], ranks=(8,)) == [], "fewer rows than ranks"
-
-
-@pytest.mark.parametrize("strategy", ["sequential", "by_length", "best_fit"])
-def test_live_pairs_are_those_of_the_spans(strategy):
-    lengths = np.random.default_rng(0).integers(1, 300, 200)
-    plan = PackPlan(lengths, 256, np.ones_like(lengths), seed=1, strategy=strategy)
-    counted = [sum(n * (n + 1) // 2 for _, a, b in plan.spans(row) for n in [b - a]) for row in range(len(plan))]
-    assert plan.live_pairs().tolist() == counted
-
-
-def test_rows_that_are_alike_wait_less():
-    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.5, 4000).astype(int) + 1, 20_000)
-    for one in balance_of(lengths, [4096], ranks=(8, 64)):
-        assert 1 <= one.by_length < 1 + (one.sequential - 1) / 3
-
-
-def test_domains_are_counted_document_by_document(tmp_path):
-    lengths, domains = [5, 5000, 4096, 7, 9], [0, 0, 1, 1, 1]
-    with StoreWriter(tmp_path) as writer:
-        for length, domain in zip(lengths, domains, strict=True):
-            writer.add(f"domain{domain}", np.arange(length))
-        writer.finish("name", [])
-    store = TokenStore.open(tmp_path)
-    told = statistics_of(store, [8])
-    first, second = told.domains
-    assert (first.documents, first.tokens, first.mean, first.median, first.longest) == (2, 5005, 2502.5, 2502.5, 5000)
-    assert (second.document_share, second.token_share) == (3 / 5, 4112 / 9117)
-    assert (second.median, second.long_token_share) == (9, 4096 / 4112)
-    assert (told.all.documents, told.all.tokens, told.documents, told.tokens) == (5, 9117, 5, 9117)
-    histogram = told.histogram
-    for name, own in (("domain0", lengths[:2]), ("domain1", lengths[2:])):
-        slow = [
-            [n for n in own if low <= n < high] for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)
-        ]
-        assert histogram.documents[name] == list(map(len, slow))
-        assert histogram.tokens[name] == list(map(sum, slow))
 
 
 def test_under_a_mixture_it_tells_what_is_taken_and_what_changed(tmp_path):

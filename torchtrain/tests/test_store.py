@@ -67,17 +67,6 @@ def test_a_pipe_and_a_folder_in_a_files_place_are_refused_at_once(data, name):
         TokenStore.open(store.folder)
 
 
-@pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b"[1]", b'{"digest": []}', b"\xff", b"1e999", b'{"files": {"..": 1}}']
-)
-def test_a_header_of_anything_is_one_line(data, content):
-    store = prepare(data, word_tokenizer())
-    (store.folder / HEADER).write_bytes(content)
-    with pytest.raises(UserError, match="is damaged") as caught:
-        TokenStore.open(store.folder)
-    assert len(str(caught.value)) < 700
-
-
 # --- writes that fail -------------------------------------------------------------------------------------------------
 
 
@@ -115,19 +104,6 @@ def test_a_write_that_fails_is_noticed_wherever_it_does(tmp_path, limit, expecte
             BAD_RECORDS: 4040,
         }
         TokenStore.open(tmp_path).verify()
-
-
-@pytest.mark.parametrize("name", [TOKENS, BAD_RECORDS])
-def test_a_full_disk_is_noticed_at_the_last_write(tmp_path, name):
-    with StoreWriter(tmp_path) as writer:
-        growing = {TOKENS: writer._tokens, BAD_RECORDS: writer._bad}[name]
-        growing._file.close()
-        growing._file = open("/dev/full", "wb", buffering=1 << 20)  # noqa: SIM115 - closed by the writer
-        writer.add("web", [1, 2, 3])
-        writer.skip_bad("web", "why")
-        with pytest.raises(OSError, match="No space left on device"):
-            writer.finish("name", [])
-    assert not (tmp_path / HEADER).exists()
 
 
 def test_a_file_that_is_shorter_on_the_disk_is_not_committed(data, monkeypatch):

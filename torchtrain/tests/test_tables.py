@@ -8,7 +8,7 @@ from torchtrain.evaluation import tables
 from torchtrain.evaluation.compare import compare, tables_of_run
 from torchtrain.evaluation.results import NotRun
 from torchtrain.evaluation.suite import TASKS
-from torchtrain.evaluation.tables import figures_of, latex, markdown
+from torchtrain.evaluation.tables import figures_of
 from torchtrain.tests.measured_results import perplexity_result, save_results, save_seeds, task_result
 
 
@@ -47,15 +47,6 @@ def test_without_seeds_nothing_is_bold_and_a_line_says_what_the_interval_leaves_
     assert dict(perplexity.rows)["1 to 255"][2] == "-0.500"
     tables.write_tables(found, facts, tmp_path / "out", figures_of(runs))
     assert not list((tmp_path / "out").glob("*.svg")), "of one length and one checkpoint the table says as much"
-
-
-def test_of_seeds_the_best_is_bold_in_every_format(tmp_path):
-    a = save_seeds(tmp_path, "a", [[0.0] * 200] * 3)
-    steady = save_seeds(tmp_path, "steady", [[1.0] * n + [0.0] * (200 - n) for n in (50, 52, 54)])
-    found, facts, _ = compare([a, steady])
-    tables.write_tables(found, facts, tmp_path / "out")
-    assert r"\textbf{26.0 [" in (tmp_path / "out" / "results.tex").read_text()
-    assert "**26.0 [" in (tmp_path / "out" / "results.md").read_text()
 
 
 def test_seeds_are_one_row_with_an_interval_over_them(tmp_path):
@@ -183,13 +174,6 @@ def test_any_other_task_has_a_row_and_one_without_samples_no_interval(tmp_path):
     save_results(tmp_path / "b", bleu.model_copy(update={"values": {"bleu": 30.0}}))
     (table,) = compare([tmp_path / "a", tmp_path / "b"])[0]
     assert [cell for cell in table.rows[0][1]] == ["31.250", "30.000", "-1.250"]
-
-
-def test_tables_escape_what_they_hold():
-    table = tables.ScoreTable("A_b & 5%", ["", "x|y"], [("run_1", ["**1|2**"])], ["50% of #1"])
-    assert r"\caption{A\_b \& 5\%. 50\% of \#1}" in latex(table)
-    assert r"run\_1 & \textbf{1|2}" in latex(table)
-    assert r"| run_1 | **1\|2** |" in markdown(table)
 
 
 @pytest.mark.parametrize("losses", [[2.0, 2.2, 1.9], [2.0], [1.0, 9.0]])

@@ -7,6 +7,7 @@ import torch
 
 from torchtrain.config import DistributedConfig
 from torchtrain.distributed.threads import share_cores
+from torchtrain.training.determinism import deterministic
 
 GPU = torch.device("cuda", 0)
 OFFLOADED = DistributedConfig(zero_stage=2, offload="optimizer")
@@ -30,16 +31,6 @@ def test_an_offloaded_optimizer_gets_its_share_and_it_is_said(monkeypatch, cores
     assert share_cores(OFFLOADED, GPU) is None, "it is said once"
 
 
-@pytest.mark.parametrize(
-    ("distributed", "device"), [(DistributedConfig(zero_stage=2), GPU), (OFFLOADED, torch.device("cpu"))]
-)
-def test_elsewhere_threads_stay(monkeypatch, distributed, device):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    torch.set_num_threads(3)
-    assert share_cores(distributed, device) is None
-    assert torch.get_num_threads() == 3
-
-
 @pytest.mark.parametrize(("cores", "processes", "threads"), [(2, 1, 2), (5, 2, 2), (64, 1, 3)])
 def test_on_a_cpu_torch_takes_no_more_than_the_process_may_use(monkeypatch, cores, processes, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
@@ -48,3 +39,34 @@ def test_on_a_cpu_torch_takes_no_more_than_the_process_may_use(monkeypatch, core
     said = share_cores(DistributedConfig(), torch.device("cpu"))
     assert torch.get_num_threads() == threads
     assert (said is None) == (threads == 3)
+
+
+# --- train.deterministic ----------------------------------------------------------------------------------------------
+
+
+def test_the_switch_is_on_for_as_long_as_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with deterministic(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()  # which torch's FlashAttention takes for no
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(ZeroDivisionError), deterministic(True):
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_the_program_has_chosen_is_left_as_it_was(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic(True):
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        with deterministic(False):
+            assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -17,17 +17,12 @@ from torchtrain.run import recipe
 from torchtrain.run.setup import set_up
 from torchtrain.run.verify import verify_folder
 from torchtrain.tests.run_fixtures import QUIET
+from torchtrain.tests.runs import flip
 from torchtrain.tests.tiny import tiny_tokenizer
 
 
 def findings(folder: Path) -> list[str]:
     return [f"{found.good} {found.what.split(' /')[0]}" for found in verify_folder(folder)]
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_run_and_its_store_are_verified(straight, place, tmp_path):

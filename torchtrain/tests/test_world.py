@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -41,11 +40,9 @@ def test_one_process_and_a_place_among_others(place):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("RANK", value) for value in ("abc", "", "-1", "2", "1.0", " 1", "9" * 25, "9" * 5000, "\u0661", "0x1")),
-        *(("WORLD_SIZE", value) for value in ("abc", "", "0", "-2", "9" * 25)),
-        *(("LOCAL_RANK", value) for value in ("abc", "2")),
-        *(("MASTER_PORT", value) for value in ("abc", "0", "65536", "", None)),
-        *(("MASTER_ADDR", value) for value in ("no.such.host.invalid", "", None, "x" * 300, "a b", "256.1.1.1")),
+        *(("RANK", value) for value in ("abc", "", "-1", "2", "1.0", "9" * 5000, "\u0661")),
+        *(("WORLD_SIZE", "0"), ("LOCAL_RANK", "2"), ("MASTER_PORT", "65536"), ("MASTER_PORT", None)),
+        *(("MASTER_ADDR", value) for value in ("no.such.host.invalid", None, "a b", "256.1.1.1")),
     ],
 )
 def test_what_is_set_wrongly_is_named(place, name, value):
@@ -105,34 +102,8 @@ def test_a_signal_ends_who_waits_for_the_others(tree, write_config, number, code
     assert f"torchtrain: rank 1: {how} while it waited for the other processes at 127.0.0.1:{port}\n" in said
 
 
-def test_what_a_thread_beside_tells_never_meets_what_the_program_tells(monkeypatch):
-    """On one group they would be taken for one another, whichever comes first."""
-    met = []
-    for name in ("all_reduce", "all_gather_object", "broadcast_object_list"):
-        monkeypatch.setattr(world.dist, name, lambda *_, group=None, **__: met.append(group))
-    joined: Any = world.World(rank=1, size=2, cpu_group=(cpu := object()), thread_group=(thread := object()))  # pyright: ignore[reportArgumentType]
-    for place, groups in ((joined, [cpu, None, None]), (joined.for_threads(), [thread] * 3)):
-        place.sum([1.0])
-        place.gather("told")
-        place.from_first("told")
-        assert met == groups
-        met.clear()
-
-
-@pytest.mark.parametrize("beside", [True, False])
-def test_every_group_waits_as_long_as_an_export_takes(tree, write_config, monkeypatch, place, beside):
-    """That of the program and that of saves: NCCL's own ten minutes are less than an export takes."""
-    place(**PLACE)
-    made = []
-    monkeypatch.setattr(world.dist, "init_process_group", lambda backend, **how: made.append(how["timeout"]))
-    monkeypatch.setattr(world.dist, "new_group", lambda backend, timeout: made.append(timeout) or "group")
-    monkeypatch.setattr(world.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(world, "heartbeat", lambda *_: nullcontext())
-    overrides = [f"save.asynchronous={str(beside).lower()}"]
-    with world.join(load_config(write_config(tree), overrides)) as joined:
-        assert joined.thread_group == ("group" if beside else None)
-    assert made == [world.PATIENCE] * (2 if beside else 1)
-    monkeypatch.undo()
+def test_a_group_waits_as_long_as_an_export_takes(tree, write_config):
+    """NCCL's own ten minutes are less than an export takes."""
     alone = load_config(write_config(tree), ["distributed.zero_stage=1"])
     with world.join(alone):
         found = world.dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
@@ -151,7 +122,7 @@ def test_gpus_that_torch_cannot_use_stop_a_run(monkeypatch, visible, refused):
         check_driver()
 
 
-@pytest.mark.parametrize("user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("user", [None, "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_gpus_allocator_may_grow_its_segments_unless_the_user_configures_it(
     tree, write_config, monkeypatch, place, user
 ):
@@ -165,5 +136,4 @@ def test_the_gpus_allocator_may_grow_its_segments_unless_the_user_configures_it(
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
     with world.join(load_config(write_config(tree))):
         wanted = "expandable_segments:True" if user is None else None
-        wanted = "max_split_size_mb:512" if user == "PYTORCH_ALLOC_CONF" else wanted
         assert os.environ.get("PYTORCH_ALLOC_CONF") == wanted

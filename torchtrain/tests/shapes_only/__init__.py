@@ -1,1 +1,1 @@
-"""Runs of any size on a device that has shapes and no numbers: memory, waits and copies of the trainer's step."""
+"""Runs of any size on a device that has shapes and no numbers: the memory of the trainer's step."""

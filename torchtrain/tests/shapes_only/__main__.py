@@ -3,8 +3,8 @@
     python -m torchtrain.tests.shapes_only configs/paper/*-*.yaml -n 8
     python -m torchtrain.tests.shapes_only configs/paper/llama2-7b-128k-anchor.yaml -n 8 --details
 
-Configs whose memory cannot differ share a line. `--details` prints what was held when most was held, every wait of the
-host for the device, and the copies to it. Options such as `train.steps=20` change every config.
+Configs whose memory cannot differ share a line. `--details` prints what is held at the peak. Options such as
+`train.steps=20` change every config.
 """
 
 import argparse
@@ -49,18 +49,12 @@ def _key_of(config: Config) -> str:
 
 def _print_details(found: Measured) -> None:
     print(f"\nheld      {found.peak / GIB:.2f} GiB at most, {found.before / GIB:.2f} GiB between steps")
-    print(f"launches  {found.launches:,}\nheld when most was held, GiB:")
+    print("held when most was held, GiB:")
     sizes: Counter[str] = Counter()
     for held in found.at_peak:
         sizes[f"{held.operation} {held.place}"] += held.size
     for what, size in sizes.most_common(20):
         print(f"  {size / GIB:8.2f}  {what}")
-    print("waits of the host:")
-    for (what, place), count in found.waits.most_common():
-        print(f"  {count:8,}  {what}, {place}")
-    print("copied from the host, MiB:")
-    for place, size in found.copies.most_common(10):
-        print(f"  {size / 2**20:8.1f}  {place}")
 
 
 if __name__ == "__main__":

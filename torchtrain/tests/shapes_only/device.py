@@ -1,14 +1,13 @@
 """A device of shapes only: what is on the host has numbers, what is on the device (torch's `meta`) has none and costs
 nothing.
 
-A program runs on it unchanged, at any size, and is watched: the bytes that the device holds, what lives when they are
-most, what is copied to it, and every place where the host waits for an answer. As on a GPU, operands on two devices are
-an error. It says nothing of numbers, time, streams, fragments of the allocator, or a kernel's own workspace.
+A program runs on it unchanged, at any size, and is watched: the bytes that the device holds, and what lives when they
+are most. As on a GPU, operands on two devices are an error. It says nothing of numbers, time, streams, fragments of the
+allocator, or a kernel's own workspace. Where the host waits for the device is watched in `tests/cuda`.
 """
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -61,18 +60,11 @@ class Held(NamedTuple):
 
 
 class ShapesOnly(TorchDispatchMode):
-    """A context manager: inside it, tensors on `DEVICE` are watched.
-
-    `now` and `peak` are bytes. `waits` counts what the host waited for and where, `copies` bytes from the host,
-    `launches` operations. `reset` begins anew.
-    """
+    """A context manager that watches tensors on `DEVICE`: `now` and `peak` are bytes, `reset` begins anew."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.waits: Counter[tuple[str, Place]] = Counter()
-        self.copies: Counter[Place] = Counter()
-        self.launches: Counter[str] = Counter()
         self._known: Any = WeakIdKeyDictionary()
         self._alive: dict[int, Held] = {}
         self._freed: list[tuple[int, Held]] = []
@@ -91,8 +83,6 @@ class ShapesOnly(TorchDispatchMode):
     def reset(self) -> None:
         """Watch from now on: forget what was noted, but for what is alive."""
         self.peak, self._peak_born, self._freed = self.now, self._born, []
-        for counter in (self.waits, self.copies, self.launches):
-            counter.clear()
 
     def forget(self, x: Tensor) -> None:
         """Do not count a tensor that a program keeps for its shape alone, on torch's `meta` device on a GPU, too."""
@@ -106,7 +96,7 @@ class ShapesOnly(TorchDispatchMode):
         return sorted(dead + alive, key=lambda held: -held.size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on shapes, and note what it made and what it asked."""
+        """Run an operation on shapes, and note what it made."""
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return func(*tree_map_only(Tensor, _stand_in, args), **tree_map_only(Tensor, _stand_in, kwargs))
@@ -126,26 +116,16 @@ class ShapesOnly(TorchDispatchMode):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
         result = func(*args, **kwargs)
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_meta]
-        if packet in _COPIES and made and tensors and not all(x.is_meta for x in tensors):
-            self.copies[_place()] += made[0].nbytes
-            if not _goes_on(packet, args, kwargs):
-                self._wait("copy to the device")
         for x in made:
             self._count(x, func)
         if func._schema.name == FLASH_BACKWARD:  # what the kernel holds while it runs
             workspace = torch.empty(flash_workspace(args, 1), dtype=torch.uint8, device="meta")
             self._count(workspace, func)
             del workspace
-        if made and not func.is_view:
-            self.launches[func._schema.name] += 1
         return result
-
-    def _wait(self, what: str) -> None:
-        self.waits[what, _place()] += 1
 
     def _answer(self, packet: Any, args: Any) -> Any:
         """Answer as if every number were 1, nothing were wrong, and every answer the longest there could be."""
-        self._wait(packet.__name__.strip("_"))
         x: Tensor = args[0]
         if packet is aten._local_scalar_dense:
             flag = x.dtype in (torch.bool, torch.uint8)  # an overflow, a norm that is not finite
@@ -157,21 +137,19 @@ class ShapesOnly(TorchDispatchMode):
         raise NotImplementedError(f"{packet}: asks the device for how long its result is")
 
     def _read(self, packet: Any, source: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """A copy to the host, of ones; the host waits for it."""
-        self._wait("copy to the host")
+        """A copy to the host, of ones."""
         if packet is aten._to_copy:
             dtype = kwargs.get("dtype") or source.dtype
             return torch.ones(source.shape, dtype=dtype)
         return args[0].fill_(1) if packet is aten.copy_ else args[1].fill_(1)
 
     def _without_masks(self, indices: Any) -> list[Any]:
-        """Boolean masks as the indices that they stand for, as if all were true; finding those is a wait."""
+        """Boolean masks as the indices that they stand for, as if all were true."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
                 continue
-            self._wait("boolean index")
             found += [torch.empty(index.numel(), dtype=torch.long, device=DEVICE) for _ in range(index.ndim)]
         return found
 
@@ -202,14 +180,6 @@ def _copied(packet: Any, args: Any, kwargs: Any) -> tuple[Tensor, torch.device]:
     if packet is aten._to_copy:
         return args[0], torch.device(kwargs.get("device") or args[0].device)
     return (args[1], args[0].device) if packet is aten.copy_ else (args[0], args[1].device)
-
-
-def _goes_on(packet: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the host does not wait for a copy to the device, if it is from page-locked memory (which is not seen
-    here).
-    """
-    place = {aten.copy_: 2, aten._copy_from: 2}.get(packet, len(args))
-    return bool(args[place] if len(args) > place else kwargs.get("non_blocking"))
 
 
 def _check_one_device(func: Any, tensors: list[Tensor], args: Any) -> None:

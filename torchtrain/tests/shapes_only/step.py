@@ -4,7 +4,6 @@ any number.
 
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from torchtrain.modeling.rotation import rotate_in_float32
 from torchtrain.planning.budget import count_memory, model_config
 from torchtrain.planning.memory import Shapes
 from torchtrain.planning.work import read_documents
-from torchtrain.tests.shapes_only.device import DEVICE, Held, Place, ShapesOnly
+from torchtrain.tests.shapes_only.device import DEVICE, Held, ShapesOnly
 from torchtrain.tests.shapes_only.source import write_source
 from torchtrain.training.step import accumulate, make_micro_batches
 from torchtrain.training.strategy import Strategy, Zero, make_strategy
@@ -140,9 +139,6 @@ class Measured:
     before: int  # bytes that the device holds between two steps
     peak: int
     at_peak: list[Held]
-    waits: Counter[tuple[str, Place]]
-    copies: Counter[Place]
-    launches: int
 
 
 def measure(config: Config, processes: int, layers: int | None = None, rank: int = 0) -> Measured:
@@ -156,8 +152,7 @@ def measure(config: Config, processes: int, layers: int | None = None, rank: int
             before = watch.now
             losses, _ = accumulate(strategy, rows, DOMAINS, config.train.loss_chunk)
             strategy.step(config.train.learning_rate, losses.gradient_norm)
-        launches = sum(watch.launches.values())
-        found = Measured(loaded, before, watch.peak, watch.at_peak(), watch.waits.copy(), watch.copies.copy(), launches)
+        found = Measured(loaded, before, watch.peak, watch.at_peak())
         if isinstance(strategy, Zero):
             optimizer = strategy.deepspeed.optimizer
             strategy.deepspeed.destroy()
