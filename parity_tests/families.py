@@ -39,6 +39,8 @@ from anchorline.files import save
 from anchorline.tolerance import judge
 from torchtrain.attention import visible_BTT
 from torchtrain.attention.hf import KEEPS_ANCHOR
+from torchtrain.attention.recurrent import is_mixer
+from torchtrain.marks import ANCHOR, PADDING
 
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
 _VOCABULARY = 61
@@ -53,7 +55,10 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "gemma4_text": {"global_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **{family: {"layer_types": ["conv", "full_attention"] * 2} for family in ("lfm2", "lfm2_moe")},
+    **{family: {"layer_types": ["linear_attention", "full_attention"] * 2} for family in ("granitemoehybrid",)},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1, 3]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "xlstm": {"num_blocks": 4},
@@ -96,6 +101,8 @@ _SIZES: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "is_decoder": True,
     "mamba_d_ssm": 64,
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 4),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 2),
     "eos_token_id": 1,
     "initializer_range": 0.2,  # attention far from uniform: a wrong mask shows
 }
@@ -239,10 +246,13 @@ def logits_and_gradients(
     model.set_attn_implementation(implementation)
     model.zero_grad()
     ours = implementation.startswith("anchor")
-    given = batch if ours else rule_as_masks(batch, model)
+    options = {"use_cache": False, "output_hidden_states": hidden}
     with torch.set_grad_enabled(backward):
-        output = model(**given, use_cache=False, output_hidden_states=hidden)
-    logits_BTV = output.logits
+        if not ours and any(is_mixer(module) for module in model.modules()):
+            logits_BTV, *layers = _each_document_alone(model, batch, options)
+        else:
+            output = model(**(batch if ours else rule_as_masks(batch, model)), **options)
+            logits_BTV, layers = output.logits, output.hidden_states or ()
     gradients: dict[str, list[Tensor]] = {}
     if backward:
         weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -251,9 +261,26 @@ def logits_and_gradients(
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 gradients.setdefault(name.rpartition(".")[0], []).append(parameter.grad.flatten())
-    states = {f"hidden.{number}": x.detach() for number, x in enumerate(output.hidden_states)} if hidden else {}
+    states = {f"hidden.{number}": x.detach() for number, x in enumerate(layers)}
     flat = {module: torch.cat(parts) for module, parts in gradients.items()}
     return {**states, "logits": logits_BTV.detach(), **flat}
+
+
+def _each_document_alone(model: Any, batch: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """Run the model once for each document, behind its row's anchor; return logits and hidden states, 0 at padding."""
+    document_ids = batch["document_ids"]
+    whole: list[Tensor] = []
+    for row, document in {(row, int(x)) for row, ids in enumerate(document_ids) for x in ids if x != PADDING}:
+        own_T = document_ids[row] == document
+        index_t = (own_T | (document_ids[row] == ANCHOR)).nonzero().flatten()
+        given = {name: batch[name][row, index_t][None] for name in ("input_ids", "position_ids")}
+        # Without a mask transformers takes a gap in position_ids for the end of a document.
+        output = model(**given, **options, attention_mask=torch.ones_like(given["input_ids"]))
+        parts = [output.logits, *(output.hidden_states or ())]
+        whole = whole or [x.new_zeros(*document_ids.shape, x.shape[-1]) for x in parts]
+        at = torch.full_like(own_T, row, dtype=torch.long)[own_T], own_T.nonzero().flatten()
+        whole = [x.index_put(at, part[0, own_T[index_t]]) for x, part in zip(whole, parts, strict=True)]
+    return whole
 
 
 def rule_as_masks(batch: dict[str, Tensor], model: Any) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def documents(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     def forget(document_ids_BT: Tensor, query: Tensor) -> Any:
         return wrong_plan(document_ids_BT).to(query.device)
 
-    with swap(make_plan, wrong_plan), swap(hf._remembered_plan, forget):
+    with swap(make_plan, wrong_plan), swap(hf.remembered_plan, forget):
         yield
 
 

@@ -14,6 +14,7 @@ from anchorline.errors import UserError
 from torchtrain.attention.engines import resolve_engine
 from torchtrain.attention.hf import KEEPS_ANCHOR, announced, implementation_name, register
 from torchtrain.attention.masks import MASKED_LAYER_TYPES, caps_scores, hides_nothing
+from torchtrain.attention.recurrent import separate_layers
 from torchtrain.attention.separation import check_separation
 from torchtrain.marks import IGNORED
 
@@ -55,11 +56,13 @@ def attach(model: _Model, engine: str = "auto", keep_anchor: bool = False) -> _M
     register()
     announced.add((chosen, inner.device.type, inner.dtype))  # in the line below
     before = inner.config._attn_implementation
+    undo = separate_layers(inner)
     try:
         inner.set_attn_implementation(name)
         _read_back(inner, name)
         check_separation(model)
     except BaseException:
+        undo.close()
         inner.set_attn_implementation(before or "eager")
         raise
     for module in inner.modules():

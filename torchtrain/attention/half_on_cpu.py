@@ -4,8 +4,8 @@ torch's CPU kernel errs more than FlashAttention-2 in its backward pass in bfloa
 of queries in bfloat16 (docs/LOG.md). So the backward pass runs in float32, and each gradient is rounded once. The
 forward pass rounds as FlashAttention-2's (float32 logits, softmax and accumulator, P rounded for P V); in bfloat16 it
 is two to three times as fast as in float32 where the processor has tiles for it (AMX), and no faster elsewhere, where
-it runs in float32. What is kept for the backward pass is in half precision either way. `products_on_cpu` says who
-multiplies. A float32 model takes the same road, in which nothing is rounded.
+it runs in float32. What is kept for the backward pass is in half precision either way. `torchtrain.exact_products` says
+who multiplies. A float32 model takes the same road, in which nothing is rounded.
 
 A window of W tokens cuts a document into blocks of W. A query sees its own block up to itself. Of the block before, it
 sees the tokens that come later in that block than the query in its own. Read backwards, this too is causal, so each is
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from torchtrain.attention.layer import sink_gradient
-from torchtrain.attention.products_on_cpu import exact_products, has_tiles
+from torchtrain.exact_products import exact_products, has_tiles
 
 CAUSAL = "anchorline::causal_attention"
 

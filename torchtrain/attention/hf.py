@@ -118,7 +118,7 @@ def _anchor_attention(
     if plan is None:
         if document_ids is None:
             raise UserError(_say_why_missing())
-        plan = _remembered_plan(document_ids, query)
+        plan = remembered_plan(document_ids, query)
     if engine == "auto":
         _announce(resolve_engine(engine, value.device, value.dtype, capped=softcap is not None), value)
     for dtypes in _watching:
@@ -204,8 +204,12 @@ def _say_why_missing() -> str:
     )
 
 
-def _remembered_plan(document_ids: Tensor, query: Tensor) -> AttentionPlan:
-    """Build the plan in the first layer and keep it on the tensor, so that it lives and dies with it."""
+def remembered_plan(document_ids: Any, query: Tensor) -> AttentionPlan:
+    """Build the plan in the first layer and keep it on the tensor, so that it lives and dies with it.
+
+    Raises:
+        UserError: ids that are no tensor, or none that `make_plan` takes.
+    """
     if not isinstance(document_ids, Tensor):
         raise UserError(f"document_ids: a {type(document_ids).__name__}; give an integer tensor [batch, tokens]")
     return remember(f"_anchor_plan_{query.device}", document_ids, lambda: make_plan(document_ids).to(query.device))

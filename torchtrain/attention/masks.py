@@ -6,6 +6,7 @@ Legend: T tokens of a row.
 """
 
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -34,6 +35,10 @@ MASKS_WITH_A_LENGTH = {"sliding_window_overlay": "sliding_window", "chunked_over
 # row:
 MASKED_LAYER_TYPES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 LAYER_TYPES = {"full_attention", *MASKED_LAYER_TYPES}
+# Layers that `torchtrain.attention.recurrent` separates, or that compute each token alone. Only where a model was
+# attached: its config is in `SEPARATED` by its id.
+MORE_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "moe", "mlp"}
+SEPARATED = weakref.WeakValueDictionary[int, Any]()
 
 _USE_SDPA = 'model.set_attn_implementation("sdpa")'
 NO_CACHE = f"`anchor` has no KV cache: pass use_cache=False, and generate with {_USE_SDPA}"
@@ -69,11 +74,13 @@ def read_mask(
         UserError: layers that are not attention, padding, a KV cache, a mask function of the caller's own.
     """
     for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in LAYER_TYPES:
-            raise UserError(
-                f"layers.{i}: {kind} by config.layer_types, which can carry one document into another; `anchor` "
-                "replaces attention only: choose a model whose layers are all attention"
-            )
+        if kind in LAYER_TYPES or (kind in MORE_LAYER_TYPES and SEPARATED.get(id(config)) is config):
+            continue
+        fix = "call torchtrain.attach(model)" if kind in MORE_LAYER_TYPES else "choose another model"
+        raise UserError(
+            f"layers.{i}: {kind} by config.layer_types, which can carry one document into another; `anchor` alone "
+            f"replaces attention only: {fix}"
+        )
     if int(q_offset):
         raise UserError(GENERATE if is_generating() else f"past_key_values: {NO_CACHE}")
     if attention_mask is not None and not hides_nothing(attention_mask, q_length):
@@ -99,11 +106,12 @@ def read_mask(
 
 
 def layer_windows(config: Any) -> Counter[int | None]:
-    """Count the layers of a model's config by their sliding window; None: they have none."""
+    """Count the layers with attention of a model's config by their sliding window; None: they have none."""
     text = config.get_text_config(decoder=True)
     window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers
-    return Counter(window if kind == "sliding_attention" else None for kind in kinds)
+    attending = [kind for kind in kinds if kind not in MORE_LAYER_TYPES or kind == "hybrid"]
+    return Counter(window if kind == "sliding_attention" else None for kind in attending)
 
 
 def caps_scores(config: Any) -> bool:

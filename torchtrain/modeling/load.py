@@ -67,6 +67,7 @@ def load_for_training(
         OtherRankFailed: with a cutter: another rank found one of these, and says so.
     """
     from torchtrain.attention.hf import implementation_name, register
+    from torchtrain.attention.recurrent import separate_layers
     from torchtrain.attention.separation import check_separation
     from torchtrain.modeling.rotation import check_rotation, rotate_in_float32, round_queries_and_keys
 
@@ -83,6 +84,7 @@ def load_for_training(
         )
     if cutter is not None:
         check_same_files(source, cutter.world)
+    separate_layers(loaded)
     if model.rotation == "float32":
         rotate_in_float32(loaded)
     if model.round_qk != "none":

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from anchorline.tolerance import judge
-from torchtrain.attention import attend, half_on_cpu, make_plan, products_on_cpu
+from torchtrain import exact_products
+from torchtrain.attention import attend, half_on_cpu, make_plan
 
 T, H, K, D = 4096, 2, 1, 16
 NAMES = ("out", "dq", "dk", "dv")
@@ -45,7 +46,7 @@ def judged(attention, dtype):
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_float32(dtype, tiles, monkeypatch):
-    for module in (half_on_cpu, products_on_cpu):
+    for module in (half_on_cpu, exact_products):
         monkeypatch.setattr(module, "has_tiles", lambda: tiles)
     plan = make_plan(torch.ones(1, T, dtype=torch.long))
     verdicts = judged(lambda q, k, v: attend(q, k, v, plan, engine="sdpa")[0], dtype)
@@ -83,7 +84,7 @@ def handed(monkeypatch):
             return kernel(*tensors, **options)
 
         monkeypatch.setattr(torch.ops.aten, full, called)
-    for module in (half_on_cpu, products_on_cpu):
+    for module in (half_on_cpu, exact_products):
         monkeypatch.setattr(module, "has_tiles", lambda: False)
     return calls
 
@@ -97,7 +98,7 @@ def test_a_product_that_is_rounded_is_seen_whatever_the_process_computes_in(monk
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a.bfloat16(), b.bfloat16()).float())
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert not products_on_cpu.keeps_float32.__wrapped__()
+        assert not exact_products.keeps_float32.__wrapped__()
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -107,14 +108,14 @@ def test_a_setting_of_the_users_is_left_as_it_was(handed, chosen, monkeypatch):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(chosen)
     try:
-        step(products_on_cpu.LEAST_TOKENS)
+        step(exact_products.LEAST_TOKENS)
 
         def fail(*_, **__):
             raise RuntimeError("no kernel")
 
         monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", fail)
         with pytest.raises(RuntimeError, match="no kernel"):
-            step(products_on_cpu.LEAST_TOKENS)
+            step(exact_products.LEAST_TOKENS)
         assert torch.get_float32_matmul_precision() == chosen
     finally:
         torch.set_float32_matmul_precision(before)

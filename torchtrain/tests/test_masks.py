@@ -14,7 +14,13 @@ from transformers import LlamaConfig, configuration_utils, masking_utils
 import torchtrain
 from anchorline.errors import UserError
 from torchtrain.attention.hf import ARGUMENTS_REFUSED
-from torchtrain.attention.masks import LAYER_TYPES, MASKS_TOLD, MASKS_WITH_A_LENGTH, window_of
+from torchtrain.attention.masks import (
+    LAYER_TYPES,
+    MASKS_TOLD,
+    MASKS_WITH_A_LENGTH,
+    MORE_LAYER_TYPES,
+    window_of,
+)
 from torchtrain.attention.rule import visible_BTT
 
 T = 8
@@ -38,8 +44,11 @@ MASKS_NEVER_GIVEN = {
 }
 LAYER_TYPES_REFUSED = {
     *("window_attention", "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
-    *("minimax_m3_sparse", "conv", "moe", "hybrid", "hybrid_sliding", "linear_attention"),
-    "reference_sliding_attention",
+    *(
+        "minimax_m3_sparse",
+        "hybrid_sliding",
+        "reference_sliding_attention",
+    ),
 }
 # Arguments of a family's attention that change nothing under the rule, or that `anchor` honours or checks by name.
 ARGUMENTS_KNOWN = {
@@ -109,8 +118,8 @@ def test_every_mask_function_of_transformers_is_in_one_of_the_lists():
 
 
 def test_every_layer_type_of_transformers_is_in_one_of_the_lists():
-    assert set(configuration_utils.ALLOWED_ATTN_LAYER_TYPES) <= LAYER_TYPES | LAYER_TYPES_REFUSED
-    assert not LAYER_TYPES & LAYER_TYPES_REFUSED
+    assert set(configuration_utils.ALLOWED_ATTN_LAYER_TYPES) <= LAYER_TYPES | MORE_LAYER_TYPES | LAYER_TYPES_REFUSED
+    assert not (LAYER_TYPES | MORE_LAYER_TYPES) & LAYER_TYPES_REFUSED
 
 
 def test_every_argument_that_a_family_gives_its_attention_is_in_one_of_the_lists():

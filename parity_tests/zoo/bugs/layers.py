@@ -1,4 +1,6 @@
-"""Bugs of what a layer adds to the mask rule: its window, the anchor beyond the window, a soft cap, sinks."""
+"""Bugs of what a layer adds to the mask rule: its window, the anchor beyond the window, a soft cap, sinks; and of
+layers that carry a state.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,9 +10,10 @@ import torch
 from torch import Tensor
 
 from parity_tests.zoo import Bug, plain
-from parity_tests.zoo.patch import Context, attention, every_engine
+from parity_tests.zoo.patch import Context, attention, every_engine, wrap
+from torchtrain.attention import recurrent
 from torchtrain.attention.layer import LayerOptions
-from torchtrain.attention.plan import AttentionPlan
+from torchtrain.attention.plan import AttentionPlan, make_plan
 
 
 def _options(change: Callable[..., dict[str, Any]]) -> Context:
@@ -158,4 +161,49 @@ sink_without_gradient = Bug(
     stage="gradients",
     apply=lambda: _options(lambda _, sinks_H, **__: {"sinks_H": None if sinks_H is None else sinks_H.detach()}),
     likely={"model": "sinks"},
+)
+
+
+_HYBRIDS = "parity_tests/tests/test_hybrids.py"
+
+
+def _state(change: Callable[[Tensor], Tensor]) -> Context:
+    """Let layers with a state run by `change(document_ids_BT)`; attention runs by the documents as they are."""
+
+    def make(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda forward, x, plan: run(forward, x, make_plan(change(plan.document_ids_BT.clone())))
+
+    return wrap(recurrent.run_by_documents, make)
+
+
+def _cut_in_two(ids_BT: Tensor) -> Tensor:
+    later_BT = (ids_BT == 1).cumsum(1) > (ids_BT == 1).sum(1, keepdim=True) // 2
+    return torch.where((ids_BT == 1) & later_BT, ids_BT.max() + 1, ids_BT)
+
+
+# The second document begins in the state in which the first one ended.
+state_leaked = Bug(
+    what="state carried over a border",
+    where="prime-rl issue 3000, SkyRL PR 2056: Mamba layers of packed rows that are not told the borders",
+    stage="forward",
+    apply=lambda: _state(lambda ids_BT: torch.where(ids_BT == 2, 1, ids_BT)),
+    caught_by=_HYBRIDS,
+)
+
+# The state begins anew in the middle of a document.
+state_reset_twice = Bug(
+    what="state reset inside a document",
+    where="seen in reviews: chunks of a row are taken for documents",
+    stage="forward",
+    apply=lambda: _state(_cut_in_two),
+    caught_by=_HYBRIDS,
+)
+
+# Documents begin in an empty state, as without an anchor.
+state_without_anchor = Bug(
+    what="anchor left out of the state",
+    where="seen in reviews: attention sees the anchor, and the layers beside it reset at every border",
+    stage="forward",
+    apply=lambda: _state(lambda ids_BT: torch.where(ids_BT == 0, ids_BT.max() + 1, ids_BT)),
+    caught_by=_HYBRIDS,
 )

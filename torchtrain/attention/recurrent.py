@@ -1,0 +1,130 @@
+"""Layers that carry a state from token to token (Mamba, gated delta nets, short convolutions), a document at a time.
+
+Each document begins in the state in which the anchor ends. So a layer runs on the anchor's tokens followed by the
+document's, once for each document, and what it makes of the document's tokens is kept. The anchor runs alone. Without
+an anchor a document begins in the state that the layer begins a sequence in. The output at padding is zero. This is our
+definition: what attention sees of the anchor, its keys and values, is the same for every document, too.
+
+The layer's own forward computes all of it: its kernels where they are installed, plain torch elsewhere. Documents of
+like length are stacked and padded at their ends (`torchtrain.attention.batches`). A later token changes nothing of an
+earlier one in these layers.
+
+`document_ids` and the plan reach a layer as keyword arguments, which gradient checkpointing gives to the second forward
+pass, too. Some families' decoder layers are given them and do not hand them on: `_HANDS_NOTHING_ON`. Their hooks do.
+
+Legend: B batch · T tokens of a row · M model width · N query tokens · P gathered tokens, padded.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from anchorline.errors import UserError
+from torchtrain.attention.gather import gather_keys, scatter_queries
+from torchtrain.attention.hf import APART, remembered_plan
+from torchtrain.attention.masks import NO_CACHE, SEPARATED
+from torchtrain.attention.plan import AttentionPlan
+
+# Classes of transformers whose forward takes hidden states [B, T, M], and in which a token changes later ones alone.
+MIXERS = frozenset(
+    {
+        *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "JambaMambaMixer"),
+        *("ZambaMambaMixer", "Zamba2MambaMixer", "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet"),
+        *("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
+    }
+)
+# Decoder layers that are given `document_ids`, and the child that they do not give them to.
+_HANDS_NOTHING_ON = {
+    "JambaMambaDecoderLayer": "mamba",
+    "NemotronDecoderLayer": "self_attn",
+    "StableLmDecoderLayer": "self_attn",
+}
+_HELD = "_anchor_documents"
+_NOT_HONOURED = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def separate_layers(model: nn.Module) -> ExitStack:
+    """Let the layers of `MIXERS` run a document at a time, and let layers hand `document_ids` on that do not.
+
+    A layer that is given neither `document_ids` nor a plan computes what it did before.
+
+    Args:
+        model: a language model of transformers; it may have been given before.
+
+    Returns:
+        What undoes it when it is closed.
+    """
+    undo = ExitStack()
+    for module in model.modules():
+        name = type(module).__name__
+        if isinstance(module, PreTrainedModel) and id(module.config) not in SEPARATED:
+            SEPARATED[id(module.config)] = module.config
+            undo.callback(SEPARATED.pop, id(module.config), None)
+        if name in MIXERS and not is_mixer(module):
+            module.forward = partial(_run, module)  # type: ignore[method-assign]
+            undo.callback(delattr, module, "forward")
+        if name in _HANDS_NOTHING_ON and not hasattr(module, _HELD):
+            setattr(module, _HELD, {})
+            undo.callback(delattr, module, _HELD)
+            undo.callback(module.register_forward_pre_hook(_hold, with_kwargs=True).remove)
+            child = module.get_submodule(_HANDS_NOTHING_ON[name])
+            undo.callback(child.register_forward_pre_hook(partial(_hand_on, module), with_kwargs=True).remove)
+    return undo
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module is a layer that `separate_layers` lets run a document at a time."""
+    return getattr(vars(module).get("forward"), "func", None) is _run
+
+
+@torch.compiler.disable(reason=APART)
+def _run(
+    module: nn.Module,
+    hidden_states: Tensor,
+    document_ids: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+    **given: Any,
+) -> Tensor:
+    """Compute a layer's output [B, T, M] for hidden states [B, T, M].
+
+    Raises:
+        UserError: a KV cache, a padding mask, or documents that are told in another way.
+    """
+    forward = type(module).forward
+    if plan is None and document_ids is None:
+        return forward(module, hidden_states, **given)
+    for name in ("cache_params", "past_key_values"):
+        if given.pop(name, None) is not None:
+            raise UserError(f"past_key_values: {NO_CACHE}")
+    for name in _NOT_HONOURED:
+        if given.pop(name, None) is not None:
+            raise UserError(f"{name}: not honoured by `anchor`; remove it (documents are told by document_ids)")
+    if plan is None:
+        plan = remembered_plan(document_ids, hidden_states)
+    return run_by_documents(partial(forward, module, **given), hidden_states, plan)
+
+
+def run_by_documents(forward: Any, x_BTM: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return what a layer's forward makes of each document behind its row's anchor: [B, T, M], 0 at padding."""
+    if not plan.seqlens_q:
+        return torch.zeros_like(x_BTM) + x_BTM[:0].sum()
+    batches = plan.batches
+    x_PM = gather_keys(x_BTM[:, :, None], batches.plan).flatten(1)
+    parts = x_PM.split([segments * tokens for segments, tokens in batches.shapes])
+    made = [forward(x.unflatten(0, shape)).flatten(0, 1) for x, shape in zip(parts, batches.shapes, strict=True)]
+    return scatter_queries(torch.cat(made).index_select(0, batches.plan.own_slot_N), plan)
+
+
+def _hold(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    held = {name: kwargs[name] for name in ("document_ids", "plan") if kwargs.get(name) is not None}
+    setattr(layer, _HELD, held)
+
+
+def _hand_on(
+    layer: nn.Module, child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs | getattr(layer, _HELD)
