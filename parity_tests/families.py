@@ -6,8 +6,9 @@
 A family is judged on a tiny random model in float64, on two packed rows. Truth is the family's own eager attention,
 given the mask rule as a 4D float mask, with a window of 3 tokens for the layers that have one. The reference is its
 sdpa, given the same mask. So what is allowed (`tolerance`) is what two implementations of transformers differ by. A
-family without sdpa (soft caps, sinks) is allowed what its eager attention errs in float32. Isolation is exact: no
-gradient reaches a token that may not be seen.
+family without sdpa (soft caps, sinks) is allowed what its eager attention errs in float32. So is a family with layers
+that carry a state, which round to float32 within; its truth is each document alone behind its row's anchor. Isolation
+is exact: no gradient reaches a token that may not be seen.
 
 Gradients are judged module by module, a layer's weight and bias as one array, which is what they are of [x, 1]. A key's
 bias without RoPE alone cannot be judged: it moves every score of a query alike, its gradient is zero, and what is left

@@ -35,9 +35,10 @@ MASKS_WITH_A_LENGTH = {"sliding_window_overlay": "sliding_window", "chunked_over
 # row:
 MASKED_LAYER_TYPES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 LAYER_TYPES = {"full_attention", *MASKED_LAYER_TYPES}
-# Layers that `torchtrain.attention.recurrent` separates, or that compute each token alone. Only where a model was
-# attached: its config is in `SEPARATED` by its id.
-MORE_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "moe", "mlp"}
+# Layers that carry a state from token to token, which `torchtrain.attention.recurrent` separates, and layers that
+# compute each token alone. They are taken where a model was attached: its config is in `SEPARATED` by its id.
+CARRY_A_STATE = {"linear_attention", "conv", "hybrid"}
+MORE_LAYER_TYPES = {*CARRY_A_STATE, "moe", "mlp"}
 SEPARATED = weakref.WeakValueDictionary[int, Any]()
 
 _USE_SDPA = 'model.set_attn_implementation("sdpa")'

@@ -66,7 +66,7 @@ class AttentionPlan:
     def mean_live_pairs(self, windows: Mapping[int | None, int]) -> int:
         """Return the mean of the live pairs over layers, given how many layers have which window."""
         pairs = sum(layers * self._live_pairs_within(window) for window, layers in windows.items())
-        return round(pairs / sum(windows.values()))
+        return round(pairs / max(1, sum(windows.values())))
 
     def _live_pairs_within(self, window: int | None) -> int:
         if window is None or window >= self.max_seqlen_k:

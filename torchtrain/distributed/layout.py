@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from anchorline.errors import UserError
-from torchtrain.attention.masks import layer_windows
+from torchtrain.attention.masks import CARRY_A_STATE, layer_windows
 from torchtrain.config import Config
 from torchtrain.distributed.world import World
 
@@ -48,6 +48,12 @@ def check_heads(config: Config, model_config: "PretrainedConfig") -> None:
         raise UserError(
             f"distributed.sequence_parallel {shared}: {text_config.model_type} has keys and values of different sizes "
             "(kv_lora_rank), which ranks do not exchange; set it to 1"
+        )
+    kinds = [kind for kind in getattr(text_config, "layer_types", None) or () if kind in CARRY_A_STATE]
+    if kinds:
+        raise UserError(
+            f"distributed.sequence_parallel {shared}: {model_config.model_type} has layers that carry a state through "
+            f"a row ({kinds[0]}), which ranks do not exchange; set it to 1"
         )
     if config.distributed.share == "documents" and set(layer_windows(model_config)) != {None}:
         raise UserError(

@@ -6,7 +6,7 @@ Legend: B batch · T tokens of a row · M model width · V vocabulary.
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +37,31 @@ def head_of(model: "PreTrainedModel") -> nn.Module:
     return head
 
 
-def logit_cap(model: "PreTrainedModel") -> float | None:
-    """Return c, where a model makes of each number x of its head the logit c tanh(x / c) (Gemma 2); else None."""
-    return getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+class LogitRule(NamedTuple):
+    """What a model makes of a number x that its head gives: cap tanh(x factor / divisor / cap)."""
+
+    factor: float = 1.0  # Falcon-H1, Cohere
+    divisor: float = 1.0  # Granite
+    cap: float | None = None  # Gemma 2; without one the logit is x factor / divisor
+
+    @classmethod
+    def of(cls, model: "PreTrainedModel") -> Self:
+        """Read a model's config."""
+        config = model.config.get_text_config(decoder=True)
+        factors = (getattr(config, name, None) for name in ("lm_head_multiplier", "logit_scale"))
+        return cls(
+            factor=next((factor for factor in factors if factor is not None), 1.0),
+            divisor=getattr(config, "logits_scaling", None) or 1.0,
+            cap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits, each step rounded to the dtype of x, as transformers does."""
+        x = x * self.factor / self.divisor
+        return x if self.cap is None else torch.tanh(x / self.cap) * self.cap
 
 
-def cap(x: Tensor, most: float | None) -> Tensor:
-    """Cap logits as transformers does, in their own dtype; None leaves them as they are."""
-    return x if most is None else torch.tanh(x / most) * most
+AS_THEY_ARE = LogitRule()
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
@@ -90,19 +107,19 @@ def check_config(config: "PretrainedConfig", length: int) -> None:
 
 @torch.no_grad()
 def check_head(model: "PreTrainedModel") -> None:
-    """Check that logits are head(hidden states), capped where the config says so, which the chunked loss relies on.
+    """Check that logits are what `LogitRule` makes of head(hidden states), which the chunked loss relies on.
 
     Raises:
-        UserError: the model does more (scales its logits, as Cohere does).
+        UserError: the model does more (MiniCPM 3 scales the hidden states).
     """
     batch = _tiny_batch(model)
     model.eval()
     logits_BTV = model(**batch, use_cache=False).logits
-    own_BTV = cap(head_of(model)(hidden_states(model, batch)), logit_cap(model))
+    own_BTV = LogitRule.of(model).logits(head_of(model)(hidden_states(model, batch)))
     if not torch.equal(own_BTV.float(), logits_BTV.float()):
         raise UserError(
-            f"model.source: {model.config.model_type} does more than one linear layer to make logits (scales them), "
-            "which the chunked loss does not support"
+            f"model.source: {model.config.model_type} makes its logits in more than one linear layer, a factor and a "
+            "cap, which the chunked loss does not support"
         )
 
 

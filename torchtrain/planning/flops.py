@@ -8,7 +8,8 @@ P counts the weights of all matrices but embeddings (look-ups) and the head; the
 alone. A live pair is a (query, key) pair that the mask leaves, on average over the layers, some of which may have a
 window: 2 D FLOPs for the score and 2 E for the value, per head and layer, three times over with the backward pass.
 Padding, norms and softmax are not counted: this is the model's work, not the machine's: what is computed a second time
-in the backward pass is not counted either. Dense models only: of a mixture of experts it counts every expert.
+in the backward pass is not counted either. Dense models only: of a mixture of experts it counts every expert. Of a
+layer that carries a state (Mamba, linear attention) it counts the matrices, not the state's own steps.
 
 A frozen weight (`model.lora`) takes 4 where a trained one takes 6: it has no gradient of its own. What reads a frozen
 embedding, the first layer's q, k and v, needs no gradient of what it takes either; it is counted as if it did.
@@ -16,7 +17,7 @@ embedding, the first layer's q, k and v, needs no gradient of what it takes eith
 Upstream: arXiv 2204.02311, appendix B, which counts all T x T pairs; at 64K tokens of 2K documents that is 60 times too
 many.
 
-Legend: M model width · V vocabulary · L layers · H query heads · D head_dim · E head_dim of values,
+Legend: M model width · V vocabulary · L layers with attention · H query heads · D head_dim · E head_dim of values,
 where it is another.
 """
 
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
+from torchtrain.attention.masks import layer_windows
 from torchtrain.modeling.parts import head_of, whole_shape
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ class FlopCounter:
 
     matrix_weights: int  # P
     head_weights: int  # V x M
-    attention_width: int  # L x H x (D + E)
+    attention_width: int  # L x H x (D + E), of the layers with attention
     frozen_weights: int = 0  # of P
     frozen_head: int = 0  # of V x M
 
@@ -81,7 +83,7 @@ class FlopCounter:
         return cls(
             matrix_weights=_count(matrices),
             head_weights=_count([head]),
-            attention_width=config.num_hidden_layers * config.num_attention_heads * sum(dims),
+            attention_width=layer_windows(config).total() * config.num_attention_heads * sum(dims),
             frozen_weights=_count(p for p in matrices if not p.requires_grad),
             frozen_head=_count(p for p in [head] if not p.requires_grad),
         )

@@ -33,7 +33,7 @@ from torchtrain.config import Config, ModelConfig
 from torchtrain.distributed.shard import ROOM
 from torchtrain.marks import ANCHOR
 from torchtrain.modeling.adapters import add_adapters
-from torchtrain.modeling.parts import head_of, hidden_states, logit_cap
+from torchtrain.modeling.parts import LogitRule, head_of, hidden_states
 from torchtrain.modeling.recompute import save_memory
 from torchtrain.modeling.source import read_by_library
 from torchtrain.training.labels import Labels
@@ -273,7 +273,7 @@ def _count_pass(model: "PreTrainedModel", plan: AttentionPlan, chunk: int, split
         hidden_BtM = hidden_states(model, part, plan)
         watch.layers_run = False
         total, _ = chunked_cross_entropy(
-            head_of(model), hidden_BtM, Labels(index_n, index_n), chunk, cap=logit_cap(model)
+            head_of(model), hidden_BtM, Labels(index_n, index_n), chunk, rule=LogitRule.of(model)
         )
         del hidden_BtM
         watch.layers_run = True

@@ -99,7 +99,7 @@ def count_work(config: Config, model: "PreTrainedModel", documents: Documents) -
     windows = layer_windows(model.config)
     # A window leaves no more than this of a row, and of documents no more than they have.
     within = {w: pairs if w is None or w >= length else min(pairs, w * length - w * (w - 1) // 2) for w in windows}
-    pairs = round(sum(within[w] * layers for w, layers in windows.items()) / sum(windows.values()))
+    pairs = round(sum(within[w] * layers for w, layers in windows.items()) / max(1, windows.total()))
     return Work(
         weights=model.num_parameters(),
         trained=model.num_parameters(only_trainable=True),

@@ -118,6 +118,8 @@ def test_heads_that_can_and_cannot_be_dealt_out(load, heads, kv_heads, shared, m
 def test_keys_and_values_of_different_sizes_are_not_exchanged(load):
     with pytest.raises(UserError, match="deepseek_v3 has keys and values of different sizes"):
         check_heads(load("distributed.sequence_parallel=2"), tiny_config("deepseek_v3"))
+    with pytest.raises(UserError, match=r"sequence_parallel 2: falcon_h1 has layers that carry a state .* \(hybrid\)"):
+        check_heads(load("distributed.sequence_parallel=2"), tiny_config("falcon_h1"))
 
 
 def test_a_model_that_names_no_key_value_heads(load):

@@ -83,6 +83,12 @@ def _by_operation(counter: FlopCounterMode, module: str) -> dict:
     return {op: n for name, ops in counter.get_flop_counts().items() if name.endswith(module) for op, n in ops.items()}
 
 
+def test_layers_without_attention_have_no_pairs():
+    """One of two layers is a gated delta net; each layer of Falcon-H1 has attention beside its state."""
+    assert FlopCounter.of(tiny_model("qwen3_next")).attention_width == 1 * 4 * (8 + 8)
+    assert FlopCounter.of(tiny_model("falcon_h1")).attention_width == 2 * 4 * (8 + 8)
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anchorline.tolerance import judge
 from torchtrain.marks import IGNORED
+from torchtrain.modeling.parts import AS_THEY_ARE, LogitRule
 from torchtrain.training import loss
 from torchtrain.training.labels import find_labels
 from torchtrain.training.loss import chunked_cross_entropy
@@ -20,9 +21,9 @@ M, V = 6, 11
 EPS = torch.finfo(torch.float64).eps
 
 
-def naive(head: nn.Module, hidden: Tensor, labels: Tensor, cap: float | None = None) -> Tensor:
+def naive(head: nn.Module, hidden: Tensor, labels: Tensor, rule: LogitRule = AS_THEY_ARE) -> Tensor:
     """Each token's loss, 0 where it has no label, from the logits of all."""
-    logits = head(hidden) if cap is None else cap * torch.tanh(head(hidden) / cap)
+    logits = rule.logits(head(hidden))
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(labels.shape)
 
@@ -44,14 +45,14 @@ def masked_rows(draw):
 
 
 @settings(deadline=None, max_examples=60)
-@given(masked_rows(), st.sampled_from([None, 0.5]))
-def test_equals_the_naive_twin_in_value_and_gradients(drawn, cap):
+@given(masked_rows(), st.sampled_from([AS_THEY_ARE, LogitRule(cap=0.5), LogitRule(3.0, 2.0, 0.5)]))
+def test_equals_the_naive_twin_in_value_and_gradients(drawn, rule):
     B, T, masked, chunk = drawn
     head, hidden, labels = case(B, T, masked)
-    total, each = chunked_cross_entropy(head, hidden, find_labels(labels), chunk, cap=cap)
+    total, each = chunked_cross_entropy(head, hidden, find_labels(labels), chunk, rule=rule)
     gradients = torch.autograd.grad(total, [hidden, head.weight])
 
-    expected = naive(head, hidden, labels, cap)
+    expected = naive(head, hidden, labels, rule)
     naive_gradients = torch.autograd.grad(expected.sum(), [hidden, head.weight])
     # The sums run in another order: at most V + M + B T terms of a size that log V and the inputs keep below 100.
     bound = EPS * (V + M + B * T) * 100

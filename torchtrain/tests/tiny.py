@@ -9,15 +9,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 VOCABULARY = 264  # 256 bytes, three special tokens, five ids that no token has
@@ -48,13 +51,26 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
 }
-# Layers of a window, a soft cap of scores and logits, sinks and experts, or keys wider than values.
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+_DELTA = {
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+}
+# Layers of a window, a soft cap of scores and logits, sinks and experts, keys wider than values, or with a state.
 MORE_FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mistral_window": (MistralConfig, {"sliding_window": 20}),
     "gemma2": (Gemma2Config, {"sliding_window": 20, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}),
     "gemma3_text": (Gemma3TextConfig, {"sliding_window": 20, "query_pre_attn_scalar": 8, **_LAYERS}),
     "gpt_oss": (GptOssConfig, {"sliding_window": 20, "num_local_experts": 4, "rope_parameters": _YARN}),
     "deepseek_v3": (DeepseekV3Config, _LATENT),
+    "qwen3_next": (Qwen3NextConfig, _DELTA | _EXPERTS | _HYBRID),
+    "granitemoehybrid": (
+        GraniteMoeHybridConfig,
+        _MAMBA | _HYBRID | {"num_local_experts": 4, "shared_intermediate_size": 16, "logits_scaling": 3.0},
+    ),
+    "falcon_h1": (FalconH1Config, _MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
 }
 
 

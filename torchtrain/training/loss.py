@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchtrain.modeling.parts import AS_THEY_ARE, LogitRule
 from torchtrain.products import multiply
 from torchtrain.training.labels import Labels
 
@@ -23,7 +24,7 @@ _FEW, _WORDS = 512, 128  # for fewer tokens than _FEW, the hidden states' gradie
 
 
 def chunked_cross_entropy(
-    head: nn.Module, hidden: Tensor, labels: Labels, chunk: int, *, scale: float = 1.0, cap: float | None = None
+    head: nn.Module, hidden: Tensor, labels: Labels, chunk: int, *, scale: float = 1.0, rule: LogitRule = AS_THEY_ARE
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of the labels, `chunk` tokens at a time.
 
@@ -38,7 +39,7 @@ def chunked_cross_entropy(
         chunk: tokens whose logits exist at one time.
         scale: the factor by which the caller multiplies the sum before backward. With another factor the gradients
             are right too, and rounded once more.
-        cap: each output x of the head becomes the logit cap tanh(x / cap) (Gemma 2), in float32 or wider.
+        rule: makes logits of the head's outputs, here in float32 or wider.
 
     Returns:
         The sum, a scalar with a gradient, in float32 (or hidden's wider dtype); and each token's loss [..], detached,
@@ -47,11 +48,11 @@ def chunked_cross_entropy(
     hidden_nM = hidden.flatten(0, -2).index_select(0, labels.index_n)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     if torch.is_grad_enabled() and (hidden_nM.requires_grad or weights):
-        total, losses_n = _SummedLoss.apply(head, hidden_nM, labels.labels_n, chunk, scale, cap, *weights)  # pyright: ignore[reportGeneralTypeIssues]
+        total, losses_n = _SummedLoss.apply(head, hidden_nM, labels.labels_n, chunk, scale, rule, *weights)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         parts = zip(hidden_nM.split(chunk), labels.labels_n.split(chunk), strict=True)
         each_part = [
-            _losses(_writable(head.forward(part_nM), head), labels_n, scale, cap)[0] for part_nM, labels_n in parts
+            _losses(_writable(head.forward(part_nM), head), labels_n, scale, rule)[0] for part_nM, labels_n in parts
         ]
         losses_n = torch.cat(each_part)
         total = losses_n.sum()
@@ -60,20 +61,22 @@ def chunked_cross_entropy(
     return total, each
 
 
-def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
+def _losses(logits_nV: Tensor, labels_n: Tensor, scale: float, rule: LogitRule) -> tuple[Tensor, Tensor]:
     """Return the losses [n], and `scale` times the gradient of the logits [n, V], which overwrites them."""
     labels_n1 = labels_n[:, None]
-    slope_nV = None
-    if cap is not None:
-        share_nV = logits_nV.div_(cap).tanh_()
+    slope_nV, factor = None, rule.factor / rule.divisor
+    if factor != 1:
+        logits_nV = logits_nV.mul_(factor)
+    if rule.cap is not None:
+        share_nV = logits_nV.div_(rule.cap).tanh_()
         slope_nV = 1 - share_nV.square()
-        logits_nV = share_nV.mul_(cap)
+        logits_nV = share_nV.mul_(rule.cap)
     shifted_nV = logits_nV.sub_(logits_nV.amax(-1, keepdim=True))
     own_n1 = shifted_nV.gather(-1, labels_n1)
     exp_nV = shifted_nV.exp_()
     sum_n1 = exp_nV.sum(-1, keepdim=True)
-    d_logits_nV = exp_nV.mul_(scale / sum_n1)
-    d_logits_nV.scatter_(-1, labels_n1, d_logits_nV.gather(-1, labels_n1) - scale)
+    d_logits_nV = exp_nV.mul_(scale * factor / sum_n1)
+    d_logits_nV.scatter_(-1, labels_n1, d_logits_nV.gather(-1, labels_n1) - scale * factor)
     if slope_nV is not None:
         d_logits_nV.mul_(slope_nV)
     return (sum_n1.log() - own_n1)[:, 0], d_logits_nV
@@ -102,7 +105,7 @@ class _SummedLoss(torch.autograd.Function):
         labels_n: Tensor,
         chunk: int,
         scale: float,
-        cap: float | None,
+        rule: LogitRule,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         d_hidden_nM = torch.empty_like(hidden_nM) if ctx.needs_input_grad[1] else None
@@ -111,7 +114,7 @@ class _SummedLoss(torch.autograd.Function):
         for first in range(0, max(len(hidden_nM), 1), chunk):
             part = slice(first, first + chunk)
             of_hidden = None if d_hidden_nM is None else d_hidden_nM[part]
-            losses.append(_add_gradients(head, hidden_nM[part], labels_n[part], scale, cap, of_hidden, weights, sums))
+            losses.append(_add_gradients(head, hidden_nM[part], labels_n[part], scale, rule, of_hidden, weights, sums))
         losses_n = torch.cat(losses)
         # Rounded one after another, so that a step never holds all of them twice.
         rounded = [sums.pop(0).to(weight.dtype) for weight in weights]
@@ -132,7 +135,7 @@ def _add_gradients(
     hidden_nM: Tensor,
     labels_n: Tensor,
     scale: float,
-    cap: float | None,
+    rule: LogitRule,
     d_hidden_nM: Tensor | None,
     weights: Sequence[Tensor],
     sums: Sequence[Tensor],
@@ -142,7 +145,7 @@ def _add_gradients(
     with torch.set_grad_enabled(not linear):
         hidden_nM = hidden_nM.detach().requires_grad_(d_hidden_nM is not None)
         made_nV = head.forward(hidden_nM)
-    losses_n, d_logits_nV = _losses(_writable(made_nV, head), labels_n, scale, cap)
+    losses_n, d_logits_nV = _losses(_writable(made_nV, head), labels_n, scale, rule)
     d_logits_nV = d_logits_nV.to(made_nV.dtype)
     if not linear:
         asked = [*weights] if d_hidden_nM is None else [*weights, hidden_nM]

@@ -33,7 +33,7 @@ from torchtrain.distributed.zero import (
 )
 from torchtrain.modeling.chunks import parameters_outside
 from torchtrain.modeling.compilation import layers_of
-from torchtrain.modeling.parts import head_of, hidden_states, logit_cap
+from torchtrain.modeling.parts import LogitRule, head_of, hidden_states
 from torchtrain.training.labels import Labels
 from torchtrain.training.loss import chunked_cross_entropy
 from torchtrain.training.optimizer import Optimizer, adamw
@@ -144,7 +144,7 @@ class Replicated(Strategy):
         hidden_BtM = hidden_states(self.model, part, plan)
         model = self.model
         return chunked_cross_entropy(
-            head_of(model), hidden_BtM, part["labels"], chunk, scale=scale, cap=logit_cap(model)
+            head_of(model), hidden_BtM, part["labels"], chunk, scale=scale, rule=LogitRule.of(model)
         )
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -257,13 +257,13 @@ class _WithLoss(nn.Module):
 
     def forward(self, part: Mapping[str, Any], plan: AttentionPlan, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
         hidden_BtM = hidden_states(self.model, part, plan)
-        return self.loss(head_of(self.model), hidden_BtM, part["labels"], chunk, scale, logit_cap(self.model))
+        return self.loss(head_of(self.model), hidden_BtM, part["labels"], chunk, scale, LogitRule.of(self.model))
 
 
 class _Loss(nn.Module):
     """The loss of all chunks of a micro-batch, as a module, so that ZeRO 3 gathers the head once."""
 
     def forward(
-        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, scale: float, cap: float | None
+        self, head: nn.Module, hidden_BtM: Tensor, labels: Labels, chunk: int, scale: float, rule: LogitRule
     ) -> tuple[Tensor, Tensor]:
-        return chunked_cross_entropy(head, hidden_BtM, labels, chunk, scale=scale, cap=cap)
+        return chunked_cross_entropy(head, hidden_BtM, labels, chunk, scale=scale, rule=rule)
