@@ -91,7 +91,7 @@ def judge(
     *,
     cancels: bool = False,
     inherits: bool = False,
-    rotated: bool = False,
+    rotated: int = 0,
     likely_error: float = 0.0,
 ) -> Verdict:
     """Judge `candidate` against `truth`, allowing what `reference` errs.
@@ -107,7 +107,7 @@ def judge(
             whole array is.
         inherits: the array has errors of the layers before it. A token is allowed what the whole array is, and its
             values count as one, because one error of an earlier layer moves all of them.
-        rotated: the array comes out of RoPE, so that the angle of each pair is judged.
+        rotated: how many dimensions of a head, from the first, come out of RoPE: the angle of each pair is judged.
         likely_error: what a reference may well err, where that is known and the array has too few values to show it
             (`likely_error_of_mean`).
 
@@ -137,7 +137,8 @@ def judge(
     part = None
     if axes is not None and dtype in HALF and error and np.isfinite(allowance) and np.isfinite(error):
         parts = _judge_parts(candidate, truth, reference, dtype, axes, allowance, cancels or inherits, inherits)
-        parts += _judge_angles(candidate, truth, reference, allowance) if rotated else []
+        if rotated:
+            parts += _judge_angles(candidate[..., :rotated], truth[..., :rotated], reference[..., :rotated], allowance)
         part = max(parts, key=lambda part: part.ratio)
     return Verdict(error, allowance, tuple(int(i) for i in np.unravel_index(worst, truth.shape)), part)
 

@@ -24,7 +24,12 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
-ADDED = ("keep_anchor", "softcap", "sinks")  # fields of `DecoderConfig` that no config.json of these families has
+ADDED = (
+    "keep_anchor",
+    "softcap",
+    "sinks",
+    "scale",
+)  # fields of `DecoderConfig` that no config.json of these families has
 # What no decoder has more of: its shapes alone would take for ever.
 MOST = {
     "vocab_size": 2**24,
@@ -47,7 +52,8 @@ class DecoderConfig:
 
     What none of these families has is set with `dataclasses.replace`, and `to_hf` refuses it. `keep_anchor`: the anchor
     stays visible beyond the windows. `softcap`: of the logits of attention, as in Gemma 2. `sinks`: each layer has a
-    sink for each query head, as in gpt-oss. `jaxref.attention.attention` says what they compute.
+    sink for each query head, as in gpt-oss. `scale`: of the logits, where it is not head_dim ** -0.5, as Granite's
+    attention_multiplier. `jaxref.attention.attention` says what they compute. And `rope` may rotate a part of the head.
     """
 
     model_type: str
@@ -69,6 +75,7 @@ class DecoderConfig:
     keep_anchor: bool = False
     softcap: float | None = None
     sinks: bool = False
+    scale: float | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -100,6 +107,9 @@ class DecoderConfig:
         if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < 1:
             raise UserError(f"rms_norm_eps: {quoted(eps)} is not a number between 0 and 1")
         bias = model_type in ("llama", "qwen3") and _flag(config, "attention_bias")
+        rope = RopeSpec.from_hf({**config, "head_dim": head_dim})
+        if rope.head_dim != head_dim:
+            raise UserError(f"partial_rotary_factor: {model_type} rotates whole heads; leave it out")
         return cls(
             model_type=model_type,
             vocab_size=_size(config, "vocab_size"),
@@ -115,7 +125,7 @@ class DecoderConfig:
             qkv_bias=bias or model_type == "qwen2",
             o_bias=bias,
             qk_norm=model_type == "qwen3",
-            rope=RopeSpec.from_hf({**config, "head_dim": head_dim}),
+            rope=rope,
             windows=_read_windows(config),
         )
 
@@ -127,6 +137,8 @@ class DecoderConfig:
         for name in ADDED:
             if getattr(self, name):
                 raise UserError(f"{name}: {getattr(self, name)} is in no config.json of {self.model_type}")
+        if self.rope.head_dim != self.head_dim:
+            raise UserError(f"rope: {self.model_type} rotates whole heads, not {self.rope.head_dim} dimensions")
         fields = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "hidden_act": "silu",
@@ -141,7 +153,7 @@ class DecoderConfig:
         return fields
 
     def check_plain(self) -> None:
-        """Refuse what an attention under the mask rule alone does not compute: a window, a soft cap, sinks.
+        """Refuse what an attention under the mask rule alone does not compute: a window, a soft cap, sinks, a scale.
 
         Raises UserError. A window as long as the longest row that the model is made for hides nothing, and is taken.
         """
@@ -151,8 +163,9 @@ class DecoderConfig:
                 f"sliding_window: {shortest} is shorter than max_position_embeddings {self.max_position_embeddings}, "
                 "and this computes no windows; set it to null if every row is to be attended to in full"
             )
-        if self.softcap is not None or self.sinks:
-            raise UserError("softcap, sinks: this computes neither; choose another model")
+        for name in ("softcap", "sinks", "scale"):
+            if getattr(self, name):
+                raise UserError(f"{name}: this does not compute it; choose another model")
 
 
 def _read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -91,6 +91,7 @@ class Attention(nnx.Module):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim
         self.window, self.keep_anchor, self.softcap = window, config.keep_anchor, config.softcap
+        self.scale = config.scale
         self.q_proj = Linear(width, heads * head_dim, config.qkv_bias, rngs)
         self.k_proj = Linear(width, kv_heads * head_dim, config.qkv_bias, rngs)
         self.v_proj = Linear(width, kv_heads * head_dim, config.qkv_bias, rngs)
@@ -114,6 +115,7 @@ class Attention(nnx.Module):
         k_BTKD = taps["k_rope"] = rotate(k_BTKD, cos_BTC, sin_BTC, rounding, "k_rotated")
         taps["attn"], taps["lse"] = attention(
             *(q_BTHD, k_BTKD, v_BTKD, document_ids_BT, rounding),
+            scale=self.scale,
             query_block=query_block,
             sinks_H=None if self.sinks is None else _in_carrier(self.sinks[...], rounding),
             softcap=self.softcap,

@@ -68,12 +68,15 @@ def cos_sin(
 
 
 def rotate(x_ATHD: Any, cos_BTC: jax.Array, sin_BTC: jax.Array, rounding: Rounding, site: str) -> jax.Array:
-    """Rotate the pairs (i, i + D/2), transformers' half-split convention: (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotate the pairs (i, i + C), transformers' half-split convention: (a, b) -> (a cos - b sin, b cos + a sin).
+
+    What a head has beyond 2 C is left as it is.
 
     x_ATHD: queries or keys [B, T, H, D], in the carrier as the tables are; or [1, T, H, D], rotated by every table.
     site: `q_rotated` or `k_rotated`, rounded after `rope_product` and `rope_sum`.
     """
-    a, b = jnp.split(jnp.asarray(x_ATHD), 2, axis=-1)
+    C = cos_BTC.shape[-1]
+    a, b, rest = jnp.split(jnp.asarray(x_ATHD), (C, 2 * C), axis=-1)
     cos, sin = cos_BTC[:, :, None], sin_BTC[:, :, None]
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -81,7 +84,8 @@ def rotate(x_ATHD: Any, cos_BTC: jax.Array, sin_BTC: jax.Array, rounding: Roundi
 
     first = rounding.round("rope_sum", product(a, cos) - product(b, sin))
     second = rounding.round("rope_sum", product(b, cos) + product(a, sin))
-    return rounding.round(site, jnp.concatenate([first, second], axis=-1))
+    rest = jnp.broadcast_to(rest, (*first.shape[:3], rest.shape[3]))
+    return rounding.round(site, jnp.concatenate([first, second, rest], axis=-1))
 
 
 def _keep(frequency: Decimal, pair: int, spec: RopeSpec, seq_len: int | None) -> Decimal:

@@ -47,6 +47,7 @@ def paper_theta(length: int) -> float:
 class RopeSpec:
     """A type and its parameters, under transformers' names. Hashable.
 
+    head_dim: of a head, or of its first part where `partial_rotary_factor` leaves the rest as it is.
     original_max_position_embeddings: the length scaling starts from, in tokens (for `dynamic`, transformers'
         `max_position_embeddings`).
     attention_factor: on cos and sin both; None is what the type derives from `factor` (and `mscale`, `mscale_all_dim`).
@@ -111,7 +112,7 @@ class RopeSpec:
         """Read a `config.json`: transformers 5's `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
         What is absent falls back as in transformers. Raises UserError as `RopeSpec` does, and for what would rotate
-        otherwise: a part of the head, parameters that differ by layer type, keys that are unknown.
+        otherwise: a part of the head that is no pairs, parameters that differ by layer type, keys that are unknown.
         """
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(config.get(name) or {}, Mapping):
@@ -130,8 +131,16 @@ class RopeSpec:
                 )
             head_dim = hidden // heads
         partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-        if partial not in (None, 1):
-            raise UserError(f"partial_rotary_factor: {quoted(partial)} is not implemented; known is 1")
+        if partial is not None:
+            if not _is_number(partial) or not 0 < partial <= 1:
+                raise UserError(f"partial_rotary_factor: {quoted(partial)}; give a number above 0, and up to 1")
+            rotated = int(head_dim * partial)
+            if rotated % 2 or not rotated:
+                raise UserError(
+                    f"partial_rotary_factor: {partial} of head_dim {head_dim} rotates {rotated} dimensions, and RoPE "
+                    "rotates pairs"
+                )
+            head_dim = rotated
         if not isinstance(rope_type, str) or rope_type not in TYPES or rope_type == "ntk":
             known = ", ".join(name for name in TYPES if name != "ntk")
             raise UserError(f"rope_type: {quoted(rope_type)} is not implemented; known in a config are {known}")

@@ -111,10 +111,12 @@ def likely_errors_of_rotation(
     positions = np.asarray(position_ids_BT)
     frequencies_C, _ = inverse_frequencies(decoder.config.rope, int(positions.max()) + 1)
     turned_BTC = UNIT_ROUNDOFF["float32"] * positions[..., None] * frequencies_C
-    moved_BT1D = np.concatenate([turned_BTC, turned_BTC], axis=-1)[:, :, None]
-    return {
-        name: float(np.sqrt(np.mean(np.square(moved_BT1D * taps[name])))) for name in taps if name.endswith("_rope")
-    }
+    moved_BT1R = np.concatenate([turned_BTC, turned_BTC], axis=-1)[:, :, None]
+
+    def error(tap_BTHD: np.ndarray) -> float:
+        return float(np.sqrt(np.square(moved_BT1R * tap_BTHD[..., : moved_BT1R.shape[3]]).sum() / tap_BTHD.size))
+
+    return {name: error(taps[name]) for name in taps if name.endswith("_rope")}
 
 
 def attention_arrays(

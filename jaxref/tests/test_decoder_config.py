@@ -6,6 +6,7 @@ import pytest
 
 from jaxref.decoder_config import DecoderConfig
 from jaxref.rope import inverse_frequencies
+from jaxref.rope_spec import RopeSpec
 from jaxref.tests.decoders import FAMILIES, WINDOWED, hf_config
 
 
@@ -37,9 +38,11 @@ def test_to_hf_reads_back_the_same(family, changes):
 
 def test_to_hf_refuses_what_a_config_json_cannot_say():
     config = DecoderConfig.from_hf(hf_config("qwen2", **WINDOWED))
-    for changes in ({"softcap": 2.0}, {"sinks": True}, {"keep_anchor": True}, {"windows": (3, 4)}):
+    for changes in ({"softcap": 2.0}, {"sinks": True}, {"keep_anchor": True}, {"scale": 0.3}, {"windows": (3, 4)}):
         with pytest.raises(ValueError, match=rf"{next(iter(changes))}: .* is in no config.json of qwen2"):
             replace(config, **changes).to_hf()
+    with pytest.raises(ValueError, match="rope: qwen2 rotates whole heads, not 4 dimensions"):
+        replace(config, rope=RopeSpec(4, 1e4)).to_hf()
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0]}
@@ -118,8 +121,9 @@ def test_what_attends_under_the_rule_alone_refuses_more():
     for config in (
         DecoderConfig.from_hf(hf_config("mistral", sliding_window=63)),
         replace(DecoderConfig.from_hf(hf_config("llama")), sinks=True),
+        replace(DecoderConfig.from_hf(hf_config("llama")), scale=0.3),
     ):
-        with pytest.raises(ValueError, match=r"set it to null|computes neither"):
+        with pytest.raises(ValueError, match=r"set it to null|(sinks|scale): this does not compute it"):
             config.check_plain()
 
 
@@ -129,6 +133,7 @@ def test_what_attends_under_the_rule_alone_refuses_more():
         ({"model_type": "gpt2"}, "model_type: 'gpt2' is not implemented; known are llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not implemented; known is 'silu'"),
         ({"mlp_bias": True}, "mlp_bias: True is not implemented"),
+        ({"partial_rotary_factor": 0.7}, "partial_rotary_factor: llama rotates whole heads"),  # 4 dimensions of 6
         ({"attention_dropout": 0.1}, "attention_dropout: 0.1 is not implemented"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: .* is not implemented"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types: .* 2 from full_attention"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxref.model import Decoder, _run_layer
+from jaxref.rope_spec import RopeSpec
 from jaxref.rounding import preset
 from jaxref.tests.decoders import FAMILIES, TOKENS, VARIANTS, WINDOWED, row, tiny
 from jaxref.weights import to_arrays
@@ -48,7 +49,9 @@ def numpy_layer(config, p, number: int, x, positions, documents) -> tuple[np.nda
     Returns its output [T, M], its probabilities and its scaled logits [H, T, T], 0 where nothing is seen.
     """
     T, H, D, layer = len(x), config.num_attention_heads, config.head_dim, f"model.layers.{number}."
-    frequency = np.longdouble(config.rope.theta) ** (-np.arange(0, D, 2) / np.longdouble(D))
+    R = config.rope.head_dim
+    frequency = np.longdouble(config.rope.theta) ** (-np.arange(0, R, 2) / np.longdouble(R))
+    scale = 1 / np.sqrt(np.longdouble(D)) if config.scale is None else np.longdouble(config.scale)
 
     def norm(x, name):
         return numpy_norm(x, p[layer + name + ".weight"], config.rms_norm_eps)
@@ -60,7 +63,8 @@ def numpy_layer(config, p, number: int, x, positions, documents) -> tuple[np.nda
         x = linear(x, f"self_attn.{name}_proj").reshape(T, -1, D)
         if f"{layer}self_attn.{name}_norm.weight" in p:
             x = norm(x, f"self_attn.{name}_norm")
-        return (x[..., : D // 2] + 1j * x[..., D // 2 :]) * np.exp(1j * positions[:, None, None] * frequency)
+        turned = (x[..., : R // 2] + 1j * x[..., R // 2 : R]) * np.exp(1j * positions[:, None, None] * frequency)
+        return np.concatenate([turned, x[..., R:]], axis=-1)
 
     h = norm(x, "input_layernorm")
     q, k, v = heads(h, "q"), heads(h, "k"), linear(h, "self_attn.v_proj").reshape(T, -1, D)
@@ -73,7 +77,7 @@ def numpy_layer(config, p, number: int, x, positions, documents) -> tuple[np.nda
             seen = kept + seen[-window:]
         for head in range(H if seen else 0):
             kv = head * config.num_key_value_heads // H
-            scores = (q[t, head] * k[seen, kv].conj()).real.sum(-1) / np.sqrt(np.longdouble(D))
+            scores = (q[t, head] * k[seen, kv].conj()).real.sum(-1) * scale
             if config.softcap is not None:
                 scores = config.softcap * np.tanh(scores / config.softcap)
             weights = np.exp(scores)
@@ -103,6 +107,7 @@ def numpy_logits(decoder: Decoder, ids, positions, documents) -> np.ndarray:
         ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
         ("mistral", {"sliding_window": 3, "added": {"softcap": 1.5}}),
         ("qwen2", WINDOWED | {"added": {"sinks": True, "keep_anchor": True}}),
+        ("llama", {"added": {"scale": 0.3, "rope": RopeSpec(4, 1e4)}}),  # 4 dimensions of 6 rotate
     ],
 )
 def test_exact_is_the_model_written_in_loops(family, changes):

@@ -195,9 +195,10 @@ def test_only_distances_count(shift):
 def test_rotation_is_that_of_complex_numbers():
     """Two products and a sum: relative error at most gamma_2 = 2u / (1 - 2u) of the terms' absolute values."""
     rng = np.random.default_rng(0)
-    x_BTHD = rng.normal(size=(2, 3, 2, 6))
+    x_BTHD = rng.normal(size=(2, 3, 2, 8))  # the last two of a head are left as they are
     cos, sin = cos_sin(rng.integers(0, 1000, size=(2, 3)), [1.0, 0.1, 0.01], 1.0, preset("exact"))
     got = np.asarray(rotate(x_BTHD, cos, sin, preset("exact"), "q_rotated"))
+    np.testing.assert_array_equal(got[..., 6:], x_BTHD[..., 6:])
     for b, t, h, c in np.ndindex(2, 3, 2, 3):
         z = mpmath.mpc(*(float(x_BTHD[b, t, h, i]) for i in (c, c + 3)))
         turn = mpmath.mpc(float(cos[b, t, c]), float(sin[b, t, c]))
@@ -256,6 +257,8 @@ BASE = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings":
     [
         ({}, RopeSpec(64, 1e4)),
         ({"rope_theta": 5e5, "head_dim": 32}, RopeSpec(32, 5e5)),
+        ({"partial_rotary_factor": 0.355}, RopeSpec(22, 1e4)),  # 22.72 of 64
+        ({"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, RopeSpec(32, 5e5)),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, RopeSpec(64, 5e5, "linear", factor=2)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1.5}, RopeSpec(64, 1e6)),
         ({"rope_parameters": {"rope_theta": 1e4, **DYNAMIC}}, RopeSpec(64, 1e4, **DYNAMIC)),
@@ -329,7 +332,8 @@ def test_impossible_parameters_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not implemented"),
+        ({"partial_rotary_factor": 0.3}, "partial_rotary_factor: 0.3 of head_dim 64 rotates 19 dimensions"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5; give a number above 0, and up to 1"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type: 'ntk' is not implemented; known in a config"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_type: 'mrope' is not implemented"),
         ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters: mrope_section not implemented"),

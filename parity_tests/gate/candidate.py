@@ -42,7 +42,7 @@ from torchtrain.data import collate
 from torchtrain.data.rows import SpanTokens, build_row
 from torchtrain.distributed.world import World
 from torchtrain.modeling.load import load_for_training
-from torchtrain.modeling.rope import extend
+from torchtrain.modeling.rope import extend, rotated_dimensions
 from torchtrain.modeling.source import open_config
 from torchtrain.training.schedule import learning_rate
 from torchtrain.training.step import StepResult, accumulate, step_batches, take_step
@@ -250,7 +250,8 @@ def _draw(config: Any, spec: CaseSpec, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=implementation_name(spec.engine), trust_remote_code=False
     )
-    _add(model, dtype, **ADDED.get(spec.model, {}))
+    if spec.model in ("capped", "sinks"):
+        _add(model, dtype, **ADDED[spec.model])
     weights = {name: torch.from_numpy(array).to(dtype) for name, array in tiny_weights(spec.model, spec.seed).items()}
     # A tied head has no weight of its own.
     model.load_state_dict(weights, strict=not config.tie_word_embeddings)
@@ -263,7 +264,7 @@ def _add(model: Any, dtype: torch.dtype, softcap: float | None = None, sinks: bo
     def hand_on(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs | {"softcap": softcap, "s_aux": module.sinks if sinks else None}
 
-    for layer in model.model.layers if softcap is not None or sinks else ():
+    for layer in model.model.layers:
         if sinks:
             layer.self_attn.sinks = nn.Parameter(torch.zeros(model.config.num_attention_heads, dtype=dtype))
         layer.self_attn.register_forward_pre_hook(hand_on, with_kwargs=True)
@@ -290,8 +291,7 @@ def _load(folder: str, spec: CaseSpec) -> Any:
 
 
 def _extend(config: Any, spec: CaseSpec) -> Any:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = RopeConfig(type=spec.rope, **rope_settings(spec, head_dim // 2))
+    rope = RopeConfig(type=spec.rope, **rope_settings(spec, rotated_dimensions(config) // 2))
     if spec.rope == "keep" and rope.theta == "keep":
         return config
     # `dynamic` scales beyond the length that the model is made for; so it is made for no more.

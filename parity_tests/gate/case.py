@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import Glm4MoeConfig, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from anchorline.errors import UserError
 from anchorline.files import read_json
 from jaxref.decoder_config import DecoderConfig
 from jaxref.loss import IGNORED
 from jaxref.mask import PADDING
+from jaxref.rope_spec import RopeSpec
 from jaxref.weights import parameter_shapes
 from parity_tests.gate.spec import STEPS, CaseSpec
 from torchtrain.config import TrainConfig
@@ -32,6 +33,9 @@ FAMILIES: dict[str, Any] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
+# Families that are a Llama but for what the oracle's config says of them: `ADDED`, or a part of the head that rotates.
+ALIKE: dict[str, Any] = {"granite": GraniteConfig, "glm4_moe": Glm4MoeConfig}
+SCALE = 0.2
 _WINDOW = {"sliding_window": 6}  # shorter than a document, and than the anchor and a document
 _EVERY_OTHER = {
     "use_sliding_window": True,
@@ -39,7 +43,8 @@ _EVERY_OTHER = {
 }
 # A family of which one thing is another: its head is the embedding; heads of 128; 50,000 words; it is written to a
 # folder and loaded as a run does; every other layer has a window; or every layer, with a soft cap (as in Gemma 2) or
-# sinks (as in gpt-oss). The gradient of sinks is one number a head, hence 64 heads.
+# sinks (as in gpt-oss). The gradient of sinks is one number a head, hence 64 heads. A scale that is not 64 ** -0.5; 22
+# dimensions of 64 that rotate (0.355 of 64, cut).
 VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
     "wide_heads": ("llama", {"head_dim": 128}),
@@ -51,9 +56,14 @@ VARIED: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral",
         _WINDOW | {"num_hidden_layers": 2, "num_attention_heads": 64, "num_key_value_heads": 32, "head_dim": 4},
     ),
+    "scaled": ("granite", {"num_hidden_layers": 2, "attention_multiplier": SCALE}),
+    "partial": (
+        "glm4_moe",
+        {"num_hidden_layers": 2, "first_k_dense_replace": 2, "num_mtp_layers": 0, "partial_rotary_factor": 0.355},
+    ),
 }
 # What no config.json of these families says: both sides add it to the model.
-ADDED: dict[str, dict[str, Any]] = {"capped": {"softcap": 2.0}, "sinks": {"sinks": True}}
+ADDED: dict[str, dict[str, Any]] = {"capped": {"softcap": 2.0}, "sinks": {"sinks": True}, "scaled": {"scale": SCALE}}
 TINY = (*FAMILIES, *VARIED)
 CACHE = Path("cache")  # where smollm2 is converted to; the trainer's default too
 
@@ -222,7 +232,17 @@ def tiny_config(spec: CaseSpec, model: str | None = None) -> Any:
     changes: dict[str, Any] = {"max_position_embeddings": original, **varied}
     if family == "mistral":
         changes.setdefault("sliding_window", None)
-    return FAMILIES[family](**(SIZES | changes))
+    return (FAMILIES | ALIKE)[family](**(SIZES | changes))
+
+
+def _tiny_decoder(spec: CaseSpec, model: str) -> DecoderConfig:
+    """Return the oracle's reading of a tiny model."""
+    read = tiny_config(spec, model).to_dict()
+    if read["model_type"] not in ALIKE:
+        return replace(DecoderConfig.from_hf(read), **ADDED.get(model, {}))
+    rope = read.pop("rope_parameters")
+    config = DecoderConfig.from_hf(read | {"model_type": "llama"})
+    return replace(config, rope=RopeSpec.from_hf(read | {"rope_parameters": rope}), **ADDED.get(model, {}))
 
 
 @lru_cache(maxsize=8)
@@ -232,8 +252,7 @@ def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
     Larger than a fresh model's, those of q and k most, so that attention is far from uniform and a wrong mask or
     position shows; biases and norms are drawn too, so that they count.
     """
-    config = DecoderConfig.from_hf(tiny_config(CaseSpec(model=model)).to_dict())
-    shapes = parameter_shapes(replace(config, **ADDED.get(model, {})))
+    shapes = parameter_shapes(_tiny_decoder(CaseSpec(model=model), model))
     random = np.random.default_rng((seed, 0))
     weights = {}
     for name, shape in shapes.items():
@@ -249,7 +268,7 @@ def tiny_weights(model: str, seed: int) -> Mapping[str, np.ndarray]:
 
 
 def rope_settings(spec: CaseSpec, pairs: int) -> dict[str, Any]:
-    """Return theta, where it is given, and the parameters of the case's RoPE type. `pairs`: half of head_dim."""
+    """Return theta, where it is given, and the parameters of the case's RoPE type. `pairs`: how many rotate."""
     rope, all_ = spec.rope, spec.rope_parameters == "all"
     settings: dict[str, Any] = {} if rope in ("keep", "default") else {"factor": FACTOR}
     if rope == "llama3":
@@ -265,14 +284,12 @@ def rope_settings(spec: CaseSpec, pairs: int) -> dict[str, Any]:
 
 
 def _read_config(spec: CaseSpec, folder: str | None) -> DecoderConfig:
-    tiny = folder is None
-    read = tiny_config(spec, spec.against).to_dict() if tiny else read_json(Path(folder) / "config.json", "model")
-    config = replace(
-        DecoderConfig.from_hf(read),
-        keep_anchor=spec.beyond_window == "anchor",
-        **ADDED.get(spec.against or spec.model, {}),
-    )
-    settings = rope_settings(spec, config.head_dim // 2)
+    if folder is None:
+        config = _tiny_decoder(spec, spec.against or spec.model)
+    else:
+        config = DecoderConfig.from_hf(read_json(Path(folder) / "config.json", "model"))
+    config = replace(config, keep_anchor=spec.beyond_window == "anchor")
+    settings = rope_settings(spec, config.rope.head_dim // 2)
     if spec.rope == "keep":
         return replace(config, rope=replace(config.rope, **settings))
     if spec.rope in ("dynamic", "yarn", "llama3", "longrope"):
@@ -280,5 +297,5 @@ def _read_config(spec: CaseSpec, folder: str | None) -> DecoderConfig:
         settings["original_max_position_embeddings"] = own or config.max_position_embeddings
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     given: dict[str, Any] = {"theta": config.rope.theta, **settings, **lists}
-    rope = type(config.rope)(head_dim=config.head_dim, rope_type=spec.rope, **given)
+    rope = RopeSpec(head_dim=config.rope.head_dim, rope_type=spec.rope, **given)
     return replace(config, rope=rope)

@@ -109,7 +109,8 @@ def judge_case(case: GateCase, candidate: Arrays, oracle: OracleArrays) -> CaseR
         if group_of(name) == "forward" and reference is not None:
             copies_BT = _copied_padding(truth, oracle.exact["inputs.document_ids"])
             judged = tuple(np.where(copies_BT.reshape(*copies_BT.shape, *[1] * (x.ndim - 2)), 0, x) for x in judged)
-        measure = _measure(name, *judged, dtype, likely)
+        rotated = case.decoder_config.rope.head_dim if name.endswith("_rope") else 0
+        measure = _measure(name, *judged, dtype, likely, rotated)
         measures.append(measure)
         if words is None and not measure.passed:
             text = describe(case, measure, truth, candidate, oracle)
@@ -237,6 +238,7 @@ def _measure(
     reference: np.ndarray | None,
     dtype: str,
     likely_error: float = 0.0,
+    rotated: int = 0,
 ) -> Measure:
     group = group_of(name)
     layer, tap = _place(name)
@@ -252,7 +254,7 @@ def _measure(
         dtype,
         _axes(name, truth.ndim),
         inherits=True,
-        rotated=tap.endswith("_rope"),
+        rotated=rotated,
         likely_error=likely_error,
     )
     profile = _profile(candidate, truth, reference, dtype) if group == "forward" else None

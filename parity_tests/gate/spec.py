@@ -57,8 +57,8 @@ class CaseSpec(_Strict):
 
     model: str = Field(
         default="llama",
-        description="llama, mistral, qwen2, qwen3, tied, wide_heads, many_words, loaded, windows, capped, sinks (tiny, "
-        "random); smollm2; a folder; or a hub id",
+        description="llama, mistral, qwen2, qwen3, tied, wide_heads, many_words, loaded, windows, capped, sinks, "
+        "scaled, partial (tiny, random); smollm2; a folder; or a hub id",
     )
     variant: str = Field(default="anchor", description="full, intra, intra_reset, anchor; with +tag, +interleave")
     rope: Rope = Field(default="keep", description="keep is the model's own")

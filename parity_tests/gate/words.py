@@ -148,7 +148,9 @@ def _explain_rotation(case: GateCase, measure: Measure, candidate: Arrays, oracl
     )
     positions, documents = oracle.exact["inputs.position_ids"], oracle.exact["inputs.document_ids"]
     mistakes = rotation_mistakes(x_BTHD, positions, documents, case.decoder_config.rope, array)
-    return _first(measure, array, mistakes) or _scaled(measure, array, truth) or _wrong_pairs(measure, array, truth)
+    R = case.decoder_config.rope.head_dim
+    wrong = _scaled(measure, array, truth) or _wrong_pairs(measure, array[..., :R], truth[..., :R])
+    return _first(measure, array, mistakes) or wrong
 
 
 def _wrong_pairs(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:
@@ -173,10 +175,11 @@ def _explain_attention(case: GateCase, measure: Measure, candidate: Arrays, orac
     if case.spec.tokens > LONGEST or not _as_in_truth(candidate, oracle, *names):
         return None
     config = case.decoder_config
+    scale: float = config.scale or config.head_dim**-0.5
     if config.windows[measure.layer or 0] is not None or config.softcap is not None or config.sinks:
         return None  # the mistakes below are those of the mask rule alone
     q, k, v = (candidate[name] for name in names)
-    documents, scale, array = oracle.exact["inputs.document_ids"], q.shape[3] ** -0.5, candidate[measure.name]
+    documents, array = oracle.exact["inputs.document_ids"], candidate[measure.name]
     if _explains(measure, array, np.asarray(forward(attention_on(q, k, v, documents, scale))["out"])):
         return None  # what went in was wrong
     return _first(measure, array, forward_mistakes(q, k, v, documents, scale))

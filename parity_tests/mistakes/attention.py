@@ -104,7 +104,7 @@ def _wrong_passes(document_ids_BT: np.ndarray, scale: float) -> Iterator[tuple[s
     for words, mask in wrong_masks(document_ids_BT):
         yield words, lambda q, k, v, mask=mask: forward(replace(inputs(q, k, v), mask_BTT=mask))
     for words, wrong in (
-        ("the softmax scale is missing (1 where it should be head_dim ** -0.5)", lambda default: 1.0),
+        ("the softmax scale is missing (1 takes its place)", lambda default: 1.0),
         ("the scale that is passed is ignored", lambda default: default),
         ("the scale is applied twice", lambda default: scale**2),
         ("exp2 without the factor log2(e)", lambda default: scale * np.log(2.0)),

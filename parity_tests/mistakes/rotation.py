@@ -50,9 +50,24 @@ def rotation_mistakes(
     yield "angles are rounded to bfloat16", lambda: {"out": _turn(x, angle_BTC, scaling)}
     yield turned("inverse frequencies are rounded to bfloat16", _round(right))
     yield turned("the attention factor is missing", right, scaling=1.0)
-    plain = RopeSpec(head_dim=rope.head_dim, theta=rope.theta)
+    D, R = x.shape[3], rope.head_dim
+    plain = RopeSpec(head_dim=R, theta=rope.theta)
     yield turned(f"RoPE is not scaled: {rope.rope_type} is ignored", inverse_frequencies(plain)[0])
     yield turned("frequencies are divided by the factor twice", right / (rope.factor or 1.0))
+    if R < D:
+        yield turned("the whole head is rotated, not a part", inverse_frequencies(RopeSpec(D, rope.theta))[0])
+        last = np.roll(x, R, axis=-1)
+        yield (
+            "the last dimensions of a head are rotated, not the first",
+            lambda: {"out": np.roll(rotate(last, positions, right, scaling), -R, axis=-1)},
+        )
+        of_head = inverse_frequencies(RopeSpec(D, rope.theta))[0][: R // 2]
+        yield turned("the frequencies are those of a whole head", of_head)
+        for more in range(2, min(8, D - R) + 1, 2):
+            yield turned(
+                f"{R + more} dimensions of a head are rotated, not {R}",
+                inverse_frequencies(replace(plain, head_dim=R + more))[0],
+            )
     yield turned("half of the head is not rotated", np.where(np.arange(len(right)) < len(right) // 2, right, 0.0))
     for factor in (10.0, 0.1, 50.0, 100.0):
         other = replace(rope, theta=rope.theta * factor) if rope.theta * factor > 1 else rope
@@ -84,20 +99,22 @@ def describe_shifts(shifts_BT: np.ndarray) -> str | None:
 
 
 def rotate(x_BTHD: np.ndarray, positions_BT: np.ndarray, frequencies_C: np.ndarray, scaling: float) -> np.ndarray:
-    """Rotate the two halves of each head, [B, T, H, D]."""
+    """Rotate the two halves of each head, [B, T, H, D], or of its first 2 C dimensions."""
     return _turn(x_BTHD, np.asarray(positions_BT, np.float64)[..., None] * frequencies_C, scaling)
 
 
 def _turn(x_BTHD: np.ndarray, angle_BTC: np.ndarray, scaling: float) -> np.ndarray:
-    a, b = np.split(x_BTHD, 2, axis=-1)
+    C = angle_BTC.shape[-1]
+    a, b, rest = np.split(x_BTHD, (C, 2 * C), axis=-1)
     cos, sin = (scaling * table(angle_BTC)[:, :, None] for table in (np.cos, np.sin))
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def _pair_neighbours(x_BTHD: np.ndarray, positions_BT: np.ndarray, right_C: np.ndarray, scaling: float) -> np.ndarray:
-    halves = np.concatenate([x_BTHD[..., ::2], x_BTHD[..., 1::2]], axis=-1)
+    part, rest = np.split(x_BTHD, (2 * len(right_C),), axis=-1)
+    halves = np.concatenate([part[..., ::2], part[..., 1::2]], axis=-1)
     turned = rotate(halves, positions_BT, right_C, scaling)
-    return np.stack(np.split(turned, 2, axis=-1), axis=-1).reshape(x_BTHD.shape)
+    return np.concatenate([np.stack(np.split(turned, 2, axis=-1), axis=-1).reshape(part.shape), rest], axis=-1)
 
 
 def _round(x: np.ndarray) -> np.ndarray:

@@ -140,7 +140,7 @@ def test_a_wrong_angle_shows(tokens, theta, off_by_one, part):
     positions = np.arange(tokens)
     wrong = positions + (positions == off_by_one)
     truth, reference = (_turn(x, positions, 1e4, rounded) for rounded in (False, True))
-    verdict = judge(_turn(x, wrong, theta, True), truth, reference, "bfloat16", "BTHD", rotated=True)
+    verdict = judge(_turn(x, wrong, theta, True), truth, reference, "bfloat16", "BTHD", rotated=x.shape[3])
     assert verdict.whole < 1
     assert not verdict.passed
     assert part in verdict.part.name

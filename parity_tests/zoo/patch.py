@@ -24,6 +24,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # Family -> the prefix of its classes.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES |= {"granite": "Granite", "glm4_moe": "Glm4Moe"}
 # `from x import f` leaves a name for f in the importing module: a bug in f must be seen under each. The judge's own
 # modules count where they call the candidate.
 _WHERE_NAMES_ARE = ("torchtrain.", "parity_tests.gate", "parity_tests.tests.engines")

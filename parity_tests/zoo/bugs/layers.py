@@ -1,5 +1,5 @@
-"""Bugs of what a layer adds to the mask rule: its window, the anchor beyond the window, a soft cap, sinks; and of
-layers that carry a state.
+"""Bugs of what a layer adds to the mask rule: its window, the anchor beyond the window, a soft cap, sinks, its own scale;
+and of layers that carry a state.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity_tests.gate.case import SIZES
 from parity_tests.zoo import Bug, plain
 from parity_tests.zoo.patch import Context, attention, every_engine, wrap
 from torchtrain.attention import recurrent
@@ -206,4 +207,32 @@ state_without_anchor = Bug(
     stage="forward",
     apply=lambda: _state(lambda ids_BT: torch.where(ids_BT == 0, ids_BT.max() + 1, ids_BT)),
     caught_by=_HYBRIDS,
+)
+
+
+# The model's own scale is not read.
+scale_ignored = Bug(
+    what="head_dim ** -0.5 for the model's own scale",
+    where="seen in reviews: kernels that take no scale, under Granite (attention_multiplier) and Gemma 2",
+    stage="forward",
+    apply=lambda: _options(lambda _, **__: {"scale": SIZES["head_dim"] ** -0.5}),
+    likely={"model": "scaled"},
+)
+
+# Queries are scaled, and the logits once more.
+scale_twice = Bug(
+    what="the model's own scale applied twice",
+    where="seen in reviews of ports of Gemma: q is multiplied by query_pre_attn_scalar ** -0.5, and the kernel scales",
+    stage="forward",
+    apply=lambda: _options(lambda _, scale, **__: {"scale": scale * scale}),
+    likely={"model": "scaled"},
+)
+
+# A multiplier is taken for the number under the root, or the other way around.
+scale_under_a_root = Bug(
+    what="the model's own scale taken for the number under the root",
+    where="seen in reviews of ports: query_pre_attn_scalar ** -0.5 is a scale, attention_multiplier is one as it is",
+    stage="forward",
+    apply=lambda: _options(lambda _, scale, **__: {"scale": scale**-0.5}),
+    likely={"model": "scaled"},
 )

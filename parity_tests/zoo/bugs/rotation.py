@@ -1,7 +1,7 @@
 """Bugs of the forward pass: positions, frequencies and the rotation."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from parity_tests.gate.case import SIZES
 from parity_tests.zoo import Bug
-from parity_tests.zoo.patch import frequencies, in_every_family, positions, rotation, swap, tables
+from parity_tests.zoo.patch import Context, frequencies, in_every_family, positions, rotation, swap, tables
 from torchtrain.modeling.rope import extend, rotated_dimensions
 
 
@@ -396,4 +397,69 @@ yarn_without_attention_factor = Bug(
     stage="forward",
     apply=lambda: in_every_family("RotaryEmbedding", "forward", _yarn_without_attention_factor),
     likely={"rope": "yarn"},
+)
+
+
+def _rotated(count: Callable[[int, int], tuple[int, int]]) -> Context:
+    """Let `count(D, R)`, given a head's D dimensions and its R that rotate, say how many rotate, and of how many they
+    are made.
+    """
+
+    def other(rotary, inv_freq_C: Tensor) -> Tensor:
+        rotated, of = count(SIZES["head_dim"], 2 * inv_freq_C.shape[0])
+        return rotary.config.rope_parameters["rope_theta"] ** (
+            -torch.arange(0, rotated, 2, device=inv_freq_C.device) / of
+        )
+
+    return frequencies(other)
+
+
+_PARTIAL = {"model": "partial", "rope": "keep"}
+
+# partial_rotary_factor is not read.
+partial_ignored = Bug(
+    what="the whole head rotated for a part",
+    where="seen in reviews of ports of Phi and GLM: the tables are made of head_dim",
+    stage="forward",
+    apply=lambda: _rotated(lambda D, R: (D, D)),
+    likely=_PARTIAL,
+)
+
+# The part's frequencies are the first of the whole head's: theta ** (-2 i / D), not theta ** (-2 i / R).
+partial_of_whole_frequencies = Bug(
+    what="the whole head's frequencies for a part",
+    where="seen in reviews: tables of a whole head, cut to the part that rotates",
+    stage="forward",
+    apply=lambda: _rotated(lambda D, R: (R, D)),
+    likely=_PARTIAL,
+)
+
+# What rotates is rounded up to a multiple of 8, as a kernel takes it.
+partial_rounded_up = Bug(
+    what="the rotated part rounded up to a multiple of 8",
+    where="seen in reviews: transformers cuts head_dim * partial_rotary_factor, a kernel takes multiples of 8",
+    stage="forward",
+    apply=lambda: _rotated(lambda D, R: (R + -R % 8, R + -R % 8)),
+    likely=_PARTIAL,
+)
+
+
+def _rotate_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    R = cos.shape[-1]
+
+    def turn(x: Tensor) -> Tensor:
+        kept, part = x[..., :-R], x[..., -R:]
+        return torch.cat((kept, part * cos - _turn(part) * sin), dim=-1)
+
+    return turn(q), turn(k)
+
+
+# The last dimensions of a head rotate and the first do not.
+partial_at_the_end = Bug(
+    what="the last part of the head rotated for the first",
+    where="DeepSeek's heads end with the part that rotates, Phi's and GLM's begin with it (seen in reviews)",
+    stage="forward",
+    apply=lambda: rotation(_rotate_last),
+    likely=_PARTIAL,
 )
