@@ -22,8 +22,8 @@ from parity_tests.report.schema import CaseReport, Report, read_report
 ROOT = Path(__file__).parents[1]
 HEAD = """# Versions
 
-Made by `python -m parity_tests.matrix` from `{config}` on {hardware}. A cell is the worst error over allowance of its
-cases (up to 1 passes) and their number.
+Made by `python -m parity_tests.matrix` from `{config}` on {hardware}. A cell is the worst error over allowance of as
+many cases as its column says; up to 1 passes.
 
 """
 HERE = {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
@@ -86,11 +86,14 @@ def page(rows: dict[tuple[str, ...], Report | str], config: str) -> str:
     """A table of versions by engine and dtype, and below it what fails."""
     reports = [report for report in rows.values() if isinstance(report, Report)]
     columns = list(dict.fromkeys(f"{case.engine} {case.dtype}" for report in reports for case in report.cases))
-    lines = ["| torch | transformers | " + " | ".join(columns) + " |", "| --- " * (2 + len(columns)) + "|"]
+    columns = [column for column in columns if any(_judged(report.cases, column) for report in reports)]
+    counts = [max(len(_judged(report.cases, column)) for report in reports) for column in columns]
+    heads = [f"{column} ({count})" for column, count in zip(columns, counts, strict=True)]
+    lines = ["| torch | transformers | " + " | ".join(heads) + " |", "| --- " * (2 + len(columns)) + "|"]
     faults: list[str] = []
     for pair, report in rows.items():
         cases = report.cases if isinstance(report, Report) else []
-        own = [[case for case in cases if f"{case.engine} {case.dtype}" == column] for column in columns]
+        own = [_judged(cases, column) for column in columns]
         lines.append("| " + " | ".join([*pair, *map(_cell, own)]) + " |")
         words = [f"`{case.id}`: {why}" for case in cases if (why := _why(case))] if cases else [str(report)]
         faults += [f"- torch {pair[0]}, transformers {pair[1]}: {why}" for why in words]
@@ -98,12 +101,15 @@ def page(rows: dict[tuple[str, ...], Report | str], config: str) -> str:
     return HEAD.format(config=config, hardware=hardware) + "\n".join([*lines, "", *faults]).rstrip() + "\n"
 
 
+def _judged(cases: list[CaseReport], column: str) -> list[CaseReport]:
+    return [case for case in cases if case.skipped is None and f"{case.engine} {case.dtype}" == column]
+
+
 def _cell(cases: list[CaseReport]) -> str:
-    judged = [case for case in cases if case.skipped is None]
-    if not judged:
+    if not cases:
         return "not run"
-    worst = max((measure.ratio for case in judged for measure in case.measures), default=float("inf"))
-    return f"{worst:.2f} ({len(judged)})" if all(case.passed for case in judged) else f"**{worst:.3g}**"
+    worst = max((measure.ratio for case in cases for measure in case.measures), default=float("inf"))
+    return f"{worst:.2f}" if all(case.passed for case in cases) else f"**{worst:.3g}**"
 
 
 def _why(case: CaseReport) -> str | None:

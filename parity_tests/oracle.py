@@ -19,7 +19,7 @@ from anchorline.tolerance import UNIT_ROUNDOFF
 from jaxref.attention import attention
 from jaxref.decoder_config import DecoderConfig
 from jaxref.model import Decoder
-from jaxref.optim import adamw, learning_rates
+from jaxref.optim import adamw, learning_rates, step
 from jaxref.rope import inverse_frequencies
 from jaxref.rounding import Rounding
 from jaxref.weights import from_arrays
@@ -67,6 +67,14 @@ def adamw_of(train: TrainConfig, weights: Mapping[str, Any]) -> GradientTransfor
         train.weight_decay,
         max_grad_norm=train.clip_norm,
     )
+
+
+def first_step(train: TrainConfig, before: Mapping[str, Any], gradients: Mapping[str, Any], dtype: Any) -> Arrays:
+    """The weights after the oracle's first AdamW step from `before`, all of it in `dtype`."""
+    optimizer = adamw_of(train, before)
+    weights, gradients = ({name: jnp.asarray(side[name], dtype) for name in before} for side in (before, gradients))
+    after, _, _ = step(optimizer, weights, optimizer.init(weights), gradients)
+    return {name: np.asarray(x) for name, x in after.items()}
 
 
 def to_numpy(x: Tensor) -> np.ndarray:

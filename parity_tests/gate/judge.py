@@ -8,21 +8,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from anchorline.errors import UserError
 from anchorline.tolerance import judge, likely_error_of_mean
 from jaxref.mask import PADDING
-from jaxref.optim import step
 from parity_tests.gate.candidate import candidate_side, why_not_here
 from parity_tests.gate.case import GateCase, resolve
 from parity_tests.gate.own_eager import family_without_decoder, own_eager_sides, reference_name
 from parity_tests.gate.spec import CaseSpec
 from parity_tests.gate.truth import Oracle, OracleArrays
 from parity_tests.gate.words import describe
-from parity_tests.oracle import Arrays, adamw_of, preset_name
+from parity_tests.oracle import Arrays, first_step, preset_name
 from parity_tests.report.schema import CaseReport, Divergence, Group, Measure, PartMeasure, Profile
 
 RUNS, SHORTEST_RUN = 16, 8  # of tokens, in a profile
@@ -207,15 +205,10 @@ def _step_pairs(candidate: Arrays, case: GateCase) -> Iterator[tuple[str, np.nda
     prefix = "step.before."
     names = [name.removeprefix(prefix) for name in candidate if name.startswith(prefix)]
     before = {name: candidate[prefix + name] for name in names}
-    optimizer = adamw_of(case.step, before)
-    results = []
-    for carrier in (jnp.float64, jnp.float32):
-        weights = {name: jnp.asarray(before[name], carrier) for name in names}
-        gradients = {name: jnp.asarray(candidate[f"gradients.{name}"], carrier) for name in names}
-        results.append(step(optimizer, weights, optimizer.init(weights), gradients)[0])
-    truth, reference = results
+    gradients = {name: candidate[f"gradients.{name}"] for name in names}
+    truth, reference = (first_step(case.step, before, gradients, dtype) for dtype in ("float64", "float32"))
     for name in names:
-        yield f"step.{name}", np.asarray(truth[name]), np.asarray(reference[name]), "float32"
+        yield f"step.{name}", truth[name], reference[name], "float32"
     after = np.concatenate([candidate[f"step.{name}"].ravel() for name in names])
     stored = ml_dtypes.bfloat16 if case.spec.dtype == "bfloat16" else case.spec.dtype
     yield "step.stored", np.tile(after.astype(stored).astype(np.float32), case.spec.ranks), None, "exact"

@@ -90,12 +90,14 @@ def run_side(case: GateCase, model: Any, capture: Any) -> Arrays:
 
 def _write(case: GateCase, folder: Path, model: Any) -> Config:
     """Write model, tokenizer, corpus and config."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     spec, corpus = case.spec, small.draw_corpus(case.spec)
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(small.WORDS)}, unk_token=small.PAD))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # transformers opens every tokenizer of a Qwen 2 with a class that knows added tokens alone.
+    backend.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in small.WORDS])
     special: dict[str, Any] = {"pad_token": small.PAD, "eos_token": small.EOS, "bos_token": small.BOS}
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder / "source")
     model.save_pretrained(folder / "source")
@@ -107,7 +109,7 @@ def _write(case: GateCase, folder: Path, model: Any) -> Config:
     tree = {
         "run": {"folder": str(folder / "run"), "seed": corpus.seed},
         "model": {"source": str(folder / "source"), "dtype": spec.dtype, "attention": spec.engine},
-        "rope": {"type": spec.rope, **rope_settings(spec, case.decoder_config.head_dim // 2)},
+        "rope": {"type": spec.rope, **rope_settings(spec, case.decoder_config.rope.head_dim // 2)},
         "data": {
             "sources": [{"files": str(folder / "corpus.jsonl"), "domain_field": "domain"}],
             "cache": str(folder / "cache"),

@@ -15,7 +15,7 @@ from parity_tests.gate.truth import OracleArrays
 from parity_tests.mistakes import Mistake, explanations
 from parity_tests.mistakes.attention import attention_on, forward, forward_mistakes
 from parity_tests.mistakes.rotation import describe_shifts, rotation_mistakes
-from parity_tests.oracle import Arrays
+from parity_tests.oracle import Arrays, first_step
 from parity_tests.report.schema import Measure
 
 _TAPS = {
@@ -130,9 +130,14 @@ def cause(case: GateCase, measure: Measure, truth: np.ndarray, candidate: Arrays
         return describe_shifts(array - truth)
     if measure.name == "loss.tokens":
         return _explain_labels(array, truth)
+    if measure.group == "trajectory":
+        return _explain_norms(case, measure, array, truth) if measure.tap == "norms" else _explain_losses(measure)
     if measure.group == "step":
         before = candidate.get(f"step.before.{measure.name.removeprefix('step.')}")
-        return None if before is None else _explain_update(measure, array, truth, before)
+        if before is None:
+            return None
+        clipped = None if np.array_equal(array, before) else _explain_clipping(case, measure, array, candidate)
+        return clipped or _explain_update(measure, array, truth, before)
     return None if measure.allowance == 0 else _scaled(measure, array, truth)
 
 
@@ -225,6 +230,42 @@ def _explain_update(measure: Measure, array: np.ndarray, truth: np.ndarray, befo
     if _explains(measure, array, before + factor * (truth - before)):
         return f"the update is {factor:.4g} times what it should be"
     return None
+
+
+def _explain_clipping(case: GateCase, measure: Measure, array: np.ndarray, candidate: Arrays) -> str | None:
+    """The same step on gradients that are clipped otherwise."""
+    name, prefix = measure.name.removeprefix("step."), "step.before."
+    before = {key.removeprefix(prefix): x for key, x in candidate.items() if key.startswith(prefix)}
+    matrices = {key for key, x in before.items() if x.ndim >= 2}
+    limit = case.step.clip_norm
+    for words, clip, counted in (
+        ("gradients are not clipped", None, {name}),
+        (f"gradients are clipped to 1, not to {limit}", 1.0, set(before)),
+        ("gradients are clipped one by one", limit, {name}),
+        ("the norm that clips is that of the matrices alone", limit, matrices | {name}),
+        ("the norm that clips is that of norms and biases alone", limit, set(before) - matrices | {name}),
+    ):
+        gradients = {key: candidate[f"gradients.{key}"] for key in counted}
+        train = case.step.model_copy(update={"clip_norm": clip})
+        if _explains(
+            measure, array, first_step(train, {key: before[key] for key in counted}, gradients, "float64")[name]
+        ):
+            return words
+    return None
+
+
+def _explain_losses(measure: Measure) -> str | None:
+    """Losses of the steps before are right, and so are all learning rates."""
+    if not measure.tap.isdecimal() or int(measure.tap) < 2:
+        return None
+    return "the first update is right: look at what a step leaves to the next (betas, moments, gradients)"
+
+
+def _explain_norms(case: GateCase, measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:
+    """Losses of all steps are right."""
+    if case.trajectory.clip_norm and _explains(measure, array, np.minimum(truth, case.trajectory.clip_norm)):
+        return "they are the norms after clipping"
+    return _scaled(measure, array, truth) or ("they leave out parameters" if (array < truth).all() else None)
 
 
 def _explain_rates(measure: Measure, array: np.ndarray, truth: np.ndarray) -> str | None:

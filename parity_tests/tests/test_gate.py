@@ -295,6 +295,37 @@ def test_the_words_for_a_schedule(bug, words):
     assert divergence.words.endswith(words)
 
 
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        ("clip_missing", "gradients are not clipped"),
+        ("clip_norm_default", "gradients are clipped to 1, not to 0.5"),
+        ("clip_per_parameter", "gradients are clipped one by one"),
+        ("clip_by_matrices", "the norm that clips is that of the matrices alone"),
+    ],
+)
+def test_the_words_for_clipping(bug, words):
+    assert words_of(BUGS[bug].apply(), CaseSpec(stages=("step",))).endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("trajectory.norms", lambda x: x.clip(max=0.5), "they are the norms after clipping"),
+        ("trajectory.norms", lambda x: x / 2, "everything is 0.5 times what it should be"),
+        ("trajectory.norms", lambda x: x - np.arange(1, 4) / 9, "they leave out parameters"),
+        ("trajectory.2", lambda x: x + 1, "look at what a step leaves to the next (betas, moments, gradients)"),
+        ("trajectory.1", lambda x: x + 1, "losses of the tokens at step 2: 2.06e+06 times the allowance"),
+    ],
+)
+def test_the_words_for_what_steps_leave(name, change, words):
+    right = np.array([[3.0, 2.0, 0.5]]) if name != "trajectory.norms" else np.array([3.0, 2.0, 0.5])
+    oracle = OracleArrays({name: right}, {name: right * (1 + 2**-25)}, {})
+    case = judge_case(resolve(CaseSpec(stages=("trajectory",))), {name: change(right)}, oracle)
+    assert case.first_divergence is not None
+    assert case.first_divergence.words.endswith(words)
+
+
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
-"""Bugs of what a layer adds to the mask rule: its window, the anchor beyond the window, a soft cap, sinks, its own scale;
-and of layers that carry a state.
+"""Bugs of what a layer adds to the mask rule: windows, the anchor beyond a window, soft caps, sinks, scales.
+
+And bugs of layers that carry a state.
 """
 
 from collections.abc import Callable

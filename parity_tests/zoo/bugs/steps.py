@@ -109,6 +109,24 @@ clip_per_parameter = Bug(
 )
 
 
+_clip = nn.utils.clip_grads_with_norm_
+
+
+def _clip_by_matrices(parameters, max_norm, total_norm, foreach=None):
+    parameters = list(parameters)
+    norms = [parameter.grad.norm() for parameter in parameters if parameter.ndim >= 2 and parameter.grad is not None]
+    _clip(parameters, max_norm, torch.stack(norms).norm())
+
+
+# The norm leaves the gains of the norms out.
+clip_by_matrices = Bug(
+    what="gradients clipped by the norm of the matrices alone",
+    where="seen in reviews: the norm taken over the group of parameters that decay",
+    stage="step",
+    apply=lambda: patch.object(nn.utils, "clip_grads_with_norm_", _clip_by_matrices),
+)
+
+
 def _from_the_start(rate, step, train):
     return rate(step, train if step < train.warmup_steps else train.model_copy(update={"warmup_steps": 0}))
 
