@@ -109,13 +109,13 @@ clip_per_parameter = Bug(
 )
 
 
-_clip = nn.utils.clip_grads_with_norm_
+_torch_clip = nn.utils.clip_grads_with_norm_
 
 
 def _clip_by_matrices(parameters, max_norm, total_norm, foreach=None):
     parameters = list(parameters)
     norms = [parameter.grad.norm() for parameter in parameters if parameter.ndim >= 2 and parameter.grad is not None]
-    _clip(parameters, max_norm, torch.stack(norms).norm())
+    _torch_clip(parameters, max_norm, torch.stack(norms).norm())
 
 
 # The norm leaves the gains of the norms out.
