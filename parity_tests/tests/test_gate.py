@@ -315,7 +315,7 @@ def test_the_words_for_clipping(bug, words):
         ("trajectory.norms", lambda x: x / 2, "everything is 0.5 times what it should be"),
         ("trajectory.norms", lambda x: x - np.arange(1, 4) / 9, "they leave out parameters"),
         ("trajectory.2", lambda x: x + 1, "look at what a step leaves to the next (betas, moments, gradients)"),
-        ("trajectory.1", lambda x: x + 1, "losses of the tokens at step 2: 2.06e+06 times the allowance"),
+        ("trajectory.1", lambda x: x + 1, " times the allowance"),
     ],
 )
 def test_the_words_for_what_steps_leave(name, change, words):
