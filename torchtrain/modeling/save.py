@@ -151,9 +151,9 @@ def _add_older_tokenizer(written: dict[str, Any], tokenizer: "PreTrainedTokenize
         written["tokenizer_class"] = "PreTrainedTokenizerFast"  # an alias of it in transformers 5
     else:  # transformers 4's own classes (Llama, Gemma) put a BOS first unless told, whatever tokenizer.json says
         ids = tokenizer("a")["input_ids"]
-        for end, name in ((0, "bos"), (-1, "eos")):
+        for end, name in ((ids[:1], "bos"), (ids[-1:], "eos")):  # of no ids where it does not know the text
             if (special := getattr(tokenizer, f"{name}_token_id")) is not None:
-                written[f"add_{name}_token"] = ids[end] == special
+                written[f"add_{name}_token"] = end == [special]
     if isinstance(tokens := written.get("extra_special_tokens"), list):
         del written["extra_special_tokens"]  # a list is refused by transformers 4; 5 reads the older name too
         written["additional_special_tokens"] = tokens
