@@ -1,1 +1,1 @@
-"""`torchtrain bench`: time attention and training steps against what people would use instead."""
+"""`torchtrain bench`: time attention and training steps beside their alternatives."""

@@ -1,9 +1,9 @@
-"""`torchtrain bench attention`: how much less time attention takes under a mask than full causal attention.
+"""`torchtrain bench attention`: the time of attention under a mask, as a share of full causal attention's.
 
-The time is also compared with the share of query-key pairs that the mask leaves. All cases run on the same tensors of
-one row of real documents, in turns, forward and backward. Each turn gives a ratio to full causal attention in the same
-turn. First, all cases are judged against float64 on a shorter row. An engine of torchtrain that breaks the error rule
-is not timed. What people would use instead (a rival) is timed, and its error is in the result.
+The share is also compared with the share of query-key pairs that the mask leaves. All cases run in turns on the same
+tensors of one row of real documents, forward and backward, and each turn gives a ratio to full causal attention. Before
+that, all cases are judged against float64 on a shorter row. An engine of torchtrain that breaks the error rule is not
+timed. An alternative to torchtrain (a rival) is timed in any case, and its error is in the result.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,20 +30,20 @@ from torchtrain.bench.config import AttentionBench, BenchConfig
 from torchtrain.bench.measure import Clock, error_ratio, spread_of
 from torchtrain.bench.rows import Corpus, Which
 
-# Forward: 4 D for each live pair and head; backward, with the scores computed again, two and a half times that.
+# FLOPs for each live pair, head and unit of D. The backward pass recomputes the scores.
 WORK = {"forward": 4, "backward": 10}
 
 
 def measure_attention(
-    config: BenchConfig, clock: Clock, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+    config: BenchConfig, clock: Clock, log: Callable[[str], None], save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Measure every case at every length.
 
     Args:
         config: the settings.
         clock: of the device.
-        say: takes a line when a part begins.
-        keep: takes the result so far, each time a row is done.
+        log: called with a line when a part begins.
+        save: called with the result so far after each row.
 
     Returns:
         The result, without its environment.
@@ -52,17 +52,17 @@ def measure_attention(
     result = {"heads": [bench.heads, bench.kv_heads, bench.head_dim], "rows": rows}
     for name in bench.dtypes:
         dtype = getattr(torch, name)
-        say(f"checking {name}: {len(list_cases(bench))} computations on {bench.check_tokens:,} tokens against float64")
+        log(f"checking {name}: {len(list_cases(bench))} computations on {bench.check_tokens:,} tokens against float64")
         errors = _check(config, corpus, dtype, clock)
         for tokens, which in product(bench.lengths, bench.rows):
-            say(f"timing {name}, {tokens:,} tokens, the row of {which} live pairs, {config.repeats} turns")
+            log(f"timing {name}, {tokens:,} tokens, the row of {which} live pairs, {config.repeats} turns")
             rows += _time(config, corpus, tokens, which, dtype, clock, errors)
-            keep(result)
+            save(result)
     return result
 
 
 def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock) -> dict[str, dict[str, Any]]:
-    """Judge each case by the error rule, or give the reason why it cannot run."""
+    """Return each case's error by the error rule, or the reason why the case cannot run."""
     bench = config.attention
     ids_T = _document_ids(corpus, bench.check_tokens, "least", clock.device)
     inputs = _draw(config.attention, bench.check_tokens, dtype, clock.device)
@@ -80,7 +80,7 @@ def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock
         except UserError as error:
             errors[case.name] = {"not_run": one_line(error)}
             continue
-        # Each copy of a BOS has a gradient of its own; those of the documents' tokens are compared.
+        # Each copy of a BOS has a separate gradient: only the gradients of other tokens are compared.
         own = slice(None) if prepared.own is None else slice(1, None)
         results = zip(("out", "dq", "dk", "dv"), run_case(prepared, inputs), *references(case.variant), strict=False)
         ratios = {name: error_ratio(x[:, own], y[:, own], z[:, own], dtype) for name, x, y, z in results}
@@ -88,7 +88,7 @@ def _check(config: BenchConfig, corpus: Corpus, dtype: torch.dtype, clock: Clock
         errors[case.name] = {"error_ratio": ratios[worst]}
         if case.engine is not None and ratios[worst] > 1:
             errors[case.name]["not_run"] = (
-                f"{worst} errs {ratios[worst]:.3g} times what the one rule allows, so it is not the same computation"
+                f"the error of {worst} is {ratios[worst]:.3g} times what the error rule allows"
             )
     return errors
 
@@ -154,7 +154,7 @@ def _summarise(
     full: Prepared,
     bench: AttentionBench,
 ) -> dict[str, Any]:
-    """Sum up the turns of a case. Without a backward pass it is compared with the forward pass of the yardstick."""
+    """Summarise the turns of a case. Without a backward pass it is compared with the yardstick's forward pass."""
     parts, live = list(seconds[0]), prepared.live_pairs / full.live_pairs
     own = [sum(turn.values()) for turn in seconds]
     whole = [sum(turn[part] for part in parts) for turn in yardstick]

@@ -1,6 +1,6 @@
-"""The computations that `torchtrain bench attention` times: engines of torchtrain, and what people use instead.
+"""The computations that `torchtrain bench attention` times: engines of torchtrain, and their alternatives.
 
-Legend: T tokens of a row · U tokens where each document begins with a BOS of its own · H query heads · K key/value
+Legend: T tokens of a row · U tokens with a BOS at the start of each document · H query heads · K key/value
 heads · D head_dim.
 """
 
@@ -20,14 +20,14 @@ from torchtrain.attention.dense import MAX_TOKENS
 from torchtrain.attention.flash import leave_newer
 from torchtrain.bench.config import AttentionBench
 
-YARDSTICK = "causal SDPA"  # full attention, as everyone calls it: the denominator of all ratios
+YARDSTICK = "causal SDPA"  # full attention: the denominator of all ratios
 VARIANTS = ("full", "intra", "anchor")  # masks under which engines run
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A computation that is timed: its name, its mask, and the engine of torchtrain (None: what people use instead)."""
+    """A computation to time: its name, its mask, and the engine of torchtrain (None: an alternative)."""
 
     name: str
     variant: str
@@ -38,8 +38,8 @@ class Case:
 class Prepared:
     """A case on one row.
 
-    `forward` takes q [1, T, H, D] and k, v [1, T, K, D] to out [1, T, H, D]; where `source` is given, of the U tokens
-    that it names, of which `own` are the row's.
+    `forward` maps q [1, T, H, D] and k, v [1, T, K, D] to out [1, T, H, D]. With `source` [U] it takes the U tokens at
+    these indices of the row, and `own` [T] are the places of the row's tokens among them.
     """
 
     forward: Forward
@@ -57,16 +57,16 @@ def list_cases(bench: AttentionBench) -> list[Case]:
 
 
 def prepare_case(case: Case, ids_T: dict[str, Tensor], bench: AttentionBench, dtype: torch.dtype) -> Prepared:
-    """Make a case ready on a row.
+    """Prepare a case on a row.
 
     Args:
         case: the case.
         ids_T: the row's document ids under each variant, on the device.
-        bench: how long a dense mask may be.
+        bench: with the longest row for a dense mask.
         dtype: of q, k and v.
 
     Raises:
-        UserError: the reason why it cannot run here, in this dtype, or at this length.
+        UserError: the case cannot run on this device, in this dtype or at this length.
     """
     ids_1T = ids_T[case.variant][None]
     T, device = ids_1T.shape[1], ids_1T.device
@@ -76,7 +76,7 @@ def prepare_case(case: Case, ids_T: dict[str, Tensor], bench: AttentionBench, dt
         if most < T:
             raise UserError(f"a T x T mask is made up to {most:,} tokens")
     if case.engine is not None:
-        leave_newer()  # of the case before
+        leave_newer()  # the case before may have chosen FlashAttention 3 or 4
         engine = resolve_engine(case.engine, device, dtype, training=False)
         return Prepared(engine_forward(plan, engine), plan.live_pairs, engine != "flex" or device.type == "cuda")
     if case.name == YARDSTICK:
@@ -94,7 +94,7 @@ def prepare_case(case: Case, ids_T: dict[str, Tensor], bench: AttentionBench, dt
 
 
 def engine_forward(plan: AttentionPlan, engine: str) -> Forward:
-    """Return attention under a plan by an engine."""
+    """Return an engine's attention under a plan."""
     return lambda q, k, v: attend(q, k, v, plan, engine=engine)[0]
 
 
@@ -116,7 +116,7 @@ def _flex(ids_T: Tensor, kept: Any) -> Forward:
 
 
 def _block_mask(ids_T: Tensor) -> Any:
-    """Make the mask as FlexAttention's own guide does."""
+    """Make the mask as in FlexAttention's guide."""
 
     def within_documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (ids_T[q] == ids_T[k])
@@ -136,8 +136,8 @@ def copy_bos(ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ids_T: document ids of a row whose anchor is its first token alone.
 
     Returns:
-        The index in the row of each of the U tokens [U]; their document ids [1, U]; the places of the row's tokens
-        among them [T].
+        The U tokens' indices in the row [U], their document ids [1, U], and the places of the row's tokens among
+        them [T].
     """
     counts = ids_T[1:].unique_consecutive(return_counts=True)[1].tolist()
     bos = torch.zeros(1, dtype=torch.long)
@@ -149,7 +149,7 @@ def copy_bos(ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_case(prepared: Prepared, inputs: list[Tensor]) -> list[Tensor]:
-    """Return the output, and the gradients of q, k and v where there is a backward pass."""
+    """Return the output, and the gradients of q, k and v if there is a backward pass."""
     leaves, weight = leaves_of(prepared, inputs)
     with torch.set_grad_enabled(prepared.backward):
         out = prepared.forward(*leaves)
@@ -160,7 +160,7 @@ def run_case(prepared: Prepared, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def leaves_of(prepared: Prepared, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Return q, k and v as a case takes them, and the gradient of its output."""
+    """Return a case's inputs q, k and v, and the gradient of its output."""
     taken = slice(None) if prepared.source is None else prepared.source
     *leaves, weight = (x.detach()[:, taken] for x in inputs)
     return [x.requires_grad_(prepared.backward) for x in leaves], weight

@@ -18,8 +18,6 @@ from torchtrain.config import (
     fill_empty_sections,
 )
 
-EXAMPLE = "repeats=5"  # of an override, for messages
-
 Tokens = Annotated[int, Field(ge=64, le=MOST_TOKENS)]
 Lengths = Annotated[list[Tokens], Field(min_length=1, max_length=64)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -38,22 +36,23 @@ class AttentionBench(Section):
         default=["mean", "least"],
         min_length=1,
         max_length=2,
-        description="which of the corpus's rows: the one nearest to the mean of live pairs, or the one with the fewest",
+        description="rows of the corpus: the one nearest to the mean of live pairs, or the one with the fewest",
     )
     dtypes: list[Dtype] = Field(default=["bfloat16"], min_length=1, max_length=3, description="of q, k and v")
     engines: list[Engine] = Field(
         default=list(get_args(Engine)),
         max_length=6,
-        description="torchtrain's; one that cannot run here is listed with the reason",
+        description="engines of torchtrain; one that cannot run is listed with the reason",
     )
-    rivals: list[Rival] = Field(default=RIVALS, max_length=4, description="what people would use instead")
+    rivals: list[Rival] = Field(default=RIVALS, max_length=4, description="alternatives to torchtrain")
     heads: SmallCount = Field(default=32, description="query heads")
     kv_heads: SmallCount = Field(default=8, description="key and value heads")
     head_dim: Annotated[int, Field(ge=8, le=512)] = Field(default=128, description="width of a head")
     check_tokens: Annotated[int, Field(ge=64, le=8192)] = Field(
-        default=1024, description="tokens of the row on which all are judged against float64 before any is timed"
+        default=1024,
+        description="tokens of the row on which all cases are judged against float64 before they are timed",
     )
-    dense_tokens: Tokens = Field(default=4096, description="longest row for which a T x T mask is made")
+    dense_tokens: Tokens = Field(default=4096, description="tokens of the longest row for a T x T mask")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -63,33 +62,35 @@ class AttentionBench(Section):
 
 
 class StepBench(Section):
-    """`bench step`: whole training steps of one row, in loops that are compared."""
+    """What `bench step` measures: training steps of one row, in several loops."""
 
-    model: ModelConfig = Field(description="the model that is trained")
-    layers: SmallCount | None = Field(default=None, description="only the model's first so many; default: all")
+    model: ModelConfig = Field(description="the model to train")
+    layers: SmallCount | None = Field(default=None, description="use only the first layers, this many; default: all")
     lengths: Lengths = Field(default=[1024, 2048, 4096], description="tokens a row")
-    loops: list[Loop] = Field(default=LOOPS, min_length=1, max_length=4, description="what is compared")
-    learning_rate: Real = Field(default=1e-5, description="of AdamW")
+    loops: list[Loop] = Field(default=LOOPS, min_length=1, max_length=4, description="loops that take turns")
+    learning_rate: Real = Field(default=1e-5, description="AdamW's learning rate")
     ceiling: Annotated[int, Field(ge=64, le=2**15)] = Field(
-        default=2048, description="rows and columns of the matrices whose product is the device's ceiling"
+        default=2048, description="rows and columns of square matrices whose product gives the device's peak FLOP/s"
     )
 
     @model_validator(mode="after")
     def _every_weight_is_trained(self) -> Self:
         if self.model.lora is not None:
-            raise ValueError("model.lora: the loops that are compared train every weight; set it to null")
+            raise ValueError("model.lora: all loops train every weight; set it to null")
         return self
 
 
 class BenchConfig(Section):
-    """All settings. `bench attention` and `bench step` read a section each."""
+    """All settings of `torchtrain bench`. Each of its two measurements has a section."""
 
-    tokenizer: TokenizerConfig = Field(description="which tokenises the documents")
-    data: DataConfig = Field(description="the documents that rows are made of")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
-    threads: SmallCount | None = Field(default=1, description="of a CPU; 1 lets its time be counted, not the clock's")
+    tokenizer: TokenizerConfig = Field(description="tokenizer of the documents")
+    data: DataConfig = Field(description="the documents")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is a GPU")
+    threads: SmallCount | None = Field(
+        default=1, description="threads on a CPU; with 1, CPU time is measured instead of wall time"
+    )
     repeats: Annotated[int, Field(ge=3, le=1000)] = Field(
-        default=5, description="turns; in each, all that is compared runs once"
+        default=5, description="turns; in each turn every case runs once"
     )
     attention: AttentionBench = Field(default=AttentionBench(), description="what `bench attention` measures")
     step: StepBench | None = Field(default=None, description="what `bench step` measures")
@@ -101,4 +102,4 @@ def load_bench(path: str | Path, overrides: Sequence[str] = ()) -> BenchConfig:
     Raises:
         UserError: see `anchorline.settings.load`.
     """
-    return settings.load(BenchConfig, path, overrides, example=EXAMPLE, prepare=fill_empty_sections)
+    return settings.load(BenchConfig, path, overrides, example="repeats=5", prepare=fill_empty_sections)

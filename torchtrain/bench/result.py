@@ -1,4 +1,4 @@
-"""Run `torchtrain bench`: measure, and write the result as JSON and as tables in Markdown."""
+"""Run `torchtrain bench`, and write its result as JSON and Markdown."""
 
 import datetime
 import json
@@ -24,14 +24,14 @@ MEASURE = {"attention": measure_attention, "step": measure_step}
 PACKAGES = ("torch", "transformers", "flash-attn", "flash-attn-4", "triton", "numpy")
 
 
-def run_bench(what: What, config: BenchConfig, out: Path, say: Callable[[str], None]) -> None:
-    """Measure. Write OUT/WHAT.json and OUT/WHAT.md each time a row is done, so that an interruption loses little.
+def run_bench(what: What, config: BenchConfig, out: Path, log: Callable[[str], None]) -> None:
+    """Measure, and write OUT/WHAT.json and OUT/WHAT.md after each row, so that an interruption loses little.
 
     Args:
-        what: which measurement.
+        what: the measurement.
         config: its settings.
         out: the folder.
-        say: takes a line when a part begins.
+        log: called with a line when a part begins.
 
     Raises:
         UserError: a setting or the folder cannot be used.
@@ -41,7 +41,7 @@ def run_bench(what: What, config: BenchConfig, out: Path, say: Callable[[str], N
     settings = config.model_dump(mode="json", include={"data", "tokenizer", "device", "threads", "repeats", what})
     head = {"what": what, "environment": _describe_environment(clock), "settings": settings}
 
-    def keep(result: dict[str, Any]) -> None:
+    def save(result: dict[str, Any]) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / f"{what}.json", (json.dumps(head | result, indent=1) + "\n").encode())
@@ -49,7 +49,7 @@ def run_bench(what: What, config: BenchConfig, out: Path, say: Callable[[str], N
         except OSError as error:
             raise UserError(f"--out {quoted(folder)}: {disk_fault(error)}") from None
 
-    print(to_markdown(head | MEASURE[what](config, clock, say, keep)))
+    print(to_markdown(head | MEASURE[what](config, clock, log, save)))
     print(f"results in {folder}")
 
 
@@ -61,7 +61,7 @@ def _describe_environment(clock: Clock) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(clock.device) if cuda else processor(),
         "threads": None if cuda else torch.get_num_threads(),
-        "seconds": "the CPU's, of one thread" if clock.counts_cpu_time else "the clock's",
+        "seconds": "CPU time of one thread" if clock.counts_cpu_time else "wall time",
         "commit": commit,
         "changed": changed,
         "versions": versions(PACKAGES),
@@ -70,7 +70,7 @@ def _describe_environment(clock: Clock) -> dict[str, Any]:
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """Return a result's tables as Markdown, under a line that says when, where and by which command it was made."""
+    """Return a result's tables as Markdown, below a line with date, machine, versions and command."""
     made, settings = result["environment"], result["settings"]
     packages = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
     commit = f"commit {made['commit'][:12]}{', changed' if made['changed'] else ''}; " if made["commit"] else ""
@@ -81,7 +81,7 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table as Markdown; its first column is aligned left, the others right."""
+    """Return a table as Markdown; the first column is aligned left, the others right."""
     lines = [head, ("---", *("---:" for _ in head[1:])), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in lines)
 
@@ -104,7 +104,7 @@ def _attention_tables(result: dict[str, Any]) -> list[str]:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Return the name of a row of `bench attention`, for people."""
+    """Return the display name of a row of `bench attention`."""
     return row["name"] if row["engine"] is None else f"torchtrain {row['name']}"
 
 
@@ -112,7 +112,7 @@ def _attention_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         name_of(row),
         f"{1e3 * row['forward']['median']:.1f}",
-        f"{1e3 * row['backward']['median']:.1f}" if "backward" in row else "none here",
+        f"{1e3 * row['backward']['median']:.1f}" if "backward" in row else "none",
         format_spread(row["of_full"]),
         f"{row['live_ratio']:.3f}",
         format_spread(row["over_the_law"]),

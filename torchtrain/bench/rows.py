@@ -1,4 +1,4 @@
-"""Rows of real documents from the corpus of a config, so that attention is timed on lengths as they occur."""
+"""Rows of real documents from the corpus of a config, with realistic lengths of documents."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,7 @@ class Corpus:
     """The tokenised documents of a config.
 
     Args:
-        config: whose `data` and `tokenizer` are read.
+        config: with `data` and `tokenizer`.
 
     Raises:
         UserError: as `torchtrain.data.prepare`.
@@ -36,8 +36,10 @@ class Corpus:
         self.store: TokenStore = prepare(config.data, self.tokenizer)
 
     def row(self, tokens: int, variant: str, which: Which = "mean") -> dict[str, np.ndarray]:
-        """Return the five arrays [tokens] of a row of the first epoch: the one whose live pairs are nearest to their
-        mean, or the one with the fewest. The variants of one length hold the same documents.
+        """Return the five arrays [tokens] of a row of the first epoch.
+
+        The row is the one with live pairs nearest to the mean, or with the fewest. All variants of one length hold the
+        same documents.
 
         Raises:
             UserError: the corpus is shorter than a row.

@@ -1,7 +1,7 @@
-"""`torchtrain bench step`: whole training steps of one row, by torchtrain and by what people write instead.
+"""`torchtrain bench step`: training steps of one row, by torchtrain and by a plain loop of transformers.
 
-First the loss of each token is compared with that of the same weights in a wider dtype, before anything is learned.
-Then the loops take turns. A product of large matrices takes a turn too: MFU is a share of its speed.
+First each token's loss is compared with the loss of the same weights in a wider dtype. Then the loops take turns. A
+product of large matrices takes a turn too, and MFU is a share of its FLOP/s.
 
 Legend: T tokens of a row · V vocabulary.
 """
@@ -55,14 +55,14 @@ class Ours:
         self.strategy = Replicated(self.model, self.train, self.world)
 
     def step(self, row: Row) -> float:
-        """Take a whole step; return its mean loss."""
+        """Take a training step; return its mean loss."""
         batches = make_micro_batches([row], [], self.world)
         loss = take_step(self.strategy, batches, [], 0, self.train, lambda loss: None).losses.overall.value
         assert loss is not None
         return loss
 
     def losses(self, row: Row) -> Tensor:
-        """Return the loss of each labelled token; nothing is learned."""
+        """Return the loss of each labelled token, without training."""
         (batch,) = (batch.to(self.world.device) for batch in make_micro_batches([row], [], self.world))
         with torch.no_grad():
             _, each_BT = self.strategy.losses(batch.part, batch.plan, self.train.loss_chunk)
@@ -70,9 +70,9 @@ class Ours:
 
 
 class Plain:
-    """A step as people write it: transformers' model with its SDPA, and torch's AdamW, with a copy of the weights.
+    """A step of a plain loop: transformers' model with SDPA and torch's AdamW, with a copy of the weights.
 
-    `masked` keeps documents apart by a dense mask [1, 1, T, T].
+    `masked` separates documents by a dense mask [1, 1, T, T].
     """
 
     def __init__(self, model: "PreTrainedModel", bench: StepBench, device: torch.device, masked: bool) -> None:
@@ -81,9 +81,9 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=bench.learning_rate)
 
     def step(self, row: Row) -> float:
-        """Take a whole step; return its mean loss."""
+        """Take a training step; return its mean loss."""
         self.optimizer.zero_grad()
-        labels = F.pad(row["shift_labels"][:, :-1], (1, 0), value=IGNORED)  # which transformers shifts itself
+        labels = F.pad(row["shift_labels"][:, :-1], (1, 0), value=IGNORED)  # transformers shifts them itself
         loss = self.model(**self._inputs(row), labels=labels.to(self.device)).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -91,7 +91,7 @@ class Plain:
         return loss.item()
 
     def losses(self, row: Row) -> Tensor:
-        """Return the loss of each labelled token, in float32 at least; nothing is learned."""
+        """Return the loss of each labelled token, in float32 or wider, without training."""
         with torch.no_grad():
             logits_TV = self.model(**self._inputs(row)).logits[0]
         labels_T = row["shift_labels"][0].to(self.device)
@@ -110,7 +110,7 @@ def open_loop(name: str, model: "PreTrainedModel", bench: StepBench, device: tor
     """Make a loop by its name.
 
     Raises:
-        UserError: it cannot be compiled here.
+        UserError: this machine cannot compile it.
     """
     if name.startswith("torchtrain"):
         return Ours(model, bench, device)
@@ -118,33 +118,33 @@ def open_loop(name: str, model: "PreTrainedModel", bench: StepBench, device: tor
 
 
 def row_of(corpus: Corpus, tokens: int, loop: str) -> Row:
-    """Return the row that a loop trains on, in the variant that it computes."""
+    """Return a loop's row, in the loop's variant."""
     return collate([corpus.row(tokens, "full" if loop.endswith("full") else "anchor")])
 
 
 def measure_step(
-    config: BenchConfig, clock: Clock, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+    config: BenchConfig, clock: Clock, log: Callable[[str], None], save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Measure steps. Arguments and result as `measure_attention`.
+    """Measure steps. Arguments and result are those of `measure_attention`.
 
     Raises:
-        UserError: there is no section `step`, the model cannot be loaded, or torchtrain's losses are not the model's.
+        UserError: there is no section `step`, the model cannot be loaded, or torchtrain's losses break the error rule.
     """
     bench = config.step
     if bench is None:
         raise UserError("step: missing; add the section, as in configs/bench/cpu.yaml")
     corpus = Corpus(config)
-    say(f"loading {bench.model.source}")
+    log(f"loading {bench.model.source}")
     model = load_model(config, bench, corpus, clock)
     if products := describe_products(model.dtype, clock.device):
-        say(f"products  {products}")
+        log(f"products  {products}")
     counter, loops, missing = FlopCounter.of(model), dict[str, Ours | Plain](), dict[str, str]()
     for name in bench.loops:
         try:
             loops[name] = open_loop(name, model, bench, clock.device)
         except UserError as error:
             missing[name] = one_line(error)
-    say(f"checking the losses of {len(loops)} loops on {bench.lengths[0]:,} tokens")
+    log(f"checking the losses of {len(loops)} loops on {bench.lengths[0]:,} tokens")
     rows = list[dict[str, Any]]()
     result = {
         "model": bench.model.source,
@@ -156,14 +156,14 @@ def measure_step(
         "not_run": missing,
     }
     for tokens in bench.lengths:
-        say(f"timing {tokens:,} tokens, {config.repeats} turns")
+        log(f"timing {tokens:,} tokens, {config.repeats} turns")
         rows += _time(config, bench, loops, counter, corpus, tokens, model.dtype, clock)
-        keep(result)
+        save(result)
     return result
 
 
 def load_model(config: BenchConfig, bench: StepBench, corpus: Corpus, clock: Clock) -> "PreTrainedModel":
-    """Load the model as a run does, cut to its first layers where the config says so.
+    """Load the model as a run does, and keep only its first `layers` if the config says so.
 
     Raises:
         UserError: as `load_for_training`; or the model has fewer layers.
@@ -175,7 +175,7 @@ def load_model(config: BenchConfig, bench: StepBench, corpus: Corpus, clock: Clo
     check_store(corpus.store, own.vocab_size)
     engine = resolve_engine(bench.model.attention, clock.device, getattr(torch, bench.model.dtype))
     rope = RopeConfig(type="ntk") if longest > own.max_position_embeddings else RopeConfig()
-    plain = bench.model.model_copy(update={"fused": "none"})  # each loop that is compiled compiles its own copy
+    plain = bench.model.model_copy(update={"fused": "none"})  # a compiled loop compiles its own copy
     model = load_for_training(source, extend(own, rope, longest), plain, engine, clock.device)
     if bench.layers is not None:
         held = model.config.num_hidden_layers
@@ -190,19 +190,21 @@ def load_model(config: BenchConfig, bench: StepBench, corpus: Corpus, clock: Clo
 def _check_losses(
     loops: dict[str, Ours | Plain], model: "PreTrainedModel", bench: StepBench, corpus: Corpus, clock: Clock
 ) -> dict[str, Any]:
-    """Judge each loop's losses, token by token, against transformers' own with the same weights in a wider dtype."""
+    """Judge each loop's losses by token against transformers with the same weights in a wider dtype."""
     wider = torch.float64 if model.dtype == torch.float32 else torch.float32
     judged = dict[str, Any]()
     for name, loop in loops.items():
         row = row_of(corpus, bench.lengths[0], name)
         coarse = Plain(model, bench, clock.device, masked=not name.endswith("full"))
         reference = coarse.losses(row)
-        for parameter in coarse.model.parameters():  # buffers, RoPE's frequencies, are float32 already
+        for parameter in coarse.model.parameters():  # not buffers: RoPE's frequencies are float32 already
             parameter.data = parameter.data.to(wider)
         truth, own = coarse.losses(row), loop.losses(row)
         ratio = error_ratio(own, truth, reference, model.dtype)
         if ratio > 1 and name.startswith("torchtrain"):
-            raise UserError(f"step: the losses of {name} err {ratio:.3g} times what the one rule allows: a bug of ours")
+            raise UserError(
+                f"step: the error of the losses of {name} is {ratio:.3g} times what the error rule allows: a bug"
+            )
         judged[name] = {"tokens": bench.lengths[0], "mean": own.double().mean().item(), "error_ratio": ratio}
     return judged
 

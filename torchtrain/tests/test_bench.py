@@ -91,7 +91,7 @@ def test_an_engine_that_is_wrong_is_not_timed(bench_tree, monkeypatch):
 
     monkeypatch.setattr(cases, "attend", wrong)
     rows = measure(bench_tree)
-    assert "times what the one rule allows" in rows["sdpa, full"]["not_run"]
+    assert "times what the error rule allows" in rows["sdpa, full"]["not_run"]
     assert rows["BOS per document"]["error_ratio"] > 1
     assert "seconds" in rows["BOS per document"]
 
@@ -137,7 +137,7 @@ def test_losses_that_are_not_the_models_are_refused(call, monkeypatch, factor, c
     monkeypatch.setattr(step.Ours, "losses", lambda self, row: right(self, row) * factor)
     done = call("step", "step.loops=['torchtrain, full', 'transformers, full']")
     assert done.exit_code == code, done.output
-    assert ("the losses of torchtrain, full err" in done.stderr) == (code == 2)
+    assert ("the error of the losses of torchtrain, full is" in done.stderr) == (code == 2)
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
